@@ -1,0 +1,1 @@
+"""Linear-attention families: the algebra of their transitions and, per family, capture and composition."""

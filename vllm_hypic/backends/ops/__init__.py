@@ -1,0 +1,1 @@
+"""Numerical operators: one folder per operator, a plain `reference` beside every fast implementation."""
