@@ -1,0 +1,57 @@
+# Every target sets up what it needs in .venv; once that is done, it starts at once.
+#   make demo    serve the demo model and compare stock, cold and warm requests
+#   make test    lint, then all tests but the slow ones
+#   make check   lint and the tests that start no engine: run it before a commit
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.stamp
+
+# Nothing here needs the network once set up, and nobody asked to be counted.
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: venv demo test test-slow lint format check bench clean distclean
+
+venv: $(READY)
+
+# The stamp is written last: an interrupted set-up is taken up again by the next call.
+$(READY): setup.py pyproject.toml tools/prepare_env.py tools/cpu_torch_imports.py tools/torch_index.py
+	@echo "Setting up $(VENV): about 3.5 GB and a few minutes, once."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	index=$$($(BIN)/python tools/torch_index.py) && $(BIN)/python -m pip install --quiet $$index --editable '.[cpu,dev]'
+	$(BIN)/python tools/prepare_env.py
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m vllm_hypic.demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+check: lint
+	$(BIN)/python -m pytest -m "not engine and not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY)
+	$(BIN)/python -m vllm_hypic.bench ttft
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find vllm_hypic tests tools examples -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
