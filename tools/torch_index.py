@@ -1,7 +1,8 @@
 """Print the extra pip arguments with which this environment finds the CPU build of torch.
 
-Nothing, when pip's own configuration finds it (a mirror, a folder of wheels); else PyTorch's CPU wheel index, once it
-is known to answer: an unreachable extra index makes pip retry for minutes and then fail with a misleading message.
+Nothing, when pip's own configuration finds it (a mirror, a folder of wheels); else PyTorch's CPU wheel index, once
+it is known to answer: with an unreachable extra index pip retries for minutes and then fails with a misleading
+message.
 """
 
 import subprocess
@@ -30,5 +31,7 @@ if __name__ == "__main__":
     if pip_finds_torch():
         sys.exit()
     if not index_answers():
-        sys.exit(f"{TORCH} is neither on pip's indexes nor can {INDEX} be reached. Point pip at a copy (PIP_FIND_LINKS).")
+        sys.exit(
+            f"pip does not find {TORCH} and {INDEX} does not answer: set PIP_FIND_LINKS to a folder with it"
+        )
     print(f"--extra-index-url {INDEX}")
