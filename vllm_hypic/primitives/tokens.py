@@ -1,0 +1,162 @@
+"""The three token primitives: their text forms, their ids, and cutting a text or a prompt at them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+
+class Marker(Enum):
+    """A primitive, by its role."""
+
+    SEP = "sep"
+    """Starts a new position-independent segment."""
+    PDEP = "pdep"
+    """From here to the next separator, tokens depend on the whole prompt before them."""
+    PAD = "pad"
+    """Takes one logical position and has no content."""
+
+
+@dataclass(frozen=True)
+class PrimitiveTexts:
+    """Text forms of the primitives, as they stand in prompt strings and chat messages."""
+
+    sep: str = "<|hypic_sep|>"
+    pdep: str = "<|hypic_pdep|>"
+    pad: str = "<|hypic_pad|>"
+
+    def __post_init__(self) -> None:
+        for name, text in self.items():
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"{name}={text!r}: expected a non-empty string")
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:
+                raise ValueError(f"{name}={text!r}: not valid Unicode text ({e.reason})") from e
+        for name, text in self.items():
+            for other, container in self.items():
+                if name < other and text == container:
+                    raise ValueError(f"{name}={text!r}: {other} has the same text; the three must differ")
+                if name != other and text in container:
+                    raise ValueError(
+                        f"{name}={text!r}: is part of {other}={container!r}; no text may contain another"
+                    )
+
+    def __getitem__(self, marker: Marker) -> str:
+        return str(getattr(self, marker.value))
+
+    def items(self) -> Iterator[tuple[str, str]]:
+        """(field name, text) of each primitive."""
+        return ((f.name, getattr(self, f.name)) for f in fields(self))
+
+    def contains(self, text: str) -> bool:
+        """Whether any primitive stands in ``text``."""
+        return self.sep in text or self.pdep in text or self.pad in text
+
+    def to_json(self) -> str:
+        """One line of JSON: the inverse of :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_mapping(texts: Mapping[str, Any]) -> PrimitiveTexts:
+        """Build from plain data; what is left out keeps its default, unknown names are refused."""
+        known = [f.name for f in fields(PrimitiveTexts)]
+        if not isinstance(texts, Mapping):
+            raise ValueError(f"token primitives: expected an object with {', '.join(known)}, got {texts!r}")
+        if unknown := sorted(set(texts) - set(known), key=str):
+            raise ValueError(f"token primitives: unknown name {unknown[0]!r}; expected {', '.join(known)}")
+        return PrimitiveTexts(**texts)
+
+    @staticmethod
+    def from_json(text: str) -> PrimitiveTexts:
+        """Parse ``{"sep": ..., "pdep": ..., "pad": ...}``; raises :class:`ValueError` naming the fault."""
+        try:
+            texts = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"token primitives: {text!r} is not JSON ({e})") from e
+        return PrimitiveTexts.from_mapping(texts)
+
+
+@dataclass(frozen=True)
+class PrimitiveIds:
+    """Token ids of the primitives in one tokenizer.  They are stripped before the model."""
+
+    sep: int
+    pdep: int
+    pad: int
+
+    def __post_init__(self) -> None:
+        ids = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, token in ids.items():
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError(f"{name}={token!r}: expected a token id, an integer >= 0")
+        if len(set(ids.values())) < len(ids):
+            raise ValueError(f"token ids of the primitives must differ: {ids}")
+
+    def __getitem__(self, marker: Marker) -> int:
+        return int(getattr(self, marker.value))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.sep, self.pdep, self.pad))
+
+    def marker(self, token: int) -> Marker | None:
+        """The primitive that ``token`` is, if any."""
+        return _markers_by_id(self).get(token)
+
+    def contains(self, ids: Sequence[int]) -> bool:
+        """Whether any primitive stands in ``ids``."""
+        return self.sep in ids or self.pdep in ids or self.pad in ids
+
+
+def split_text(text: str, texts: PrimitiveTexts) -> list[str | Marker]:
+    """Cut ``text`` at the primitives.
+
+    Joining the parts, with each marker's text in its place, gives ``text`` back.  There are no
+    empty strings among the parts; two texts never stand side by side.  Where texts overlap, the
+    leftmost wins.
+    """
+    pattern, markers = _pattern(texts)
+    parts: list[str | Marker] = []
+    # Captured separators stand at the odd places of re.split's result.
+    for i, part in enumerate(pattern.split(text)):
+        if i % 2:
+            parts.append(markers[part])
+        elif part:
+            parts.append(part)
+    return parts
+
+
+def split_ids(ids: Sequence[int], primitives: PrimitiveIds) -> list[list[int] | Marker]:
+    """Cut token ids at the primitives, as :func:`split_text` cuts a text."""
+    by_id = _markers_by_id(primitives)
+    parts: list[list[int] | Marker] = []
+    run: list[int] = []
+    for token in ids:
+        marker = by_id.get(token)
+        if marker is None:
+            run.append(token)
+            continue
+        if run:
+            parts.append(run)
+            run = []
+        parts.append(marker)
+    if run:
+        parts.append(run)
+    return parts
+
+
+@lru_cache(maxsize=16)
+def _pattern(texts: PrimitiveTexts) -> tuple[re.Pattern[str], dict[str, Marker]]:
+    # No text is part of another, so the order of the alternatives does not matter.
+    pattern = re.compile("(" + "|".join(re.escape(texts[m]) for m in Marker) + ")")
+    return pattern, {texts[m]: m for m in Marker}
+
+
+@lru_cache(maxsize=16)
+def _markers_by_id(ids: PrimitiveIds) -> dict[int, Marker]:
+    return {ids[m]: m for m in Marker}
