@@ -10,8 +10,8 @@ Per value head the state S [K, V] follows, token by token,
 with k_t and q_t l2-normalised over K and q_t scaled by K^-1/2. A run of tokens is therefore the affine map
 S_after = T S_before + S_zero with T [K, K] the product of the per-token factors.
 
-`chunk` holds the operators the engine calls (closed form, fp32), `reference` the same functions as a token loop in
-float64. Both import torch only.
+`chunk` holds the operators the engine calls (closed form, fp32), `reference` the same functions as a token
+loop in float64. Both import torch only.
 """
 
 from vllm_hypic.backends.ops.gated_delta.chunk import seam_outputs, segment_summary

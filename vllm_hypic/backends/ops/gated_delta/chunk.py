@@ -1,4 +1,4 @@
-"""Gated delta rule in closed form (WY representation), batched over sequences, chunks and heads; exact in fp32.
+"""Gated delta rule in closed form (WY representation), batched over sequences, chunks and heads, in fp32.
 
 One chunk of C tokens that starts from state S [K, V], with G_t = g_1 + ... + g_t:
 
@@ -9,19 +9,21 @@ One chunk of C tokens that starts from state S [K, V], with G_t = g_1 + ... + g_
     S'   = e^{G_C} S + Kd^T D                    with Kd_s = e^{G_C - G_s} k_s
     o_t  = e^{G_t} q_t S + sum_{s <= t} e^{G_t - G_s} (q_t . k_s) D_s
 
-T follows the same recurrence with V = 0, starting from I. L, U, W, Kd do not depend on S, so they are computed for
-many chunks at once; what is left of the sequence is a scan over chunks of two batched matmuls.
+T follows the same recurrence with V = 0, starting from I. L, U, W, Kd do not depend on S, so they are
+computed for many chunks at once; what is left of the sequence is a scan over chunks of two batched matmuls.
 
-Symbols in the code: `heads` Hv value heads, `groups` Hk key heads, C `chunk`, n chunks of a block.
+Symbols in the code: `heads` Hv value heads, `groups` Hk key heads, C `chunk`, n chunks of a block. Tensors of
+chunks and states have one leading batch dimension, chunk (or sequence) major, value head minor.
 
-Gates enter as differences G_t - G_s <= 0 only, taken in float64 (G may reach -3200 inside a chunk, where float32
-resolves 2e-4), so no gate overflows and strong gates cost no accuracy.
+Gates enter as differences G_t - G_s <= 0 only, taken in float64 (G may reach -3200 inside a chunk, where
+float32 resolves 2e-4), so no gate overflows and strong gates cost no accuracy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, overload
 
 import torch
@@ -29,17 +31,20 @@ from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta.reference import l2_eps
 
-CHUNK = 64
-"""Longest chunk. 64 balances the C^2 work inside chunks against the number of scan steps; shorter input, shorter chunk."""
+_CHUNK_CPU = 32
+_CHUNK_DEVICE = 64
+"""Longest chunk (shorter input, shorter chunk). Long chunks cost C^2 work inside, short ones more scan steps:
+a CPU feels the first, a GPU the second."""
 
 _BLOCK_BYTES_CPU = 4 << 20
 _BLOCK_BYTES_DEVICE = 512 << 20
-"""How much of the chunk-local tensors to hold at once: on a CPU what the caches hold, on a GPU what fills it."""
+"""How much of the chunk-local tensors to hold at once: what fits a CPU's caches, what fills a GPU."""
 
 _LOG_TINY = -69.0
 _TINY = 1e-30
-"""Decays below e^-69 and entries of T below 1e-30 become 0: they cannot be seen beside O(1) states, but their
-products are subnormal numbers, on which CPUs multiply a hundred times more slowly."""
+_SHRINK_EVERY = 4
+"""Decays below e^-69 and (looked at every fourth step) entries of T below 1e-30 become 0: they cannot be seen
+beside O(1) states, but their products are subnormal, which CPUs multiply a hundred times more slowly."""
 
 
 @overload
@@ -93,30 +98,68 @@ def segment_summary(
     g           [N, Hv]     log decay, <= 0
     beta        [N, Hv]     write strength
     cu_seqlens  B + 1 rising token boundaries, a list or a CPU tensor; empty sequences are allowed
-    initial_T   [B, Hv, K, K], initial_S [B, Hv, K, V]: the summary of the tokens before these ones, when a segment
-                arrives in several pieces (T <- T2 T1, S <- T2 S1 + S2); default I and 0
+    initial_T   [B, Hv, K, K], initial_S [B, Hv, K, V]: the summary of the tokens before these ones, when a
+                segment arrives in several pieces (T <- T2 T1, S <- T2 S1 + S2); default I and 0
     need_T      False skips T (leading segments need none): half the work
     eps         of the l2 norm; default: vLLM's on this device, see `l2_eps`
 
     Returns (T [B, Hv, K, K] or None, S [B, Hv, K, V]), fp32.
     """
     work = _Inputs.check(None, k, v, g, beta, eps)
-    grid = _Grid.over(cu_seqlens, k.shape[0], work.block_chunks)
-    shape_T, shape_S = (grid.batch, work.heads, work.K, work.K), (grid.batch, work.heads, work.K, work.V)
-    S = work.start(initial_S, shape_S, "initial_S", grid)
-    T = work.start(initial_T, shape_T, "initial_T", grid) if need_T else None
+    grid = _Grid.over(cu_seqlens, k.shape[0], work)
+    S = grid.load(initial_S, work.V, work.dtype, "initial_S")
+    T = grid.load(initial_T, work.K, work.dtype, "initial_T") if need_T else None
     if T is not None and initial_T is None:
         T.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
-    for lo, hi in grid.blocks():
-        local = work.chunk_terms(grid, lo, hi)
-        for step, rank, at, count in grid.steps(lo, hi):
-            here = slice(at, at + count)
+    for block in grid.blocks():
+        local = work.chunk_terms(block)
+        for step, states, here in block.steps:
+            W, Kd, end = local.W[here], local.Kd[here].mT, local.end[here]
             fresh = step == 0
-            _scan(S, rank, local, here, writes=local.U, zero_start=fresh and initial_S is None)
+            state = S[states]
+            if fresh and initial_S is None:
+                torch.bmm(Kd, local.U[here], out=state)
+            else:
+                D = torch.baddbmm(local.U[here], W, state, alpha=-1.0)
+                state.mul_(end).baddbmm_(Kd, D)
             if T is not None:
-                _scan(T, rank, local, here, writes=None, zero_start=False, unit_start=fresh and initial_T is None)
-    return (grid.unsort(T) if T is not None else None), grid.unsort(S)
+                state = T[states]
+                D = W if fresh and initial_T is None else torch.bmm(W, state)
+                state.mul_(end).baddbmm_(Kd, D, alpha=-1.0)
+                if step % _SHRINK_EVERY == _SHRINK_EVERY - 1:
+                    state.copy_(torch.nn.functional.hardshrink(state, _TINY))
+    return (grid.store(T) if T is not None else None), grid.store(S)
+
+
+@overload
+def seam_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Sequence[int] | Tensor,
+    initial_states: Tensor,
+    *,
+    need_states: Literal[True] = True,
+    eps: float | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def seam_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Sequence[int] | Tensor,
+    initial_states: Tensor,
+    *,
+    need_states: bool,
+    eps: float | None = None,
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def seam_outputs(
@@ -128,49 +171,61 @@ def seam_outputs(
     cu_seqlens: Sequence[int] | Tensor,
     initial_states: Tensor,
     *,
+    need_states: bool = True,
     eps: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Outputs and end states of B packed sequences, each from a start state of its own.
 
     Changes none of its arguments. Arguments as in `segment_summary`, and
 
     q               [N, Hk, K]        not normalised, not scaled
     initial_states  [B, Hv, K, V]     any float dtype; computed in fp32
+    need_states     False skips the end states: for seams whose next start state comes from a composition
 
-    Returns (o [N, Hv, V] in v's dtype, zero at tokens of no sequence; final states [B, Hv, K, V] fp32).
+    Returns (o [N, Hv, V] in v's dtype, zero at tokens of no sequence; end states [B, Hv, K, V] fp32 or None).
     """
     work = _Inputs.check(q, k, v, g, beta, eps)
-    grid = _Grid.over(cu_seqlens, k.shape[0], work.block_chunks)
-    S = work.start(initial_states, (grid.batch, work.heads, work.K, work.V), "initial_states", grid)
+    grid = _Grid.over(cu_seqlens, k.shape[0], work)
+    S = grid.load(initial_states, work.V, work.dtype, "initial_states", copy=False)
+    carried = S.shape[0] if need_states else grid.states_at(1)
+    final = torch.empty_like(S[:carried])
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
 
-    for lo, hi in grid.blocks():
-        local = work.chunk_terms(grid, lo, hi)
-        assert local.Q is not None and local.A is not None
-        parts = []
-        for _, rank, at, count in grid.steps(lo, hi):
-            here = slice(at, at + count)
-            before = S[rank : rank + count]
-            read = torch.matmul(local.Q[here], before)
-            writes = _scan(S, rank, local, here, writes=local.U, zero_start=False)
-            parts.append(_baddbmm(read, local.A[here], writes))
-        grid.scatter(out, lo, hi, torch.cat(parts) if len(parts) > 1 else parts[0])
-    return out, grid.unsort(S)
+    for block in grid.blocks():
+        local = work.chunk_terms(block)
+        assert local.A is not None and local.WQ is not None
+        o = torch.empty_like(local.U)
+        for step, states, here in block.steps:
+            before = S[states] if step == 0 else final[states]
+            # One pass over the states for both of their readers.
+            WS, QS = torch.bmm(local.WQ[here], before).tensor_split(2, dim=1)
+            D = local.U[here] - WS
+            torch.baddbmm(QS, local.A[here], D, out=o[here])
+            last = states.stop if need_states else min(states.stop, grid.states_at(step + 1))
+            if (n := last - states.start) > 0:
+                after = torch.mul(before[:n], local.end[here][:n], out=final[states.start : states.start + n])
+                after.baddbmm_(local.Kd[here][:n].mT, D[:n])
+        block.scatter(out, o)
+    if not need_states:
+        return out, None
+    untouched = slice(grid.states_at(0), None)
+    final[untouched] = S[untouched]
+    return out, grid.store(final)
 
 
-# ---------------------------------------------------------------------------------------------------- chunk-local part
+# ------------------------------------------------------------------------------------------ chunk-local part
 
 
 @dataclass(frozen=True)
 class _Terms:
     """What a block of n chunks contributes, whatever its start state; see the module's equations."""
 
-    U: Tensor  # [n, Hv, C, V]
-    W: Tensor  # [n, Hv, C, K]
-    Kd: Tensor  # [n, Hv, C, K]
-    end: Tensor  # [n, Hv, 1, 1]       e^{G_C}
-    Q: Tensor | None  # [n, Hv, C, K]  e^{G_t} q_t
-    A: Tensor | None  # [n, Hv, C, C]  e^{G_t - G_s} q_t . k_s for s <= t
+    U: Tensor  # [n Hv, C, V]
+    W: Tensor  # [n Hv, C, K]
+    Kd: Tensor  # [n Hv, C, K]
+    end: Tensor  # [n Hv, 1, 1]         e^{G_C}
+    WQ: Tensor | None  # [n Hv, 2C, K]  W above e^{G_t} q_t
+    A: Tensor | None  # [n Hv, C, C]    e^{G_t - G_s} q_t . k_s for s <= t
 
 
 @dataclass(frozen=True)
@@ -208,207 +263,184 @@ class _Inputs:
         eps = l2_eps(k.device) if eps is None else eps
         return cls(q, k, v, g, beta, eps, dtype, heads, groups, K, V)
 
-    def block_chunks(self, chunk: int) -> int:
-        """How many chunks of this length to treat at once."""
-        elements = self.heads * chunk * (2 * self.K + 2 * self.V + 2 * chunk)
-        limit = _BLOCK_BYTES_CPU if self.k.device.type == "cpu" else _BLOCK_BYTES_DEVICE
-        return max(1, limit // (elements * self.dtype.itemsize))
-
-    def start(self, initial: Tensor | None, shape: tuple[int, ...], name: str, grid: _Grid) -> Tensor:
-        """A private copy of the start states in the grid's order; zeros if none are given."""
-        if initial is None:
-            return torch.zeros(shape, dtype=self.dtype, device=self.k.device)
-        if initial.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(initial.shape)}, expected {shape}")
-        state = grid.sort(initial).to(self.dtype, memory_format=torch.contiguous_format)
-        return state.clone() if state.data_ptr() == initial.data_ptr() else state
-
-    def chunk_terms(self, grid: _Grid, lo: int, hi: int) -> _Terms:
-        """The terms of chunks lo .. hi of the grid, for all heads at once."""
-        C, repeat = grid.chunk, self.heads // self.groups
-        k = self._normalised(grid.gather(self.k, lo, hi, self.dtype))
-        v = grid.gather(self.v, lo, hi, self.dtype)
-        beta = grid.gather(self.beta, lo, hi, self.dtype)[..., None]
-        G = grid.gather(self.g, lo, hi, torch.float64).cumsum(-1)
+    def chunk_terms(self, block: _Block) -> _Terms:
+        """The terms of the block's chunks, for all heads at once."""
+        C, K, V = block.chunk, self.K, self.V
+        k = self._normalised(block.gather(self.k, self.dtype))
+        v = block.gather(self.v, self.dtype)
+        beta = block.gather(self.beta, self.dtype)[..., None]
+        G = block.gather(self.g, torch.float64).cumsum(-1)
         n = G.shape[0]
+        by_group = (n, self.groups, self.heads // self.groups)
+        flat = n * self.heads
 
         # Above the diagonal the difference is positive: clamp it, so that nothing there is infinite.
-        decay = _exp((G[..., :, None] - G[..., None, :]).to(self.dtype).clamp_(max=0.0))
-        from_start = _exp(G.to(self.dtype))[..., None]
+        decay = _exp_((G[..., :, None] - G[..., None, :]).to(self.dtype).clamp_(max=0.0))
+        from_start = _exp_(G.to(self.dtype))[..., None]
         to_end = decay[..., -1, :, None]
+        decay = decay.view(*by_group, C, C)
 
-        per_group = (n, self.groups, repeat)
         gram = torch.matmul(k, k.mT).unsqueeze(2)
-        L = (gram * decay.view(*per_group, C, C)).view(n, self.heads, C, C).mul_(beta)
-        k_heads = k.unsqueeze(2)
-        W = (k_heads * (beta * from_start).view(*per_group, C, 1)).view(n, self.heads, C, self.K)
-        Kd = (k_heads * to_end.reshape(*per_group, C, 1)).view(n, self.heads, C, self.K)
+        L = (gram * decay).view(n, self.heads, C, C).mul_(beta).view(flat, C, C)
         # The solver reads the part strictly below the diagonal only.
-        inverse = torch.linalg.solve_triangular(L, _eye_like(L), upper=False, unitriangular=True)
-        U, W = torch.matmul(inverse, v.mul_(beta)), torch.matmul(inverse, W)
+        eye = torch.eye(C, dtype=L.dtype, device=L.device).expand_as(L)
+        inverse = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
+        U = torch.bmm(inverse, v.mul_(beta).view(flat, C, V))
+        k_heads = k.unsqueeze(2)
+        decayed = (k_heads * (beta * from_start).view(*by_group, C, 1)).view(flat, C, K)
+        Kd = (k_heads * to_end.reshape(*by_group, C, 1)).view(flat, C, K)
+        end = from_start[..., -1:, :].reshape(flat, 1, 1)
+        if self.q is None:
+            return _Terms(U, torch.bmm(inverse, decayed), Kd, end, None, None)
 
-        Q = A = None
-        if self.q is not None:
-            q = self._normalised(grid.gather(self.q, lo, hi, self.dtype)).mul_(self.K**-0.5)
-            scores = torch.matmul(q, k.mT).unsqueeze(2)
-            A = (scores * decay.view(*per_group, C, C)).view(n, self.heads, C, C).tril_()
-            Q = (q.unsqueeze(2) * from_start.view(*per_group, C, 1)).view(n, self.heads, C, self.K)
-        return _Terms(U, W, Kd, from_start[..., -1:, :], Q, A)
+        q = self._normalised(block.gather(self.q, self.dtype)).mul_(K**-0.5)
+        A = (torch.matmul(q, k.mT).unsqueeze(2) * decay).view(flat, C, C).tril_()
+        WQ = torch.empty(flat, 2 * C, K, dtype=self.dtype, device=k.device)
+        W = torch.bmm(inverse, decayed, out=WQ[:, :C])
+        torch.mul(q.unsqueeze(2), from_start.view(*by_group, C, 1), out=WQ[:, C:].view(*by_group, C, K))
+        return _Terms(U, W, Kd, end, WQ, A)
 
     def _normalised(self, x: Tensor) -> Tensor:
         return x.mul_(torch.rsqrt(torch.linalg.vecdot(x, x).add_(self.eps))[..., None])
 
 
-def _exp(x: Tensor) -> Tensor:
+def _exp_(x: Tensor) -> Tensor:
     """e^x for x <= 0, in place, with what is too small to matter set to 0."""
     return torch.nn.functional.threshold_(x, _LOG_TINY, float("-inf")).exp_()
 
 
-def _eye_like(x: Tensor) -> Tensor:
-    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
+# ----------------------------------------------------------------------------- packed tokens <-> chunk grid
 
 
-# -------------------------------------------------------------------------------------------------- scan over chunks
+@dataclass(frozen=True)
+class _Block:
+    """A run of neighbouring chunks of a grid: which tokens they hold and which scan steps they belong to."""
 
+    chunk: int
+    count: int
+    rows: slice | Tensor  # token of every place, chunk major; for a place without a token, some token
+    empty: Tensor | None  # [n, 1, C] bool: places without a token; None if there are none
+    steps: list[tuple[int, slice, slice]]  # (scan step, its states, its chunks here), both counted in heads
 
-def _scan(
-    X: Tensor,
-    rank: int,
-    local: _Terms,
-    here: slice,
-    *,
-    writes: Tensor | None,
-    zero_start: bool,
-    unit_start: bool = False,
-) -> Tensor:
-    """Advances X[rank : rank + count] [.., K, M] by the chunks `here`, in place; returns the writes D [.., C, M].
+    def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, H, ...] -> a new tensor [n, H, C, ...] in dtype, exactly 0 where there is no token."""
+        picked = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
+        picked = picked.view(self.count, self.chunk, *picked.shape[1:]).transpose(1, 2)
+        # A copy always: callers work in place on what they get.
+        out = torch.empty(picked.shape, dtype=dtype, device=x.device).copy_(picked)
+        if self.empty is not None:
+            # Not a product with 0: what is read here belongs to others and may be NaN.
+            out.masked_fill_(self.empty if out.dim() == 3 else self.empty[..., None], 0.0)
+        return out
 
-    `writes` is U, or None for the transition (V = 0). A start from zero or from I needs no product with W.
-    """
-    state = X[rank : rank + here.stop - here.start]
-    W, Kd, end = local.W[here], local.Kd[here], local.end[here]
-    if zero_start:
-        assert writes is not None
-        D = writes[here]
-        torch.matmul(Kd.mT, D, out=state)
-        return D
-    if unit_start:
-        D = W.neg()
-    elif writes is None:
-        D = torch.matmul(W, state).neg_()
-    else:
-        D = _baddbmm(writes[here], W, state, alpha=-1.0)
-    state.mul_(end)
-    _baddbmm_(state, Kd.mT, D)
-    if writes is None:
-        state.copy_(torch.nn.functional.hardshrink(state, _TINY))
-    return D
-
-
-def _baddbmm(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """base + alpha a b over two leading batch dimensions."""
-    return torch.baddbmm(base.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), alpha=alpha).view(base.shape)
-
-
-def _baddbmm_(base: Tensor, a: Tensor, b: Tensor) -> None:
-    """base += a b over two leading batch dimensions; base is contiguous."""
-    base.view(-1, *base.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
-
-
-# ------------------------------------------------------------------------------------- packed tokens <-> chunk grid
+    def scatter(self, out: Tensor, x: Tensor) -> None:
+        """Writes x [n Hv, C, V] to the block's tokens in out [N, Hv, V]."""
+        x = x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
+        if isinstance(self.rows, slice):
+            out[self.rows].view(x.shape).copy_(x)
+            return
+        x, rows = x.flatten(0, 1), self.rows
+        if self.empty is not None:
+            real = ~self.empty.flatten()
+            x, rows = x[real], rows[real]
+        out.index_copy_(0, rows, x.to(out.dtype))
 
 
 @dataclass(frozen=True)
 class _Grid:
     """B packed sequences laid out as chunks of one length.
 
-    Sequences are ordered by falling length ("rank") and chunks by (position in the sequence, rank): the chunks that
-    one scan step treats lie side by side, and so do the states they belong to.
+    Sequences are ordered by falling length ("rank") and chunks by (position in the sequence, rank): the
+    chunks that one scan step treats lie side by side, and so do the states they belong to.
     """
 
     chunk: int
-    batch: int
+    block: int  # chunks to treat at once
+    heads: int
+    K: int
+    starts: list[int]  # first token, by rank
+    lengths: list[int]  # tokens, by rank
     order: list[int] | None  # rank -> sequence; None: unchanged
     counts: list[int]  # per step, how many sequences still have a chunk
-    rows: Tensor  # [chunks, C] long, CPU: token of every place (some valid token where there is none)
-    valid: Tensor  # [chunks, C] bool, CPU
-    block: int
+    device: torch.device
 
     @classmethod
-    def over(cls, cu_seqlens: Sequence[int] | Tensor, tokens: int, block_chunks) -> _Grid:
+    def over(cls, cu_seqlens: Sequence[int] | Tensor, tokens: int, work: _Inputs) -> _Grid:
         bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(x) for x in cu_seqlens]
-        lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+        lengths = [b - a for a, b in pairwise(bounds)]
         if not bounds or bounds[0] < 0 or bounds[-1] > tokens or min(lengths, default=0) < 0:
             raise ValueError(f"cu_seqlens must rise from >= 0 to <= {tokens} tokens, got {bounds}")
-        C = max(1, min(CHUNK, max(lengths, default=1)))
+        on_cpu = work.k.device.type == "cpu"
+        C = max(1, min(_CHUNK_CPU if on_cpu else _CHUNK_DEVICE, max(lengths, default=1)))
         ranks = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         ordered = [lengths[i] for i in ranks]
-        counts = []
-        alive = len(ordered)
-        for done in range(0, ordered[0] if ordered else 0, C):
+        counts, alive = [], len(ordered)
+        for done in range(0, max(ordered, default=0), C):
             while ordered[alive - 1] <= done:
                 alive -= 1
             counts.append(alive)
-        start = torch.tensor([bounds[i] for i in ranks], dtype=torch.long)
-        stop = torch.tensor([bounds[i + 1] for i in ranks], dtype=torch.long)
-        first = torch.cat([start[:n] + C * step for step, n in enumerate(counts)]) if counts else start[:0]
-        last = torch.cat([stop[:n] for n in counts]) if counts else stop[:0]
-        rows = first[:, None] + torch.arange(C)
-        valid = rows < last[:, None]
-        rows = torch.minimum(rows, last[:, None] - 1)
+        elements = work.heads * C * (2 * work.K + 2 * work.V + 2 * C)
+        if work.q is not None:
+            elements += 2 * work.heads * work.K * work.V  # seams: a state or two for nearly every chunk
+        limit = _BLOCK_BYTES_CPU if on_cpu else _BLOCK_BYTES_DEVICE
+        block = max(1, limit // (elements * work.dtype.itemsize))
         order = None if ranks == list(range(len(ranks))) else ranks
-        return cls(C, len(lengths), order, counts, rows, valid, block_chunks(C))
+        return cls(
+            C, block, work.heads, work.K, [bounds[i] for i in ranks], ordered, order, counts, work.k.device
+        )
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Ranges of chunks to treat at once, in scan order."""
-        total = self.rows.shape[0]
-        for lo in range(0, total, self.block):
-            yield lo, min(lo + self.block, total)
+    def states_at(self, step: int) -> int:
+        """How many states (the first ones) have a chunk at this scan step."""
+        return (self.counts[step] if step < len(self.counts) else 0) * self.heads
 
-    def steps(self, lo: int, hi: int) -> Iterator[tuple[int, int, int, int]]:
-        """The scan steps of a block: (step, first rank, first chunk within the block, number of chunks)."""
-        begin = 0
+    def blocks(self) -> Iterator[_Block]:
+        """All chunks, in scan order."""
+        start, length = torch.tensor(self.starts), torch.tensor(self.lengths)
+        places = torch.arange(self.chunk)
+        if len(self.starts) == 1:
+            first = start + self.chunk * torch.arange(len(self.counts))
+            last = (start + length).expand_as(first)
+        else:
+            nothing = [start[:0]]
+            first = torch.cat(nothing + [start[:n] + self.chunk * i for i, n in enumerate(self.counts)])
+            last = torch.cat(nothing + [(start + length)[:n] for n in self.counts])
+        for lo in range(0, sum(self.counts), self.block):
+            hi = min(lo + self.block, len(first))
+            rows = first[lo:hi, None] + places
+            empty = rows >= last[lo:hi, None]
+            in_order = hi - lo == 1 or bool((first[lo + 1 : hi] - first[lo : hi - 1] == self.chunk).all())
+            where: slice | Tensor
+            if in_order and not bool(empty.any()):
+                where, mask = slice(int(first[lo]), int(first[lo]) + rows.numel()), None
+            else:
+                where = torch.minimum(rows, last[lo:hi, None] - 1).flatten().to(self.device)
+                mask = empty[:, None].to(self.device)
+            yield _Block(self.chunk, hi - lo, where, mask, list(self._steps(lo, hi)))
+
+    def _steps(self, lo: int, hi: int) -> Iterator[tuple[int, slice, slice]]:
+        begin, H = 0, self.heads
         for step, count in enumerate(self.counts):
             a, b = max(lo, begin), min(hi, begin + count)
             if a < b:
-                yield step, a - begin, a - lo, b - a
+                yield step, slice((a - begin) * H, (b - begin) * H), slice((a - lo) * H, (b - lo) * H)
             begin += count
 
-    def gather(self, x: Tensor, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-        """[N, H, ...] -> a new tensor [n, H, C, ...] in dtype, exactly 0 where there is no token."""
-        rows, valid = self.rows[lo:hi].reshape(-1), self.valid[lo:hi]
-        first, count = int(rows[0]), rows.numel()
-        whole = bool(valid.all())
-        if whole and int(rows[-1]) - first + 1 == count and bool((rows[1:] > rows[:-1]).all()):
-            picked = x[first : first + count]
-        else:
-            picked = x.index_select(0, rows.to(x.device))
-        picked = picked.view(hi - lo, self.chunk, *picked.shape[1:]).transpose(1, 2)
-        # A copy always: callers work in place on what they get.
-        out = torch.empty(picked.shape, dtype=dtype, device=x.device).copy_(picked)
-        if not whole:
-            empty = ~valid.to(x.device)
-            out.masked_fill_(empty.view(hi - lo, 1, self.chunk, *(1,) * (out.dim() - 3)), 0.0)
-        return out
+    def load(self, given: Tensor | None, M: int, dtype: torch.dtype, name: str, copy: bool = True) -> Tensor:
+        """States [B, Hv, K, M] -> [B Hv, K, M] by rank, zeros if none given; `copy`: never the caller's."""
+        shape = (len(self.starts), self.heads, self.K, M)
+        if given is None:
+            return torch.zeros(shape, dtype=dtype, device=self.device).flatten(0, 1)
+        if given.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(given.shape)}, expected {shape}")
+        state = given if self.order is None else given[self.order]
+        state = state.to(dtype, copy=copy, memory_format=torch.contiguous_format)
+        return state.contiguous().flatten(0, 1)
 
-    def scatter(self, out: Tensor, lo: int, hi: int, x: Tensor) -> None:
-        """Writes x [n, H, C, V] to the tokens of chunks lo .. hi of out [N, H, V]."""
-        flat = x.transpose(1, 2).flatten(0, 1)
-        valid = self.valid[lo:hi].reshape(-1)
-        rows = self.rows[lo:hi].reshape(-1)
-        if not bool(valid.all()):
-            kept = valid.nonzero().squeeze(1)
-            flat, rows = flat.index_select(0, kept.to(x.device)), rows[kept]
-        out.index_copy_(0, rows.to(out.device), flat.to(out.dtype))
-
-    def sort(self, x: Tensor) -> Tensor:
-        """[B, ...] by sequence -> by rank."""
-        return x if self.order is None else x[self.order]
-
-    def unsort(self, x: Tensor) -> Tensor:
-        """[B, ...] by rank -> by sequence."""
+    def store(self, states: Tensor) -> Tensor:
+        """The inverse of `load`."""
+        states = states.view(len(self.starts), self.heads, self.K, -1)
         if self.order is None:
-            return x
-        out = torch.empty_like(x)
-        out[self.order] = x
+            return states
+        out = torch.empty_like(states)
+        out[self.order] = states
         return out

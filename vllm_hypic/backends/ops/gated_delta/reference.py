@@ -1,8 +1,9 @@
-"""Gated delta rule as a plain token loop in float64: what `chunk` is measured against. Never call it in an engine."""
+"""Gated delta rule as a plain token loop in float64: what `chunk` is measured against."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 def l2_eps(device: torch.device) -> float:
     """The epsilon vLLM 0.32 adds to sum(x^2) when it l2-normalises q and k.
 
-    Its CPU operators (prefill, decode and multi-token alike) use 1e-5, its CUDA kernels 1e-6. A record must be
-    computed with the value of the engine that reads it: for keys of norm 1e-2 the two differ by 4 %.
+    Its CPU operators (prefill, decode and multi-token alike) use 1e-5, its CUDA kernels 1e-6. A record must
+    be computed with the value of the engine that reads it: for keys of norm 1e-2 the two differ by 4 %.
     """
     return 1e-5 if device.type == "cpu" else 1e-6
 
@@ -38,9 +39,10 @@ def segment_summary(
     if initial_T is not None:
         transition = initial_T.double().clone()
     else:
-        transition = torch.eye(width, dtype=torch.float64, device=k.device).expand(batch, heads, -1, -1).clone()
+        eye = torch.eye(width, dtype=torch.float64, device=k.device)
+        transition = eye.expand(batch, heads, -1, -1).clone()
     zero = torch.zeros(heads, width, dtype=torch.float64, device=k.device)
-    for b, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+    for b, (lo, hi) in enumerate(pairwise(bounds)):
         for t in range(lo, hi):
             state[b] = _step(state[b], key[t], v[t].double(), g[t].double(), beta[t].double())
             if need_T:
@@ -58,8 +60,9 @@ def seam_outputs(
     cu_seqlens: Sequence[int] | Tensor,
     initial_states: Tensor,
     *,
+    need_states: bool = True,
     eps: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Same arguments and meaning as `chunk.seam_outputs`; returns float64."""
     eps = l2_eps(k.device) if eps is None else eps
     bounds = [int(x) for x in cu_seqlens]
@@ -68,11 +71,11 @@ def seam_outputs(
     query = _expand(_l2norm(q.double(), eps), heads) * width**-0.5
     state = initial_states.double().clone()
     out = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
-    for b, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+    for b, (lo, hi) in enumerate(pairwise(bounds)):
         for t in range(lo, hi):
             state[b] = _step(state[b], key[t], v[t].double(), g[t].double(), beta[t].double())
             out[t] = torch.einsum("hk,hkv->hv", query[t], state[b])
-    return out, state
+    return out, (state if need_states else None)
 
 
 def _step(state: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
