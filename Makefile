@@ -17,12 +17,13 @@ export DO_NOT_TRACK := 1
 
 venv: $(READY)
 
-# The stamp is written last: an interrupted set-up is taken up again by the next call. Python compiles what it imports
-# by itself: --no-compile spares the other nine tenths of 3.5 GB.
+# The stamp is written last: an interrupted set-up is taken up again by the next call. compileall replaces pip's own
+# compiling because it uses all cores; some packages carry files for other Pythons, which it may fail on.
 $(READY): setup.py pyproject.toml tools/prepare_env.py tools/cpu_torch_imports.py tools/torch_index.py
 	@echo "Setting up $(VENV): about 3.5 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	index=$$($(BIN)/python tools/torch_index.py) && $(BIN)/python -m pip install --quiet --no-compile $$index --editable '.[cpu,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python tools/prepare_env.py
 	@touch $@
 

@@ -1,17 +1,17 @@
 """Import hook: let torchvision, torchaudio and torchcodec be imported beside a CPU build of torch.
 
 PyPI carries their CUDA builds only. Beside a CPU torch their operator libraries do not load and the import
-fails, although no text model ever calls those operators. vLLM, mostly through transformers, imports all three.
+fails, although no text model ever calls those operators. vLLM imports all three, mostly through transformers.
 
-`prepare_env.py` copies this file into an environment that needs it and names it in a `.pth` file. It runs at every
-interpreter start, and therefore imports nothing but `sys` until one of the packages is imported.
+`prepare_env.py` copies this file into an environment that needs it and names it in a `.pth` file. It runs at
+every interpreter start, and therefore imports nothing but `sys` until one of the packages is imported.
 """
 
 import sys
 
 
 def torchvision(run, module):
-    """Raises "operator torchvision::nms does not exist" as it registers shape functions: define the schemas."""
+    """Raises "operator torchvision::nms does not exist" from its shape functions: define the schemas."""
     import torch
 
     global _torchvision_library  # the definitions live as long as this object

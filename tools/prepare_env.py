@@ -100,7 +100,7 @@ def import_error(package: str, prelude: str = "") -> str | None:
 
 
 def import_errors(packages: list[str], prelude: str = "") -> dict[str, str]:
-    """The packages that do not import, with their errors; each is tried in an interpreter of its own, all at once."""
+    """The packages that do not import, with their errors. Each has an interpreter of its own, all at once."""
     with ThreadPoolExecutor() as pool:
         errors = pool.map(lambda package: import_error(package, prelude), packages)
         return {package: error for package, error in zip(packages, errors, strict=True) if error}

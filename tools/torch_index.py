@@ -1,8 +1,8 @@
 """Print the extra pip arguments with which this environment finds the CPU build of torch.
 
-Nothing, when pip's own configuration finds it (a mirror, a folder of wheels); else PyTorch's CPU wheel index, once
-it is known to answer: with an unreachable extra index pip retries for minutes and then fails with a misleading
-message.
+Nothing, when pip's own configuration finds it (a mirror, a folder of wheels); else PyTorch's CPU wheel index,
+once it is known to answer: with an unreachable extra index pip retries for minutes and then fails with a
+misleading message.
 """
 
 import subprocess
