@@ -85,7 +85,8 @@ def primitive_ids(tokenizer: object) -> PrimitiveIds:
 
 
 if TYPE_CHECKING:
-    _Base = TokenizersBackend
+    # What the classes that with_primitives() makes inherit from, for the type checker's sake.
+    from transformers import TokenizersBackend as _Base
 else:
     _Base = object
 
@@ -165,7 +166,9 @@ class HypicTokenizer(_Base):
         options["verbose"] = False  # a piece's length says nothing about the whole
 
         is_batch = not isinstance(text, str)
-        rows = [self._encode_pieces(t, add_special_tokens, keep, options) for t in (text if is_batch else [text])]
+        rows = [
+            self._encode_pieces(t, add_special_tokens, keep, options) for t in (text if is_batch else [text])
+        ]
         if padding != PaddingStrategy.DO_NOT_PAD:
             longest = max(len(row["input_ids"]) for row in rows)
             width = longest if padding == PaddingStrategy.LONGEST or max_length is None else max_length
@@ -190,7 +193,9 @@ class HypicTokenizer(_Base):
         extra = bound.pop("kwargs", {})
         return self(**bound, **extra)["input_ids"]
 
-    def tokenize(self, text: Any, pair: Any = None, add_special_tokens: bool = False, **kwargs: Any) -> list[str]:
+    def tokenize(
+        self, text: Any, pair: Any = None, add_special_tokens: bool = False, **kwargs: Any
+    ) -> list[str]:
         """As the tokenizer's own; text with primitives goes through :meth:`__call__`."""
         if not self._has_primitives((text, pair)):
             if isinstance(self, PythonBackend):  # takes neither of the two
@@ -255,7 +260,9 @@ class HypicTokenizer(_Base):
                 piece = next(encoded)
                 for key in keys:
                     values = piece[key]
-                    row[key].extend([(s + at, e + at) for s, e in values] if key == "offset_mapping" else values)
+                    row[key].extend(
+                        [(s + at, e + at) for s, e in values] if key == "offset_mapping" else values
+                    )
                 at += len(part)
 
         prefix: dict[str, list[Any]] = {key: [] for key in keys}
@@ -322,7 +329,9 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
         if text in vocab:
             shown = tokenizer.decode([vocab[text]])
             if shown != text:
-                raise ValueError(f"{name}={text!r}: the vocabulary uses this string for {shown!r}; choose another")
+                raise ValueError(
+                    f"{name}={text!r}: the vocabulary uses this string for {shown!r}; choose another"
+                )
         for token in chain(tokenizer.all_special_tokens, tokenizer.get_added_vocab()):
             if text != token and text in token:
                 raise ValueError(f"{name}={text!r}: is part of the model's token {token!r}; choose another")
@@ -369,7 +378,7 @@ def _without_cache(tokenizer: HfTokenizer) -> HfTokenizer:
     arguments: Sequence[Any] = reduced[1]
     if make is not get_cached_tokenizer:
         raise ValueError(
-            f"{type(tokenizer).__name__} is not a tokenizer of vLLM's mode 'hf'; token primitives cannot be added"
+            f"{type(tokenizer).__name__} is not a tokenizer of vLLM's mode 'hf': it takes no token primitives"
         )
     return arguments[0]
 
@@ -398,6 +407,8 @@ def _call_options(*args: Any, **kwargs: Any) -> dict[str, Any]:
         if options.pop(name, None):
             raise ValueError(f"{name} cannot be combined with separators in the text: remove one of them")
     text = options.get("text")
-    if not isinstance(text, str) and not all(isinstance(t, str) for t in text):
+    if not isinstance(text, str) and not (
+        isinstance(text, (list, tuple)) and all(isinstance(t, str) for t in text)
+    ):
         raise ValueError("text with separators must be a string or a list of strings")
     return options

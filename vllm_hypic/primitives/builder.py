@@ -1,0 +1,122 @@
+"""Prompts from segments, for callers who would rather not write separators by hand.
+
+Each builder gives ``system SEP segment SEP segment SEP query``.  The system part is the leading
+segment; where there is none the prompt starts with a separator, so that every segment is reusable
+in any order.  Without a query the prompt only warms the cache.
+
+Nothing is put around the separators: a segment is tokenised as the text that was given, and the
+same text must be given each time for its record to be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .tokens import PrimitiveIds, PrimitiveTexts
+
+DEFAULT_TEXTS = PrimitiveTexts()
+
+
+def build_prompt(
+    *,
+    segments: Iterable[str],
+    query: str = "",
+    system: str | None = None,
+    texts: PrimitiveTexts = DEFAULT_TEXTS,
+) -> str:
+    """A prompt string for completions or ``LLM.generate``.
+
+    Raises ``TypeError`` for anything that is not text and ``ValueError`` for an empty segment or one
+    that contains a primitive's text.
+    """
+    parts = _checked_texts("segments", segments, texts)
+    lead = "" if system is None else _checked_text("system", system, texts)
+    return texts.sep.join([lead, *parts, _checked_text("query", query, texts)])
+
+
+def build_messages(
+    *,
+    documents: Iterable[str],
+    question: str = "",
+    system: str | None = None,
+    texts: PrimitiveTexts = DEFAULT_TEXTS,
+) -> list[dict[str, str]]:
+    """Messages for chat completions or ``LLM.chat``: documents and question in one user message.
+
+    What the chat template puts before the documents (the system message among it) is the leading
+    segment, what it puts after the question belongs to the query.  Raises as :func:`build_prompt`.
+    """
+    content = build_prompt(
+        segments=_checked_texts("documents", documents, texts),
+        query=_checked_text("question", question, texts),
+        texts=texts,
+    )
+    messages = [{"role": "user", "content": content}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": _checked_text("system", system, texts)})
+    return messages
+
+
+def build_prompt_ids(
+    *,
+    segments: Iterable[Sequence[int]],
+    ids: PrimitiveIds,
+    query: Sequence[int] = (),
+    system: Sequence[int] = (),
+) -> list[int]:
+    """Token ids for a token-id prompt; ``ids`` is ``primitive_ids(tokenizer)``.
+
+    A beginning-of-sequence token, where the model wants one, is the caller's to put first in
+    ``system``.  Raises ``TypeError`` and ``ValueError`` as :func:`build_prompt` does.
+    """
+    if isinstance(segments, (str, bytes)):
+        raise TypeError(f"segments: expected a list of token-id lists, got {type(segments).__name__}")
+    prompt = _checked_ids("system", system, ids)
+    for i, segment in enumerate(segments):
+        part = _checked_ids(f"segments[{i}]", segment, ids)
+        if not part:
+            raise ValueError(f"segments[{i}] is empty: leave it out")
+        prompt += [ids.sep, *part]
+    return [*prompt, ids.sep, *_checked_ids("query", query, ids)]
+
+
+def _checked_text(name: str, text: str, texts: PrimitiveTexts) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected text (str), got {type(text).__name__}")
+    for role, marker in texts.items():
+        if marker in text:
+            raise ValueError(
+                f"{name} contains {marker!r}, the text of {role}: "
+                "remove it from the text, or configure another text form"
+            )
+    return text
+
+
+def _checked_texts(name: str, values: Iterable[str], texts: PrimitiveTexts) -> list[str]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected a list of texts, got {type(values).__name__}")
+    checked = [_checked_text(f"{name}[{i}]", value, texts) for i, value in enumerate(values)]
+    for i, value in enumerate(checked):
+        if not value:
+            raise ValueError(f"{name}[{i}] is empty: leave it out")
+    return checked
+
+
+def _checked_ids(name: str, values: Sequence[int], ids: PrimitiveIds) -> list[int]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected a list of token ids, got {type(values).__name__}")
+    # Ids of numpy arrays and tensors become plain integers: the engine takes nothing else.
+    checked = [_token_id(name, i, value) for i, value in enumerate(values)]
+    for i, value in enumerate(checked):
+        if (marker := ids.marker(value)) is not None:
+            raise ValueError(f"{name}[{i}]={value} is the id of {marker.value}: remove it")
+    return checked
+
+
+def _token_id(name: str, i: int, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}[{i}]={value!r}: expected a token id, an integer")
+    token = value.__index__()
+    if token < 0:
+        raise ValueError(f"{name}[{i}]={token}: expected a token id, an integer >= 0")
+    return token
