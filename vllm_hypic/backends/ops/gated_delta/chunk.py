@@ -36,7 +36,7 @@ _CHUNK_DEVICE = 64
 """Longest chunk (shorter input, shorter chunk). Long chunks cost C^2 work inside, short ones more scan steps:
 a CPU feels the first, a GPU the second."""
 
-_BLOCK_BYTES_CPU = 4 << 20
+_BLOCK_BYTES_CPU = 8 << 20
 _BLOCK_BYTES_DEVICE = 512 << 20
 """How much of the chunk-local tensors to hold at once: what fits a CPU's caches, what fills a GPU."""
 
