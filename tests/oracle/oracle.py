@@ -1,0 +1,545 @@
+"""What position-independent caching must compute, in plain torch and double precision.
+
+This is the reference the engine is measured against. It is written from the design document alone (sections
+2 to 4) and shares no code with the plugin: no vLLM, no kernels, no paging, no chunking. Every quantity is the
+shortest expression of its definition, and every linear layer is scanned token by token.
+
+**Terms.** A prompt is a leading segment, interior segments and a query. A segment's *interior* is its rows
+`[head, n - tail)` (all rows of the leading segment). What is not interior is computed in the request's own
+*stream*, at its logical position:
+
+    stream = [head of seg 1][tail of seg 1][head of seg 2] ... [query][generated]
+
+**Records.** Every segment is run alone through the whole model: position 0, zero states, zero conv context.
+Its interior rows of that run leave, per full-attention layer, unrotated K and V, and per linear layer
+
+    T = T_n ... T_1      S = end state over the interior from a zero start      conv = last k-1 pre-conv rows
+
+**Compose point.** It stands after a segment's head and before its tail. There `S <- T S + S_C`, the conv
+context becomes the record's, and the segment's public K and V become visible, K rotated at
+`segment start + offset`.
+
+States are `[value heads, d_k, d_v]`. In that order the gated delta rule is
+
+    S_i = e^{g_i} (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T        o_i = S_i^T q_i / sqrt(d_k)
+
+Supported checkpoints: Qwen3.5 text models (gated delta net + gated attention) and dense Qwen3.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+STATE_FAULTS = {
+    "no_T": "compose with T = identity: S <- S + S_C",
+    "forget_left": "the segment's end state replaces the running state: S <- S_C",
+    "T_transposed": "compose with T^T, as after mixing up the two state orders",
+    "state_over_head": "T and S accumulated from the segment's first row: its head counts twice",
+    "no_conv_tail": "the conv context is not replaced at a compose point",
+}
+ATTENTION_FAULTS = {
+    "wrong_rotation": "public K rotated at its offset alone, as if every segment started at 0",
+    "rotated_twice": "public K stored rotated, and rotated again when read",
+    "no_public_kv": "public K and V are not attended",
+    "early_visibility": "a segment's interior is visible to its own head already",
+    "stream_positions": "stream tokens rotated at their place in the stream, not at their logical position",
+    "separator_positions": "every separator occupies a position",
+}
+SEAM_FAULTS = {
+    "seam_off_by_one": "the interior starts one token after the head's end: a token is lost",
+    "seam_off_by_one_tail": "the interior ends one token before the tail's start: a token is lost",
+    "compose_late": "a segment is composed after its tail instead of before it",
+}
+FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
+"""Planted faults: name -> what goes wrong."""
+
+
+@dataclass(frozen=True)
+class LinearRecord:
+    """What an interior leaves in one linear layer: `T [HV, K, K]`, `S [HV, K, V]`, `conv [k-1, C]`."""
+
+    T: Tensor
+    S: Tensor
+    conv: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionRecord:
+    """What an interior leaves in one full-attention layer: unrotated `k` and `v`, `[rows, KV heads, D]`."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class LinearState:
+    """A running linear layer: `S [HV, K, V]` and its conv context, the last k-1 pre-conv rows `[k-1, C]`."""
+
+    S: Tensor
+    conv: Tensor
+
+
+@dataclass(frozen=True)
+class Compose:
+    """Before stream token `at`, apply rows `[lo, hi)` of segment `tokens`, which starts at `start`."""
+
+    at: int
+    tokens: tuple[int, ...]
+    start: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a request computes: `tokens` at logical `positions`, and its compose points in prompt order."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    composes: tuple[Compose, ...] = ()
+
+
+def build_stream(
+    leading: Sequence[int],
+    segments: Sequence[Sequence[int]],
+    query: Sequence[int],
+    *,
+    head: int = 8,
+    tail: int = 8,
+    generated: Sequence[int] = (),
+    in_stream: Iterable[int] = (),
+    leading_in_stream: bool = False,
+    fault: str | None = None,
+) -> Stream:
+    """Lay a prompt out as a stream.
+
+    A segment with no interior (`n <= head + tail`) has nothing to reuse: it is computed in the stream like
+    the segments named in `in_stream`.
+    """
+    in_stream = set(in_stream)
+    tokens: list[int] = []
+    positions: list[int] = []
+    composes: list[Compose] = []
+
+    def compute(ids: Sequence[int], position: int) -> None:
+        tokens.extend(ids)
+        positions.extend(range(position, position + len(ids)))
+
+    position = 0
+    gap = 1 if fault == "separator_positions" else 0
+    if leading:
+        if leading_in_stream:
+            compute(leading, 0)
+        else:
+            composes.append(Compose(0, tuple(leading), 0, 0, len(leading)))
+        position = len(leading) + gap
+    for index, segment in enumerate(segments):
+        n, lo, hi = len(segment), head, len(segment) - tail
+        if index in in_stream or hi <= lo:
+            compute(segment, position)
+        else:
+            compute(segment[:lo], position)
+            at = len(tokens) + (tail if fault == "compose_late" else 0)
+            compute(segment[hi:], position + hi)
+            inner = (lo + (fault == "seam_off_by_one"), hi - (fault == "seam_off_by_one_tail"))
+            composes.append(Compose(at, tuple(segment), position, *inner))
+        position += n + gap
+    compute([*query, *generated], position)
+    return Stream(tuple(tokens), tuple(positions), tuple(composes))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / sqrt(sum(x^2) + eps)` over the last axis."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
+
+
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotary embedding (half-split layout) of the first `2 * len(inv_freq)` channels; the others pass.
+
+    `x [n, H, D]`, `positions [n]`.
+    """
+    angle = positions.to(inv_freq)[:, None] * inv_freq
+    cos, sin = angle.cos().to(x)[:, None], angle.sin().to(x)[:, None]
+    half = inv_freq.numel()
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Grouped-query attention, one softmax over what is `visible [n, m]`.
+
+    `q [n, H, D]`, `k, v [m, KVH, D]` -> `[n, H, D]`.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,mhd->hnm", q, k) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hnm,mhd->nhd", weights, v)
+
+
+def causal_conv(rows: Tensor, context: Tensor, weight: Tensor) -> Tensor:
+    """Depthwise causal convolution and silu: `rows [n, C]` after `context [k-1, C]`, `weight [C, k]`."""
+    x = torch.cat((context, rows))
+    n, width = rows.shape[0], weight.shape[1]
+    return F.silu(sum(x[j : j + n] * weight[:, j] for j in range(width)))
+
+
+def last_rows(rows: Tensor, count: int) -> Tensor:
+    """The last `count` rows, with zero rows before them where there are fewer."""
+    rows = rows[max(0, rows.shape[0] - count) :]
+    return F.pad(rows, (0, 0, count - rows.shape[0], 0))
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """A linear layer's rows, convolved and gated: `q, k [n, HV, K]`, `v [n, HV, V]`, `g, beta [n, HV]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    def rows(self, lo: int, hi: int) -> "DeltaInputs":
+        """The rows `[lo, hi)`."""
+        return DeltaInputs(*(x[lo:hi] for x in (self.q, self.k, self.v, self.g, self.beta)))
+
+    @staticmethod
+    def cat(parts: "Sequence[DeltaInputs]") -> "DeltaInputs":
+        """The rows of all parts."""
+        columns = zip(*((p.q, p.k, p.v, p.g, p.beta) for p in parts), strict=True)
+        return DeltaInputs(*map(torch.cat, columns))
+
+
+def scan(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over all rows from `state [HV, K, V]`: outputs `[n, HV, V]` and the end state."""
+    decay = x.g.exp()[..., None, None].unbind(0)
+    write = (x.k * x.beta[..., None])[..., None].unbind(0)
+    outputs = []
+    for t, (q, k, v) in enumerate(zip(x.q[:, :, None], x.k[:, :, None], x.v[:, :, None], strict=True)):
+        state = decay[t] * state
+        state = torch.baddbmm(state, write[t], v - k @ state)
+        outputs.append(q @ state)
+    return torch.cat(outputs, 1).transpose(0, 1) if outputs else x.v[:0], state
+
+
+def interior_summary(x: DeltaInputs) -> tuple[Tensor, Tensor]:
+    """`T [HV, K, K]` (identity in, nothing written) and `S [HV, K, V]` (zero in) of the rows."""
+    heads, dk, dv = x.k.shape[1], x.k.shape[2], x.v.shape[2]
+    silent = DeltaInputs(x.q, x.k, x.v.new_zeros(*x.k.shape), x.g, x.beta)
+    _, transition = scan(silent, torch.eye(dk).to(x.k).expand(heads, dk, dk))
+    _, state = scan(x, x.v.new_zeros(heads, dk, dv))
+    return transition, state
+
+
+class Oracle:
+    """Position-independent caching of one checkpoint, by definition.
+
+    `dtype` is that of all arithmetic; weights are read as stored (a bf16 checkpoint keeps its rounding).
+    Isolated runs and records are kept, so asking again about the same segments costs the stream only.
+    """
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
+        path = Path(model_dir)
+        config = json.loads((path / "config.json").read_text())
+        config = config.get("text_config", config)
+        self.config, self.dtype = config, dtype
+        if config["model_type"] not in ("qwen3_5_text", "qwen3"):
+            raise ValueError(f"the oracle does not know model type {config['model_type']!r}")
+        # Qwen3.5 stores norms as an offset from 1 and doubles q_proj with an output gate; Qwen3 does neither.
+        self.is_qwen35 = config["model_type"] == "qwen3_5_text"
+        self.layer_types: list[str] = config["layer_types"]
+        if set(self.layer_types) - {"linear_attention", "full_attention"} or config["hidden_act"] != "silu":
+            raise ValueError("the oracle knows full and linear attention with silu only")
+        self.eps = config["rms_norm_eps"]
+        self.inv_freq = self._inverse_frequencies()
+        self._weights = self._load(path)
+        self._runs: dict[tuple[int, ...], list] = {}
+        self._records: dict[tuple, list] = {}
+
+    # ---- what callers ask ----------------------------------------------------------------------------------
+
+    def next_token_logprobs(
+        self,
+        leading: Sequence[int],
+        segments: Sequence[Sequence[int]],
+        query: Sequence[int],
+        *,
+        head: int = 8,
+        tail: int = 8,
+        fault: str | None = None,
+        compose_T: bool = True,
+        generated: Sequence[int] = (),
+        in_stream: Iterable[int] = (),
+        leading_in_stream: bool = False,
+    ) -> Tensor:
+        """Log-probabilities `[vocab]` of the token that follows the query and what has been `generated`.
+
+        `in_stream` names segments, by index, that are computed in the stream (too short, or not fitting);
+        `leading_in_stream` says it of the leading segment. `compose_T=False` is the naive method,
+        T = identity. `fault` plants one of `FAULTS`.
+        """
+        hidden, _ = self._run(
+            leading,
+            segments,
+            query,
+            head=head,
+            tail=tail,
+            fault=fault,
+            compose_T=compose_T,
+            generated=generated,
+            in_stream=in_stream,
+            leading_in_stream=leading_in_stream,
+        )
+        return self._logprobs(hidden[-1])
+
+    def state_after(self, leading, segments, query, **options) -> list[LinearState | None]:
+        """Each layer's state after the stream's last token and compose point (None for full attention).
+
+        Takes the arguments of `next_token_logprobs`.
+        """
+        return self._run(leading, segments, query, **options)[1]
+
+    def full_logprobs(self, tokens: Sequence[int], *, all_rows: bool = False) -> Tensor:
+        """Ordinary full recompute: log-probabilities after the last token `[vocab]`, or all `[n, vocab]`."""
+        hidden, _ = self._forward(Stream(tuple(tokens), tuple(range(len(tokens)))))
+        return self._logprobs(hidden if all_rows else hidden[-1])
+
+    def full_state(self, tokens: Sequence[int]) -> list[LinearState | None]:
+        """Each layer's state after an ordinary run over `tokens` (None for full attention)."""
+        return self._forward(Stream(tuple(tokens), tuple(range(len(tokens)))))[1]
+
+    def record(
+        self, tokens: Sequence[int], *, head: int = 8, tail: int = 8, leading: bool = False
+    ) -> list[LinearRecord | AttentionRecord]:
+        """The record of a segment, layer by layer. A leading segment is recorded whole."""
+        lo, hi = (0, len(tokens)) if leading else (head, len(tokens) - tail)
+        return self._record(tuple(tokens), lo, hi)
+
+    def faults(self) -> list[str]:
+        """The faults that can show in this model: those of the layer kinds it has."""
+        kinds = set(self.layer_types)
+        names = list(SEAM_FAULTS)
+        names += STATE_FAULTS if "linear_attention" in kinds else []
+        names += ATTENTION_FAULTS if "full_attention" in kinds else []
+        return names
+
+    # ---- records -------------------------------------------------------------------------------------------
+
+    def _isolated(self, tokens: tuple[int, ...]) -> list:
+        """Run a segment alone; per layer `(k, v)` or `(pre-conv rows, DeltaInputs)` of all its rows."""
+        if tokens not in self._runs:
+            rows: list = []
+            self._forward(Stream(tokens, tuple(range(len(tokens)))), keep=rows)
+            self._runs[tokens] = rows
+        return self._runs[tokens]
+
+    def _record(self, tokens: tuple[int, ...], lo: int, hi: int) -> list[LinearRecord | AttentionRecord]:
+        """Summarise rows `[lo, hi)` of a segment's isolated run, layer by layer."""
+        key = (tokens, lo, hi)
+        if key not in self._records:
+            layers: list[LinearRecord | AttentionRecord] = []
+            for kind, (first, second) in zip(self.layer_types, self._isolated(tokens), strict=True):
+                if kind == "full_attention":
+                    layers.append(AttentionRecord(first[lo:hi], second[lo:hi]))
+                else:
+                    transition, state = interior_summary(second.rows(lo, hi))
+                    # Where the interior is shorter than k-1 rows, the rows before it complete the context.
+                    conv = last_rows(first[:hi], self.config["linear_conv_kernel_dim"] - 1)
+                    layers.append(LinearRecord(transition, state, conv))
+            self._records[key] = layers
+        return self._records[key]
+
+    # ---- the model -----------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        leading: Sequence[int],
+        segments: Sequence[Sequence[int]],
+        query: Sequence[int],
+        *,
+        fault: str | None = None,
+        compose_T: bool = True,
+        **layout,
+    ) -> tuple[Tensor, list[LinearState | None]]:
+        """Lay the prompt out and run its stream."""
+        if fault is not None and fault not in FAULTS:
+            raise ValueError(f"unknown fault {fault!r}; known: {', '.join(FAULTS)}")
+        stream = build_stream(leading, segments, query, fault=fault, **layout)
+        return self._forward(stream, fault, compose_T)
+
+    def _forward(
+        self, stream: Stream, fault: str | None = None, compose_T: bool = True, keep: list | None = None
+    ) -> tuple[Tensor, list[LinearState | None]]:
+        """Hidden states `[n, hidden]` after the final norm, and the linear layers' end states.
+
+        A `keep` list receives the rows of every layer, from which records are made.
+        """
+        if not stream.tokens:
+            raise ValueError("the stream is empty: there is nothing to compute")
+        x = self._weights["embed_tokens.weight"][list(stream.tokens)]
+        states: list[LinearState | None] = []
+        for index, kind in enumerate(self.layer_types):
+            y = self._norm(x, f"layers.{index}.input_layernorm")
+            if kind == "full_attention":
+                y, rows = self._attention(index, y, stream, fault)
+                states.append(None)
+            else:
+                y, rows, state = self._delta_net(index, y, stream, fault, compose_T)
+                states.append(state)
+            if keep is not None:
+                keep.append(rows)
+            x = x + y
+            x = x + self._mlp(index, self._norm(x, f"layers.{index}.post_attention_layernorm"))
+        return self._norm(x, "norm"), states
+
+    def _attention(self, index: int, x: Tensor, stream: Stream, fault: str | None) -> tuple[Tensor, tuple]:
+        """A full-attention layer of a stream: one softmax over visible public rows and the stream's own past.
+
+        Returns the layer's output `[n, hidden]` and its unrotated `(k, v)`.
+        """
+        name, n, dim = f"layers.{index}.self_attn", x.shape[0], self.config["head_dim"]
+        q = self._linear(x, f"{name}.q_proj").view(n, self.config["num_attention_heads"], -1)
+        gate = None
+        if self.is_qwen35:
+            q, gate = q[..., :dim], q[..., dim:]
+        k = self._linear(x, f"{name}.k_proj").view(n, -1, dim)
+        v = self._linear(x, f"{name}.v_proj").view(n, -1, dim)
+        q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+
+        own = torch.tensor(stream.positions)
+        if fault == "stream_positions":
+            own = torch.arange(n)
+        row = torch.arange(n)
+        keys, values = [rotate(k, own, self.inv_freq)], [v]
+        visible = [row[:, None] >= row[None, :]]
+        for compose in stream.composes if fault != "no_public_kv" else ():
+            record = self._record(compose.tokens, compose.lo, compose.hi)[index]
+            offset = torch.arange(compose.lo, compose.hi)
+            position = compose.start + offset
+            if fault == "wrong_rotation":
+                position = offset
+            elif fault == "rotated_twice":
+                position = position + offset
+            first_row = compose.at
+            if fault == "early_visibility":
+                first_row -= compose.lo
+            keys.append(rotate(record.k, position, self.inv_freq))
+            values.append(record.v)
+            visible.append((row >= first_row)[:, None].expand(n, len(offset)))
+        q = rotate(q, own, self.inv_freq)
+        y = attend(q, torch.cat(keys), torch.cat(values), torch.cat(visible, 1))
+        if gate is not None:
+            y = y * gate.sigmoid()
+        return self._linear(y.reshape(n, -1), f"{name}.o_proj"), (k, v)
+
+    def _delta_net(
+        self, index: int, x: Tensor, stream: Stream, fault: str | None, compose_T: bool
+    ) -> tuple[Tensor, tuple, LinearState]:
+        """A gated delta net layer of a stream: scan up to each compose point, compose, go on.
+
+        Returns the output `[n, hidden]`, the rows `(pre-conv [n, C], DeltaInputs)` and the end state.
+        """
+        cfg, w, name = self.config, self._weights, f"layers.{index}.linear_attn"
+        hv, dk, dv = cfg["linear_num_value_heads"], cfg["linear_key_head_dim"], cfg["linear_value_head_dim"]
+        n, width = x.shape[0], cfg["linear_conv_kernel_dim"]
+        mixed = self._linear(x, f"{name}.in_proj_qkv")
+        z = self._linear(x, f"{name}.in_proj_z").view(n, hv, dv)
+        beta = self._linear(x, f"{name}.in_proj_b").sigmoid()
+        dt = F.softplus(self._linear(x, f"{name}.in_proj_a") + w[f"{name}.dt_bias"])
+        g = -w[f"{name}.A_log"].exp() * dt
+        kernel = w[f"{name}.conv1d.weight"].squeeze(1)
+
+        state = LinearState(x.new_zeros(hv, dk, dv), x.new_zeros(width - 1, mixed.shape[1]))
+        inputs, outputs, begin = [], [], 0
+        for compose in (*stream.composes, None):
+            end = n if compose is None else compose.at
+            qkv = causal_conv(mixed[begin:end], state.conv, kernel)
+            rows = self._delta_inputs(qkv, g[begin:end], beta[begin:end])
+            out, S = scan(rows, state.S)
+            state = LinearState(S, last_rows(torch.cat((state.conv, mixed[begin:end])), width - 1))
+            inputs.append(rows)
+            outputs.append(out)
+            begin = end
+            if compose is not None:
+                state = self._compose(state, index, compose, fault, compose_T)
+        y = rms_norm(torch.cat(outputs), w[f"{name}.norm.weight"], self.eps) * F.silu(z)
+        kept = (mixed, DeltaInputs.cat(inputs))
+        return self._linear(y.reshape(n, -1), f"{name}.out_proj"), kept, state
+
+    def _delta_inputs(self, qkv: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
+        """Split convolved rows `[n, C]` into heads: q and k normalised, q scaled, key heads repeated."""
+        cfg, n = self.config, qkv.shape[0]
+        hk, hv = cfg["linear_num_key_heads"], cfg["linear_num_value_heads"]
+        dk, dv = cfg["linear_key_head_dim"], cfg["linear_value_head_dim"]
+        q, k, v = qkv.split((hk * dk, hk * dk, hv * dv), dim=-1)
+        q, k = (l2_norm(y.view(n, hk, dk)).repeat_interleave(hv // hk, 1) for y in (q, k))
+        return DeltaInputs(q / dk**0.5, k, v.view(n, hv, dv), g, beta)
+
+    def _compose(
+        self, state: LinearState, index: int, compose: Compose, fault: str | None, compose_T: bool
+    ) -> LinearState:
+        """`S <- T S + S_C`; the conv context becomes the record's."""
+        lo = 0 if fault == "state_over_head" else compose.lo
+        record = self._record(compose.tokens, lo, compose.hi)[index]
+        carried = record.T @ state.S
+        if fault == "no_T" or not compose_T:
+            carried = state.S
+        elif fault == "forget_left":
+            carried = torch.zeros_like(state.S)
+        elif fault == "T_transposed":
+            carried = record.T.mT @ state.S
+        return LinearState(carried + record.S, state.conv if fault == "no_conv_tail" else record.conv)
+
+    def _mlp(self, index: int, x: Tensor) -> Tensor:
+        """The gated MLP of a layer."""
+        name = f"layers.{index}.mlp"
+        inner = F.silu(self._linear(x, f"{name}.gate_proj")) * self._linear(x, f"{name}.up_proj")
+        return self._linear(inner, f"{name}.down_proj")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        """A layer's RMSNorm in the checkpoint's convention."""
+        weight = self._weights[f"{name}.weight"]
+        return rms_norm(x, 1 + weight if self.is_qwen35 else weight, self.eps)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        """A projection, with its bias if the checkpoint has one."""
+        return F.linear(x, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+    def _logprobs(self, hidden: Tensor) -> Tensor:
+        """`log_softmax` of the logits; the output matrix is the embedding where the checkpoint ties them."""
+        tied = self.config.get("tie_word_embeddings", False)
+        matrix = self._weights["embed_tokens.weight" if tied else "lm_head.weight"]
+        return (hidden @ matrix.T).log_softmax(-1)
+
+    # ---- the checkpoint ------------------------------------------------------------------------------------
+
+    def _inverse_frequencies(self) -> Tensor:
+        """`theta^(-2i/d)` over the rotated part of the head (a quarter of it in Qwen3.5)."""
+        rope = self.config["rope_parameters"]
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"the oracle knows default RoPE only, not {rope['rope_type']!r}")
+        partial = rope.get("partial_rotary_factor", 0.25 if self.is_qwen35 else 1.0)
+        dim = int(self.config["head_dim"] * partial)
+        return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+    def _load(self, path: Path) -> dict[str, Tensor]:
+        """All weights in `dtype`, under their names without the `model.` prefix."""
+        weights: dict[str, Tensor] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                weights[name.removeprefix("model.").removeprefix("language_model.")] = tensor.to(self.dtype)
+        if not weights:
+            raise FileNotFoundError(f"no safetensors file in {path}")
+        return weights
