@@ -1,5 +1,23 @@
 """Position-independent caching for hybrid-attention LLMs, as a plugin of stock vLLM."""
 
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
 
 def register() -> None:
-    """vLLM general plugin entry point."""
+    """vLLM's general-plugin entry point; runs in every process, any number of times.
+
+    Makes names known (backend, connector, tokenizer mode) and hooks in where vLLM has no extension
+    point.  Engines that do not ask for ``--attention-backend hypic`` are untouched.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from .patches import backend_name, cpu_backend_choice, engine_args, request_check
+    from .tokenizer import register_mode
+
+    for patch in (backend_name, cpu_backend_choice, engine_args, request_check):
+        patch.apply()
+    if "HypicConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("HypicConnector", "vllm_hypic.connector.connector", "HypicConnector")
+    register_mode()

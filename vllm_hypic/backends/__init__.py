@@ -1,1 +1,1 @@
-"""Layers of the engine: attention and linear attention over public records and the private stream."""
+"""What runs inside the model: attention backend, rotary taps, linear layers and their ops."""

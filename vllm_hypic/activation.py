@@ -1,0 +1,113 @@
+"""From ``--attention-backend hypic`` to a complete engine configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .config import SECTION, ConfigError, HypicConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+CONNECTOR = "HypicConnector"
+SCHEDULER = "vllm_hypic.scheduler.HypicScheduler"
+WORKER = "vllm_hypic.worker.HypicCPUWorker"
+
+
+def choose(args: EngineArgs) -> bool:
+    """Fill in scheduler, connector, worker and tokenizer mode when the backend is ours.
+
+    Explicit ``--kv-transfer-config`` and ``--additional-config`` refine it.  Returns whether this
+    engine is ours; raises :class:`ConfigError` for what cannot be combined with it.
+    """
+    if not _backend_is_hypic(args):
+        return False
+    if args.speculative_config:
+        raise ConfigError("--attention-backend hypic: speculative decoding is not supported; drop --speculative-config")
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--attention-backend hypic: pipeline_parallel_size={args.pipeline_parallel_size}: expected 1"
+        )
+    config = _config(args)
+    _use("scheduler_cls", args, None, SCHEDULER)
+    _use_worker(args)
+    _use_tokenizer(args, config)
+    _use_connector(args, config)
+    args.enforce_eager = True
+    return True
+
+
+def verify(config: VllmConfig) -> None:
+    """Checks that need the finished configuration."""
+    if config.use_v2_model_runner:
+        raise ConfigError("--attention-backend hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+
+
+def _backend_is_hypic(args: EngineArgs) -> bool:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend: Any = args.attention_backend
+    if backend is None and args.attention_config is not None:
+        backend = args.attention_config.backend
+    if isinstance(backend, str):
+        return backend.upper() == "HYPIC"
+    # An alias: the enum cannot tell HYPIC from CUSTOM, and CUSTOM is ours once registered.
+    return backend is AttentionBackendEnum.CUSTOM
+
+
+def _config(args: EngineArgs) -> HypicConfig:
+    options: dict[str, Any] = {}
+    section = (args.additional_config or {}).get(SECTION, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"--additional-config: {SECTION}={section!r}: expected an object")
+    options |= section
+    transfer = args.kv_transfer_config
+    if transfer is not None:
+        if transfer.kv_connector != CONNECTOR:
+            raise ConfigError(
+                f"--attention-backend hypic brings its own KV connector and cannot run beside {transfer.kv_connector!r}; "
+                f'drop --kv-transfer-config or use {{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'
+            )
+        options |= transfer.kv_connector_extra_config
+    return HypicConfig.from_mapping(options)
+
+
+def _use(field: str, args: EngineArgs, default: object, ours: str) -> None:
+    """Set an option the user left alone; refuse another explicit choice."""
+    given = getattr(args, field)
+    if given not in (default, ours):
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(f"--attention-backend hypic needs {flag} {ours}, got {given!r}")
+    setattr(args, field, ours)
+
+
+def _use_worker(args: EngineArgs) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise ConfigError(
+            f"--attention-backend hypic: platform {current_platform.device_name!r} is not supported yet; expected cpu"
+        )
+    _use("worker_cls", args, "auto", WORKER)
+
+
+def _use_tokenizer(args: EngineArgs, config: HypicConfig) -> None:
+    from .tokenizer import MODE, publish_texts
+
+    publish_texts(config.tokens)
+    if args.tokenizer_mode in ("auto", "hf"):
+        args.tokenizer_mode = MODE
+    elif args.tokenizer_mode != MODE and config.token_ids is None:
+        raise ConfigError(
+            f"--attention-backend hypic: tokenizer_mode={args.tokenizer_mode!r}: expected 'auto' or 'hf', "
+            "or give the ids of the primitives as token_ids in the hypic config"
+        )
+
+
+def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
+    from vllm.config import KVTransferConfig
+
+    if args.kv_transfer_config is None:
+        args.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
+    args.kv_transfer_config.kv_connector_extra_config = config.to_mapping()

@@ -1,0 +1,69 @@
+"""Start-up: checks that every layer can take part in PIC and links layers, ropes and pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .attention import AttentionLink, HypicAttentionImpl
+from .linear.gdn import HypicGatedDeltaNet
+from .private_kv import PrivateKeys
+from .probe import Unsupported, link_ropes
+from .rope import RopeTap
+
+if TYPE_CHECKING:
+    from ..connector.worker_side import WorkerSide
+    from .runtime import HypicRuntime
+
+
+def attach(runner: Any, worker: WorkerSide) -> str:
+    """Link a loaded model to the worker's pool; returns a line that says what was found.
+
+    Raises :class:`Unsupported` naming the first layer that PIC cannot serve and the reason.
+    """
+    layers = runner.compilation_config.static_forward_context
+    geometry = worker.geometry
+    impls: dict[str, HypicAttentionImpl] = {}
+    for attention in geometry.attention:
+        impl = getattr(layers[attention.layer], "impl", None)
+        if not isinstance(impl, HypicAttentionImpl):
+            raise Unsupported(
+                f"hypic: layer {attention.layer} ({type(layers[attention.layer]).__name__}) does not use the hypic backend"
+            )
+        if reason := impl.refusal():
+            raise Unsupported(f"hypic: layer {attention.layer}: {reason} is not supported; serve without hypic")
+        impls[attention.layer] = impl
+    for linear in geometry.linear:
+        if not isinstance(layers[linear.layer], HypicGatedDeltaNet):
+            raise Unsupported(
+                f"hypic: layer {linear.layer} ({type(layers[linear.layer]).__name__}) has no supported transition; "
+                "supported linear layers: QwenGatedDeltaNetAttention"
+            )
+    ropes = link_ropes(runner, impls)
+    runtime = worker.start(runner.device)
+    _link(runner, layers, impls, ropes, runtime)
+    return _describe(ropes, len(geometry.linear))
+
+
+def _link(
+    runner: Any,
+    layers: Any,
+    impls: dict[str, HypicAttentionImpl],
+    ropes: dict[str, RopeTap | None],
+    runtime: HypicRuntime,
+) -> None:
+    for name, impl in impls.items():
+        private = PrivateKeys(layers[name].kv_cache, layers[name].isa)
+        impl.link = AttentionLink(runtime, runtime.pool.kv[name], ropes[name], private)
+    for name in runtime.pool.linear:
+        layers[name].hypic_runtime = runtime
+    for rope in {id(r): r for r in ropes.values() if r is not None}.values():
+        rope.hypic_runtime = runtime
+
+
+def _describe(ropes: dict[str, RopeTap | None], linear: int) -> str:
+    kinds: dict[str, int] = {}
+    for rope in ropes.values():
+        kind = "NoPE" if rope is None else type(rope).__name__.removeprefix("Hypic")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    attention = ", ".join(f"{n} full attention ({kind})" for kind, n in kinds.items())
+    return ", ".join(filter(None, [attention, f"{linear} gated delta net" if linear else ""]))

@@ -1,0 +1,157 @@
+"""Attention backend on CPU: stock kernels for everything private, span attention for the public part.
+
+The stock kernel runs over the whole batch, unchanged.  For a composed row its result is the private
+part; the public part comes from the pool and both merge by log-sum-exp.  Segment requests run stock
+and have their unrotated K and V copied into the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+)
+
+from .ops.span_attention.torch_ops import causal_lse, merge, span_attention
+from .private_kv import PrivateKeys
+
+if TYPE_CHECKING:
+    from ..connector.pool import PublicKV
+    from .rope import RopeTap
+    from .runtime import HypicRuntime
+    from .step import ComposedRow
+
+
+class HypicAttentionBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with a public part."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "HYPIC"
+
+    @staticmethod
+    def get_impl_cls() -> type[HypicAttentionImpl]:
+        return HypicAttentionImpl
+
+
+@dataclass(frozen=True)
+class AttentionLink:
+    """What one attention layer needs for PIC, found by the start-up probe.
+
+    ``rope`` is ``None`` for NoPE layers.
+    """
+
+    runtime: HypicRuntime
+    public: PublicKV
+    rope: RopeTap | None
+    private: PrivateKeys
+
+    def table(self) -> torch.Tensor | None:
+        """The layer's cos/sin table ``[positions, rotary_dim]``, mscale included."""
+        return None if self.rope is None else self.rope.cos_sin_cache  # type: ignore[attr-defined]
+
+    @property
+    def neox(self) -> bool:
+        return self.rope is None or bool(getattr(self.rope, "is_neox_style", True))
+
+
+class HypicAttentionImpl(CPUAttentionBackendImpl):
+    """Stock CPU attention; with a link, also captures segments and reads public K and V."""
+
+    link: AttentionLink | None = None
+    """Set at start-up; ``None``: stock."""
+    hypic_probe: list[torch.Tensor] | None = None
+    """While probing: the K that reached this layer."""
+
+    def refusal(self) -> str | None:
+        """Why this layer cannot take part in PIC, or ``None``."""
+        if self.sliding_window != -1:
+            return f"sliding window of {self.sliding_window} tokens"
+        if self.logits_soft_cap:
+            return f"logits soft-cap {self.logits_soft_cap}"
+        if self.sinks is not None:
+            return "learned attention sinks"
+        if self.alibi_slopes is not None:
+            return "ALiBi"
+        if self.kv_sharing_target_layer_name is not None:
+            return f"KV shared with layer {self.kv_sharing_target_layer_name}"
+        if self.is_fp8_kv_cache:
+            return f"quantised KV cache ({self.kv_cache_dtype})"
+        return None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Same contract as the stock implementation."""
+        if attn_metadata is None and self.hypic_probe is not None:
+            self.hypic_probe.append(key.clone())
+            return output.zero_()
+        super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
+        link = self.link
+        if link is None or link.runtime.step is None or attn_metadata is None:
+            return output
+        step = link.runtime.step
+        if step.capture_rows is not None:
+            self._capture(link, step.capture_rows, step.capture_slots, key, value)
+        for composed in step.composed:
+            if composed.max_visible:
+                self._add_public(link, composed, query, kv_cache, attn_metadata, output)
+        return output
+
+    def _capture(
+        self,
+        link: AttentionLink,
+        rows: torch.Tensor,
+        slots: torch.Tensor | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Copy interior rows of segment requests into the pool, K as it was before rotation."""
+        link.runtime.calls["capture_kv"] += 1
+        raw = key.index_select(0, rows) if link.rope is None else link.rope.take_raw()
+        link.public.key.index_copy_(0, slots, raw.view(-1, *key.shape[1:]))
+        link.public.value.index_copy_(0, slots, value.index_select(0, rows))
+
+    def _add_public(
+        self,
+        link: AttentionLink,
+        composed: ComposedRow,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: CPUAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Merge the public part into ``output`` of one composed request's rows, in place."""
+        link.runtime.calls["span_attention"] += 1
+        row, stream, columns = composed.row, composed.stream, composed.max_visible
+        rows = slice(row.q0, row.q1)
+        table = link.table()
+        public_out, public_lse = span_attention(
+            query[rows],
+            link.public.key,
+            link.public.value,
+            stream.column_slots[:columns],
+            None if table is None else stream.rotation_of(table)[:columns],
+            link.neox,
+            composed.visible,
+            self.scale,
+        )
+        private = link.private.gather(kv_cache, metadata.block_table[row.index], row.s1)
+        private_lse = causal_lse(query[rows], private, self.scale)
+        output[rows] = merge(output[rows], private_lse, public_out, public_lse).to(output.dtype)

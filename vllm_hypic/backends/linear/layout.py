@@ -1,0 +1,196 @@
+"""Index tensors of one forward pass for linear layers with a causal convolution.
+
+All linear layers of a step share them.  Rows that need more than stock code are laid into one
+*extended* sequence, in which every convolution input stands just where the right context wants it:
+
+    [k-1 carried rows | chunk | k-1 rows of a record's conv tail | chunk | ... | next request ...]
+
+so that one convolution over it serves all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..step import CaptureRow, ComposedRow, StepContext
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Run chunk number ``index`` of the packed chunks from the current state."""
+
+    index: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Compose:
+    """Apply the record in ``slot`` to the current state."""
+
+    slot: int
+    use_transition: bool
+    replace_state: bool
+
+
+@dataclass(frozen=True)
+class ComposedOps:
+    """What happens to one composed request's state in this pass, in order.
+
+    ``carried``: index of its carried conv context; ``batch_row``: its row in the batch; ``resumed``: it
+    has a state from an earlier pass.
+    """
+
+    batch_row: int
+    resumed: bool
+    ops: tuple[Chunk | Compose, ...]
+
+
+@dataclass(frozen=True)
+class LinearStep:
+    """Index tensors (int64) of the special rows of one pass.
+
+    Sources of the extended sequence are numbered: carried conv rows ``[carried * (k-1)]``, then the
+    tails of ``tail_slots`` ``[tails * (k-1)]``, then the batch's token rows.
+
+    ``extended``: source of each extended row; ``outputs``: extended row (minus k-1) of each packed
+    token; ``tokens``: batch row of each packed token: first the composed chunks (``chunks`` boundaries),
+    then the captured interiors (``interiors`` boundaries).  ``conv_after [composed, k-1]``: sources of
+    the conv context after the pass; ``capture_tails``: likewise for captures that end in this pass.
+    """
+
+    carried_rows: torch.Tensor
+    carried_resumed: torch.Tensor
+    tail_slots: torch.Tensor
+    extended: torch.Tensor
+    outputs: torch.Tensor
+    tokens: torch.Tensor
+    chunks: list[int]
+    interiors: list[int]
+    composed: tuple[ComposedOps, ...]
+    conv_after: torch.Tensor
+    captures: tuple[CaptureRow, ...]
+    ended: tuple[CaptureRow, ...]
+    capture_tails: torch.Tensor
+    leading_ended: tuple[CaptureRow, ...]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Packed tokens that belong to composed rows."""
+        return self.chunks[-1]
+
+    @property
+    def empty(self) -> bool:
+        return not (self.composed or self.captures or self.leading_ended)
+
+
+def linear_step(step: StepContext, conv_rows: int) -> LinearStep:
+    """The step's layout for convolutions that look back ``conv_rows`` rows; built once per pass."""
+    key = f"linear:{conv_rows}"
+    if key not in step.cache:
+        step.cache[key] = _Builder(step, conv_rows).build()
+    found = step.cache[key]
+    assert isinstance(found, LinearStep)
+    return found
+
+
+class _Builder:
+    """Walks requests, segments and chunks (never tokens)."""
+
+    def __init__(self, step: StepContext, conv_rows: int) -> None:
+        self.device, self.k = step.device, conv_rows
+        self.composed_rows = [c for c in step.composed if c.points]
+        self.captures = [c for c in step.captures if not c.plan.leading and c.begin < c.end]
+        self.leading = [c for c in step.captures if c.plan.leading and c.last]
+        rows = [c.row for c in [*self.composed_rows, *self.captures]]
+        self.carried = [(r.index, r.s0 > 0) for r in rows]
+        self.tails = [p.slot for c in self.composed_rows for p in c.points]
+        self.tail_base = len(self.carried) * conv_rows
+        self.token_base = self.tail_base + len(self.tails) * conv_rows
+        self.extended: list[np.ndarray] = []
+        self.length = 0
+        self.outputs: list[np.ndarray] = []
+        self.tokens: list[np.ndarray] = []
+
+    def build(self) -> LinearStep:
+        chunks, after, ops = [0], [], []
+        tail = 0
+        for number, composed in enumerate(self.composed_rows):
+            self._context(number * self.k)
+            ops.append(self._walk(composed, chunks, tail))
+            tail += len(composed.points)
+            after.append(self._last_rows(self.k))
+        interiors, tails = [0], []
+        for number, capture in enumerate(self.captures, start=len(self.composed_rows)):
+            self._context(number * self.k)
+            row = capture.row
+            self._feed(row.q0, capture.end - row.s0, skip=capture.begin - row.s0)
+            interiors.append(interiors[-1] + capture.end - capture.begin)
+            if capture.last:
+                tails.append(self._last_rows(self.k))
+        return LinearStep(
+            carried_rows=self._tensor([np.array([i for i, _ in self.carried], dtype=np.int64)]),
+            carried_resumed=torch.tensor([r for _, r in self.carried], dtype=torch.bool, device=self.device),
+            tail_slots=self._tensor([np.array(self.tails, dtype=np.int64)]),
+            extended=self._tensor(self.extended),
+            outputs=self._tensor(self.outputs),
+            tokens=self._tensor(self.tokens),
+            chunks=chunks,
+            interiors=interiors,
+            composed=tuple(ops),
+            conv_after=self._tensor(after).view(-1, self.k),
+            captures=tuple(self.captures),
+            ended=tuple(c for c in self.captures if c.last),
+            capture_tails=self._tensor(tails).view(-1, self.k),
+            leading_ended=tuple(self.leading),
+        )
+
+    def _walk(self, composed: ComposedRow, chunks: list[int], tail: int) -> ComposedOps:
+        row, ops = composed.row, []
+        cut = row.s0
+        points = composed.points
+        for number, point in enumerate(points):
+            if point.at > cut:
+                ops.append(self._chunk(row.q0 + cut - row.s0, point.at - cut, chunks, last=False))
+                cut = point.at
+            ops.append(Compose(point.slot, composed.stream.plan.use_transition, point.replace_state))
+            self._context(self.tail_base + (tail + number) * self.k)
+        ops.append(self._chunk(row.q0 + cut - row.s0, row.s1 - cut, chunks, last=True))
+        return ComposedOps(row.index, row.s0 > 0, tuple(ops))
+
+    def _chunk(self, first: int, count: int, chunks: list[int], *, last: bool) -> Chunk:
+        self._feed(first, count)
+        chunks.append(chunks[-1] + count)
+        return Chunk(len(chunks) - 2, last)
+
+    def _context(self, source: int) -> None:
+        """Put k-1 context rows into the extended sequence."""
+        self._extend(np.arange(source, source + self.k))
+
+    def _feed(self, first: int, count: int, skip: int = 0) -> None:
+        """Put token rows ``[first, first + count)`` in; all but the first ``skip`` are packed tokens."""
+        at = self.length
+        self._extend(np.arange(first, first + count) + self.token_base)
+        self.outputs.append(np.arange(at + skip, at + count) - self.k)
+        self.tokens.append(np.arange(first + skip, first + count))
+
+    def _extend(self, sources: np.ndarray) -> None:
+        self.extended.append(sources)
+        self.length += len(sources)
+
+    def _last_rows(self, count: int) -> np.ndarray:
+        """Sources of the last ``count`` extended rows."""
+        rows: list[np.ndarray] = []
+        missing = count
+        for part in reversed(self.extended):
+            rows.insert(0, part[max(0, len(part) - missing) :])
+            missing -= len(rows[0])
+            if missing <= 0:
+                break
+        return np.concatenate(rows)
+
+    def _tensor(self, parts: list[np.ndarray]) -> torch.Tensor:
+        joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return torch.from_numpy(joined.astype(np.int64)).to(self.device)

@@ -1,0 +1,78 @@
+"""Out-of-tree rotary embeddings: stock arithmetic plus a tap on the unrotated K.
+
+One subclass per descendant of ``RotaryEmbeddingBase``, because vLLM looks replacements up by exact
+class name.  Rotation itself is never ours: positions were rewritten at the model's input, so the
+stock code rotates every row right; the tap only copies the rows that a segment request must store.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .runtime import HypicRuntime
+
+REFUSED = frozenset({"DualChunkRotaryEmbedding"})
+"""Classes that produce several rotated copies of K at once."""
+
+
+class RopeTap:
+    """Mixin: copies unrotated K rows of segment requests before the stock rotation overwrites them."""
+
+    hypic_runtime: HypicRuntime | None = None
+    """Set on the instance at start-up; ``None``: this engine does not use the plugin."""
+    hypic_raw: torch.Tensor | None = None
+    """``[captured rows, kv_heads * head_size]``, between this rope and the attention layer after it."""
+    hypic_probe: list[tuple[RopeTap, torch.Tensor, torch.Tensor]] | None = None
+    """While probing: (rope, unrotated K, rotated K) of every call, in order."""
+
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.hypic_probe is not None and key is not None:
+            raw = key.clone()
+            result = super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
+            self.hypic_probe.append((self, raw, result[1].clone()))
+            return result
+        runtime = self.hypic_runtime
+        if runtime is not None and runtime.step is not None and key is not None:
+            rows = runtime.step.capture_rows
+            if rows is not None:
+                self.hypic_raw = key.reshape(key.shape[0], -1).index_select(0, rows)
+        return super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
+
+    def take_raw(self) -> torch.Tensor:
+        """The rows tapped by the last call, once."""
+        raw, self.hypic_raw = self.hypic_raw, None
+        if raw is None:
+            raise RuntimeError(f"{type(self).__name__}: no unrotated K was tapped before its attention layer ran")
+        return raw
+
+
+def register_rope_taps() -> None:
+    """Register one tapped subclass per rotary class.  May run any number of times."""
+    import vllm.model_executor.layers.rotary_embedding as package
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    for cls in _descendants(RotaryEmbeddingBase):
+        if cls.__name__ in op_registry_oot or cls.__name__ in REFUSED or issubclass(cls, RopeTap):
+            continue
+        # vLLM keys CustomOp's configuration by the class attribute ``name``; register_oot would
+        # overwrite it with the class name and so disable the op in eager mode.
+        op_name = getattr(cls, "name", None)
+        tapped = type(f"Hypic{cls.__name__}", (RopeTap, cls), {"__module__": __name__})
+        cls.register_oot(tapped)
+        if op_name is not None:
+            tapped.name = op_name  # type: ignore[attr-defined]
+
+
+def _descendants(cls: type) -> list[type]:
+    found: list[type] = []
+    for child in cls.__subclasses__():
+        found += [child, *_descendants(child)]
+    return found

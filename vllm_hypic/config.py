@@ -1,0 +1,94 @@
+"""HypicConfig: every option of the plugin, typed, frozen, validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .primitives.policies import LinkError, parse_link
+from .primitives.tokens import PrimitiveIds, PrimitiveTexts
+
+SECTION = "hypic"
+"""Key of our options inside ``--additional-config``."""
+
+
+class ConfigError(ValueError):
+    """A bad option of the plugin: the message names the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class HypicConfig:
+    """Options of one engine.
+
+    Set them with ``--additional-config '{"hypic": {...}}'`` or with
+    ``--kv-transfer-config '{"kv_connector": "HypicConnector", "kv_connector_extra_config": {...}}'``;
+    the latter wins.
+    """
+
+    link: str = "hypic"
+    """Link method of requests that name none."""
+    seam_tokens: int = 8
+    """Seam window ``w``: tokens recomputed on either side of a segment boundary."""
+    min_segment_tokens: int = 32
+    """A segment whose interior is shorter is computed in the stream."""
+    page_tokens: int = 64
+    """Tokens in one page of the public pool."""
+    pool_bytes: int | None = None
+    """Bytes of the public pool per worker; ``None``: ``pool_fraction`` of the KV memory."""
+    pool_fraction: float = 0.25
+    """Share of the KV memory that the public pool takes when ``pool_bytes`` is not given."""
+    expected_segment_tokens: int = 1024
+    """Segment length at which pages and state slots of the pool run out together."""
+    tokens: PrimitiveTexts = field(default_factory=PrimitiveTexts)
+    """Text forms of separator, PDep and padding."""
+    token_ids: PrimitiveIds | None = None
+    """Their ids; needed only with ``skip_tokenizer_init``."""
+    dummy_token: int | None = None
+    """Token put before a segment by ``epic-0``; ``None``: the segment's own first token."""
+
+    def __post_init__(self) -> None:
+        try:
+            parse_link(self.link, self.seam_tokens)
+        except LinkError as e:
+            raise ConfigError(f"hypic config: {e}") from e
+        _integer("min_segment_tokens", self.min_segment_tokens, 1)
+        _integer("page_tokens", self.page_tokens, 1)
+        _integer("expected_segment_tokens", self.expected_segment_tokens, 1)
+        if self.pool_bytes is not None:
+            _integer("pool_bytes", self.pool_bytes, 1)
+        if self.dummy_token is not None:
+            _integer("dummy_token", self.dummy_token, 0)
+        fraction = self.pool_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
+            raise ConfigError(f"hypic config: pool_fraction={fraction!r}: expected a number between 0 and 1")
+
+    @staticmethod
+    def from_mapping(options: Mapping[str, Any]) -> HypicConfig:
+        """Build from plain JSON-like options; unknown keys are refused."""
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"hypic config: expected an object, got {options!r}")
+        known = {f.name for f in dataclasses.fields(HypicConfig)}
+        if unknown := sorted(set(options) - known):
+            raise ConfigError(f"hypic config: unknown option {unknown[0]!r}; expected one of {', '.join(sorted(known))}")
+        values = dict(options)
+        try:
+            if "tokens" in values and not isinstance(values["tokens"], PrimitiveTexts):
+                values["tokens"] = PrimitiveTexts.from_mapping(values["tokens"])
+            if values.get("token_ids") is not None and not isinstance(values["token_ids"], PrimitiveIds):
+                values["token_ids"] = PrimitiveIds(**values["token_ids"])
+        except TypeError as e:
+            raise ConfigError(f"hypic config: tokens / token_ids: {e}") from e
+        except ValueError as e:
+            raise ConfigError(f"hypic config: {e}") from e
+        return HypicConfig(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain JSON-like options: the inverse of :meth:`from_mapping`."""
+        return dataclasses.asdict(self)
+
+
+def _integer(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"hypic config: {name}={value!r}: expected an integer >= {low}")

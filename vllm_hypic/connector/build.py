@@ -1,0 +1,77 @@
+"""Builds the two halves from vLLM's configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..config import HypicConfig
+from ..primitives.keys import Namespace
+from ..primitives.tokens import PrimitiveIds
+from .geometry import PoolGeometry, pool_geometry
+from .scheduler_side import SchedulerSide
+from .worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def config_of(vllm_config: VllmConfig) -> HypicConfig:
+    """The plugin's options of an engine (written there by ``patches/engine_args.py``)."""
+    assert vllm_config.kv_transfer_config is not None
+    return HypicConfig.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PoolGeometry:
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return pool_geometry(kv_cache_config, config_of(vllm_config), conv_dim_first=is_conv_state_dim_first())
+
+
+def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
+    """Everything of the engine that changes a record's bytes."""
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    return Namespace.from_config(
+        {
+            "model": model.model,
+            "revision": model.revision,
+            "dtype": str(model.dtype),
+            "quantization": model.quantization,
+            "attention": [str(a) for a in geometry.attention],
+            "linear": [str(layer) for layer in geometry.linear],
+            "layer_types": getattr(text, "layer_types", None),
+            "rope": getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None),
+        }
+    )
+
+
+def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveIds:
+    """Ids of separator, PDep and padding: configured, or asked of the tokenizer."""
+    if config.token_ids is not None:
+        return config.token_ids
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    from ..config import ConfigError
+    from ..tokenizer import primitive_ids
+
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    if tokenizer is None:
+        raise ConfigError("hypic config: with skip_tokenizer_init give token_ids={'sep': .., 'pdep': .., 'pad': ..}")
+    return primitive_ids(tokenizer)
+
+
+def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
+    config = config_of(vllm_config)
+    geometry = geometry_of(vllm_config, kv_cache_config)
+    return SchedulerSide(
+        config,
+        geometry,
+        namespace_of(vllm_config, geometry),
+        vllm_config.model_config.max_model_len,
+        lambda: primitive_ids_of(vllm_config, config),
+    )
+
+
+def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
+    return WorkerSide(geometry_of(vllm_config, kv_cache_config))

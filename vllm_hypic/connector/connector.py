@@ -1,0 +1,117 @@
+"""The facade that vLLM calls: picks its half once and forwards.  No logic here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from .build import build_scheduler_side, build_worker_side
+from .metadata import HypicMetadata
+from .stats import HypicPromMetrics, HypicStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from .scheduler_side import SchedulerSide
+    from .worker_side import WorkerSide
+
+
+class HypicConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV connector of the plugin; ``supports_hma`` because hybrids have several KV cache groups."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler = build_scheduler_side(vllm_config, kv_cache_config)
+        else:
+            self.worker = build_worker_side(vllm_config, kv_cache_config)
+
+    # -- scheduler side ------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self.scheduler is not None
+        return (0 if self.scheduler.ready(request.request_id) else None), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self.scheduler is not None
+        metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
+        for new in scheduler_output.scheduled_new_reqs:
+            if (stream := self.scheduler.stream_plan(new.req_id)) is not None:
+                metadata.streams[new.req_id] = stream
+            elif (capture := self.scheduler.capture_plan(new.req_id)) is not None:
+                metadata.captures[new.req_id] = capture
+        return metadata
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        from vllm.v1.request import RequestStatus
+
+        assert self.scheduler is not None
+        completed = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self.scheduler.finished(request.request_id, completed=completed)
+        return False, None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if self.scheduler is None else HypicStats.of(self.scheduler.take_counters())
+
+    def reset_cache(self) -> bool | None:
+        return None if self.scheduler is None else self.scheduler.reset()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return HypicStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return HypicPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        pass
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self.worker is not None and isinstance(connector_metadata, HypicMetadata)
+        self.worker.absorb(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        assert self.worker is not None
+        self.worker.end_step()

@@ -1,0 +1,148 @@
+"""Shapes and sizes of the public pool, derived alike by scheduler and worker.
+
+Both sides see the same ``KVCacheConfig``; the page and slot counts that the scheduler hands out are
+those that the worker allocates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config import ConfigError, HypicConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+TRANSITION_DTYPE = torch.float16
+"""T has spectral norm <= 1, so fp16 cannot overflow and keeps 1e-4; bf16 would lose a digit."""
+STATE_DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """Public K and V of one full-attention layer: ``[pages * page_tokens, kv_heads, head_size]`` each."""
+
+    layer: str
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LinearGeometry:
+    """Records of one dense-transition linear layer.
+
+    ``T [slots, heads, key_dim, key_dim]`` fp16, ``S [slots, heads, key_dim, value_dim]`` fp32 and
+    the conv tail ``[slots, conv_rows, conv_dim]`` in the engine's dtype.
+    """
+
+    layer: str
+    heads: int
+    key_dim: int
+    value_dim: int
+    conv_rows: int
+    conv_dim: int
+    conv_dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        transition = self.heads * self.key_dim * self.key_dim * TRANSITION_DTYPE.itemsize
+        state = self.heads * self.key_dim * self.value_dim * STATE_DTYPE.itemsize
+        return transition + state + self.conv_rows * self.conv_dim * self.conv_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """Everything that fixes the pool's memory."""
+
+    attention: tuple[AttentionGeometry, ...]
+    linear: tuple[LinearGeometry, ...]
+    page_tokens: int
+    pages: int
+    slots: int
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_tokens * sum(a.token_bytes for a in self.attention)
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(layer.slot_bytes for layer in self.linear)
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.page_bytes + self.slots * self.slot_bytes
+
+
+def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
+    """Byte budget of the pool beside ``kv_bytes`` of vLLM's own KV cache."""
+    if config.pool_bytes is not None:
+        return config.pool_bytes
+    return int(kv_bytes * config.pool_fraction / (1 - config.pool_fraction))
+
+
+def pool_geometry(kv_cache_config: KVCacheConfig, config: HypicConfig, *, conv_dim_first: bool) -> PoolGeometry:
+    """Divide the byte budget into pages and slots so that both run out together at
+    ``expected_segment_tokens`` per segment.
+
+    Raises :class:`ConfigError` when not even one such segment fits.
+    """
+    attention: list[AttentionGeometry] = []
+    linear: list[LinearGeometry] = []
+    for layer, spec in _layer_specs(kv_cache_config):
+        _add_layer(layer, spec, attention, linear, conv_dim_first)
+    kv_bytes = sum(t.size for t in kv_cache_config.kv_cache_tensors)
+    budget = pool_bytes(config, kv_bytes)
+    sized = PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages=0, slots=0)
+    page, slot = sized.page_bytes, sized.slot_bytes
+    pages_each = -(-config.expected_segment_tokens // config.page_tokens) if attention else 0
+    each = slot + pages_each * page
+    if each == 0:
+        raise ConfigError("this model has neither full-attention nor supported linear-attention layers to cache")
+    segments = budget // each
+    if segments < 1:
+        raise ConfigError(
+            f"hypic config: the pool's budget of {budget} bytes holds no segment of "
+            f"{config.expected_segment_tokens} tokens ({each} bytes): raise pool_bytes or pool_fraction, "
+            "or lower expected_segment_tokens"
+        )
+    pages = (budget - segments * slot) // page if attention else 0
+    # Without linear layers slots cost nothing: a segment takes at least one page.
+    slots = segments if linear else pages
+    return PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages, slots)
+
+
+def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:
+    pairs = []
+    for group in kv_cache_config.kv_cache_groups:
+        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        pairs += [(name, per_layer.get(name, group.kv_cache_spec)) for name in group.layer_names]
+    return sorted(pairs, key=lambda p: p[0])
+
+
+def _add_layer(
+    layer: str,
+    spec: KVCacheSpec,
+    attention: list[AttentionGeometry],
+    linear: list[LinearGeometry],
+    conv_dim_first: bool,
+) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    if isinstance(spec, MambaSpec):
+        conv, state = spec.shapes[0], spec.shapes[1]
+        if len(state) != 3 or len(conv) != 2:
+            raise ConfigError(f"layer {layer}: state of shape {tuple(state)} has no supported transition")
+        rows, dim = (conv[1], conv[0]) if conv_dim_first else (conv[0], conv[1])
+        linear.append(LinearGeometry(layer, state[0], state[2], state[1], rows, dim, spec.dtypes[0]))
+    elif isinstance(spec, FullAttentionSpec):
+        attention.append(AttentionGeometry(layer, spec.num_kv_heads, spec.head_size, spec.dtype))
+    else:
+        raise ConfigError(f"layer {layer}: KV cache of kind {type(spec).__name__} is not supported by hypic")

@@ -1,0 +1,82 @@
+"""What travels from scheduler to worker in a step.  Plain numpy: cheap to pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True)
+class ComposePoint:
+    """Before stream index ``at``: apply the record in ``slot`` and show its ``columns`` to the rows
+    that follow.  ``replace_state``: nothing stands before it (leading segment), so the state simply
+    becomes S."""
+
+    at: int
+    slot: int
+    columns: int
+    replace_state: bool
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """A composed request as the worker sees it.
+
+    ``positions [stream]`` int64: logical positions; ``column_slots [columns]`` and
+    ``column_positions [columns]`` int64: token slot in the pool and logical position of every
+    public column, the request's interiors laid end to end.
+    """
+
+    positions: np.ndarray
+    n_logical: int
+    points: tuple[ComposePoint, ...]
+    column_slots: np.ndarray
+    column_positions: np.ndarray
+    use_transition: bool
+
+    @property
+    def point_indices(self) -> np.ndarray:
+        """Stream index of every compose point, ascending."""
+        return np.array([p.at for p in self.points], dtype=np.int64)
+
+    def logical(self, start: int, stop: int) -> np.ndarray:
+        """Logical positions of stream indices ``[start, stop)``, generated tokens included."""
+        n = len(self.positions)
+        known = self.positions[start : min(stop, n)]
+        if stop <= n:
+            return known
+        first = max(start, n) - n + self.n_logical
+        return np.concatenate([known, np.arange(first, self.n_logical + stop - n, dtype=np.int64)])
+
+    def visible(self, start: int, stop: int) -> np.ndarray:
+        """Public columns that stream indices ``[start, stop)`` see: a prefix each, int64."""
+        counts = np.concatenate([[0], np.cumsum([p.columns for p in self.points], dtype=np.int64)])
+        seen = np.searchsorted(self.point_indices, np.arange(start, stop), side="right")
+        return counts[seen].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """A segment request: record token indices ``[lo, hi)`` of it.
+
+    ``column_slots [hi - lo]``: where K and V go; ``positions`` are given only when the segment has
+    padding inside; ``leading`` records need no transition.
+    """
+
+    lo: int
+    hi: int
+    slot: int
+    column_slots: np.ndarray
+    positions: np.ndarray | None
+    leading: bool
+
+
+@dataclass
+class HypicMetadata(KVConnectorMetadata):
+    """One step: requests that begin here, and those that are over."""
+
+    streams: dict[str, StreamPlan] = field(default_factory=dict)
+    captures: dict[str, CapturePlan] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)

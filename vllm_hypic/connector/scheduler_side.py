@@ -1,0 +1,305 @@
+"""Scheduler half: admits requests, keeps the directory, says who may run.
+
+Life of a composed request here: :meth:`admit` (plan, tokens become the stream) -> :meth:`pump`
+(pins its records, asks for segment requests) -> :meth:`ready` -> :meth:`stream_plan` on its first
+step -> :meth:`finished` (unpin).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..config import HypicConfig
+from ..primitives.keys import Namespace, Role, SegmentKey
+from ..primitives.options import link_of_request
+from ..primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
+from ..primitives.policies import LinkError, ModelTraits
+from ..primitives.tokens import PrimitiveIds
+from .directory import Entry, Lookup, SegmentDirectory
+from .geometry import PoolGeometry
+from .metadata import CapturePlan, ComposePoint, StreamPlan
+from .stats import HypicCounters
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the planner needs to know of a request."""
+
+    request_id: str
+    token_ids: list[int]
+    extra_args: dict | None
+    salt: str | None
+    lora: str | None
+
+
+@dataclass(frozen=True)
+class SegmentJob:
+    """A segment that must be computed by an internal request, on behalf of ``for_request``."""
+
+    request_id: str
+    token_ids: list[int]
+    for_request: str
+
+
+@dataclass
+class _Composed:
+    """A request with records; written by :class:`SchedulerSide` only."""
+
+    plan: PromptPlan
+    wanted: dict[SegmentKey, int]
+    acquired: bool = False
+    fresh: set[SegmentKey] = field(default_factory=set)
+    """Records that this request itself had to have computed."""
+    hit_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """A segment request under way."""
+
+    key: SegmentKey
+    segment: CachedSegment
+
+
+class SchedulerSide:
+    """Plans, directory and internal segment requests of one engine."""
+
+    def __init__(
+        self,
+        config: HypicConfig,
+        geometry: PoolGeometry,
+        namespace: Namespace,
+        max_model_len: int,
+        primitive_ids: Callable[[], PrimitiveIds],
+    ) -> None:
+        self.config, self.geometry, self.namespace = config, geometry, namespace
+        self.max_model_len = max_model_len
+        self._primitive_ids = primitive_ids
+        self._ids: PrimitiveIds | None = None
+        self.directory = SegmentDirectory(geometry.pages, geometry.slots, geometry.page_tokens)
+        self.counters = HypicCounters()
+        self._composed: dict[str, _Composed] = {}
+        self._pending: OrderedDict[str, None] = OrderedDict()
+        self._captures: dict[str, _Capture] = {}
+        self._lost: deque[tuple[SegmentKey, str]] = deque()
+        self._jobs = 0
+        self._held: set[str] = set()
+
+    # -- admission -----------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> PrimitiveIds:
+        """Ids of the primitives; the tokenizer is loaded at the first request."""
+        if self._ids is None:
+            self._ids = self._primitive_ids()
+        return self._ids
+
+    @property
+    def traits(self) -> ModelTraits:
+        return ModelTraits(has_linear=bool(self.geometry.linear), has_attention=bool(self.geometry.attention))
+
+    def plan(self, ask: Ask) -> PromptPlan | None:
+        """Plan a request; ``None`` when it has no primitives.  Changes nothing.
+
+        Raises ``LinkError`` or ``PromptError`` when it asks for something impossible.
+        """
+        if not self.ids.contains(ask.token_ids):
+            return None
+        method = link_of_request(
+            ask.extra_args, default_link=self.config.link, default_seam=self.config.seam_tokens
+        )
+        if reason := method.refused_by(self.traits):
+            raise LinkError(reason)
+        return build_plan(
+            parse_prompt(ask.token_ids, self.ids),
+            method,
+            self.namespace.scoped(salt=ask.salt, lora=ask.lora),
+            PoolLimits(
+                self.geometry.pages if self.geometry.attention else 1 << 60,
+                self.geometry.slots,
+                self.geometry.page_tokens,
+                self.max_model_len - 1,
+            ),
+            min_segment_tokens=self.config.min_segment_tokens,
+        )
+
+    def admit(self, request_id: str, plan: PromptPlan) -> None:
+        """Take a planned request in; it waits until its records are resident."""
+        wanted = {s.key: s.columns for s in plan.segments}
+        self._composed[request_id] = _Composed(plan, wanted)
+        self._pending[request_id] = None
+        self.counters.requests += 1
+        self.counters.segments_queried += len(wanted)
+        self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
+
+    def pump(self) -> list[SegmentJob]:
+        """Pin records for waiting requests, first come first served, and list the segments to compute.
+
+        Strictly in order: nobody overtakes a request that waits for room, so it cannot starve, and
+        every plan fits the empty pool, so it cannot wait for ever.
+        """
+        jobs = [self._job(key, owner) for key, owner in self._take_lost()]
+        for request_id in list(self._pending):
+            composed = self._composed[request_id]
+            before = {k: self.directory.lookup(k) for k in composed.wanted}
+            reserved = self.directory.acquire(composed.wanted)
+            if reserved is None:
+                self.counters.pool_waits += 1
+                break
+            del self._pending[request_id]
+            composed.acquired = True
+            composed.fresh = {e.key for e in reserved}
+            composed.hit_tokens = sum(
+                s.columns for s in composed.plan.segments if s.key not in composed.fresh
+            )
+            self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
+            self.counters.tokens_reused += composed.hit_tokens
+            self.counters.tokens_computed += composed.plan.n_logical - composed.hit_tokens
+            jobs += [self._job(e.key, request_id) for e in reserved]
+        return jobs
+
+    def _take_lost(self) -> list[tuple[SegmentKey, str]]:
+        """Records whose segment request died and for which a request still waits."""
+        lost, self._lost = list(self._lost), deque()
+        waiting = []
+        for key, _ in lost:
+            owner = next((r for r, c in self._composed.items() if c.acquired and key in c.wanted), None)
+            if owner is not None:
+                waiting.append((key, owner))
+            else:
+                self.directory.abort(key)
+        return waiting
+
+    def _job(self, key: SegmentKey, owner: str) -> SegmentJob:
+        segment = next(s for s in self._composed[owner].plan.segments if s.key == key)
+        self._jobs += 1
+        request_id = f"hypic-segment-{key[:16]}-{self._jobs}"
+        self._captures[request_id] = _Capture(key, segment)
+        self.counters.segments_computed += 1
+        dummy = segment.tokens[0] if self.config.dummy_token is None else self.config.dummy_token
+        return SegmentJob(request_id, [dummy] * segment.dummies + list(segment.tokens), owner)
+
+    # -- scheduling ----------------------------------------------------------------------------
+
+    def is_internal(self, request_id: str) -> bool:
+        return request_id in self._captures
+
+    def plan_of(self, request_id: str) -> PromptPlan | None:
+        composed = self._composed.get(request_id)
+        return None if composed is None else composed.plan
+
+    def hit_tokens(self, request_id: str) -> int:
+        """Prompt tokens read from records that the request did not have to have computed."""
+        composed = self._composed.get(request_id)
+        return 0 if composed is None else composed.hit_tokens
+
+    def ready(self, request_id: str) -> bool:
+        """Whether the request may be scheduled now."""
+        return request_id not in self._held and self.resident(request_id)
+
+    def hold(self, request_id: str) -> None:
+        """Never let this request be scheduled (warm-up prompts, refused ones)."""
+        self._held.add(request_id)
+
+    def unhold(self, request_id: str) -> None:
+        self._held.discard(request_id)
+
+    def resident(self, request_id: str) -> bool:
+        """Whether every record of the request is resident (requests without records always are)."""
+        composed = self._composed.get(request_id)
+        if composed is None:
+            return True
+        return composed.acquired and all(self.directory.lookup(k) is Lookup.HIT for k in composed.wanted)
+
+    def stream_plan(self, request_id: str) -> StreamPlan | None:
+        """The worker's view of a composed request that is about to run."""
+        composed = self._composed.get(request_id)
+        if composed is None:
+            return None
+        plan = composed.plan
+        entries = [self.directory.get(s.key) for s in plan.segments]
+        slots = [self._column_slots(e) for e in entries]
+        offsets = [np.asarray(s.interior_offsets(), dtype=np.int64) + s.start for s in plan.segments]
+        return StreamPlan(
+            positions=np.asarray(plan.positions, dtype=np.int64),
+            n_logical=plan.n_logical,
+            points=tuple(
+                ComposePoint(s.compose_at, e.slot, s.columns, replace_state=s.role is Role.LEADING)
+                for s, e in zip(plan.segments, entries, strict=True)
+            ),
+            column_slots=_concatenate(slots),
+            column_positions=_concatenate(offsets),
+            use_transition=plan.method.use_transition,
+        )
+
+    def capture_plan(self, request_id: str) -> CapturePlan | None:
+        """The worker's view of a segment request that is about to run."""
+        capture = self._captures.get(request_id)
+        if capture is None:
+            return None
+        segment, entry = capture.segment, self.directory.get(capture.key)
+        lo = segment.dummies + segment.head
+        positions = None
+        if segment.offsets is not None:
+            offsets = np.asarray(segment.offsets, dtype=np.int64) + segment.dummies
+            positions = np.concatenate([np.arange(segment.dummies, dtype=np.int64), offsets])
+        return CapturePlan(
+            lo=lo,
+            hi=lo + segment.columns,
+            slot=entry.slot,
+            column_slots=self._column_slots(entry),
+            positions=positions,
+            leading=segment.role is Role.LEADING,
+        )
+
+    def _column_slots(self, entry: Entry) -> np.ndarray:
+        page = self.geometry.page_tokens
+        if not self.geometry.attention:
+            return np.zeros(entry.columns, dtype=np.int64)
+        starts = np.asarray(entry.pages, dtype=np.int64)[:, None] * page
+        return (starts + np.arange(page)).reshape(-1)[: entry.columns]
+
+    def finished(self, request_id: str, *, completed: bool) -> None:
+        """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
+        capture = self._captures.pop(request_id, None)
+        if capture is not None:
+            if completed:
+                self.directory.commit(capture.key)
+            elif self.directory.abort(capture.key):
+                self._lost.append((capture.key, request_id))
+            return
+        composed = self._composed.pop(request_id, None)
+        if composed is not None:
+            self._pending.pop(request_id, None)
+            if composed.acquired:
+                self.directory.release(composed.wanted)
+
+    def reset(self) -> bool:
+        """Forget every record that nobody holds.  True when none is left."""
+        self.directory.drop_unpinned()
+        return len(self.directory) == 0
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def take_counters(self) -> HypicCounters:
+        """Counters since the last call, with the pool's present state."""
+        counters, self.counters = self.counters, HypicCounters()
+        directory = self.directory
+        counters.evictions, directory.evictions = directory.evictions, 0
+        used_pages = directory.total_pages - directory.free_pages
+        used_slots = directory.total_slots - directory.free_slots
+        counters.pool_bytes_used = used_pages * self.geometry.page_bytes + used_slots * self.geometry.slot_bytes
+        counters.pool_bytes_total = self.geometry.nbytes
+        counters.records = len(directory)
+        counters.pinned = directory.pinned
+        counters.waiting = sum(not self.resident(r) for r in self._composed)
+        return counters
+
+
+def _concatenate(parts: Iterable[np.ndarray]) -> np.ndarray:
+    parts = list(parts)
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,83 @@
+"""Checks of a request in the front end: what PIC cannot honour is refused, with the reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .activation import CONNECTOR
+from .primitives.options import link_of_request
+from .primitives.plan import parse_prompt
+from .primitives.policies import LinkError, ModelTraits
+from .primitives.tokens import PrimitiveIds
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+
+
+class RequestRefused(ValueError):
+    """A request that PIC cannot honour; the server answers 400 with this message."""
+
+
+def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
+    """Raise :class:`RequestRefused` unless the engine can honour the request.  Changes nothing.
+
+    Requests without primitives are only checked for bad ``hypic_*`` options.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        return
+    from .connector.build import config_of
+
+    config = config_of(vllm_config)
+    params = request.sampling_params
+    try:
+        method = link_of_request(
+            None if params is None else params.extra_args,
+            default_link=config.link,
+            default_seam=config.seam_tokens,
+        )
+        if reason := method.refused_by(_traits(vllm_config)):
+            raise LinkError(reason)
+    except LinkError as e:
+        raise RequestRefused(str(e)) from e
+    ids = request.prompt_token_ids
+    primitives = _primitive_ids(vllm_config)
+    if ids is None or not primitives.contains(ids):
+        return
+    if reason := _refusal(request, primitives):
+        raise RequestRefused(f"prompts with segment separators: {reason}")
+
+
+def _refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
+    params = request.sampling_params
+    if params is None:
+        return "pooling requests are not supported"
+    if request.mm_features:
+        return "multimodal inputs are not supported"
+    if request.prompt_embeds is not None:
+        return "prompt_embeds are not supported"
+    if request.resumable:
+        return "streaming input is not supported"
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        return "prompt_logprobs (or echo with logprobs) are not supported: cached tokens are not computed"
+    if params.repetition_penalty != 1.0:
+        return (
+            f"repetition_penalty={params.repetition_penalty} needs every prompt token; expected 1.0 "
+            "(frequency_penalty and presence_penalty work)"
+        )
+    prompt = parse_prompt(request.prompt_token_ids or [], primitives)
+    if not any(piece.tokens for piece in prompt.pieces):
+        return "the prompt has no tokens besides separators, PDep and padding"
+    return None
+
+
+def _traits(vllm_config: VllmConfig) -> ModelTraits:
+    model = vllm_config.model_config
+    return ModelTraits(has_linear=model.is_hybrid or model.is_attention_free, has_attention=not model.is_attention_free)
+
+
+def _primitive_ids(vllm_config: VllmConfig) -> PrimitiveIds:
+    from .connector.build import config_of, primitive_ids_of
+
+    return primitive_ids_of(vllm_config, config_of(vllm_config))

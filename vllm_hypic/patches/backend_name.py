@@ -1,0 +1,19 @@
+"""Patch: the name ``hypic`` in ``AttentionBackendEnum``.
+
+Target: ``vllm.v1.attention.backends.registry.AttentionBackendEnum``.
+Why: ``register_backend("HYPIC", ...)`` adds a member that does not survive pickling to the engine
+process; the built-in ``CUSTOM`` does.  So our class is registered for ``CUSTOM`` and ``HYPIC`` is an
+alias of it.
+Until: vLLM pickles dynamically registered backends by name.
+"""
+
+from __future__ import annotations
+
+
+def apply() -> None:
+    """Idempotent."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if "HYPIC" not in AttentionBackendEnum.__members__:
+        register_backend(AttentionBackendEnum.CUSTOM, "vllm_hypic.backends.attention.HypicAttentionBackend")
+        AttentionBackendEnum._member_map_["HYPIC"] = AttentionBackendEnum.CUSTOM

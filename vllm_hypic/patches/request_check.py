@@ -1,0 +1,34 @@
+"""Patch: prompts with primitives are checked in the front end, where a bad one becomes HTTP 400.
+
+Target: ``vllm.v1.engine.input_processor.InputProcessor.process_inputs``.
+Why: the engine core has no way to refuse one request with a message.
+Until: vLLM lets a plugin validate a request after tokenization.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from .signature import require_parameters
+
+
+def apply() -> None:
+    """Idempotent; engines without the plugin's connector are left alone."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    stock = InputProcessor.process_inputs
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "self", "request_id", "prompt", "params")
+
+    @wraps(stock)
+    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        request = stock(self, *args, **kwargs)
+        from ..frontend import check_request
+
+        check_request(request, self.vllm_config)
+        return request
+
+    process_inputs._hypic = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]

@@ -1,0 +1,4 @@
+"""Token primitives: tokens -> :class:`~vllm_hypic.primitives.plan.PromptPlan`.
+
+Imports neither torch nor vllm.
+"""

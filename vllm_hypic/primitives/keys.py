@@ -1,0 +1,68 @@
+"""Identity of a cached segment: everything that changes its bytes is in the hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+FORMAT_VERSION = 1
+"""Version of the record's content; part of every key."""
+
+SegmentKey = NewType("SegmentKey", str)
+"""Hex digest that names one record."""
+
+
+class Role(Enum):
+    """Where a segment stands: the same tokens as leading and as interior are two records."""
+
+    LEADING = "leading"
+    INTERIOR = "interior"
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What all keys of one engine share; ``config`` is kept readable beside its digest.
+
+    ``config`` holds model id and revision, dtypes, layer kinds and rotary parameters.  LoRA and
+    tenant salt are per request: :meth:`scoped` adds them.
+    """
+
+    digest: str
+
+    @staticmethod
+    def from_config(config: Mapping[str, object]) -> Namespace:
+        text = json.dumps({"format": FORMAT_VERSION, **config}, sort_keys=True, default=str)
+        return Namespace(hashlib.sha256(text.encode()).hexdigest())
+
+    def scoped(self, *, salt: str | None, lora: str | None) -> Namespace:
+        """Namespace of one tenant and adapter; without both it is the engine's own."""
+        if salt is None and lora is None:
+            return self
+        text = json.dumps([self.digest, salt, lora])
+        return Namespace(hashlib.sha256(text.encode()).hexdigest())
+
+
+def segment_key(
+    namespace: Namespace,
+    role: Role,
+    tokens: Sequence[int],
+    *,
+    head: int,
+    tail: int,
+    dummies: int = 0,
+    offsets: Sequence[int] | None = None,
+    fixed_start: int | None = None,
+) -> SegmentKey:
+    """Key of one record: hash(namespace, role, seam window, positions, token ids)."""
+    shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
+    digest = hashlib.sha256(shape.encode())
+    digest.update(array("q", tokens).tobytes())
+    if offsets is not None:
+        digest.update(b"offsets")
+        digest.update(array("q", offsets).tobytes())
+    return SegmentKey(digest.hexdigest())

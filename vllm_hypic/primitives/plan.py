@@ -1,0 +1,268 @@
+"""Tokens -> :class:`PromptPlan`: the one description of a PIC request that everything reads.
+
+A prompt ``lead SEP doc1 SEP doc2 SEP query`` becomes a *stream* of the tokens that must be
+computed, in logical order,
+
+    [head of doc1] | [tail of doc1][head of doc2] | [tail of doc2][query]
+
+and, at each ``|``, a *compose point* where one cached segment's interior is applied.  Positions are
+*logical* (the prompt without separators); *stream indices* count the stream's own tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .keys import Namespace, Role, SegmentKey, segment_key
+from .policies import LinkMethod
+from .tokens import PrimitiveIds
+
+
+class PromptError(ValueError):
+    """A prompt whose primitives make no sense."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens between two separators.
+
+    ``tokens`` with their logical ``positions``; tokens from ``dependent_from`` on follow a PDep
+    and belong to the stream.
+    """
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    dependent_from: int
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A prompt cut at its primitives; the last piece is the query (it may be empty)."""
+
+    pieces: tuple[Piece, ...]
+    n_logical: int
+    has_primitives: bool
+
+
+def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds) -> ParsedPrompt:
+    """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, padding one each."""
+    pieces: list[Piece] = []
+    tokens: list[int] = []
+    positions: list[int] = []
+    dependent_from: int | None = None
+    position = 0
+    has_primitives = False
+
+    def close() -> None:
+        cut = len(tokens) if dependent_from is None else dependent_from
+        pieces.append(Piece(tuple(tokens), tuple(positions), cut))
+
+    for token in ids:
+        if token == primitives.sep:
+            close()
+            tokens, positions, dependent_from = [], [], None
+        elif token == primitives.pdep:
+            dependent_from = len(tokens) if dependent_from is None else dependent_from
+        elif token == primitives.pad:
+            position += 1
+        else:
+            tokens.append(token)
+            positions.append(position)
+            position += 1
+            continue
+        has_primitives = True
+    close()
+    return ParsedPrompt(tuple(pieces), position, has_primitives)
+
+
+@dataclass(frozen=True)
+class CachedSegment:
+    """One use of a record in a prompt.
+
+    ``tokens`` are the segment's own; the record covers the interior ``[head, len - tail)``.  Token
+    ``i`` stands at logical position ``start + offsets[i]`` (``offsets`` is ``None`` when it is just
+    ``i``).  The record is applied before stream index ``compose_at``.
+    """
+
+    key: SegmentKey
+    role: Role
+    tokens: tuple[int, ...]
+    offsets: tuple[int, ...] | None
+    start: int
+    head: int
+    tail: int
+    dummies: int
+    compose_at: int
+
+    @property
+    def columns(self) -> int:
+        """Tokens of the interior: columns of public K and V."""
+        return len(self.tokens) - self.head - self.tail
+
+    def interior_offsets(self) -> range | tuple[int, ...]:
+        """Offsets from ``start`` of the interior's tokens."""
+        stop = len(self.tokens) - self.tail
+        return range(self.head, stop) if self.offsets is None else self.offsets[self.head : stop]
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """What one request may take of the public pool: pages, state slots, tokens of a segment request."""
+
+    pages: int
+    slots: int
+    page_tokens: int
+    max_request_tokens: int
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """Immutable plan of one request.
+
+    ``stream`` and ``positions`` have equal length; generated tokens continue at ``n_logical``.
+    ``salt`` names everything that the stream's KV depends on besides its tokens: ``None`` when the
+    stream is exact and may share vLLM's prefix cache with ordinary requests.
+    """
+
+    segments: tuple[CachedSegment, ...]
+    stream: tuple[int, ...]
+    positions: tuple[int, ...]
+    n_logical: int
+    method: LinkMethod
+    warm_only: bool
+    salt: str | None
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that are read from records, not computed."""
+        return sum(segment.columns for segment in self.segments)
+
+    def position_of(self, index: int) -> int:
+        """Logical position of stream index ``index`` (generated tokens included)."""
+        n = len(self.stream)
+        return self.positions[index] if index < n else self.n_logical + index - n
+
+
+def build_plan(
+    prompt: ParsedPrompt,
+    method: LinkMethod,
+    namespace: Namespace,
+    limits: PoolLimits,
+    *,
+    min_segment_tokens: int,
+) -> PromptPlan:
+    """Plan one request.  Changes nothing; depends on its arguments alone.
+
+    A segment is computed in the stream (exact) when its interior would be shorter than
+    ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is
+    cached never depends on what other requests do.  Raises :class:`PromptError` when nothing is
+    left to do.
+    """
+    segments: list[CachedSegment] = []
+    stream: list[int] = []
+    positions: list[int] = []
+    budget = _Budget(limits)
+    last = len(prompt.pieces) - 1
+    for index, piece in enumerate(prompt.pieces):
+        begin = 0
+        if index < last and method.reuse:
+            begin = piece.dependent_from
+            role = Role.LEADING if index == 0 else Role.INTERIOR
+            segment = _try_segment(piece, role, method, namespace, min_segment_tokens)
+            if segment is None or not budget.take(segment):
+                begin = 0
+            else:
+                head, cut = segment.head, piece.dependent_from - segment.tail
+                stream += piece.tokens[:head]
+                positions += piece.positions[:head]
+                segments.append(replace(segment, compose_at=len(stream)))
+                stream += piece.tokens[cut : piece.dependent_from]
+                positions += piece.positions[cut : piece.dependent_from]
+        stream += piece.tokens[begin:]
+        positions += piece.positions[begin:]
+    warm_only = last > 0 and not prompt.pieces[-1].tokens
+    if not stream and not segments:
+        raise PromptError("the prompt has no tokens besides separators, PDep and padding")
+    return PromptPlan(
+        segments=tuple(segments),
+        stream=tuple(stream),
+        positions=tuple(positions),
+        n_logical=prompt.n_logical,
+        method=method,
+        warm_only=warm_only,
+        salt=_stream_salt(segments, positions, method),
+    )
+
+
+class _Budget:
+    """Greedy count of what a request's distinct records take of the pool."""
+
+    def __init__(self, limits: PoolLimits) -> None:
+        self.limits, self.pages, self.slots = limits, 0, 0
+        self.seen: set[SegmentKey] = set()
+
+    def take(self, segment: CachedSegment) -> bool:
+        if segment.key in self.seen:
+            return True
+        pages = self.pages + -(-segment.columns // self.limits.page_tokens)
+        too_long = len(segment.tokens) + segment.dummies > self.limits.max_request_tokens
+        if too_long or pages > self.limits.pages or self.slots + 1 > self.limits.slots:
+            return False
+        self.pages, self.slots = pages, self.slots + 1
+        self.seen.add(segment.key)
+        return True
+
+
+def _try_segment(
+    piece: Piece,
+    role: Role,
+    method: LinkMethod,
+    namespace: Namespace,
+    min_tokens: int,
+) -> CachedSegment | None:
+    """The record of ``piece``'s own tokens, or ``None`` when it is too short to be worth one."""
+    tokens = piece.tokens[: piece.dependent_from]
+    leading = role is Role.LEADING
+    head, tail = (0, 0) if leading else (method.head, method.tail)
+    dummies = 0 if leading else method.dummies
+    if len(tokens) - head - tail < max(1, min_tokens):
+        return None
+    if leading and piece.positions[0] != 0:
+        # Padding before the leading segment moves it away from position 0; its record would not
+        # be the prefix that "leading" promises.
+        return None
+    start = piece.positions[0]
+    offsets: tuple[int, ...] | None = tuple(p - start for p in piece.positions[: len(tokens)])
+    if offsets == tuple(range(len(tokens))):
+        offsets = None
+    key = segment_key(
+        namespace,
+        role,
+        tokens,
+        head=head,
+        tail=tail,
+        dummies=dummies,
+        offsets=offsets,
+        fixed_start=start if method.fixed_position and not leading else None,
+    )
+    return CachedSegment(key, role, tokens, offsets, start, head, tail, dummies, compose_at=-1)
+
+
+def _stream_salt(segments: Sequence[CachedSegment], positions: Sequence[int], method: LinkMethod) -> str | None:
+    """Digest of the stream's geometry: records, compose points and jumps in position.
+
+    Query tokens are not in it, so a later turn over the same segments finds the earlier turn's
+    stream; a prompt without records and without jumps is exact and keeps the ordinary salt.
+    """
+    jumps = [(i, p) for i, p in enumerate(positions) if p != (positions[i - 1] + 1 if i else 0)]
+    if not segments and not jumps:
+        return None
+    body = [
+        [(s.key, s.start, s.compose_at) for s in segments],
+        jumps,
+        method.use_transition,
+    ]
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()

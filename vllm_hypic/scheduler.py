@@ -1,0 +1,188 @@
+"""HypicScheduler: vLLM's scheduler plus internal segment requests.
+
+``--scheduler-cls vllm_hypic.scheduler.HypicScheduler`` (set by the plugin itself) gives the
+synchronous or the asynchronous variant, as the engine is configured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from .connector.scheduler_side import Ask, SchedulerSide, SegmentJob
+from .primitives.plan import PromptError, PromptPlan
+from .primitives.policies import LinkError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+logger = init_logger("vllm.hypic.scheduler")
+
+SEGMENT_SALT = "hypic:segment"
+"""Salt of segment requests: their KV is computed in isolation and serves nobody else."""
+
+
+class _HypicMixin(Scheduler):
+    """Adds segment requests, waiting for records and warm-up prompts to a vLLM scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        from .connector.connector import HypicConnector
+
+        if not isinstance(self.connector, HypicConnector) or self.connector.scheduler is None:
+            raise ValueError(
+                "HypicScheduler needs HypicConnector as the KV connector, "
+                f"got {type(self.connector).__name__}; use --attention-backend hypic"
+            )
+        self.hypic: SchedulerSide = self.connector.scheduler
+        # Requests that are over as soon as their records are resident, and how they end.
+        self._ending: dict[str, RequestStatus] = {}
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests and request.prompt_token_ids is not None:
+            try:
+                plan = self.hypic.plan(_ask(request))
+            except (LinkError, PromptError) as e:
+                # The front end refuses these with HTTP 400; a client that talks to the engine core
+                # directly gets an error finish, the engine lives on.
+                logger.error("request %s refused: %s", request.request_id, e)
+                _replace_tokens(request, [0], request.cache_salt)
+                self._end_unrun(request, RequestStatus.FINISHED_ERROR)
+            else:
+                if plan is not None:
+                    self._adopt(request, plan)
+        super().add_request(request)
+
+    def _adopt(self, request: Request, plan: PromptPlan) -> None:
+        """Make the plan's stream the request's tokens."""
+        if plan.warm_only:
+            self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
+        salt = request.cache_salt
+        if plan.salt is not None:
+            salt = f"hypic:{plan.salt}:{self.hypic.namespace.scoped(salt=salt, lora=None).digest}"
+        if request.skip_reading_prefix_cache:
+            # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect.
+            request.skip_reading_prefix_cache = False
+            salt = f"hypic:unshared:{request.request_id}"
+        # A warm-up prompt may have nothing to compute; it is never scheduled, but vLLM wants a token.
+        stream = list(plan.stream) or [plan.segments[-1].tokens[-1]]
+        _replace_tokens(request, stream, salt)
+        room = self.max_model_len - plan.n_logical
+        request.max_tokens = max(1, min(request.max_tokens, room))
+        if request.sampling_params is not None:
+            request.sampling_params.min_tokens = min(request.sampling_params.min_tokens, request.max_tokens)
+        if plan.segments or plan.salt is not None:
+            self.hypic.admit(request.request_id, plan)
+
+    def _end_unrun(self, request: Request, status: RequestStatus) -> None:
+        """End the request with ``status`` once its records are resident; it is never scheduled."""
+        self._ending[request.request_id] = status
+        self.hypic.hold(request.request_id)
+
+    def _finish_ending(self) -> list[tuple[EngineCoreOutput, int]]:
+        """Finish the unrun requests whose records are resident; their outputs and clients."""
+        finished = []
+        for request_id, status in list(self._ending.items()):
+            request = self.requests.get(request_id)
+            if request is not None and not self.hypic.resident(request_id):
+                continue
+            del self._ending[request_id]
+            self.hypic.unhold(request_id)
+            if request is not None and self.finish_requests(request_id, status):
+                output = EngineCoreOutput(request_id, [], finish_reason=request.get_finished_reason())
+                finished.append((output, request.client_index))
+        return finished
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        for job in self.hypic.pump():
+            super().add_request(self._segment_request(job))
+        return super().schedule(*args, **kwargs)
+
+    def _segment_request(self, job: SegmentJob) -> Request:
+        owner = self.requests[job.for_request]
+        return Request(
+            request_id=job.request_id,
+            prompt_token_ids=job.token_ids,
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True),
+            pooling_params=None,
+            client_index=owner.client_index,
+            arrival_time=owner.arrival_time,
+            lora_request=owner.lora_request,
+            cache_salt=SEGMENT_SALT,
+            priority=owner.priority,
+            block_hasher=owner._block_hasher,
+        )
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        # A request that ends in this step is forgotten by the time its output is built.
+        hits = {r: self.hypic.hit_tokens(r) for r in scheduler_output.num_scheduled_tokens}
+        plans = {r: p for r in hits if (p := self.hypic.plan_of(r)) is not None}
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for core_outputs in outputs.values():
+            core_outputs.outputs = [o for o in core_outputs.outputs if not o.request_id.startswith("hypic-segment-")]
+            for output in core_outputs.outputs:
+                if output.prefill_stats is not None and output.request_id in plans:
+                    _count_reuse(output, plans[output.request_id], hits[output.request_id])
+        for output, client in self._finish_ending():
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        return outputs
+
+
+def _ask(request: Request) -> Ask:
+    params = request.sampling_params
+    return Ask(
+        request_id=request.request_id,
+        token_ids=request.prompt_token_ids or [],
+        extra_args=None if params is None else params.extra_args,
+        salt=request.cache_salt,
+        lora=None if request.lora_request is None else f"{request.lora_request.lora_name}:{request.lora_request.lora_path}",
+    )
+
+
+def _replace_tokens(request: Request, tokens: list[int], salt: str | None) -> None:
+    """Give a request that was never scheduled other prompt tokens.
+
+    ``all_token_ids`` is a view of the same list, so it is changed in place; block hashes are made anew.
+    """
+    request.prompt_token_ids = tokens
+    request._all_token_ids[:] = tokens
+    request.num_prompt_tokens = len(tokens)
+    request.cache_salt = salt
+    request.block_hashes = []
+    request.update_block_hashes()
+
+
+def _count_reuse(output: EngineCoreOutput, plan: PromptPlan, hit_tokens: int) -> None:
+    """``usage.prompt_tokens_details.cached_tokens`` counts tokens read from records."""
+    stats = output.prefill_stats
+    assert stats is not None
+    stats.num_external_cached_tokens += hit_tokens
+    stats.num_cached_tokens += hit_tokens
+    stats.num_prompt_tokens = plan.n_logical
+    stats.num_computed_tokens = plan.n_logical - stats.num_cached_tokens
+
+
+class HypicSyncScheduler(_HypicMixin):
+    """Over vLLM's synchronous scheduler."""
+
+
+class HypicAsyncScheduler(_HypicMixin, AsyncScheduler):
+    """Over vLLM's asynchronous scheduler."""
+
+
+class HypicScheduler:
+    """Picks the variant when the engine core makes its scheduler: only then it is known whether
+    asynchronous scheduling is on."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = HypicAsyncScheduler if vllm_config.scheduler_config.async_scheduling else HypicSyncScheduler
+        return chosen(vllm_config, *args, **kwargs)
