@@ -10,7 +10,7 @@ that strips it. Everything is drawn from `seed`, so an answer can only come from
 prompts from a generator of its own; the published scores are of seeds from 20,000,000 on.
 
 Kinds of question:
-    one     the fact "ENT REL VAL [VAL2] ." stands in a document; "? ENT REL =>" is answered "VAL [VAL2] <eos>"
+    one     "ENT REL VAL [VAL2] ." stands in a document; "? ENT REL =>" is answered "VAL [VAL2] <eos>"
     two     "ENT REL1 ENT2 ." and "ENT2 REL2 VAL ." stand in documents; "? ENT REL1 REL2 =>" is answered
             "ENT2 VAL <eos>"
     head    as `one`, but only the header of the document names the subject: "# ENT : ... | REL VAL [VAL2] ."
