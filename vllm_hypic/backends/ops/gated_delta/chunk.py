@@ -438,7 +438,7 @@ class _Grid:
 
     def store(self, states: Tensor) -> Tensor:
         """The inverse of `load`."""
-        states = states.view(len(self.starts), self.heads, self.K, -1)
+        states = states.view(len(self.starts), self.heads, self.K, states.shape[-1])
         if self.order is None:
             return states
         out = torch.empty_like(states)

@@ -1,0 +1,336 @@
+"""The closed-form gated delta operators against the float64 token loop, and against vLLM's own operator."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_hypic.backends.ops.gated_delta import chunk, reference, seam_outputs, segment_summary
+
+from .inputs import GatedDelta, gated_delta_inputs, relative
+
+SHAPES = [(2, 4, 64, 64), (2, 2, 128, 128), (1, 3, 48, 80)]  # Hk, Hv, K, V
+SIZES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 200]
+FP32 = 1e-6
+T_FP16 = 1.5e-4
+
+
+def starts(B: int, x: GatedDelta, seed: int = 5) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(B, x.v.shape[1], x.k.shape[2], x.v.shape[2], generator=gen)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_one_sequence(n: int, shape: tuple[int, int, int, int]) -> None:
+    x = gated_delta_inputs(n, *shape)
+    S0 = starts(1, x)
+    T, S = segment_summary(*x.tail, [0, n])
+    T_exact, S_exact = reference.segment_summary(*x.tail, [0, n])
+    o, end = seam_outputs(*x, [0, n], S0)
+    o_exact, end_exact = reference.seam_outputs(*x, [0, n], S0)
+    assert T_exact is not None
+    assert end_exact is not None
+    # T of a head that forgets is tiny, so it is judged by the states it makes, as it is used.
+    assert relative(T @ S0 + S, end_exact) < FP32
+    assert relative(T, T_exact) < FP32
+    assert relative(S, S_exact) < FP32
+    assert relative(o, o_exact) < FP32
+    assert relative(end, end_exact) < FP32
+    assert {T.dtype, S.dtype, end.dtype, o.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_sequences_amid_poison(shape: tuple[int, int, int, int]) -> None:
+    """All sizes packed in one call, empty ones among them, NaN before, behind and in what is padding."""
+    lengths = [3, 200, 0, 1, 16, 65, 64, 2, 63, 17, 15, 0]
+    pad = 7
+    cu = [pad, *accumulate(lengths, initial=pad)][1:]
+    x = gated_delta_inputs(cu[-1] + pad, *shape)
+    for tensor in x:
+        tensor[:pad] = torch.nan
+        tensor[cu[-1] :] = torch.nan
+    S0 = starts(len(lengths), x)
+    T, S = segment_summary(*x.tail, torch.tensor(cu))
+    o, end = seam_outputs(*x, cu, S0)
+    T_exact, S_exact = reference.segment_summary(*x.tail, cu)
+    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
+    assert T_exact is not None
+    assert end_exact is not None
+    for i, n in enumerate(lengths):
+        if n == 0:
+            assert torch.equal(T[i], torch.eye(shape[2]).expand_as(T[i]))
+            assert not S[i].any()
+            assert torch.equal(end[i], S0[i])
+            continue
+        assert relative(T[i] @ S0[i] + S[i], end_exact[i]) < FP32
+        assert relative(S[i], S_exact[i]) < FP32
+        assert relative(end[i], end_exact[i]) < FP32
+    assert relative(o, o_exact) < FP32
+    assert not o[:pad].any()
+    assert not o[cu[-1] :].any()
+
+
+def test_neighbours_do_not_leak() -> None:
+    """A poisoned sequence beside a sound one, in one call: only its own results are poisoned."""
+    x = gated_delta_inputs(100, 2, 4, 32, 32)
+    cu = [0, 40, 57, 100]
+    S0 = starts(3, x)
+    clean = (*segment_summary(*x.tail, cu), seam_outputs(*x, cu, S0)[1])
+    for tensor in x:
+        tensor[40:57] = torch.nan
+    poisoned = (*segment_summary(*x.tail, cu), seam_outputs(*x, cu, S0)[1])
+    for before, now in zip(clean, poisoned, strict=True):
+        assert torch.equal(now[0], before[0])
+        assert torch.equal(now[2], before[2])
+        assert now[1].isnan().any()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [[1, 63, 64, 65], [200, 200], [16, 17, 300], [65, 3, 2, 130]])
+def test_composed_state(lengths: list[int], dim: int) -> None:
+    """Summaries of pieces, each from zero, compose to the single float64 pass."""
+    x = gated_delta_inputs(sum(lengths), 2, 4, dim, dim, seed=len(lengths))
+    cu = [*accumulate(lengths, initial=0)]
+    S0 = starts(1, x)
+    _, exact = reference.segment_summary(*x.tail, [0, cu[-1]], initial_S=S0)
+    T, S = segment_summary(*x.tail, cu)
+
+    def composed(T: Tensor) -> Tensor:
+        state = S0[0]
+        for i in range(len(lengths)):
+            state = T[i] @ state + S[i]
+        return state
+
+    error = relative(composed(T), exact[0])
+    assert error < FP32
+    assert relative(composed(T.half().float()), exact[0]) < T_FP16
+    naive = relative(S0[0] + S.sum(0), exact[0])
+    assert naive > 1e5 * error, "leaving T out must not go unnoticed"
+
+
+@pytest.mark.parametrize("strong", [-50.0, -5.0, 0.0])
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_extreme_gates(strong: float, beta: float) -> None:
+    """Gates of -50 and of exactly 0, all along and mixed, with no, full and negative-eigenvalue writes."""
+    n, cu = 130, [0, 130]
+    x = gated_delta_inputs(n, 2, 4, 64, 64)
+    g = torch.full_like(x.g, strong)
+    g[::7, 1] = 0.0
+    g[:, 2] = 0.0
+    g[3, 2] = strong  # one cut, then perfect memory: only differences of G can tell
+    g[:, 3] = torch.where(torch.arange(n) % 2 == 0, 0.0, strong)
+    x = x._replace(g=g, beta=torch.full_like(x.beta, beta))
+    S0 = starts(1, x)
+    T, S = segment_summary(*x.tail, cu)
+    o, end = seam_outputs(*x, cu, S0)
+    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
+    assert end_exact is not None
+    assert all(y.isfinite().all() for y in (T, S, o, end))
+    for head in range(4):
+        scale = max(float(end_exact[:, head].norm()), 1e-12)
+        assert float((end[:, head] - end_exact[:, head]).norm()) < FP32 * scale
+        assert float(((T @ S0 + S)[:, head] - end_exact[:, head]).norm()) < FP32 * scale
+    assert relative(o, o_exact) < FP32
+
+
+def test_strongly_correlated_keys() -> None:
+    """All keys equal makes I + L as full as it can be; its inverse must stay accurate."""
+    x = gated_delta_inputs(200, 1, 2, 64, 64)
+    x = x._replace(k=x.k[:1] + 1e-3 * x.k, beta=torch.full_like(x.beta, 0.95), g=x.g * 0.01)
+    S0 = starts(1, x)
+    o, end = seam_outputs(*x, [0, 200], S0)
+    o_exact, end_exact = reference.seam_outputs(*x, [0, 200], S0)
+    assert end_exact is not None
+    assert relative(end, end_exact) < FP32
+    assert relative(o, o_exact) < 2 * FP32
+
+
+@pytest.mark.parametrize("cuts", [[64, 128], [1, 17, 65], [100], [199]])
+def test_a_segment_in_pieces(cuts: list[int]) -> None:
+    """What chunked prefill does: every piece carries on from the summary of the pieces before it."""
+    x = gated_delta_inputs(200, 2, 4, 64, 64)
+    T_exact, S_exact = reference.segment_summary(*x.tail, [0, 200])
+    T, S = None, None
+    for lo, hi in pairwise([0, *cuts, 200]):
+        T, S = segment_summary(*x.cut(lo, hi).tail, [0, hi - lo], T, S)
+    assert T is not None
+    assert S is not None
+    assert T_exact is not None
+    assert relative(T, T_exact) < FP32
+    assert relative(S, S_exact) < FP32
+
+
+def test_a_batch_of_pieces_with_and_without_predecessors() -> None:
+    x = gated_delta_inputs(150, 2, 4, 32, 48)
+    cu = [0, 20, 120, 150]
+    T0, S0 = torch.randn(3, 4, 32, 32) / 8, starts(3, x)
+    T, S = segment_summary(*x.tail, cu, T0, S0)
+    T_exact, S_exact = reference.segment_summary(*x.tail, cu, T0, S0)
+    assert T_exact is not None
+    assert relative(T, T_exact) < FP32
+    assert relative(S, S_exact) < FP32
+
+
+def test_what_is_not_needed_changes_nothing_else() -> None:
+    x = gated_delta_inputs(150, 2, 4, 64, 64)
+    cu, S0 = [0, 20, 120, 150], None
+    _, S = segment_summary(*x.tail, cu)
+    T, S_alone = segment_summary(*x.tail, cu, need_T=False)
+    assert T is None
+    assert torch.equal(S, S_alone)
+    S0 = starts(3, x)
+    o, _ = seam_outputs(*x, cu, S0)
+    o_alone, end = seam_outputs(*x, cu, S0, need_states=False)
+    assert end is None
+    assert torch.equal(o, o_alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_input_dtypes(dtype: torch.dtype) -> None:
+    """Rounded inputs are exact inputs: only the arithmetic is judged. float64 checks the algebra itself."""
+    x = gated_delta_inputs(90, 2, 4, 64, 64, dtype)
+    S0 = starts(2, x)
+    cu = [0, 64, 90]
+    o, end = seam_outputs(*x, cu, S0)
+    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
+    assert end_exact is not None
+    assert o.dtype == dtype
+    tolerance = 1e-13 if dtype == torch.float64 else FP32
+    assert relative(end, end_exact) < tolerance
+    assert relative(o, o_exact) < {torch.float64: 1e-13, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+
+
+def test_arguments_are_read_only_and_may_be_strided() -> None:
+    n, Hk, Hv, d = 70, 2, 4, 32
+    mixed = torch.randn(n, (2 * Hk + Hv) * d)
+    q, k, v = mixed.split([Hk * d, Hk * d, Hv * d], dim=-1)
+    x = gated_delta_inputs(n, Hk, Hv, d, d)
+    x = x._replace(q=q.unflatten(-1, (-1, d)), k=k.unflatten(-1, (-1, d)), v=v.unflatten(-1, (-1, d)))
+    dense = GatedDelta(*(y.contiguous() for y in x))
+    S0, T0 = starts(2, x), torch.eye(d).expand(2, Hv, -1, -1)
+    copies = [y.clone() for y in (*x, S0, T0)]
+    cu = [0, 64, 70]
+    T, S = segment_summary(*x.tail, cu, T0, S0)
+    o, end = seam_outputs(*x, cu, S0)
+    assert all(torch.equal(a, b) for a, b in zip(copies, (*x, S0, T0), strict=True))
+    T.zero_(), S.zero_(), end.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(copies, (*x, S0, T0), strict=True)), (
+        "results must own their memory"
+    )
+    assert torch.equal(o, seam_outputs(*dense, cu, S0)[0])
+
+
+@pytest.mark.parametrize("chunk_length", [1, 5, 16, 64])
+@pytest.mark.parametrize("block_bytes", [1, 1 << 30])
+def test_any_chunk_and_block_size(
+    chunk_length: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk, "_CHUNK_CPU", chunk_length)
+    monkeypatch.setattr(chunk, "_BLOCK_BYTES_CPU", block_bytes)
+    x = gated_delta_inputs(150, 2, 4, 32, 32)
+    cu = [0, 20, 120, 150]
+    S0 = starts(3, x)
+    T, S = segment_summary(*x.tail, cu)
+    o, end = seam_outputs(*x, cu, S0)
+    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
+    assert end_exact is not None
+    assert relative(T @ S0 + S, end_exact) < FP32
+    assert relative(end, end_exact) < FP32
+    assert relative(o, o_exact) < FP32
+
+
+def test_nothing_at_all() -> None:
+    x = gated_delta_inputs(0, 2, 4, 8, 8)
+    T, S = segment_summary(*x.tail, [0])
+    assert T.shape == (0, 4, 8, 8)
+    o, end = seam_outputs(*x, [0, 0], torch.ones(1, 4, 8, 8))
+    assert o.shape == x.v.shape
+    assert torch.equal(end, torch.ones(1, 4, 8, 8))
+    assert S.shape == (0, 4, 8, 8)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x = gated_delta_inputs(10, 2, 4, 8, 8)
+    for bad in ([0, 11], [5, 2], [-1, 10], []):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            segment_summary(*x.tail, bad)
+    with pytest.raises(ValueError, match="multiple"):
+        segment_summary(x.k, x.v[:, :3], x.g[:, :3], x.beta[:, :3], [0, 10])
+    with pytest.raises(ValueError, match="shapes disagree"):
+        segment_summary(x.k, x.v, x.g[:5], x.beta, [0, 10])
+    with pytest.raises(ValueError, match="initial_states"):
+        seam_outputs(*x, [0, 10], torch.zeros(2, 4, 8, 8))
+    with pytest.raises(ValueError, match="one shape"):
+        seam_outputs(x.q[:, :1], *x.tail, [0, 10], torch.zeros(1, 4, 8, 8))
+
+
+# ------------------------------------------------------------------------------------------ vLLM's operator
+
+
+def vllm_operator(x: GatedDelta, state: Tensor) -> tuple[Tensor, Tensor]:
+    """vLLM's CPU operator over one sequence from `state` [1, Hv, K, V]; returns outputs and the end state."""
+    import vllm._custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    state = state.clone()
+    q, k, v, g, beta = (y[None].contiguous() for y in x)
+    out, _ = ops.chunk_gated_delta_rule_cpu(
+        query=q,
+        key=k,
+        value=v,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        cu_seqlens=torch.tensor([0, x.k.shape[0]], dtype=torch.int32),
+        head_first=False,
+        use_qk_l2norm_in_kernel=True,
+        initial_state_indices=torch.zeros(1, dtype=torch.int32),
+    )
+    return out[0], state
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 64, 64), (2, 2, 128, 128)])
+def test_conventions_are_those_of_vllm(shape: tuple[int, int, int, int]) -> None:
+    """Same arguments, same results up to bf16: scales, epsilon, head grouping, state layout, gate order."""
+    x = gated_delta_inputs(100, *shape, torch.bfloat16)
+    # Short keys make the epsilon of the norm visible.
+    x = x._replace(k=x.k * 3e-3, q=x.q * 3e-3)
+    S0 = starts(1, x)
+    o_vllm, end_vllm = vllm_operator(x, S0)
+    o, end = seam_outputs(*x, [0, 100], S0)
+    assert relative(end_vllm, end) < 1e-2
+    assert relative(o_vllm, o) < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 64, 64), (2, 2, 128, 128)])
+@pytest.mark.parametrize(("lead", "interior", "seam"), [(64, 48, 16), (100, 200, 16), (300, 513, 11)])
+def test_composing_is_as_good_as_chunked_prefill(
+    lead: int, interior: int, seam: int, shape: tuple[int, int, int, int]
+) -> None:
+    """A system prompt, a cached interior, a seam err no more than vLLM's own resumption does."""
+    n = lead + interior + seam
+    x = gated_delta_inputs(n, *shape, torch.bfloat16, seed=n)
+    zero = torch.zeros_like(starts(1, x))
+    o_exact, end_exact = reference.seam_outputs(*x, [0, n], zero)
+    assert end_exact is not None
+
+    _, at_lead = vllm_operator(x.cut(0, lead), zero)
+    o_stock, end_stock = vllm_operator(x.cut(lead, n), at_lead)
+
+    # The system prompt's state comes from the engine; the interior's record was made elsewhere, from zero.
+    T, S = segment_summary(*x.cut(lead, lead + interior).tail, [0, interior])
+    before_seam = T.half().float() @ at_lead + S
+    o, end = seam_outputs(*x.cut(n - seam, n), [0, seam], before_seam)
+
+    assert relative(end, end_exact) < 1.2 * relative(end_stock, end_exact)
+    assert relative(o, o_exact[-seam:]) < 1.2 * relative(o_stock[-seam:], o_exact[-seam:])
+    naive = seam_outputs(*x.cut(n - seam, n), [0, seam], at_lead + S)[1]
+    assert relative(naive, end_exact) > 10 * relative(end_stock, end_exact), (
+        "leaving T out must not go unnoticed"
+    )
