@@ -19,5 +19,7 @@ def register() -> None:
     for patch in (backend_name, cpu_backend_choice, engine_args, request_check):
         patch.apply()
     if "HypicConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("HypicConnector", "vllm_hypic.connector.connector", "HypicConnector")
+        KVConnectorFactory.register_connector(
+            "HypicConnector", "vllm_hypic.connector.connector", "HypicConnector"
+        )
     register_mode()

@@ -24,7 +24,9 @@ def choose(args: EngineArgs) -> bool:
     if not _backend_is_hypic(args):
         return False
     if args.speculative_config:
-        raise ConfigError("--attention-backend hypic: speculative decoding is not supported; drop --speculative-config")
+        raise ConfigError(
+            "--attention-backend hypic: speculative decoding is not supported; drop --speculative-config"
+        )
     if args.pipeline_parallel_size > 1:
         raise ConfigError(
             f"--attention-backend hypic: pipeline_parallel_size={args.pipeline_parallel_size}: expected 1"
@@ -41,7 +43,9 @@ def choose(args: EngineArgs) -> bool:
 def verify(config: VllmConfig) -> None:
     """Checks that need the finished configuration."""
     if config.use_v2_model_runner:
-        raise ConfigError("--attention-backend hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+        raise ConfigError(
+            "--attention-backend hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def _backend_is_hypic(args: EngineArgs) -> bool:
@@ -66,7 +70,8 @@ def _config(args: EngineArgs) -> HypicConfig:
     if transfer is not None:
         if transfer.kv_connector != CONNECTOR:
             raise ConfigError(
-                f"--attention-backend hypic brings its own KV connector and cannot run beside {transfer.kv_connector!r}; "
+                "--attention-backend hypic brings its own KV connector and cannot run beside "
+                f"{transfer.kv_connector!r}; "
                 f'drop --kv-transfer-config or use {{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'
             )
         options |= transfer.kv_connector_extra_config
@@ -87,7 +92,8 @@ def _use_worker(args: EngineArgs) -> None:
 
     if not current_platform.is_cpu():
         raise ConfigError(
-            f"--attention-backend hypic: platform {current_platform.device_name!r} is not supported yet; expected cpu"
+            "--attention-backend hypic: expected the CPU platform, "
+            f"got {current_platform.device_name!r}, which is not supported yet"
         )
     _use("worker_cls", args, "auto", WORKER)
 

@@ -71,7 +71,9 @@ class HypicConfig:
             raise ConfigError(f"hypic config: expected an object, got {options!r}")
         known = {f.name for f in dataclasses.fields(HypicConfig)}
         if unknown := sorted(set(options) - known):
-            raise ConfigError(f"hypic config: unknown option {unknown[0]!r}; expected one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"hypic config: unknown option {unknown[0]!r}; expected one of {', '.join(sorted(known))}"
+            )
         values = dict(options)
         try:
             if "tokens" in values and not isinstance(values["tokens"], PrimitiveTexts):

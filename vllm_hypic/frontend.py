@@ -74,7 +74,9 @@ def _refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None
 
 def _traits(vllm_config: VllmConfig) -> ModelTraits:
     model = vllm_config.model_config
-    return ModelTraits(has_linear=model.is_hybrid or model.is_attention_free, has_attention=not model.is_attention_free)
+    return ModelTraits(
+        has_linear=model.is_hybrid or model.is_attention_free, has_attention=not model.is_attention_free
+    )
 
 
 def _primitive_ids(vllm_config: VllmConfig) -> PrimitiveIds:

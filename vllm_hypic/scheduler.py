@@ -128,7 +128,9 @@ class _HypicMixin(Scheduler):
         plans = {r: p for r in hits if (p := self.hypic.plan_of(r)) is not None}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for core_outputs in outputs.values():
-            core_outputs.outputs = [o for o in core_outputs.outputs if not o.request_id.startswith("hypic-segment-")]
+            core_outputs.outputs = [
+                o for o in core_outputs.outputs if not o.request_id.startswith("hypic-segment-")
+            ]
             for output in core_outputs.outputs:
                 if output.prefill_stats is not None and output.request_id in plans:
                     _count_reuse(output, plans[output.request_id], hits[output.request_id])
@@ -144,7 +146,9 @@ def _ask(request: Request) -> Ask:
         token_ids=request.prompt_token_ids or [],
         extra_args=None if params is None else params.extra_args,
         salt=request.cache_salt,
-        lora=None if request.lora_request is None else f"{request.lora_request.lora_name}:{request.lora_request.lora_path}",
+        lora=None
+        if request.lora_request is None
+        else f"{request.lora_request.lora_name}:{request.lora_request.lora_path}",
     )
 
 

@@ -31,7 +31,9 @@ logger = init_logger("vllm.hypic.worker")
 class HypicCPUModelRunner(CPUModelRunner):
     """vLLM's CPU model runner with logical positions."""
 
-    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         if is_profiling:
             return
@@ -41,7 +43,8 @@ class HypicCPUModelRunner(CPUModelRunner):
         found = attach(self, worker)
         config, geometry = config_of(self.vllm_config), worker.geometry
         logger.info(
-            "hypic: %s; link=%s, seam %d tokens; public pool %.2f GiB = %d pages x %d tokens + %d state slots; "
+            "hypic: %s; link=%s, seam %d tokens; "
+            "public pool %.2f GiB = %d pages x %d tokens + %d state slots; "
             "eager execution (captured K cannot leave a compiled graph)",
             found,
             config.link,
@@ -86,11 +89,11 @@ class HypicCPUWorker(CPUWorker):
         register_rope_taps()
         stock = cpu_worker.CPUModelRunner
         # init_device names the class as a module global; restored at once.
-        cpu_worker.CPUModelRunner = HypicCPUModelRunner  # type: ignore[misc]
+        cpu_worker.CPUModelRunner = HypicCPUModelRunner
         try:
             super().init_device()
         finally:
-            cpu_worker.CPUModelRunner = stock  # type: ignore[misc]
+            cpu_worker.CPUModelRunner = stock
         if not isinstance(self.model_runner, HypicCPUModelRunner):
             raise RuntimeError(f"hypic needs vLLM's V1 model runner, got {type(self.model_runner).__name__}")
 

@@ -27,16 +27,19 @@ def attach(runner: Any, worker: WorkerSide) -> str:
         impl = getattr(layers[attention.layer], "impl", None)
         if not isinstance(impl, HypicAttentionImpl):
             raise Unsupported(
-                f"hypic: layer {attention.layer} ({type(layers[attention.layer]).__name__}) does not use the hypic backend"
+                f"hypic: layer {attention.layer} ({type(layers[attention.layer]).__name__}) "
+                "does not use the hypic backend"
             )
         if reason := impl.refusal():
-            raise Unsupported(f"hypic: layer {attention.layer}: {reason} is not supported; serve without hypic")
+            raise Unsupported(
+                f"hypic: layer {attention.layer}: {reason} is not supported; serve without hypic"
+            )
         impls[attention.layer] = impl
     for linear in geometry.linear:
         if not isinstance(layers[linear.layer], HypicGatedDeltaNet):
             raise Unsupported(
-                f"hypic: layer {linear.layer} ({type(layers[linear.layer]).__name__}) has no supported transition; "
-                "supported linear layers: QwenGatedDeltaNetAttention"
+                f"hypic: layer {linear.layer} ({type(layers[linear.layer]).__name__}) "
+                "has no supported transition; supported linear layers: QwenGatedDeltaNetAttention"
             )
     ropes = link_ropes(runner, impls)
     runtime = worker.start(runner.device)

@@ -7,6 +7,7 @@ and have their unrotated K and V copied into the pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,8 @@ class HypicAttentionImpl(CPUAttentionBackendImpl):
 
     link: AttentionLink | None = None
     """Set at start-up; ``None``: stock."""
-    hypic_probe: list[torch.Tensor] | None = None
-    """While probing: the K that reached this layer."""
+    hypic_probe: Callable[[torch.Tensor], None] | None = None
+    """While probing: told the K that reached this layer."""
 
     def refusal(self) -> str | None:
         """Why this layer cannot take part in PIC, or ``None``."""
@@ -98,7 +99,7 @@ class HypicAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """Same contract as the stock implementation."""
         if attn_metadata is None and self.hypic_probe is not None:
-            self.hypic_probe.append(key.clone())
+            self.hypic_probe(key.clone())
             return output.zero_()
         super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale

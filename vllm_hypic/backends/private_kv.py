@@ -38,7 +38,15 @@ class PrivateKeys:
             digit = (numbers // weight % _DIGIT).view(shape).to(kv_cache.dtype)
             value = torch.full(shape, -1.0, dtype=kv_cache.dtype)
             ops.cpu_attn_reshape_and_cache(
-                digit, value, key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+                digit,
+                value,
+                key_cache,
+                value_cache,
+                slots,
+                isa,
+                k_scale=1.0,
+                v_scale=1.0,
+                kv_cache_dtype="auto",
             )
             flat = scratch.view(-1).to(torch.int64)
             found = torch.where(flat >= 0, found + flat * weight, torch.full_like(found, -1))
@@ -61,5 +69,7 @@ class PrivateKeys:
             parts.append(whole.index_select(1, self.index).view(-1, self.kv_heads, self.head_size))
         if rest:
             last = flat[int(block_table[blocks])]
-            parts.append(last.index_select(0, self.index[: rest * per_token]).view(-1, self.kv_heads, self.head_size))
+            parts.append(
+                last.index_select(0, self.index[: rest * per_token]).view(-1, self.kv_heads, self.head_size)
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -12,6 +12,7 @@ positions.  With zeroed attention outputs nothing else depends on positions, hen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,65 +61,67 @@ def _observe(
     """Run the model once and record what reached each attention layer."""
     from vllm.forward_context import set_forward_context
 
-    rope_calls: list[tuple[RopeTap, torch.Tensor, torch.Tensor]] = []
-    found: dict[str, _Call] = {}
-    taps = {name: _LayerTap(name, rope_calls, found) for name in impls}
+    observer = _Observer()
     for rope in ropes:
-        rope.hypic_probe = rope_calls
+        rope.hypic_probe = observer.rope
     for name, impl in impls.items():
-        impl.hypic_probe = taps[name]
+        impl.hypic_probe = partial(observer.attention, name)
     try:
-        vocabulary = runner.model_config.get_vocab_size()
-        input_ids = torch.arange(_TOKENS, device=runner.device) % vocabulary
+        input_ids = torch.arange(_TOKENS, device=runner.device) % runner.model_config.get_vocab_size()
         positions = positions.to(runner.device)
         if runner.uses_mrope:
             positions = positions.expand(3, -1).contiguous()
         with torch.inference_mode(), set_forward_context(None, runner.vllm_config, num_tokens=_TOKENS):
-            runner.get_model()(input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+            runner.get_model()(
+                input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+            )
     finally:
-        for tapped in [*ropes, *impls.values()]:
-            tapped.hypic_probe = None
-    return found
+        for rope in ropes:
+            rope.hypic_probe = None
+        for impl in impls.values():
+            impl.hypic_probe = None
+    return observer.calls
 
 
-class _LayerTap(list):  # type: ignore[type-arg]
-    """Receives the K of one attention layer and pairs it with the rope call before it."""
+class _Observer:
+    """Pairs the K of each attention layer with the rope call just before it."""
 
-    def __init__(self, name: str, rope_calls: list[Any], found: dict[str, _Call]) -> None:
-        super().__init__()
-        self.name, self.rope_calls, self.found = name, rope_calls, found
+    def __init__(self) -> None:
+        self.calls: dict[str, _Call] = {}
+        self._last: tuple[RopeTap, torch.Tensor, torch.Tensor] | None = None
 
-    def append(self, key: torch.Tensor) -> None:
-        rope, raw, rotated = self.rope_calls[-1] if self.rope_calls else (None, None, None)
-        self.rope_calls.clear()
-        self.found[self.name] = _Call(key, rope, raw, rotated)
+    def rope(self, rope: RopeTap, raw: torch.Tensor, rotated: torch.Tensor) -> None:
+        self._last = (rope, raw, rotated)
+
+    def attention(self, name: str, key: torch.Tensor) -> None:
+        rope, raw, rotated = self._last or (None, None, None)
+        self._last = None
+        self.calls[name] = _Call(key, rope, raw, rotated)
 
 
 def _link(name: str, zero: _Call | None, moved: _Call | None, positions: torch.Tensor) -> RopeTap | None:
     if zero is None or moved is None:
-        raise Unsupported(f"hypic: layer {name} was not reached by the start-up probe, its rotary embedding is unknown")
-    shape = moved.key.shape
+        raise Unsupported(
+            f"hypic: layer {name} was not reached by the start-up probe, its rotary embedding is unknown"
+        )
     if torch.equal(zero.key, moved.key):
-        if moved.rope is not None and moved.rotated is not None and torch.equal(moved.rotated.view(shape), moved.key):
-            return None if moved.raw is not None and torch.equal(moved.raw.view(shape), moved.key) else _refuse_still(name)
-        return None
+        return None  # NoPE: whatever ran before it, K does not depend on positions
     rope, raw, rotated = moved.rope, moved.raw, moved.rotated
     if rope is None or raw is None or rotated is None:
         raise Unsupported(f"hypic: layer {name} rotates K by a rotary embedding that the plugin cannot tap")
+    kind, shape = type(rope).__name__.removeprefix("Hypic"), moved.key.shape
     if not torch.equal(rotated.view(shape), moved.key):
-        raise Unsupported(f"hypic: layer {name} changes K after {type(rope).__name__}; its K cannot be stored unrotated")
+        raise Unsupported(f"hypic: layer {name} changes K after {kind}; it cannot be stored unrotated")
     assert zero.raw is not None
     if not torch.equal(zero.raw, raw):
-        raise Unsupported(f"hypic: layer {name}: K depends on positions before {type(rope).__name__} rotates it")
+        raise Unsupported(f"hypic: layer {name}: K depends on positions before {kind} rotates it")
     table: torch.Tensor = rope.cos_sin_cache  # type: ignore[attr-defined]
-    ours = rotate(raw.view(shape), table.index_select(0, positions.to(table.device)), bool(getattr(rope, "is_neox_style", True)))
-    error = (ours.float() - moved.key.float()).abs().max() / moved.key.float().abs().max().clamp_min(1e-6)
+    rotation = table.index_select(0, positions.to(table.device))
+    ours = rotate(raw.view(shape), rotation, bool(getattr(rope, "is_neox_style", True))).float()
+    stock = moved.key.float()
+    error = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
     if not error <= _TOLERANCE[moved.key.dtype]:
         raise Unsupported(
-            f"hypic: layer {name}: {type(rope).__name__} is not the plain rotation of its table (error {float(error):.1e})"
+            f"hypic: layer {name}: {kind} is not the plain rotation of its table (error {error:.1e})"
         )
     return rope
-
-
-def _refuse_still(name: str) -> None:
-    raise Unsupported(f"hypic: layer {name}: its rotary embedding changes K but ignores positions")

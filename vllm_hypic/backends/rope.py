@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,14 +28,21 @@ class RopeTap:
     """Set on the instance at start-up; ``None``: this engine does not use the plugin."""
     hypic_raw: torch.Tensor | None = None
     """``[captured rows, kv_heads * head_size]``, between this rope and the attention layer after it."""
-    hypic_probe: list[tuple[RopeTap, torch.Tensor, torch.Tensor]] | None = None
-    """While probing: (rope, unrotated K, rotated K) of every call, in order."""
+    hypic_probe: Callable[[RopeTap, torch.Tensor, torch.Tensor], None] | None = None
+    """While probing: told of every call: (rope, unrotated K, rotated K)."""
 
-    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if self.hypic_probe is not None and key is not None:
             raw = key.clone()
             result = super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
-            self.hypic_probe.append((self, raw, result[1].clone()))
+            self.hypic_probe(self, raw, result[1].clone())
             return result
         runtime = self.hypic_runtime
         if runtime is not None and runtime.step is not None and key is not None:
@@ -47,7 +55,9 @@ class RopeTap:
         """The rows tapped by the last call, once."""
         raw, self.hypic_raw = self.hypic_raw, None
         if raw is None:
-            raise RuntimeError(f"{type(self).__name__}: no unrotated K was tapped before its attention layer ran")
+            raise RuntimeError(
+                f"{type(self).__name__}: no unrotated K was tapped before its attention layer ran"
+            )
         return raw
 
 
@@ -71,8 +81,8 @@ def register_rope_taps() -> None:
             tapped.name = op_name  # type: ignore[attr-defined]
 
 
-def _descendants(cls: type) -> list[type]:
-    found: list[type] = []
+def _descendants(cls: Any) -> list[Any]:
+    found: list[Any] = []
     for child in cls.__subclasses__():
         found += [child, *_descendants(child)]
     return found

@@ -109,7 +109,9 @@ class StepContext:
     @cached_property
     def capture_slots(self) -> torch.Tensor | None:
         """Their token slots in the pool, int64."""
-        return self._index([c.plan.column_slots[c.begin - c.plan.lo : c.end - c.plan.lo] for c in self.captures])
+        return self._index(
+            [c.plan.column_slots[c.begin - c.plan.lo : c.end - c.plan.lo] for c in self.captures]
+        )
 
     def _index(self, spans: Sequence[np.ndarray]) -> torch.Tensor | None:
         joined = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)

@@ -57,7 +57,9 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
 
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
     if tokenizer is None:
-        raise ConfigError("hypic config: with skip_tokenizer_init give token_ids={'sep': .., 'pdep': .., 'pad': ..}")
+        raise ConfigError(
+            "hypic config: with skip_tokenizer_init give token_ids={'sep': .., 'pdep': .., 'pad': ..}"
+        )
     return primitive_ids(tokenizer)
 
 

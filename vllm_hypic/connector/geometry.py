@@ -88,7 +88,9 @@ def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
     return int(kv_bytes * config.pool_fraction / (1 - config.pool_fraction))
 
 
-def pool_geometry(kv_cache_config: KVCacheConfig, config: HypicConfig, *, conv_dim_first: bool) -> PoolGeometry:
+def pool_geometry(
+    kv_cache_config: KVCacheConfig, config: HypicConfig, *, conv_dim_first: bool
+) -> PoolGeometry:
     """Divide the byte budget into pages and slots so that both run out together at
     ``expected_segment_tokens`` per segment.
 
@@ -105,7 +107,9 @@ def pool_geometry(kv_cache_config: KVCacheConfig, config: HypicConfig, *, conv_d
     pages_each = -(-config.expected_segment_tokens // config.page_tokens) if attention else 0
     each = slot + pages_each * page
     if each == 0:
-        raise ConfigError("this model has neither full-attention nor supported linear-attention layers to cache")
+        raise ConfigError(
+            "this model has neither full-attention nor supported linear-attention layers to cache"
+        )
     segments = budget // each
     if segments < 1:
         raise ConfigError(

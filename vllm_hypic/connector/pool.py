@@ -37,7 +37,8 @@ class DevicePool:
         for a in geometry.attention:
             shape = (rows, a.kv_heads, a.head_size)
             self.kv[a.layer] = PublicKV(
-                torch.empty(shape, dtype=a.dtype, device=device), torch.empty(shape, dtype=a.dtype, device=device)
+                torch.empty(shape, dtype=a.dtype, device=device),
+                torch.empty(shape, dtype=a.dtype, device=device),
             )
         self.linear: dict[str, LinearRecords] = {}
         for g in geometry.linear:

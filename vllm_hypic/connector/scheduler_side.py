@@ -292,7 +292,9 @@ class SchedulerSide:
         counters.evictions, directory.evictions = directory.evictions, 0
         used_pages = directory.total_pages - directory.free_pages
         used_slots = directory.total_slots - directory.free_slots
-        counters.pool_bytes_used = used_pages * self.geometry.page_bytes + used_slots * self.geometry.slot_bytes
+        counters.pool_bytes_used = (
+            used_pages * self.geometry.page_bytes + used_slots * self.geometry.slot_bytes
+        )
         counters.pool_bytes_total = self.geometry.nbytes
         counters.records = len(directory)
         counters.pinned = directory.pinned

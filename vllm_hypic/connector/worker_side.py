@@ -8,7 +8,15 @@ import numpy as np
 import torch
 
 from ..backends.runtime import HypicRuntime
-from ..backends.step import CaptureRow, ComposedRow, Row, StepContext, StreamTensors, capture_row, composed_row
+from ..backends.step import (
+    CaptureRow,
+    ComposedRow,
+    Row,
+    StepContext,
+    StreamTensors,
+    capture_row,
+    composed_row,
+)
 from .geometry import PoolGeometry
 from .metadata import CapturePlan, HypicMetadata
 from .pool import DevicePool

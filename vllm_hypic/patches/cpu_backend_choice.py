@@ -23,10 +23,14 @@ def apply() -> None:
     stock = platform.get_attn_backend_cls.__func__
     require_parameters(stock, "cls", "selected_backend", "attn_selector_config")
 
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> str:
         if selected_backend is AttentionBackendEnum.CUSTOM:
             if attn_selector_config.use_mla or attn_selector_config.use_sparse:
-                raise ValueError("--attention-backend hypic: MLA and sparse attention are not supported on CPU")
+                raise ValueError(
+                    "--attention-backend hypic: MLA and sparse attention are not supported on CPU"
+                )
             return AttentionBackendEnum.CUSTOM.get_path()
         return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
 

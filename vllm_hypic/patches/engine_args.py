@@ -34,4 +34,4 @@ def apply() -> None:
         return config
 
     create_engine_config._hypic = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = create_engine_config

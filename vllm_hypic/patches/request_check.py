@@ -31,4 +31,4 @@ def apply() -> None:
         return request
 
     process_inputs._hypic = True  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
+    InputProcessor.process_inputs = process_inputs

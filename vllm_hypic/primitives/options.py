@@ -17,7 +17,9 @@ PREFIX = "hypic_"
 KNOWN = (LINK, SEAM)
 
 
-def link_of_request(extra_args: Mapping[str, Any] | None, *, default_link: str, default_seam: int) -> LinkMethod:
+def link_of_request(
+    extra_args: Mapping[str, Any] | None, *, default_link: str, default_seam: int
+) -> LinkMethod:
     """The link method a request asks for.  Raises :class:`LinkError` naming a bad key or value."""
     extra = extra_args or {}
     unknown = sorted(k for k in extra if isinstance(k, str) and k.startswith(PREFIX) and k not in KNOWN)

@@ -251,7 +251,9 @@ def _try_segment(
     return CachedSegment(key, role, tokens, offsets, start, head, tail, dummies, compose_at=-1)
 
 
-def _stream_salt(segments: Sequence[CachedSegment], positions: Sequence[int], method: LinkMethod) -> str | None:
+def _stream_salt(
+    segments: Sequence[CachedSegment], positions: Sequence[int], method: LinkMethod
+) -> str | None:
     """Digest of the stream's geometry: records, compose points and jumps in position.
 
     Query tokens are not in it, so a later turn over the same segments finds the earlier turn's

@@ -53,7 +53,9 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         special.finish(core)
         return self._output_projection(core, z)
 
-    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Stock input projections: mixed qkv ``[n, conv_dim]``, z ``[n, Hv, V]``, b and a ``[n, Hv]``."""
         mixed_qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
@@ -96,7 +98,7 @@ class _SpecialRows:
     ) -> None:
         self.layer, self.runtime, self.work = layer, runtime, work
         self.records: LinearRecords = runtime.pool.linear[layer.prefix]
-        metadata = get_forward_context().attn_metadata[layer.prefix]  # type: ignore[index, call-overload]
+        metadata = get_forward_context().attn_metadata[layer.prefix]
         self.slots = metadata.non_spec_state_indices_tensor.long()
         conv = layer.kv_cache[0]
         self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
@@ -173,7 +175,10 @@ class _SpecialRows:
         work = self.work
         transition, zero_start = segment_summary(k, v, g, beta, work.chunks)
         starts = torch.empty_like(zero_start)
-        ends = [self._start_states(row, s, transition, zero_start, starts) for row, s in zip(work.composed, self.before, strict=True)]
+        ends = [
+            self._start_states(row, s, transition, zero_start, starts)
+            for row, s in zip(work.composed, self.before, strict=True)
+        ]
         out, states = seam_outputs(q, k, v, g, beta, work.chunks, starts)
         core.index_copy_(0, work.tokens[: work.chunk_tokens], out.to(core.dtype))
         self.state.index_copy_(0, self.composed_slots, states[ends].to(self.state.dtype))
@@ -199,7 +204,9 @@ class _SpecialRows:
             elif op.replace_state:
                 state = self.records.state[op.slot]
             elif op.use_transition:
-                state = torch.baddbmm(self.records.state[op.slot], self.records.transition[op.slot].float(), state)
+                state = torch.baddbmm(
+                    self.records.state[op.slot], self.records.transition[op.slot].float(), state
+                )
             else:
                 state = state + self.records.state[op.slot]
         return last

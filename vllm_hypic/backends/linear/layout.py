@@ -104,7 +104,7 @@ class _Builder:
         self.composed_rows = [c for c in step.composed if c.points]
         self.captures = [c for c in step.captures if not c.plan.leading and c.begin < c.end]
         self.leading = [c for c in step.captures if c.plan.leading and c.last]
-        rows = [c.row for c in [*self.composed_rows, *self.captures]]
+        rows = [c.row for c in self.composed_rows] + [c.row for c in self.captures]
         self.carried = [(r.index, r.s0 > 0) for r in rows]
         self.tails = [p.slot for c in self.composed_rows for p in c.points]
         self.tail_base = len(self.carried) * conv_rows
@@ -148,7 +148,8 @@ class _Builder:
         )
 
     def _walk(self, composed: ComposedRow, chunks: list[int], tail: int) -> ComposedOps:
-        row, ops = composed.row, []
+        row = composed.row
+        ops: list[Chunk | Compose] = []
         cut = row.s0
         points = composed.points
         for number, point in enumerate(points):

@@ -72,8 +72,13 @@ def causal_lse(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Te
     rows, keys = query.shape[0], key.shape[0]
     mask = None
     if rows > 1:
-        ahead = torch.arange(keys, device=key.device) > torch.arange(keys - rows, keys, device=key.device)[:, None]
-        mask = torch.zeros(rows, keys, dtype=torch.float32, device=key.device).masked_fill_(ahead, float("-inf"))
+        ahead = (
+            torch.arange(keys, device=key.device)
+            > torch.arange(keys - rows, keys, device=key.device)[:, None]
+        )
+        mask = torch.zeros(rows, keys, dtype=torch.float32, device=key.device).masked_fill_(
+            ahead, float("-inf")
+        )
     return _grouped_flash(query, key, key, mask, scale)[1]
 
 
