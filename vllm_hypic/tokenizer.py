@@ -20,7 +20,12 @@ from transformers import BatchEncoding, PythonBackend, TokenizersBackend
 from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils import PaddingStrategy, to_py_obj
 from vllm.tokenizers.hf import HfTokenizer, get_cached_tokenizer
-from vllm.tokenizers.registry import TokenizerRegistry, cached_get_tokenizer, get_tokenizer
+from vllm.tokenizers.registry import (
+    TokenizerRegistry,
+    cached_get_tokenizer,
+    get_tokenizer,
+    tokenizer_args_from_config,
+)
 
 from .primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
@@ -35,6 +40,12 @@ they share.  (A name that starts with ``VLLM_`` would be reported as unknown by 
 """
 
 
+_NO_TOKENIZER = (
+    "no tokenizer is loaded (skip_tokenizer_init), so the ids of the token primitives are unknown; give them "
+    'in the config: --additional-config \'{"hypic": {"token_ids": {"sep": ..., "pdep": ..., "pad": ...}}}\''
+)
+
+
 def register_mode() -> None:
     """Register mode ``hypic`` for tokenizer and renderer; calling it again changes nothing.
 
@@ -47,6 +58,25 @@ def register_mode() -> None:
         TokenizerRegistry.register(MODE, "vllm_hypic.tokenizer", "HypicTokenizer")
     if MODE not in RENDERER_REGISTRY.renderers:
         RENDERER_REGISTRY.register(MODE, "vllm.renderers.hf", "HfRenderer")
+
+
+def refuses_model(model_config: ModelConfig) -> str | None:
+    """Why a model cannot be loaded in this mode; ``None`` when it can.
+
+    Models for which vLLM chooses a tokenizer or renderer of its own (Mistral's format, Kimi K3,
+    DeepSeek V3.2, ...) are not forced into another one: ordinary requests would change.
+    """
+    if model_config.skip_tokenizer_init:
+        return _NO_TOKENIZER
+    mode = model_config.tokenizer_mode
+    if mode == "auto":  # what the architecture asks for is resolved already; the repository's format is not
+        mode = tokenizer_args_from_config(model_config)[0]
+    if mode in ("hf", MODE):
+        return None
+    return (
+        f"tokenizer mode {mode!r} has no token primitives; --tokenizer-mode hf uses the model's "
+        "Hugging Face tokenizer, where it has one"
+    )
 
 
 def publish_texts(texts: PrimitiveTexts) -> None:
@@ -73,11 +103,7 @@ def primitive_ids(tokenizer: object) -> PrimitiveIds:
     if isinstance(tokenizer, HypicTokenizer):
         return tokenizer.hypic_ids
     if tokenizer is None:
-        raise ValueError(
-            "no tokenizer is loaded (skip_tokenizer_init), so the ids of the token primitives are "
-            "unknown; give them in the config: "
-            '--additional-config \'{"hypic": {"token_ids": {"sep": ..., "pdep": ..., "pad": ...}}}\''
-        )
+        raise ValueError(_NO_TOKENIZER)
     raise ValueError(
         f"{type(tokenizer).__name__} has no token primitives; load the model with "
         f"--tokenizer-mode {MODE} (the default with --attention-backend hypic, where the mode was auto or hf)"
@@ -87,6 +113,7 @@ def primitive_ids(tokenizer: object) -> PrimitiveIds:
 if TYPE_CHECKING:
     # What the classes that with_primitives() makes inherit from, for the type checker's sake.
     from transformers import TokenizersBackend as _Base
+    from vllm.config import ModelConfig
 else:
     _Base = object
 
@@ -323,6 +350,7 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
             f"{type(tokenizer).__name__} is no Hugging Face tokenizer: token primitives need one "
             "(--tokenizer-mode hf shows whether the model has it)"
         )
+    hidden = tokenizer._hypic_added if isinstance(tokenizer, HypicTokenizer) else frozenset[str]()
     tokenizer = _without_cache(tokenizer)
     vocab = tokenizer.get_vocab()
     for name, text in texts.items():
@@ -347,7 +375,14 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
                     f"{type(tokenizer).__name__} gave {text!r} the id {token}, which is another token's: "
                     "it cannot take new tokens; configure texts that are in its vocabulary"
                 )
-    return _rebuild(tokenizer, texts, frozenset(added))
+    wrapped = _rebuild(tokenizer, texts, hidden.union(added))
+    for token in wrapped("")["input_ids"]:
+        if (marker := wrapped.hypic_ids.marker(token)) is not None:
+            raise ValueError(
+                f"{marker.value}={texts[marker]!r}: the tokenizer itself puts this token around every text; "
+                "choose another"
+            )
+    return wrapped
 
 
 def _rebuild(plain: HfTokenizer, texts: PrimitiveTexts, added: frozenset[str]) -> HypicTokenizer:

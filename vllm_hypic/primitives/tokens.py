@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from functools import lru_cache
+from itertools import permutations
 from typing import Any
 
 
@@ -38,14 +39,13 @@ class PrimitiveTexts:
                 text.encode()
             except UnicodeEncodeError as e:
                 raise ValueError(f"{name}={text!r}: not valid Unicode text ({e.reason})") from e
-        for name, text in self.items():
-            for other, container in self.items():
-                if name < other and text == container:
-                    raise ValueError(f"{name}={text!r}: {other} has the same text; the three must differ")
-                if name != other and text in container:
-                    raise ValueError(
-                        f"{name}={text!r}: is part of {other}={container!r}; no text may contain another"
-                    )
+        for (name, text), (other, container) in permutations(self.items(), 2):
+            if text == container:
+                raise ValueError(f"{name}={text!r}: {other} has the same text; the three must differ")
+            if text in container:
+                raise ValueError(
+                    f"{name}={text!r}: is part of {other}={container!r}; no text may contain another"
+                )
 
     def __getitem__(self, marker: Marker) -> str:
         return str(getattr(self, marker.value))

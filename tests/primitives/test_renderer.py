@@ -1,0 +1,163 @@
+"""Markers survive vLLM's own renderer: prompt strings, token ids, chat messages, sync and async."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.config import ModelConfig, VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import HfRenderer
+from vllm.renderers.params import ChatParams, TokenizeParams
+from vllm.renderers.registry import renderer_from_config
+
+from vllm_hypic.primitives.builder import build_messages, build_prompt, build_prompt_ids
+from vllm_hypic.primitives.tokens import Marker, PrimitiveTexts, split_ids
+from vllm_hypic.tokenizer import MODE, primitive_ids, refuses_model, register_mode
+
+register_mode()
+T = PrimitiveTexts()
+DOCUMENTS = ["The fox jumps.", " Über 東京\n", "dog"]
+
+
+@pytest.fixture(params=["qwen", "llama3", "llama-legacy", "metaspace-first"])
+def model_dir(request, tokenizer_dirs):
+    return str(tokenizer_dirs[request.param])
+
+
+def renderer_for(model_dir: str, mode: str) -> HfRenderer:
+    model_config = ModelConfig(
+        model=model_dir, tokenizer_mode=mode, dtype="float32", max_model_len=256, renderer_num_workers=2
+    )
+    return renderer_from_config(VllmConfig(model_config=model_config))
+
+
+@pytest.fixture
+def renderer(model_dir):
+    renderer = renderer_for(model_dir, MODE)
+    yield renderer
+    renderer.shutdown()
+
+
+@pytest.fixture
+def stock(model_dir):
+    renderer = renderer_for(model_dir, "hf")
+    yield renderer.get_tokenizer()
+    renderer.shutdown()
+
+
+def tokens_of(renderer, messages, **chat) -> list[int]:
+    params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, **chat})
+    _, prompt = renderer.render_messages(messages, params)
+    return renderer.tokenize_prompt(prompt, renderer.default_chat_tok_params)["prompt_token_ids"]
+
+
+def segments(ids, renderer) -> list[list[int]]:
+    return [p for p in split_ids(ids, primitive_ids(renderer.get_tokenizer())) if not isinstance(p, Marker)]
+
+
+def alone(stock, text: str) -> list[int]:
+    return stock.encode(text, add_special_tokens=False)
+
+
+def test_the_renderer_is_vllms_own(renderer):
+    assert type(renderer) is HfRenderer
+
+
+def test_prompt_strings(renderer, stock):
+    prompt = build_prompt(system="You answer.", segments=DOCUMENTS, query="What?")
+    done = renderer.tokenize_prompt({"prompt": prompt}, renderer.default_cmpl_tok_params)
+    leading, *found = segments(done["prompt_token_ids"], renderer)
+    assert leading == stock.encode("You answer.")
+    assert found == [alone(stock, d) for d in [*DOCUMENTS, "What?"]]
+
+
+async def test_prompt_strings_async(renderer):
+    prompts = [build_prompt(segments=DOCUMENTS, query=str(i)) for i in range(16)]
+    params = renderer.default_cmpl_tok_params
+    done = await renderer.tokenize_prompts_async([{"prompt": p} for p in prompts], params)
+    expected = [renderer.tokenize_prompt({"prompt": p}, params) for p in prompts]
+    assert [d["prompt_token_ids"] for d in done] == [d["prompt_token_ids"] for d in expected]
+
+
+@pytest.mark.parametrize("tokenize", [True, False])
+def test_chat_messages(renderer, stock, tokenize):
+    messages = build_messages(system="You answer.", documents=DOCUMENTS, question="What?")
+    if tokenize:
+        found = segments(tokens_of(renderer, messages), renderer)
+    else:  # the other path: the template gives text, which is tokenised later
+        tokenizer = renderer.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        done = renderer.tokenize_prompt({"prompt": text}, renderer.default_chat_tok_params)
+        found = segments(done["prompt_token_ids"], renderer)
+    assert found == [
+        alone(stock, "<|im_start|>system\nYou answer.<|im_end|>\n<|im_start|>user\n"),
+        *(alone(stock, d) for d in DOCUMENTS),
+        alone(stock, "What?<|im_end|>\n<|im_start|>assistant\n"),
+    ]
+
+
+async def test_chat_messages_async(renderer):
+    messages = build_messages(documents=DOCUMENTS, question="What?")
+    params = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+    _, prompt = await renderer.render_messages_async(messages, params)
+    done = await renderer.tokenize_prompt_async(prompt, renderer.default_chat_tok_params)
+    assert done["prompt_token_ids"] == tokens_of(renderer, messages)
+
+
+def test_content_in_parts(renderer, stock):
+    """Lists of text parts; the template decides what stands between them."""
+    parts = [{"type": "text", "text": T.sep + text} for text in [*DOCUMENTS, "What?"]]
+    found = segments(tokens_of(renderer, [{"role": "user", "content": parts}]), renderer)
+    assert found[0] == alone(stock, "<|im_start|>user\n")
+    assert found[1:-1] == [alone(stock, d) for d in DOCUMENTS]
+    assert found[-1] == alone(stock, "What?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_conversation_over_several_turns(renderer, stock):
+    """Later turns leave the segments before them as they were."""
+    first = build_messages(documents=DOCUMENTS, question="What?")
+    more = [
+        *first,
+        {"role": "assistant", "content": "Paris."},
+        {"role": "user", "content": f"{T.sep}new{T.sep}So?"},
+    ]
+    found, earlier = (segments(tokens_of(renderer, m), renderer) for m in (more, first))
+    assert found[:4] == earlier[:4]
+    assert found[-2] == alone(stock, "new")
+
+
+def test_token_ids_pass_the_vocabulary_check(renderer):
+    ids = primitive_ids(renderer.get_tokenizer())
+    prompt = build_prompt_ids(system=[5], segments=[[6, 7]], query=[8], ids=ids)
+    renderer.validate_token_ids([*prompt, ids.pdep, ids.pad])
+    done = renderer.tokenize_prompt({"prompt_token_ids": prompt}, renderer.default_cmpl_tok_params)
+    assert done["prompt_token_ids"] == prompt
+
+
+def test_truncation_and_offsets(renderer, stock):
+    prompt = build_prompt(segments=DOCUMENTS, query="What is the capital of France?")
+    params = TokenizeParams(max_total_tokens=256, truncate_prompt_tokens=6, return_token_offsets=True)
+    full = TokenizeParams(max_total_tokens=256, return_token_offsets=True)
+    whole = renderer.tokenize_prompt({"prompt": prompt}, full)
+    for start, end in whole["prompt_token_offsets"]:
+        assert 0 <= start <= end <= len(prompt)
+    cut = renderer.tokenize_prompt({"prompt": prompt}, params)
+    n_bos = len(stock.encode("a")) - len(alone(stock, "a"))
+    assert len(cut["prompt_token_ids"]) == len(cut["prompt_token_offsets"]) == 6
+    assert cut["prompt_token_ids"][n_bos:] == whole["prompt_token_ids"][n_bos - 6 :]
+    assert cut["prompt_token_ids"][:n_bos] == whole["prompt_token_ids"][:n_bos]
+
+
+def test_models_with_a_mode_of_their_own_are_refused_with_the_way_out(renderer):
+    model_config = renderer.model_config
+    for mode, reason in ((MODE, None), ("hf", None), ("auto", None), ("mistral", "--tokenizer-mode hf")):
+        model_config.tokenizer_mode = mode
+        answer = refuses_model(model_config)
+        assert (answer is None) if reason is None else (reason in answer)
+    model_config.skip_tokenizer_init = True
+    assert "token_ids" in refuses_model(model_config)
+
+
+def test_a_long_prompt_is_refused_as_stock_does(renderer):
+    prompt = build_prompt(segments=["dog " * 150, "fox " * 150], query="What?")
+    with pytest.raises(VLLMValidationError, match="maximum context length is 256 tokens"):
+        renderer.tokenize_prompt({"prompt": prompt}, renderer.default_cmpl_tok_params)
