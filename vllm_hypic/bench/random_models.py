@@ -1,0 +1,174 @@
+"""Tiny random checkpoints on which every part of position-independent caching leaves a trace.
+
+A freshly initialised Qwen3.5 is useless as test data: its gates are so strong that T is zero, its weights so
+small that attention is uniform and the output flat. Here gates follow Mamba's initialisation, so some heads
+forget within a few tokens and others remember hundreds; projections keep the variance of their input;
+attention is peaked; and by default every second layer is full attention: with a single one as the last layer,
+what the seam tokens attend to would never reach the output.
+"""
+
+import math
+import random
+from pathlib import Path
+
+import torch
+from torch import nn
+
+SPECIAL_TOKENS = ("<unk>", "<bos>", "<eos>", "<pad>")
+SPARE_IDS = 16
+"""Ids at the end of the vocabulary the tokenizer leaves free, as padded vocabularies of real models do."""
+
+
+def save_hybrid_model(
+    path: str | Path,
+    *,
+    layers: int = 4,
+    full_attention_interval: int = 2,
+    layer_types: list[str] | None = None,
+    hidden: int = 128,
+    intermediate: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    linear_head_dim: int = 64,
+    linear_key_heads: int = 2,
+    linear_value_heads: int = 4,
+    partial_rotary_factor: float = 0.25,
+    rope_theta: float = 10000.0,
+    vocab: int = 512,
+    max_positions: int = 32768,
+    tie: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Path:
+    """Save a random Qwen3.5 text model: every `full_attention_interval`-th layer is full attention.
+
+    `layer_types` overrides the pattern. Weights are stored in `dtype`, so that an engine and an oracle that
+    compute in other types read the same values.
+    """
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+    if layer_types is None:
+        period = ["linear_attention"] * (full_attention_interval - 1) + ["full_attention"]
+        layer_types = [period[i % full_attention_interval] for i in range(layers)]
+    config = Qwen3_5TextConfig(
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        hidden_size=hidden,
+        intermediate_size=intermediate or 2 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        linear_key_head_dim=linear_head_dim,
+        linear_value_head_dim=linear_head_dim,
+        linear_num_key_heads=linear_key_heads,
+        linear_num_value_heads=linear_value_heads,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": rope_theta,
+            "partial_rotary_factor": partial_rotary_factor,
+        },
+        vocab_size=vocab,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie,
+        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+    )
+    return _save(Qwen3_5ForCausalLM(config), Path(path), dtype, seed, norm_center=0.0)
+
+
+def save_attention_model(
+    path: str | Path,
+    *,
+    layers: int = 2,
+    hidden: int = 128,
+    intermediate: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    rope_theta: float = 10000.0,
+    vocab: int = 512,
+    max_positions: int = 32768,
+    tie: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Path:
+    """Save a random dense Qwen3 model: full attention in every layer, the whole head rotated."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate or 2 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        vocab_size=vocab,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie,
+        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+    )
+    return _save(Qwen3ForCausalLM(config), Path(path), dtype, seed, norm_center=1.0)
+
+
+def random_segments(lengths: list[int], *, vocab: int = 512, seed: int = 0) -> list[list[int]]:
+    """Token lists of the given lengths, of ordinary words only."""
+    rng = random.Random(seed)
+    return [[rng.randrange(len(SPECIAL_TOKENS), vocab - SPARE_IDS) for _ in range(n)] for n in lengths]
+
+
+def _save(model: nn.Module, path: Path, dtype: torch.dtype, seed: int, norm_center: float) -> Path:
+    """Give the model its random weights and save it with a tokenizer."""
+    _randomise(model, torch.Generator().manual_seed(seed), norm_center)
+    path.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(path)
+    _save_tokenizer(path, model.config.vocab_size)
+    return path
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> None:
+    """Draw every parameter by its name. `norm_center` is the weight at which an RMSNorm only normalises."""
+    for name, weight in model.named_parameters():
+        leaf, owner = name.split(".")[-1], name.split(".")[-2]
+        if leaf == "A_log":  # decay rates of 1 to 16 per unit of dt
+            weight.copy_(torch.empty_like(weight).uniform_(1, 16, generator=rng).log())
+        elif leaf == "dt_bias":  # softplus^-1 of a step that is log-uniform in [1e-3, 1e-1]
+            dt = torch.empty_like(weight).uniform_(math.log(1e-3), math.log(1e-1), generator=rng).exp()
+            weight.copy_(dt + torch.log(-torch.expm1(-dt)))
+        elif owner == "conv1d":
+            weight.uniform_(-0.5, 0.5, generator=rng)
+        elif owner == "embed_tokens" or owner == "lm_head":  # logits of standard deviation 2.5
+            weight.normal_(0, 2.5 / weight.shape[1] ** 0.5, generator=rng)
+        elif weight.dim() == 2:
+            # Keep the variance, but let gates move by half as much, and damp the branches whose output is
+            # normalised or local: attention averages its values, and would be drowned by them.
+            scale = {"in_proj_a": 0.5, "in_proj_b": 0.5, "down_proj": 0.4, "out_proj": 0.4}.get(owner, 1.0)
+            weight.normal_(0, scale / weight.shape[1] ** 0.5, generator=rng)
+        else:  # norms: near identity, but for sharper attention scores
+            center = 1.0 if owner == "norm" and "linear_attn" in name else norm_center
+            sharpen = 0.5 if owner in ("q_norm", "k_norm") else 0.0
+            weight.normal_(center + sharpen, 0.1, generator=rng)
+
+
+def _save_tokenizer(path: Path, vocab: int) -> None:
+    """A word-level tokenizer: the special tokens, then one word `w<id>` per id, but for the spare ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(len(SPECIAL_TOKENS), vocab - SPARE_IDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(path)
