@@ -450,8 +450,6 @@ def test_a_token_that_stands_around_every_text_is_refused(tokenizer_dirs):
 
 def test_demo_model_with_its_own_separator():
     path = Path(__file__).parents[2] / "examples/models/tiny-hybrid-qa/model"
-    if not path.exists():
-        pytest.skip("the demo model is not in this checkout")
     texts = PrimitiveTexts(sep="<sep>")
     tokenizer = HypicTokenizer.from_pretrained(str(path), primitive_texts=texts)
     stock = load(path, "hf")
