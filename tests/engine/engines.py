@@ -1,0 +1,363 @@
+"""Real vLLM engines for tests, each in a process of its own.
+
+Replacements of vLLM's layers are registered per process, so an engine that is to be *stock* must never
+share one with the plugin's. Processes are forked from a server that has imported vLLM already: a start
+costs the engine's own 3 to 5 seconds, not the imports' 15.
+
+Work is done by functions that run beside the engine: ``engine.call(function, *args)`` runs
+``function(llm, *args)`` there. Functions must be importable (no lambdas), arguments and results picklable.
+The engine core runs in the same process, so such a function sees the scheduler and the worker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+SEP, PDEP, PAD = 496, 497, 498
+"""Ids of the primitives on models of ``oracle.models``: the tokenizer's first spare ids."""
+
+FIRST_WORD, LAST_WORD = 4, 495
+"""Ordinary token ids of these models."""
+
+CALL_TIMEOUT = 240.0
+LOG_TAIL = 25
+
+T = TypeVar("T")
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "vllm.entrypoints.llm",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.engine.llm_engine",
+        "vllm.model_executor.models.qwen3_5",
+        "torch._inductor.compile_fx",
+    ]
+)
+
+
+class EngineError(Exception):
+    """A function failed beside an engine; ``kind`` is the exception's class name there."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, with separators in ``tokens`` where wanted."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int = 8
+    extra: dict[str, Any] = field(default_factory=dict)
+    """``hypic_link``, ``hypic_seam_tokens``."""
+    salt: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's ``SamplingParams``."""
+
+    def plain(self) -> Ask:
+        """The same logical prompt as an ordinary request."""
+        tokens = tuple(t for t in self.tokens if t not in (SEP, PDEP, PAD))
+        return Ask(tokens, self.max_tokens, {}, self.salt, self.sampling)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: tokens of every sample, their logprobs (id -> logprob, per token), tokens read
+    from a cache, and why it ended."""
+
+    samples: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[dict[int, float], ...], ...]
+    cached: int
+    reasons: tuple[str | None, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.samples[0]
+
+    @property
+    def first(self) -> dict[int, float]:
+        """Logprobs of the first generated token."""
+        return self.logprobs[0][0]
+
+
+def prompt(*segments: Sequence[int], query: Sequence[int], lead: Sequence[int] = ()) -> tuple[int, ...]:
+    """Token ids ``lead SEP segment SEP ... SEP query``."""
+    tokens = list(lead)
+    for segment in segments:
+        tokens += [SEP, *segment]
+    return (*tokens, SEP, *query)
+
+
+class Engine:
+    """One vLLM engine in a process of its own.
+
+    ``hypic=False``: stock vLLM (the plugin is installed, as it is for every user, but not chosen).
+    ``options`` are the plugin's own, ``engine_args`` vLLM's, ``env`` goes into the process.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        hypic: bool = True,
+        options: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        self.log = log
+        self.hypic = hypic
+        args: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "enable_prefix_caching": True,
+            "seed": 0,
+        }
+        if hypic:
+            # A start with default sizes: about thirty records of the tiny models.
+            chosen = {"page_tokens": 32, "expected_segment_tokens": 128, "pool_bytes": 16 << 20}
+            args["attention_backend"] = "hypic"
+            args["additional_config"] = {"hypic": chosen | (options or {})}
+        args |= engine_args
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            **(env or {}),
+        }
+        self._host = _Host(log)
+        try:
+            self._host.run(_start, (environment, args), CALL_TIMEOUT)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, function: Callable[..., T], *args: Any, timeout: float = CALL_TIMEOUT) -> T:
+        """Run ``function(llm, *args)`` beside the engine.
+
+        Raises :class:`EngineError` when it raises, dies or takes longer than ``timeout`` seconds; in the
+        last two cases the engine is gone.
+        """
+        return self._host.run(_beside, (function, args), timeout)
+
+    def ask(self, *asks: Ask) -> list[Answer]:
+        """All requests at once."""
+        return self.call(generate, list(asks))
+
+    def ask_one_by_one(self, *asks: Ask) -> list[Answer]:
+        return self.call(generate_one_by_one, list(asks))
+
+    def reset(self) -> None:
+        """Empty vLLM's prefix cache and the public pool."""
+        assert self.call(reset_caches), "a cache did not become empty"
+
+    def close(self) -> None:
+        self._host.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_apart(function: Callable[..., T], *args: Any, log: Path, timeout: float = CALL_TIMEOUT) -> T:
+    """Run ``function(*args)`` in a fresh process that has vLLM's modules loaded."""
+    host = _Host(log)
+    try:
+        return host.run(function, args, timeout)
+    finally:
+        host.close()
+
+
+# -- functions that run beside the engine ------------------------------------------------------------
+
+
+def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
+    prompts = []
+    for ask in asks:
+        entry: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
+        if ask.salt is not None:
+            entry["cache_salt"] = ask.salt
+        prompts.append(entry)
+    outputs = llm.generate(prompts, [sampling_params(a) for a in asks], use_tqdm=False)
+    return [answer_of(output) for output in outputs]
+
+
+def generate_one_by_one(llm: Any, asks: Iterable[Ask]) -> list[Answer]:
+    return [generate(llm, [ask])[0] for ask in asks]
+
+
+def reset_caches(llm: Any) -> bool:
+    return bool(llm.reset_prefix_cache(reset_connector=True))
+
+
+def sampling_params(ask: Ask) -> Any:
+    from vllm import SamplingParams
+
+    fields = {"temperature": 0.0, "logprobs": 20, "ignore_eos": True, "detokenize": False} | ask.sampling
+    return SamplingParams(max_tokens=ask.max_tokens, extra_args=dict(ask.extra) or None, **fields)
+
+
+def answer_of(output: Any) -> Answer:
+    logprobs = tuple(
+        tuple({i: entry.logprob for i, entry in step.items()} for step in (sample.logprobs or []))
+        for sample in output.outputs
+    )
+    return Answer(
+        tuple(tuple(sample.token_ids) for sample in output.outputs),
+        logprobs,
+        output.num_cached_tokens or 0,
+        tuple(sample.finish_reason for sample in output.outputs),
+    )
+
+
+def scheduler_of(llm: Any) -> Any:
+    """The engine core's scheduler; on a hypic engine its ``.hypic`` is the plugin's ``SchedulerSide``."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def worker_of(llm: Any) -> Any:
+    """The plugin's ``WorkerSide`` of a hypic engine."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an idle engine still holds."""
+
+    unfinished: int
+    free_blocks: int
+    pinned: int
+    composed: int
+    captures: int
+    held: int
+    worker_streams: int
+    worker_captures: int
+    carried: int
+
+    @property
+    def clean(self) -> bool:
+        """Nothing is left but cached blocks and unpinned records."""
+        counts = (self.unfinished, self.pinned, self.composed, self.captures, self.held)
+        return not any((*counts, self.worker_streams, self.worker_captures, self.carried))
+
+
+def audit(llm: Any) -> Audit:
+    """Check the pool's books and count what is still held.
+
+    The worker hears that requests are over with the next step's metadata, so a plain request runs
+    first. Raises ``RuntimeError`` when the directory's books are wrong.
+    """
+    generate(llm, [Ask((FIRST_WORD, LAST_WORD), max_tokens=1)])
+    scheduler, worker = scheduler_of(llm), worker_of(llm)
+    side = scheduler.hypic
+    side.directory.check_integrity()
+    return Audit(
+        unfinished=scheduler.get_num_unfinished_requests(),
+        free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        pinned=side.directory.pinned,
+        composed=len(side._composed) + len(side._pending),
+        captures=len(side._captures) + len(side._lost),
+        held=len(side._held) + len(scheduler._ending),
+        worker_streams=len(worker._streams),
+        worker_captures=len(worker._captures),
+        carried=len(worker.runtime.carried_summaries),
+    )
+
+
+# -- the process -------------------------------------------------------------------------------------
+
+_engine: Any = None
+
+
+def _start(environment: dict[str, str], args: dict[str, Any]) -> None:
+    global _engine
+    os.environ.update(environment)
+    from vllm import LLM
+
+    _engine = LLM(**args)
+
+
+def _beside(function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    return function(_engine, *args)
+
+
+class _Host:
+    """A process that runs one function after another."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(theirs, str(log)), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def run(self, function: Callable[..., T], args: tuple[Any, ...], timeout: float) -> T:
+        self._pipe.send((function, args))
+        deadline = time.monotonic() + timeout
+        try:
+            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise EngineError("TimeoutError", f"no result after {timeout:.0f} s{self._tail()}")
+            error, result = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self.close()
+            raise EngineError("Died", f"the process died{self._tail()}") from None
+        if error is not None:
+            kind, text = error
+            raise EngineError(kind, f"{text}{self._tail()}")
+        return result
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return f"\n--- end of {self.log}:\n" + "\n".join(lines[-LOG_TAIL:])
+
+    def close(self) -> None:
+        """End the process.  May be called any number of times."""
+        self._pipe.close()
+        # A process that is idle ends by itself when its pipe closes.
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
+
+
+def _serve(pipe: Connection, log: str) -> None:
+    """Main loop of the process: functions in, results out, until the pipe closes."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        except Exception as e:
+            # A function that cannot be imported here.
+            pipe.send(((type(e).__name__, traceback.format_exc()), None))
+            continue
+        try:
+            reply = (None, function(*args))
+        except BaseException as e:
+            reply = ((type(e).__name__, traceback.format_exc()), None)
+        try:
+            pipe.send(reply)
+        except Exception:
+            pipe.send((("PicklingError", traceback.format_exc()), None))
