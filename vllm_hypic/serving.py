@@ -1,0 +1,250 @@
+"""A real ``vllm serve`` process for demos, tests and benchmarks, and a client that times it.
+
+    with Server("Qwen/Qwen3.5-0.8B", "--attention-backend", "hypic") as server:
+        answer = ask(server, "/v1/completions", {"prompt": "...", "max_tokens": 8})
+        print(answer.text, answer.first_token_s, server.metrics()["vllm:hypic_tokens_reused_total"])
+
+Needs no vLLM in its own process; imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+# The server asks to be told when its parent is gone, be it by SIGKILL: nothing outlives a dead test run.
+# exec keeps the process id; the check closes the gap between the parent's death and the request.
+_LAUNCH = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent process is gone")
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or left a process behind; the message holds the end of its log."""
+
+
+class Server:
+    """One ``vllm serve MODEL OPTIONS...`` on a free port of 127.0.0.1, as a context manager.
+
+    Entering waits until ``/health`` answers.  Leaving, by whatever way, ends every process of the
+    server's session and raises :class:`ServerError` if one survives.  It also ends when the thread that
+    started it ends, so start it from a thread that stays.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        start_timeout_s: float = 300.0,
+        stop_timeout_s: float = 15.0,
+    ) -> None:
+        self.model, self.options = str(model), options
+        self.port = free_port()
+        self.log = log or Path(tempfile.gettempdir()) / f"vllm-serve-{os.getpid()}-{self.port}.log"
+        self.start_timeout_s, self.stop_timeout_s = start_timeout_s, stop_timeout_s
+        self._env = {**os.environ, **(env or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        """What a user would type."""
+        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        return ["vllm", "serve", self.model, *self.options, *where]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start and wait for ``/health``; raises :class:`ServerError` when the process ends or time is up."""
+        if self._process is not None:
+            raise ServerError("the server is already started")
+        arguments = ["-m", "vllm.entrypoints.cli.main", *self.command[1:]]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _LAUNCH, str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self._env,
+            )
+        try:
+            self._wait_for_health()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_for_health(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self.start_timeout_s
+        while True:
+            if (code := self._process.poll()) is not None:
+                raise ServerError(f"the server ended with exit code {code} while starting; {self._told()}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if time.monotonic() > deadline:
+                raise ServerError(f"the server was not up after {self.start_timeout_s:g} s; {self._told()}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End the server; calling it again changes nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()  # vLLM stops its engine processes itself
+            try:
+                process.wait(self.stop_timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        _, left = psutil.wait_procs(_session(process.pid), timeout=2)
+        for survivor in left:
+            _signal(survivor, signal.SIGKILL)
+        _, left = psutil.wait_procs(left, timeout=5)
+        if left:
+            raise ServerError(f"the server left processes behind: {[p.pid for p in left]}")
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's processes that are alive now."""
+        return [] if self._process is None else _session(self._process.pid)
+
+    def log_tail(self, lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _told(self) -> str:
+        return f"its log {self.log} ends:\n{self.log_tail()}"
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of ``/metrics`` by name, summed over labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        return totals
+
+    def wait_for_metrics(
+        self, met: Callable[[dict[str, float]], bool], timeout_s: float = 30.0
+    ) -> dict[str, float]:
+        """The first metrics that ``met`` accepts (vLLM publishes a step's counts after its answers)."""
+        deadline = time.monotonic() + timeout_s
+        while not met(found := self.metrics()):
+            if time.monotonic() > deadline:
+                hypic = {k: v for k, v in found.items() if "hypic" in k and not k.endswith("_created")}
+                raise ServerError(f"the metrics did not get there in {timeout_s:g} s: {hypic}")
+            time.sleep(0.1)
+        return found
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    """Living processes of the session that ``leader`` started (it need not live itself)."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed answer.  Times are seconds from sending the request."""
+
+    text: str
+    finish_reason: str | None
+    first_token_s: float
+    total_s: float
+    usage: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.usage.get("prompt_tokens", 0))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Needs the server's ``--enable-prompt-tokens-details``."""
+        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def ask(server: Server, path: str, body: Mapping[str, Any], *, timeout_s: float = 300.0) -> Answer:
+    """Send one completion or chat completion, streamed; raises ``httpx.HTTPStatusError`` when refused.
+
+    ``first_token_s`` is when the first text arrived (the end of the answer, if it has none).
+    """
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    texts: list[str] = []
+    first: float | None = None
+    reason: str | None = None
+    usage: dict[str, Any] = {}
+    begin = time.perf_counter()
+    with httpx.stream("POST", server.url + path, json=body, timeout=timeout_s) as response:
+        if response.is_error:
+            response.read()
+            raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
+        for event in _events(response.iter_lines()):
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                text = choice["text"] if "text" in choice else choice["delta"].get("content")
+                reason = choice.get("finish_reason") or reason
+                if text:
+                    first = time.perf_counter() - begin if first is None else first
+                    texts.append(text)
+    total = time.perf_counter() - begin
+    return Answer("".join(texts), reason, total if first is None else first, total, usage)
+
+
+def _events(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        if (match := re.match(r"data: (\{.*)", line)) is not None:
+            event: dict[str, Any] = json.loads(match.group(1))
+            if "error" in event:
+                raise RuntimeError(f"the server broke off: {event['error']}")
+            yield event
