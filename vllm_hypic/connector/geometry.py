@@ -100,7 +100,8 @@ def pool_geometry(
     linear: list[LinearGeometry] = []
     for layer, spec in _layer_specs(kv_cache_config):
         _add_layer(layer, spec, attention, linear, conv_dim_first)
-    kv_bytes = sum(t.size for t in kv_cache_config.kv_cache_tensors)
+    # Every tensor names the size of the one allocation that they share.
+    kv_bytes = max((t.size for t in kv_cache_config.kv_cache_tensors), default=0)
     budget = pool_bytes(config, kv_bytes)
     sized = PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages=0, slots=0)
     page, slot = sized.page_bytes, sized.slot_bytes
