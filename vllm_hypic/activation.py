@@ -31,21 +31,28 @@ def choose(args: EngineArgs) -> bool:
         raise ConfigError(
             f"--attention-backend hypic: pipeline_parallel_size={args.pipeline_parallel_size}: expected 1"
         )
+    from .tokenizer import publish_texts
+
     config = _config(args)
     _use("scheduler_cls", args, None, SCHEDULER)
     _use_worker(args)
-    _use_tokenizer(args, config)
+    publish_texts(config.tokens)
     _use_connector(args, config)
     args.enforce_eager = True
     return True
 
 
-def verify(config: VllmConfig) -> None:
-    """Checks that need the finished configuration."""
+def complete(config: VllmConfig) -> None:
+    """What can only be checked or set in the finished configuration."""
     if config.use_v2_model_runner:
         raise ConfigError(
             "--attention-backend hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
+    if config.model_config.runner_type != "generate":
+        raise ConfigError(
+            f"--attention-backend hypic: runner_type={config.model_config.runner_type!r}: expected 'generate'"
+        )
+    _use_tokenizer(config)
 
 
 def _backend_is_hypic(args: EngineArgs) -> bool:
@@ -98,17 +105,16 @@ def _use_worker(args: EngineArgs) -> None:
     _use("worker_cls", args, "auto", WORKER)
 
 
-def _use_tokenizer(args: EngineArgs, config: HypicConfig) -> None:
-    from .tokenizer import MODE, publish_texts
+def _use_tokenizer(config: VllmConfig) -> None:
+    """Switch to our tokenizer mode, unless vLLM has one of its own for this model."""
+    from .connector.build import config_of
+    from .tokenizer import MODE, refuses_model
 
-    publish_texts(config.tokens)
-    if args.tokenizer_mode in ("auto", "hf"):
-        args.tokenizer_mode = MODE
-    elif args.tokenizer_mode != MODE and config.token_ids is None:
-        raise ConfigError(
-            f"--attention-backend hypic: tokenizer_mode={args.tokenizer_mode!r}: expected 'auto' or 'hf', "
-            "or give the ids of the primitives as token_ids in the hypic config"
-        )
+    model = config.model_config
+    if (reason := refuses_model(model)) is None:
+        model.tokenizer_mode = MODE
+    elif config_of(config).token_ids is None:
+        raise ConfigError(f"--attention-backend hypic: {reason}")
 
 
 def _use_connector(args: EngineArgs, config: HypicConfig) -> None:

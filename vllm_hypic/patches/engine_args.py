@@ -25,12 +25,12 @@ def apply() -> None:
 
     @wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        from ..activation import choose, verify
+        from ..activation import choose, complete
 
         chosen = choose(self)
         config = stock(self, *args, **kwargs)
         if chosen:
-            verify(config)
+            complete(config)
         return config
 
     create_engine_config._hypic = True  # type: ignore[attr-defined]
