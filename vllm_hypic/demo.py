@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warm_up = make_tasks(options.tasks, WARM_UP_TASKS, *shape)
     tasks = make_tasks(0, options.tasks, *shape)
     console.print(
-        f"{len(tasks)} questions, each over {options.documents} documents of {options.document_tokens} tokens "
+        f"{len(tasks)} questions over {options.documents} documents of {options.document_tokens} tokens each, "
         f"in {ORDERS} orders,\nsent as completion, token ids and chat. The servers run one after the other."
     )
     try:
@@ -184,8 +184,8 @@ def serving(title: str, *options: str) -> Iterator[Server]:
         *options,
         *("--chat-template", str(EXAMPLE / "chat_template.jinja")),
         *("--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *("--max-model-len", "16384", "--disable-uvicorn-access-log"),
-        env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        *("--max-model-len", "16384", "--kv-cache-memory-bytes", "1G", "--disable-uvicorn-access-log"),
+        env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     console.print(f"\n[bold]{title}[/]  {' '.join(server.command)}", soft_wrap=True)
     with server:
