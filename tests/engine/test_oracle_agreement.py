@@ -1,0 +1,197 @@
+"""The engine's first-token distribution against an independent oracle in float64.
+
+The yardstick is the engine itself: how far ordinary requests are from the oracle's full recompute
+(bfloat16 noise).  A composed request may be as far from the oracle's composed answer, and must be much
+farther from every answer with a planted fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Oracle, random_segments
+
+from .conftest import EngineFactory
+from .engines import Ask, Engine, prompt
+
+LENGTHS = [[40, 150, 70, 333, 21], [64, 97, 200, 65, 5], [33, 128, 128, 81, 60]]
+"""Leading segment, three interior segments, query."""
+VOCABULARY = 512
+NOISE_FACTOR = 1.6
+"""Composed answers may be this much farther from the oracle than ordinary ones: averages over three
+prompts of a maximum scatter."""
+KL_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Largest difference of a logprob and KL divergence, averaged over prompts."""
+
+    largest: float
+    kl: float
+
+    def __str__(self) -> str:
+        return f"max {self.largest:.3f}, KL {self.kl:.1e}"
+
+
+def distance(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Distance:
+    pairs = list(zip(ours, theirs, strict=True))
+    largest = sum(float((a - b).abs().max()) for a, b in pairs) / len(pairs)
+    kl = sum(float((b.exp() * (b - a)).sum()) for a, b in pairs) / len(pairs)
+    return Distance(largest, kl)
+
+
+def texts() -> list[tuple[list[int], list[list[int]], list[int]]]:
+    prompts = []
+    for seed, lengths in enumerate(LENGTHS):
+        lead, *segments, query = random_segments(lengths, vocab=480, seed=seed)
+        prompts.append((lead, segments, query))
+    return prompts
+
+
+def first_token(engine: Engine, tokens: Sequence[int], extra: dict[str, Any] | None = None) -> torch.Tensor:
+    """Logprobs ``[vocabulary]`` float64 of the first generated token."""
+    (answer,) = engine.ask(Ask(tuple(tokens), 1, extra or {}, sampling={"logprobs": -1}))
+    row = torch.full((VOCABULARY,), float("nan"), dtype=torch.float64)
+    for token, logprob in answer.first.items():
+        row[token] = logprob
+    assert not row.isnan().any()
+    return row
+
+
+@pytest.fixture(scope="module")
+def oracle(hybrid_model: Path) -> Oracle:
+    return Oracle(hybrid_model)
+
+
+@pytest.fixture(scope="module", params=[4096, 96], ids=["whole", "chunks-of-96"])
+def engine(
+    request: pytest.FixtureRequest, module_engine: EngineFactory, hybrid_model: Path
+) -> Iterator[Engine]:
+    with module_engine(hybrid_model, max_num_batched_tokens=request.param, max_logprobs=-1) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def noise(engine: Engine, oracle: Oracle) -> Distance:
+    """How far ordinary requests of this engine are from full recompute."""
+    whole = [[*lead, *(t for s in segments for t in s), *query] for lead, segments, query in texts()]
+    return distance([first_token(engine, t) for t in whole], [oracle.full_logprobs(t) for t in whole])
+
+
+METHODS = [
+    pytest.param({"hypic_seam_tokens": 8}, 8, 8, True, id="hypic-8"),
+    pytest.param({"hypic_seam_tokens": 3}, 3, 3, True, id="hypic-3"),
+    pytest.param({"hypic_seam_tokens": 16}, 16, 16, True, id="hypic-16"),
+    pytest.param({"hypic_seam_tokens": 0}, 0, 0, True, id="hypic-0"),
+    pytest.param({"hypic_link": "epic-8"}, 8, 0, True, id="epic-8"),
+    pytest.param({"hypic_link": "block"}, 0, 0, True, id="block"),
+    pytest.param({"hypic_link": "naive"}, 8, 8, False, id="naive"),
+]
+
+
+@pytest.mark.parametrize(("extra", "head", "tail", "compose"), METHODS)
+def test_agrees(
+    engine: Engine,
+    oracle: Oracle,
+    noise: Distance,
+    extra: dict[str, Any],
+    head: int,
+    tail: int,
+    compose: bool,
+) -> None:
+    ours, theirs = [], []
+    for lead, segments, query in texts():
+        ours.append(first_token(engine, prompt(*segments, lead=lead, query=query), extra))
+        theirs.append(
+            oracle.next_token_logprobs(lead, segments, query, head=head, tail=tail, compose_T=compose)
+        )
+    found = distance(ours, theirs)
+    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
+    assert found.kl <= KL_FACTOR * noise.kl, f"{found}; ordinary requests: {noise}"
+
+
+def test_without_leading_segment(engine: Engine, oracle: Oracle, noise: Distance) -> None:
+    ours, theirs = [], []
+    for _, segments, query in texts():
+        ours.append(first_token(engine, prompt(*segments, query=query)))
+        theirs.append(oracle.next_token_logprobs([], segments, query))
+    found = distance(ours, theirs)
+    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
+
+
+def test_short_segments_are_computed_in_the_stream(engine: Engine, oracle: Oracle, noise: Distance) -> None:
+    """A segment of 20 tokens between two cached ones."""
+    ours, theirs = [], []
+    for lead, segments, query in texts():
+        segments = [segments[0], segments[1][:20], segments[2]]
+        ours.append(first_token(engine, prompt(*segments, lead=lead, query=query)))
+        theirs.append(oracle.next_token_logprobs(lead, segments, query, in_stream=frozenset({1})))
+    found = distance(ours, theirs)
+    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
+
+
+@pytest.fixture(scope="module")
+def composed(engine: Engine) -> list[torch.Tensor]:
+    return [
+        first_token(engine, prompt(*segments, lead=lead, query=query)) for lead, segments, query in texts()
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no_T",
+        "wrong_rotation",
+        "rotated_twice",
+        "seam_off_by_one",
+        "seam_off_by_one_tail",
+        "no_conv_tail",
+        "no_public_kv",
+        "stream_positions",
+        "separator_positions",
+        "compose_late",
+        "T_transposed",
+    ],
+)
+def test_planted_faults_are_seen(
+    composed: list[torch.Tensor], oracle: Oracle, noise: Distance, fault: str
+) -> None:
+    """Were the engine to make this mistake, both bounds of ``test_agrees`` would be broken."""
+    faulty = [
+        oracle.next_token_logprobs(lead, segments, query, fault=fault) for lead, segments, query in texts()
+    ]
+    found = distance(composed, faulty)
+    assert found.kl > 1.2 * KL_FACTOR * noise.kl, f"{fault}: {found}; noise {noise}"
+    assert found.largest > 1.2 * NOISE_FACTOR * noise.largest, f"{fault}: {found}; noise {noise}"
+
+
+def test_dense_attention_model(module_engine: EngineFactory, attention_model: Path) -> None:
+    """A pure full-attention model runs through the same code, without a linear part."""
+    oracle = Oracle(attention_model)
+    with module_engine(attention_model, max_logprobs=-1) as engine:
+        ours, theirs, plain, full = [], [], [], []
+        for lead, segments, query in texts():
+            whole = [*lead, *(t for s in segments for t in s), *query]
+            plain.append(first_token(engine, whole))
+            full.append(oracle.full_logprobs(whole))
+            ours.append(first_token(engine, prompt(*segments, lead=lead, query=query)))
+            theirs.append(oracle.next_token_logprobs(lead, segments, query))
+    noise, found = distance(plain, full), distance(ours, theirs)
+    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-3), ("float16", 0.06)])
+def test_other_dtypes(module_engine: EngineFactory, attention_model: Path, dtype: str, bound: float) -> None:
+    """fp32 leaves no room for errors to hide in: the engine must be within rounding of the oracle."""
+    oracle = Oracle(attention_model)
+    lead, segments, query = texts()[0]
+    with module_engine(attention_model, max_logprobs=-1, dtype=dtype) as engine:
+        ours = first_token(engine, prompt(*segments, lead=lead, query=query))
+    found = distance([ours], [oracle.next_token_logprobs(lead, segments, query)])
+    assert found.largest <= bound, f"{dtype}: {found}"
