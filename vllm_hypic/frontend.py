@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.exceptions import VLLMValidationError
+
 from .activation import CONNECTOR
 from .primitives.options import link_of_request
 from .primitives.plan import parse_prompt
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
 
-class RequestRefused(ValueError):
+class RequestRefused(VLLMValidationError, ValueError):
     """A request that PIC cannot honour; the server answers 400 with this message."""
 
 
