@@ -1,0 +1,74 @@
+"""Options of an engine: typed, checked once, with messages that name value and range."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_hypic.config import ConfigError, HypicConfig
+from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts
+
+
+def test_defaults_are_valid_and_survive_json() -> None:
+    config = HypicConfig()
+    assert HypicConfig.from_mapping({}) == config
+    assert HypicConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+
+
+def test_nested_options_survive_json() -> None:
+    options = {
+        "link": "epic-4",
+        "seam_tokens": 3,
+        "tokens": {"sep": "<<PIC_SEP>>"},
+        "token_ids": {"sep": 5, "pdep": 6, "pad": 7},
+        "pool_bytes": 1 << 20,
+        "dummy_token": 0,
+    }
+    config = HypicConfig.from_mapping(options)
+    assert config.tokens == PrimitiveTexts(sep="<<PIC_SEP>>") and config.token_ids == PrimitiveIds(5, 6, 7)
+    assert HypicConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+
+
+def test_unknown_options_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'seams'; expected one of .*seam_tokens"):
+        HypicConfig.from_mapping({"seams": 8})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"link": "fast"}, "link='fast'"),
+        ({"seam_tokens": -3}, "seam_tokens=-3"),
+        ({"seam_tokens": "8"}, "seam_tokens='8'"),
+        ({"min_segment_tokens": 0}, "min_segment_tokens=0: expected an integer >= 1"),
+        ({"page_tokens": 0}, "page_tokens=0: expected an integer >= 1"),
+        ({"page_tokens": 64.0}, "page_tokens=64.0: expected an integer >= 1"),
+        ({"page_tokens": True}, "page_tokens=True: expected an integer >= 1"),
+        ({"expected_segment_tokens": -1}, "expected_segment_tokens=-1: expected an integer >= 1"),
+        ({"pool_bytes": 0}, "pool_bytes=0: expected an integer >= 1"),
+        ({"pool_fraction": 0}, "pool_fraction=0: expected a number between 0 and 1"),
+        ({"pool_fraction": 1}, "pool_fraction=1: expected a number between 0 and 1"),
+        ({"pool_fraction": "a"}, "pool_fraction='a': expected a number between 0 and 1"),
+        ({"pool_fraction": float("nan")}, "pool_fraction=nan: expected a number between 0 and 1"),
+        ({"dummy_token": -1}, "dummy_token=-1: expected an integer >= 0"),
+        ({"tokens": {"sep": ""}}, "sep='': expected a non-empty string"),
+        ({"tokens": {"separator": "x"}}, "unknown name 'separator'"),
+        ({"tokens": "x"}, "expected an object"),
+        ({"token_ids": {"sep": 1}}, "token_ids"),
+        ({"token_ids": {"sep": 1, "pdep": 1, "pad": 2}}, "must differ"),
+        ({"token_ids": [1, 2, 3]}, "token_ids"),
+    ],
+)
+def test_bad_values_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HypicConfig.from_mapping(options)
+    assert str(caught.value).startswith("hypic config: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [None, [], "page_tokens=3"])
+def test_options_must_be_an_object(options: Any) -> None:
+    with pytest.raises(ConfigError, match="expected an object"):
+        HypicConfig.from_mapping(options)

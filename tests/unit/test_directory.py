@@ -1,0 +1,166 @@
+"""The pool's books: laws under any sequence of operations, and the eviction order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_hypic.connector.directory import Lookup, SegmentDirectory
+from vllm_hypic.primitives.keys import SegmentKey
+
+PAGES, SLOTS, PAGE_TOKENS = 12, 5, 4
+COLUMNS = {
+    SegmentKey(name): columns for name, columns in zip("abcdefgh", (1, 4, 5, 8, 12, 13, 20, 40), strict=True)
+}
+"""Every record that the machine asks for; a key always has the same length."""
+
+
+def directory(pages: int = PAGES, slots: int = SLOTS) -> SegmentDirectory:
+    return SegmentDirectory(pages, slots, PAGE_TOKENS)
+
+
+def wanted(*keys: str) -> dict[SegmentKey, int]:
+    return {SegmentKey(k): COLUMNS[SegmentKey(k)] for k in keys}
+
+
+def fill(books: SegmentDirectory, *keys: str) -> None:
+    """Compute each record alone and let it go."""
+    for key in keys:
+        for entry in books.acquire(wanted(key)) or []:
+            books.commit(entry.key)
+        books.release(wanted(key))
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    """Requests acquire sets of records; segment requests commit or die; requests end at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = directory()
+        self.holders: list[dict[SegmentKey, int]] = []
+        self.computing: set[SegmentKey] = set()
+
+    @rule(keys=st.sets(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=4))
+    def acquire(self, keys: set[SegmentKey]) -> None:
+        asked = {k: COLUMNS[k] for k in sorted(keys)}
+        before = (len(self.books), self.books.free_pages, self.books.free_slots, self.books.evictions)
+        missing = {k for k in asked if self.books.lookup(k) is Lookup.MISS}
+        reserved = self.books.acquire(asked)
+        if reserved is None:
+            after = (len(self.books), self.books.free_pages, self.books.free_slots, self.books.evictions)
+            assert after == before, "a refused request changed the books"
+            assert not self.fits_beside_held(asked)
+            return
+        assert {e.key for e in reserved} == missing
+        for entry in reserved:
+            assert entry.columns == COLUMNS[entry.key] and not entry.resident
+        self.holders.append(asked)
+        self.computing |= missing
+
+    def fits_beside_held(self, asked: dict[SegmentKey, int]) -> bool:
+        """Whether ``asked`` fits when everything that nobody holds or computes is evicted."""
+        kept = {k for h in self.holders for k in h} | self.computing | set(asked)
+        pages = sum(self.books.pages_for(COLUMNS[k]) for k in kept)
+        return pages <= PAGES and len(kept) <= SLOTS
+
+    @precondition(lambda self: self.computing)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.computing)))
+        self.books.commit(key)
+        self.computing.discard(key)
+        assert self.books.lookup(key) is Lookup.HIT
+
+    @precondition(lambda self: self.computing)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.computing)))
+        held = any(key in h for h in self.holders)
+        assert self.books.abort(key) is held
+        if held:
+            assert self.books.lookup(key) is Lookup.PENDING
+        else:
+            assert self.books.lookup(key) is Lookup.MISS
+            self.computing.discard(key)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.holders) - 1))
+        self.books.release(self.holders.pop(index))
+
+    @rule()
+    def drop_unpinned(self) -> None:
+        held = {k for h in self.holders for k in h}
+        self.books.drop_unpinned()
+        assert len(self.books) == len(held | self.computing)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        self.books.check_integrity()
+        held = {k for h in self.holders for k in h}
+        assert self.books.pinned == len(held)
+        for key in held:
+            assert self.books.get(key).pins == sum(key in h for h in self.holders)
+        for key in self.computing:
+            assert self.books.lookup(key) is Lookup.PENDING
+
+
+TestDirectoryMachine = DirectoryMachine.TestCase
+TestDirectoryMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_least_recently_used_record_is_evicted_first() -> None:
+    books = directory(slots=3)
+    fill(books, "a", "b", "c")
+    fill(books, "a")  # a hit makes it the youngest
+    fill(books, "d")
+    assert [books.lookup(SegmentKey(k)) for k in "abcd"] == [Lookup.HIT, Lookup.MISS, Lookup.HIT, Lookup.HIT]
+    fill(books, "e")
+    assert books.lookup(SegmentKey("c")) is Lookup.MISS
+    assert books.evictions == 2
+
+
+def test_pinned_and_pending_records_are_never_evicted() -> None:
+    books = directory(slots=3)
+    fill(books, "a")
+    assert books.acquire(wanted("b")) is not None  # pending and held
+    books.acquire(wanted("c"))
+    books.commit(SegmentKey("c"))  # resident and held
+    assert books.acquire(wanted("d", "a")) is None, "only a is free to go, and it is wanted itself"
+    assert books.acquire(wanted("d")) is not None
+    assert books.lookup(SegmentKey("a")) is Lookup.MISS
+
+
+def test_released_while_pending_keeps_its_place_until_commit() -> None:
+    books = directory()
+    books.acquire(wanted("a"))
+    books.release(wanted("a"))
+    assert books.drop_unpinned() == 0
+    books.commit(SegmentKey("a"))
+    assert books.drop_unpinned() == 1
+
+
+def test_one_acquire_too_many_released_is_an_error() -> None:
+    books = directory()
+    fill(books, "a")
+    with pytest.raises(RuntimeError, match="released more often than pinned"):
+        books.release(wanted("a"))
+
+
+@pytest.mark.parametrize("damage", ["page twice", "slot lost", "negative pins"])
+def test_integrity_check_finds_planted_damage(damage: str) -> None:
+    books = directory()
+    fill(books, "a", "f")
+    books.check_integrity()
+    entry = books.get(SegmentKey("f"))
+    if damage == "page twice":
+        books._free_pages.append(entry.pages[0])
+    elif damage == "slot lost":
+        books._free_slots.pop()
+    else:
+        entry.pins = -1
+    with pytest.raises(RuntimeError, match="public pool"):
+        books.check_integrity()

@@ -1,0 +1,64 @@
+"""What importing the package costs, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import vllm_hypic.primitives
+
+
+def loaded_after(code: str, *modules: str) -> dict[str, bool]:
+    """Which of ``modules`` are loaded after ``code`` ran in a fresh interpreter."""
+    report = f"import json, sys; print(json.dumps({{m: m in sys.modules for m in {modules!r}}}))"
+    out = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=120
+    )
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def test_primitives_import_neither_torch_nor_vllm() -> None:
+    names = [m.name for m in pkgutil.iter_modules(vllm_hypic.primitives.__path__)]
+    assert {"plan", "keys", "policies", "tokens", "options", "builder"} <= set(names)
+    code = "import " + ", ".join(f"vllm_hypic.primitives.{n}" for n in names)
+    found = loaded_after(code, "torch", "vllm", "transformers", "numpy")
+    assert not any(found.values()), found
+
+
+def test_books_and_options_import_neither_torch_nor_vllm() -> None:
+    found = loaded_after("import vllm_hypic.connector.directory, vllm_hypic.config", "torch", "vllm")
+    assert not any(found.values()), found
+
+
+def test_package_itself_imports_nothing() -> None:
+    found = loaded_after("import vllm_hypic", "torch", "vllm", "vllm_hypic.patches")
+    assert not any(found.values()), found
+
+
+def test_registering_twice_is_harmless_and_loads_no_backend() -> None:
+    """Every vLLM process calls it, also those of engines that never use the plugin."""
+    code = """
+import vllm_hypic
+from vllm.engine.arg_utils import EngineArgs
+vllm_hypic.register()
+once = EngineArgs.create_engine_config
+vllm_hypic.register()
+assert EngineArgs.create_engine_config is once, "patched twice"
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.model_executor.custom_op import op_registry_oot
+assert "HypicConnector" in KVConnectorFactory._registry
+assert not op_registry_oot, f"layers of other engines were replaced: {list(op_registry_oot)}"
+"""
+    found = loaded_after(
+        code,
+        "numba",
+        "vllm_hypic.backends.attention",
+        "vllm_hypic.backends.linear.gdn",
+        "vllm_hypic.connector.connector",
+        "vllm_hypic.scheduler",
+        "vllm_hypic.worker",
+    )
+    assert not any(found.values()), found

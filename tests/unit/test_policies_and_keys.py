@@ -1,0 +1,156 @@
+"""Link methods, per-request options, and the identity of records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.primitives import keys
+from vllm_hypic.primitives.keys import Namespace, Role, segment_key
+from vllm_hypic.primitives.options import link_of_request
+from vllm_hypic.primitives.policies import MAX_SEAM_TOKENS, LinkError, LinkMethod, ModelTraits, parse_link
+
+HYBRID = ModelTraits(has_linear=True, has_attention=True)
+ATTENTION = ModelTraits(has_linear=False, has_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("hypic", LinkMethod("hypic", head=8, tail=8)),
+        ("naive", LinkMethod("naive", head=8, tail=8, use_transition=False)),
+        ("block", LinkMethod("block")),
+        ("prompt-cache", LinkMethod("prompt-cache", fixed_position=True)),
+        ("full", LinkMethod("full", reuse=False)),
+        ("epic-0", LinkMethod("epic-0", dummies=4)),
+        ("epic-16", LinkMethod("epic-16", head=16)),
+    ],
+)
+def test_methods(name: str, expected: LinkMethod) -> None:
+    assert parse_link(name, 8) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["", "HYPIC", "epic", "epic-", "epic--1", "epic-1.5", "epic-9999999", "hypic ", None, 3]
+)
+def test_unknown_methods_are_refused_with_the_known_ones(name: Any) -> None:
+    with pytest.raises(LinkError, match=r"hypic_link=.*expected one of hypic, epic-<k>"):
+        parse_link(name, 8)
+
+
+@pytest.mark.parametrize("seam", [-1, MAX_SEAM_TOKENS + 1, 10**9])
+def test_absurd_seam_widths_are_refused_with_the_range(seam: int) -> None:
+    with pytest.raises(LinkError, match=rf"hypic_seam_tokens={seam}: expected 0 <= w <= {MAX_SEAM_TOKENS}"):
+        parse_link("hypic", seam)
+
+
+@pytest.mark.parametrize("seam", ["8", 1.5, True, None])
+def test_seam_widths_of_another_type_are_refused(seam: Any) -> None:
+    with pytest.raises(LinkError, match="expected an integer"):
+        parse_link("hypic", seam)
+
+
+def test_wide_epic_heads_are_refused() -> None:
+    assert parse_link(f"epic-{MAX_SEAM_TOKENS}", 8).head == MAX_SEAM_TOKENS
+    with pytest.raises(LinkError, match=f"expected k <= {MAX_SEAM_TOKENS}"):
+        parse_link(f"epic-{MAX_SEAM_TOKENS + 1}", 8)
+
+
+@pytest.mark.parametrize("name", ["hypic", "block", "full", "epic-0", "epic-8"])
+def test_methods_that_every_model_can_honour(name: str) -> None:
+    assert parse_link(name, 8).refused_by(HYBRID) is None
+    assert parse_link(name, 8).refused_by(ATTENTION) is None
+
+
+def test_methods_that_a_model_cannot_honour_name_the_reason_and_a_way_out() -> None:
+    assert parse_link("prompt-cache", 8).refused_by(ATTENTION) is None
+    reason = parse_link("prompt-cache", 8).refused_by(HYBRID)
+    assert reason and "recurrent states" in reason and "Use 'hypic' or 'block'" in reason
+    assert parse_link("naive", 8).refused_by(HYBRID) is None
+    reason = parse_link("naive", 8).refused_by(ATTENTION)
+    assert reason and "has none" in reason and "Use 'hypic' or 'block'" in reason
+
+
+class TestRequestOptions:
+    def of(self, extra: Any) -> LinkMethod:
+        return link_of_request(extra, default_link="hypic", default_seam=8)
+
+    def test_defaults(self) -> None:
+        assert self.of(None) == self.of({}) == self.of({"other_plugin": 1}) == parse_link("hypic", 8)
+
+    def test_choices(self) -> None:
+        assert self.of({"hypic_link": "block"}) == parse_link("block", 8)
+        assert self.of({"hypic_seam_tokens": 3}) == parse_link("hypic", 3)
+        assert self.of({"hypic_seam_tokens": 16.0}) == parse_link("hypic", 16), "JSON clients send floats"
+
+    @pytest.mark.parametrize(
+        ("extra", "message"),
+        [
+            (
+                {"hypic_seams": 3},
+                "unknown request option 'hypic_seams': expected one of hypic_link, hypic_seam_tokens",
+            ),
+            ({"hypic_link": "fast"}, "hypic_link='fast'"),
+            ({"hypic_seam_tokens": -3}, "hypic_seam_tokens=-3"),
+            ({"hypic_seam_tokens": 2.5}, "hypic_seam_tokens=2.5: expected an integer"),
+            ({"hypic_seam_tokens": float("nan")}, "expected an integer"),
+            ({"hypic_seam_tokens": float("inf")}, "expected an integer"),
+        ],
+    )
+    def test_mistakes(self, extra: dict[str, Any], message: str) -> None:
+        with pytest.raises(LinkError) as caught:
+            self.of(extra)
+        assert message in str(caught.value)
+
+
+SPACE = Namespace.from_config({"model": "m"})
+BASE: dict[str, Any] = {"role": Role.INTERIOR, "tokens": (1, 2, 3), "head": 1, "tail": 1}
+
+
+def key(namespace: Namespace = SPACE, **changes: Any) -> str:
+    return segment_key(namespace, **(BASE | changes))
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "role": {"role": Role.LEADING},
+    "tokens": {"tokens": (1, 2, 4)},
+    "order": {"tokens": (1, 3, 2)},
+    "length": {"tokens": (1, 2, 3, 0)},
+    "head": {"head": 0},
+    "tail": {"tail": 0},
+    "dummies": {"dummies": 4},
+    "offsets": {"offsets": (0, 1, 3)},
+    "position": {"fixed_start": 0},
+    "other position": {"fixed_start": 7},
+}
+
+
+def test_everything_that_changes_a_record_changes_its_key() -> None:
+    found = [key(), *(key(**change) for change in CHANGES.values())]
+    found += [key(SPACE.scoped(salt="t", lora=None)), key(Namespace.from_config({"model": "n"}))]
+    assert len(set(found)) == len(found)
+
+
+@given(st.lists(st.integers(0, 2**31), max_size=20), st.lists(st.integers(0, 2**31), max_size=20))
+def test_tokens_and_offsets_cannot_be_confused(a: list[int], b: list[int]) -> None:
+    assert key(tokens=(*a, *b)) != key(tokens=a, offsets=b)
+    assert (key(tokens=a) == key(tokens=b)) is (a == b)
+
+
+def test_scopes_of_tenants_and_adapters_differ() -> None:
+    scopes = [(None, None), ("a", None), ("b", None), (None, "a"), ("a", "a"), ("", None), (None, "")]
+    digests = {SPACE.scoped(salt=salt, lora=lora).digest for salt, lora in scopes}
+    assert len(digests) == len(scopes)
+    assert SPACE.scoped(salt=None, lora=None) == SPACE
+
+
+def test_format_version_is_part_of_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "FORMAT_VERSION", keys.FORMAT_VERSION + 1)
+    assert Namespace.from_config({"model": "m"}) != SPACE
+
+
+def test_namespaces_do_not_depend_on_the_order_of_their_parts() -> None:
+    assert Namespace.from_config({"a": 1, "b": 2}) == Namespace.from_config({"b": 2, "a": 1})
