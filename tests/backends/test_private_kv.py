@@ -1,0 +1,57 @@
+"""Reading K back from caches that vLLM's own operator filled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_hypic.backends.private_kv import PrivateKeys
+
+
+def stored(
+    key: torch.Tensor, value: torch.Tensor, block_size: int, isa: str, table: torch.Tensor, blocks: int
+) -> torch.Tensor:
+    """A cache that holds a request's K and V in the blocks of ``table``; the rest is NaN."""
+    tokens, heads, size = key.shape
+    cache = torch.full((blocks, heads, block_size, 2 * size), float("nan"), dtype=key.dtype)
+    key_cache, value_cache = cache.view(blocks, heads, 2 * block_size, size).chunk(2, dim=2)
+    at = torch.arange(tokens)
+    slots = table[at // block_size].long() * block_size + at % block_size
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("block_size", [32, 96, 256, 528])
+def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
+    for heads, size in [(1, 64), (2, 128), (3, 80)]:
+        isa = _get_attn_isa(dtype, block_size, size)
+        rng = torch.Generator().manual_seed(block_size + size)
+        longest = 2 * block_size + 7
+        key = torch.randn(longest, heads, size, generator=rng).to(dtype)
+        value = torch.full_like(key, 7)
+        table = torch.randperm(6, generator=rng)[:3].int()
+        cache = stored(key, value, block_size, isa, table, blocks=6)
+        private = PrivateKeys(cache, isa)
+        before = cache.clone()
+        for tokens in (1, 31, block_size - 1, block_size, block_size + 1, 2 * block_size, longest):
+            found = private.gather(cache, table, tokens)
+            assert found.shape == (tokens, heads, size) and found.is_contiguous()
+            assert torch.equal(found, key[:tokens]), (heads, size, tokens)
+        assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8)), "learning the layout wrote"
+
+
+def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not store every element cannot be read back."""
+    stock = ops.cpu_attn_reshape_and_cache
+
+    def lossy(key: torch.Tensor, *args: object, **kwargs: object) -> None:
+        key = key.clone()
+        key[3] = key[2]
+        stock(key, *args, **kwargs)
+
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lossy)
+    with pytest.raises(RuntimeError, match=r"unknown K layout .*block 32"):
+        PrivateKeys(torch.zeros(1, 2, 32, 128), "vec")

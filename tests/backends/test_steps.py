@@ -1,0 +1,99 @@
+"""Step metadata: what a stream token sees and where it stands, against the definitions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.backends.step import (
+    Row,
+    StepContext,
+    StreamTensors,
+    capture_row,
+    composed_row,
+)
+from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def stream_plans(draw: st.DrawFn) -> StreamPlan:
+    """Streams with compose points anywhere but behind their last token; points may share a place."""
+    tokens = draw(st.integers(1, 40))
+    ats = sorted(draw(st.lists(st.integers(0, tokens - 1), max_size=6)))
+    points = tuple(
+        ComposePoint(at, slot, draw(st.integers(0, 9)), replace_state=slot == 0 and at == 0)
+        for slot, at in enumerate(ats)
+    )
+    columns = sum(p.columns for p in points)
+    steps = draw(st.lists(st.integers(1, 5), min_size=tokens, max_size=tokens))
+    positions = np.cumsum(steps, dtype=np.int64)
+    slots = np.array(draw(st.permutations(range(columns))), dtype=np.int64)
+    return StreamPlan(positions, int(positions[-1]) + 1, points, slots, np.arange(columns), True)
+
+
+@given(stream_plans(), st.data())
+def test_visible_and_logical(plan: StreamPlan, data: st.DataObject) -> None:
+    """Any chunk, prompt and generated tokens alike."""
+    n = len(plan.positions)
+    start = data.draw(st.integers(0, n + 5))
+    stop = data.draw(st.integers(start + 1, n + 10))
+    for i, (seen, position) in enumerate(
+        zip(plan.visible(start, stop), plan.logical(start, stop), strict=True), start=start
+    ):
+        assert seen == sum(p.columns for p in plan.points if p.at <= i)
+        assert position == (plan.positions[i] if i < n else plan.n_logical + i - n)
+
+
+@given(stream_plans(), st.data())
+def test_composed_row(plan: StreamPlan, data: st.DataObject) -> None:
+    n = len(plan.positions)
+    s0 = data.draw(st.integers(0, n - 1))
+    s1 = data.draw(st.integers(s0 + 1, n + 1))
+    composed = composed_row(Row(0, 3, 3 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
+    assert composed.visible.tolist() == plan.visible(s0, s1).tolist()
+    assert composed.max_visible == composed.visible.max() and composed.min_visible == composed.visible.min()
+    assert composed.points == [p for p in plan.points if s0 <= p.at < s1]
+
+
+@given(st.data())
+def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> None:
+    tokens = data.draw(st.integers(1, 60))
+    lo = data.draw(st.integers(0, tokens - 1))
+    hi = data.draw(st.integers(lo + 1, tokens))
+    plan = CapturePlan(lo, hi, 0, np.arange(100, 100 + hi - lo), None, leading=False)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, tokens - 1)))) | {0, tokens})
+    slots: list[int] = []
+    firsts = lasts = 0
+    for s0, s1 in pairwise(cuts):
+        row = Row(0, 5, 5 + s1 - s0, s0, s1)
+        capture = capture_row("r", row, plan)
+        wanted = [t for t in range(s0, s1) if lo <= t < hi]
+        assert list(range(capture.begin, capture.end)) == wanted
+        step = StepContext([], [capture], CPU)
+        if not wanted:
+            assert step.capture_rows is None and step.capture_slots is None
+            continue
+        assert step.capture_rows is not None and step.capture_slots is not None
+        assert step.capture_rows.tolist() == [t - s0 + 5 for t in wanted]
+        slots += step.capture_slots.tolist()
+        firsts += capture.first
+        lasts += capture.last
+    assert slots == plan.column_slots.tolist()
+    assert firsts == lasts == 1
+
+
+def test_rotation_is_cached_per_table() -> None:
+    plan = StreamPlan(
+        np.arange(3), 3, (ComposePoint(0, 0, 2, False),), np.array([4, 1]), np.array([2, 0]), True
+    )
+    stream = StreamTensors.of(plan, CPU)
+    one, other = torch.randn(8, 4), torch.randn(8, 6)
+    assert torch.equal(stream.rotation_of(one), one[[2, 0]])
+    assert torch.equal(stream.rotation_of(other), other[[2, 0]])
+    assert stream.rotation_of(one) is stream.rotation_of(one)
