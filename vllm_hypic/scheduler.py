@@ -6,6 +6,7 @@ synchronous or the asynchronous variant, as the engine is configured.
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.hypic.scheduler")
 
-SEGMENT_SALT = "hypic:segment"
-"""Salt of segment requests: their KV is computed in isolation and serves nobody else."""
-
 
 class _HypicMixin(Scheduler):
     """Adds segment requests, waiting for records and warm-up prompts to a vLLM scheduler."""
@@ -42,6 +40,8 @@ class _HypicMixin(Scheduler):
                 f"got {type(self.connector).__name__}; use --attention-backend hypic"
             )
         self.hypic: SchedulerSide = self.connector.scheduler
+        # In every cache salt of ours, so that no client can name one and read another's blocks.
+        self._secret = secrets.token_hex(16)
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
 
@@ -66,11 +66,12 @@ class _HypicMixin(Scheduler):
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
         salt = request.cache_salt
         if plan.salt is not None:
-            salt = f"hypic:{plan.salt}:{self.hypic.namespace.scoped(salt=salt, lora=None).digest}"
+            tenant = self.hypic.namespace.scoped(salt=salt, lora=None).digest
+            salt = f"hypic:{self._secret}:{plan.salt}:{tenant}"
         if request.skip_reading_prefix_cache:
             # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect.
             request.skip_reading_prefix_cache = False
-            salt = f"hypic:unshared:{request.request_id}"
+            salt = f"hypic:{self._secret}:unshared:{request.request_id}"
         # A warm-up prompt may have nothing to compute; it is never scheduled, but vLLM wants a token.
         stream = list(plan.stream) or [plan.segments[-1].tokens[-1]]
         _replace_tokens(request, stream, salt)
@@ -115,7 +116,8 @@ class _HypicMixin(Scheduler):
             client_index=owner.client_index,
             arrival_time=owner.arrival_time,
             lora_request=owner.lora_request,
-            cache_salt=SEGMENT_SALT,
+            # Its KV was computed in isolation and serves nobody else.
+            cache_salt=f"hypic:{self._secret}:segment",
             priority=owner.priority,
             block_hasher=owner._block_hasher,
         )
@@ -124,13 +126,12 @@ class _HypicMixin(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         # A request that ends in this step is forgotten by the time its output is built.
+        internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
         hits = {r: self.hypic.hit_tokens(r) for r in scheduler_output.num_scheduled_tokens}
         plans = {r: p for r in hits if (p := self.hypic.plan_of(r)) is not None}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for core_outputs in outputs.values():
-            core_outputs.outputs = [
-                o for o in core_outputs.outputs if not o.request_id.startswith("hypic-segment-")
-            ]
+            core_outputs.outputs = [o for o in core_outputs.outputs if o.request_id not in internal]
             for output in core_outputs.outputs:
                 if output.prefill_stats is not None and output.request_id in plans:
                     _count_reuse(output, plans[output.request_id], hits[output.request_id])

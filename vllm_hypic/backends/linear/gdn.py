@@ -140,16 +140,10 @@ class _SpecialRows:
     def _convolved(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k ``[n, Hk, K]`` and v ``[n, Hv, V]`` of the packed tokens."""
         layer = self.layer
-        extended = self.sources.index_select(0, self.work.extended).float()
-        weight = layer.conv_weight().float()
-        taps = weight.size(1)
-        count = extended.size(0) - taps + 1
-        total = extended[:count] * weight[:, 0]
-        for tap in range(1, taps):
-            total.addcmul_(extended[tap : tap + count], weight[:, tap].expand(count, -1))
-        if layer.conv1d.bias is not None:
-            total += layer.conv1d.bias.float()
-        mixed = F.silu(total.index_select(0, self.work.outputs)).to(self.sources.dtype)
+        extended = self.sources.index_select(0, self.work.extended)
+        mixed = _causal_conv(extended, layer.conv_weight(), layer.conv1d.bias).index_select(
+            0, self.work.outputs
+        )
         key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
         q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=-1)
         heads = (-1, layer.head_k_dim)
@@ -173,15 +167,17 @@ class _SpecialRows:
         """Start states of all chunks by composing summaries, then all outputs in one call."""
         self.runtime.calls["compose"] += 1
         work = self.work
-        transition, zero_start = segment_summary(k, v, g, beta, work.chunks)
-        starts = torch.empty_like(zero_start)
-        ends = [
-            self._start_states(row, s, transition, zero_start, starts)
-            for row, s in zip(work.composed, self.before, strict=True)
-        ]
+        inner = work.inner_chunks[-1]
+        transition, zero_start = segment_summary(
+            k[:inner], v[:inner], g[:inner], beta[:inner], work.inner_chunks
+        )
+        starts = self.before.new_empty(len(work.chunks) - 1, *self.before.shape[1:])
+        for row, before in zip(work.composed, self.before, strict=True):
+            self._start_states(row, before, transition, zero_start, starts)
         out, states = seam_outputs(q, k, v, g, beta, work.chunks, starts)
         core.index_copy_(0, work.tokens[: work.chunk_tokens], out.to(core.dtype))
-        self.state.index_copy_(0, self.composed_slots, states[ends].to(self.state.dtype))
+        ends = states[len(zero_start) :]  # one per composed row, in their order
+        self.state.index_copy_(0, self.composed_slots, ends.to(self.state.dtype))
         self.conv.index_copy_(0, self.composed_slots, self.sources[work.conv_after].to(self.conv.dtype))
 
     def _start_states(
@@ -191,15 +187,15 @@ class _SpecialRows:
         transition: torch.Tensor,
         zero_start: torch.Tensor,
         starts: torch.Tensor,
-    ) -> int:
-        """Fill in the start states of one request's chunks; returns its last chunk."""
+    ) -> None:
+        """Fill in the start states of one request's chunks."""
         state = before if row.resumed else torch.zeros_like(before)
-        last = -1
         for op in row.ops:
             if isinstance(op, Chunk):
-                starts[op.index] = state
-                last = op.index
-                if not op.last:
+                if op.last:
+                    starts[len(zero_start) + op.index] = state
+                else:
+                    starts[op.index] = state
                     state = torch.baddbmm(zero_start[op.index], transition[op.index], state)
             elif op.replace_state:
                 state = self.records.state[op.slot]
@@ -209,7 +205,6 @@ class _SpecialRows:
                 )
             else:
                 state = state + self.records.state[op.slot]
-        return last
 
     def _capture(self, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
         """Carry (T, S) of interiors on; store them where an interior ends."""
@@ -235,6 +230,30 @@ class _SpecialRows:
                 ended += 1
             else:
                 carry[(capture.request_id, self.layer.prefix)] = (transition[i].clone(), state[i].clone())
+
+
+_CONV_BLOCK = 128
+"""Rows per block: a block's float32 temporaries stay in the core's cache."""
+
+
+def _causal_conv(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """SiLU of the depthwise causal convolution of ``rows [n, dim]`` with ``weight [dim, k]``.
+
+    Returns ``[n - k + 1, dim]`` in ``rows``' dtype: row i is the output at input row ``i + k - 1``.
+    """
+    taps = weight.t().float().contiguous()
+    k = taps.size(0)
+    out = rows.new_empty(rows.size(0) - k + 1, rows.size(1))
+    for start in range(0, out.size(0), _CONV_BLOCK):
+        block = rows[start : start + _CONV_BLOCK + k - 1].float()
+        count = block.size(0) - k + 1
+        total = block[:count] * taps[0]
+        for tap in range(1, k):
+            total.addcmul_(block[tap : tap + count], taps[tap])
+        if bias is not None:
+            total += bias.float()
+        out[start : start + count] = F.silu(total, inplace=True)
+    return out
 
 
 def register_gdn() -> None:

@@ -10,7 +10,8 @@ so that one convolution over it serves all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from ..step import CaptureRow, ComposedRow, StepContext
 
 @dataclass(frozen=True)
 class Chunk:
-    """Run chunk number ``index`` of the packed chunks from the current state."""
+    """Run a chunk from the current state: number ``index`` of the inner chunks, or of the requests'
+    last ones, which come after all inner chunks."""
 
     index: int
     last: bool
@@ -56,9 +58,11 @@ class LinearStep:
     tails of ``tail_slots`` ``[tails * (k-1)]``, then the batch's token rows.
 
     ``extended``: source of each extended row; ``outputs``: extended row (minus k-1) of each packed
-    token; ``tokens``: batch row of each packed token: first the composed chunks (``chunks`` boundaries),
-    then the captured interiors (``interiors`` boundaries).  ``conv_after [composed, k-1]``: sources of
-    the conv context after the pass; ``capture_tails``: likewise for captures that end in this pass.
+    token; ``tokens``: batch row of each packed token.  Packed are first the composed requests' inner chunks
+    (boundaries ``inner_chunks``; only these need summaries), then their last chunks (boundaries of both:
+    ``chunks``), then the captured interiors (boundaries ``interiors``, from 0).
+    ``conv_after [composed, k-1]``: sources of the conv context after the pass; ``capture_tails``: likewise
+    for captures that end in this pass.
     """
 
     carried_rows: torch.Tensor
@@ -67,6 +71,7 @@ class LinearStep:
     extended: torch.Tensor
     outputs: torch.Tensor
     tokens: torch.Tensor
+    inner_chunks: list[int]
     chunks: list[int]
     interiors: list[int]
     composed: tuple[ComposedOps, ...]
@@ -96,6 +101,19 @@ def linear_step(step: StepContext, conv_rows: int) -> LinearStep:
     return found
 
 
+@dataclass
+class _Packed:
+    """Runs of packed tokens of one kind: their extended rows and batch rows."""
+
+    outputs: list[np.ndarray] = field(default_factory=list)
+    tokens: list[np.ndarray] = field(default_factory=list)
+
+
+def _boundaries(*kinds: _Packed) -> list[int]:
+    """Rising token boundaries of the runs, from 0."""
+    return [0, *accumulate(len(run) for kind in kinds for run in kind.tokens)]
+
+
 class _Builder:
     """Walks requests, segments and chunks (never tokens)."""
 
@@ -111,23 +129,21 @@ class _Builder:
         self.token_base = self.tail_base + len(self.tails) * conv_rows
         self.extended: list[np.ndarray] = []
         self.length = 0
-        self.outputs: list[np.ndarray] = []
-        self.tokens: list[np.ndarray] = []
+        self.inner, self.final, self.interior = _Packed(), _Packed(), _Packed()
 
     def build(self) -> LinearStep:
-        chunks, after, ops = [0], [], []
+        after, ops = [], []
         tail = 0
         for number, composed in enumerate(self.composed_rows):
             self._context(number * self.k)
-            ops.append(self._walk(composed, chunks, tail))
+            ops.append(self._walk(composed, tail))
             tail += len(composed.points)
             after.append(self._last_rows(self.k))
-        interiors, tails = [0], []
+        tails = []
         for number, capture in enumerate(self.captures, start=len(self.composed_rows)):
             self._context(number * self.k)
             row = capture.row
-            self._feed(row.q0, capture.end - row.s0, skip=capture.begin - row.s0)
-            interiors.append(interiors[-1] + capture.end - capture.begin)
+            self._feed(self.interior, row.q0, capture.end - row.s0, skip=capture.begin - row.s0)
             if capture.last:
                 tails.append(self._last_rows(self.k))
         return LinearStep(
@@ -135,10 +151,11 @@ class _Builder:
             carried_resumed=torch.tensor([r for _, r in self.carried], dtype=torch.bool, device=self.device),
             tail_slots=self._tensor([np.array(self.tails, dtype=np.int64)]),
             extended=self._tensor(self.extended),
-            outputs=self._tensor(self.outputs),
-            tokens=self._tensor(self.tokens),
-            chunks=chunks,
-            interiors=interiors,
+            outputs=self._tensor([*self.inner.outputs, *self.final.outputs, *self.interior.outputs]),
+            tokens=self._tensor([*self.inner.tokens, *self.final.tokens, *self.interior.tokens]),
+            inner_chunks=_boundaries(self.inner),
+            chunks=_boundaries(self.inner, self.final),
+            interiors=_boundaries(self.interior),
             composed=tuple(ops),
             conv_after=self._tensor(after).view(-1, self.k),
             captures=tuple(self.captures),
@@ -147,35 +164,32 @@ class _Builder:
             leading_ended=tuple(self.leading),
         )
 
-    def _walk(self, composed: ComposedRow, chunks: list[int], tail: int) -> ComposedOps:
+    def _walk(self, composed: ComposedRow, tail: int) -> ComposedOps:
         row = composed.row
         ops: list[Chunk | Compose] = []
         cut = row.s0
         points = composed.points
         for number, point in enumerate(points):
             if point.at > cut:
-                ops.append(self._chunk(row.q0 + cut - row.s0, point.at - cut, chunks, last=False))
+                ops.append(Chunk(len(self.inner.tokens), last=False))
+                self._feed(self.inner, row.q0 + cut - row.s0, point.at - cut)
                 cut = point.at
             ops.append(Compose(point.slot, composed.stream.plan.use_transition, point.replace_state))
             self._context(self.tail_base + (tail + number) * self.k)
-        ops.append(self._chunk(row.q0 + cut - row.s0, row.s1 - cut, chunks, last=True))
+        ops.append(Chunk(len(self.final.tokens), last=True))
+        self._feed(self.final, row.q0 + cut - row.s0, row.s1 - cut)
         return ComposedOps(row.index, row.s0 > 0, tuple(ops))
-
-    def _chunk(self, first: int, count: int, chunks: list[int], *, last: bool) -> Chunk:
-        self._feed(first, count)
-        chunks.append(chunks[-1] + count)
-        return Chunk(len(chunks) - 2, last)
 
     def _context(self, source: int) -> None:
         """Put k-1 context rows into the extended sequence."""
         self._extend(np.arange(source, source + self.k))
 
-    def _feed(self, first: int, count: int, skip: int = 0) -> None:
+    def _feed(self, packed: _Packed, first: int, count: int, skip: int = 0) -> None:
         """Put token rows ``[first, first + count)`` in; all but the first ``skip`` are packed tokens."""
         at = self.length
         self._extend(np.arange(first, first + count) + self.token_base)
-        self.outputs.append(np.arange(at + skip, at + count) - self.k)
-        self.tokens.append(np.arange(first + skip, first + count))
+        packed.outputs.append(np.arange(at + skip, at + count) - self.k)
+        packed.tokens.append(np.arange(first + skip, first + count))
 
     def _extend(self, sources: np.ndarray) -> None:
         self.extended.append(sources)
