@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from oracle.models import save_attention_model, save_hybrid_model
 
-from .engines import Engine, audit, run_apart
+from .engines import Engine, audit, pool_unit_bytes, run_apart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -92,13 +92,67 @@ def _stock(session_engine: EngineFactory, hybrid_model: Path) -> Engine:
     return session_engine(hybrid_model, hypic=False)
 
 
+def tight_args() -> dict[str, Any]:
+    """A KV cache of a few blocks (requests get preempted) and chunks of 256 tokens."""
+    return {
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 32,
+        "max_model_len": 2560,
+        "num_gpu_blocks_override": 12,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }
+
+
+TIGHT_PAGES = 10
+"""Pages of 32 tokens per segment in a tight engine's pool of three."""
+
+
+def _tight_options(units: tuple[int, int]) -> dict[str, Any]:
+    page, slot = units
+    return {
+        "page_tokens": 32,
+        "expected_segment_tokens": 32 * TIGHT_PAGES,
+        "pool_bytes": 3 * (slot + TIGHT_PAGES * page),
+    }
+
+
+@pytest.fixture(scope="session")
+def _tight(session_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
+    options = _tight_options(_hypic.call(pool_unit_bytes))
+    return session_engine(hybrid_model, options=options, **tight_args())
+
+
+@pytest.fixture(scope="session")
+def _overlapped(session_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
+    options = _tight_options(_hypic.call(pool_unit_bytes))
+    args = tight_args() | {"enable_prefix_caching": True, "num_gpu_blocks_override": 20}
+    return session_engine(hybrid_model, options=options, overlap=True, **args)
+
+
+@pytest.fixture
+def tight(_tight: Engine) -> Iterator[Engine]:
+    """A shared engine with :func:`tight_args` and a pool of three segments of 320 tokens."""
+    yield from _lent(_tight)
+
+
+@pytest.fixture
+def overlapped(_overlapped: Engine) -> Iterator[Engine]:
+    """Like ``tight``, with asynchronous scheduling and prefix caching."""
+    yield from _lent(_overlapped)
+
+
+def _lent(engine: Engine) -> Iterator[Engine]:
+    engine.reset()
+    yield engine
+    left = engine.call(audit)
+    assert left.clean, f"the test left something behind: {left}"
+
+
 @pytest.fixture
 def hypic(_hypic: Engine) -> Iterator[Engine]:
     """The shared engine with the plugin, its caches empty; afterwards nothing may be held."""
-    _hypic.reset()
-    yield _hypic
-    left = _hypic.call(audit)
-    assert left.clean, f"the test left something behind: {left}"
+    yield from _lent(_hypic)
 
 
 @pytest.fixture

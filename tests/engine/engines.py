@@ -40,7 +40,6 @@ _context.set_forkserver_preload(
         "vllm.v1.worker.cpu_model_runner",
         "vllm.v1.engine.llm_engine",
         "vllm.model_executor.models.qwen3_5",
-        "torch._inductor.compile_fx",
     ]
 )
 
@@ -104,6 +103,7 @@ class Engine:
 
     ``hypic=False``: stock vLLM (the plugin is installed, as it is for every user, but not chosen).
     ``options`` are the plugin's own, ``engine_args`` vLLM's, ``env`` goes into the process.
+    ``overlap=True`` switches asynchronous scheduling on, which vLLM turns off for CPUs.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Engine:
         hypic: bool = True,
         options: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
+        overlap: bool = False,
         **engine_args: Any,
     ) -> None:
         self.log = log
@@ -137,11 +138,17 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
+            # The sampler's count of better tokens is compiled for every new shape: seconds each.
+            "TORCHDYNAMO_DISABLE": "1",
+            # One unbound thread: these models gain nothing from more, and threads bound to cores that
+            # something else uses wait for each other.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             **(env or {}),
         }
         self._host = _Host(log)
         try:
-            self._host.run(_start, (environment, args), CALL_TIMEOUT)
+            self._host.run(_start, (environment, args, overlap), CALL_TIMEOUT)
         except BaseException:
             self.close()
             raise
@@ -226,6 +233,11 @@ def answer_of(output: Any) -> Answer:
     )
 
 
+def metrics(llm: Any) -> dict[str, float]:
+    """Counters and gauges by name; needs ``disable_log_stats=False``."""
+    return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+
+
 def scheduler_of(llm: Any) -> Any:
     """The engine core's scheduler; on a hypic engine its ``.hypic`` is the plugin's ``SchedulerSide``."""
     return llm.llm_engine.engine_core.engine_core.scheduler
@@ -236,6 +248,22 @@ def worker_of(llm: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group().worker
+
+
+def pool_unit_bytes(llm: Any) -> tuple[int, int]:
+    """Bytes of one page and of one state slot of a hypic engine's pool."""
+    geometry = scheduler_of(llm).hypic.geometry
+    return geometry.page_bytes, geometry.slot_bytes
+
+
+def drain(llm: Any, steps: int = 2000) -> None:
+    """Step until the engine core has no request left; ``LLM`` itself looks at clients' requests only."""
+    scheduler = scheduler_of(llm)
+    for _ in range(steps):
+        if not scheduler.get_num_unfinished_requests():
+            return
+        llm.llm_engine.step()
+    raise RuntimeError(f"requests left after {steps} steps: {list(scheduler.requests)}")
 
 
 @dataclass(frozen=True)
@@ -263,8 +291,9 @@ def audit(llm: Any) -> Audit:
     """Check the pool's books and count what is still held.
 
     The worker hears that requests are over with the next step's metadata, so a plain request runs
-    first. Raises ``RuntimeError`` when the directory's books are wrong.
+    first, after whatever was under way. Raises ``RuntimeError`` when the directory's books are wrong.
     """
+    drain(llm)
     generate(llm, [Ask((FIRST_WORD, LAST_WORD), max_tokens=1)])
     scheduler, worker = scheduler_of(llm), worker_of(llm)
     side = scheduler.hypic
@@ -287,12 +316,33 @@ def audit(llm: Any) -> Audit:
 _engine: Any = None
 
 
-def _start(environment: dict[str, str], args: dict[str, Any]) -> None:
+def _start(environment: dict[str, str], args: dict[str, Any], overlap: bool) -> None:
     global _engine
     os.environ.update(environment)
+    import torch
     from vllm import LLM
 
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if overlap:
+        _keep_async_scheduling()
     _engine = LLM(**args)
+
+
+def _keep_async_scheduling() -> None:
+    """Undo the CPU platform's ``async_scheduling = False`` in this process.
+
+    There it gains nothing, but nothing stands in its way either: the engine core's batch queue and
+    vLLM's model runner work as they do on a GPU.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        stock(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _beside(function: Callable[..., T], args: tuple[Any, ...]) -> T:
