@@ -13,13 +13,14 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from .connector.build import config_of
 from .connector.connector import HypicConnector
 from .connector.metadata import HypicMetadata
 from .connector.worker_side import WorkerSide, logical_positions
+from .patches import cpu_one_token_conv
+from .patches.cpu_seeded_chunks import SeededChunks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.hypic.worker")
 
 
-class HypicCPUModelRunner(CPUModelRunner):
+class HypicCPUModelRunner(SeededChunks):
     """vLLM's CPU model runner with logical positions."""
 
     def initialize_kv_cache(
@@ -87,6 +88,7 @@ class HypicCPUWorker(CPUWorker):
 
         register_gdn()
         register_rope_taps()
+        cpu_one_token_conv.apply()
         stock = cpu_worker.CPUModelRunner
         # init_device names the class as a module global; restored at once.
         cpu_worker.CPUModelRunner = HypicCPUModelRunner
