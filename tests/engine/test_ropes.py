@@ -1,0 +1,223 @@
+"""Every rotary embedding, exactly.
+
+In a model of one layer K and V depend on token embeddings alone, so composing cached segments gives what
+a full recompute gives, by any link method: the same engine's ordinary request is the yardstick, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from oracle import random_segments
+
+from . import tiny_models
+from .conftest import EngineFactory
+from .engines import Ask, Engine, EngineError, metrics, prompt, run_apart
+
+BOUND = 1e-3
+"""On logprobs of the whole vocabulary; measured: below 3e-5."""
+
+LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
+COMPOSED = prompt(FIRST, SECOND, THIRD, lead=LEAD, query=QUERY)
+METHODS: list[dict[str, Any]] = [{}, {"hypic_link": "block"}, {"hypic_link": "epic-8"}]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """An architecture with the rotary embedding that vLLM should build and we should link."""
+
+    name: str
+    model: str
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def rope(rope_type: str = "default", **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **fields}}
+
+
+ROPES = [
+    Rope("default", "Qwen3", "RotaryEmbedding", rope()),
+    Rope("linear", "Llama", "LinearScalingRotaryEmbedding", rope("linear", factor=3.0)),
+    Rope(
+        "dynamic-ntk",
+        "Llama",
+        "DynamicNTKScalingRotaryEmbedding",
+        rope("dynamic", factor=3.0, max_trained_positions=512),
+    ),
+    Rope(
+        "llama3",
+        "Llama",
+        "Llama3RotaryEmbedding",
+        rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=512,
+        ),
+    ),
+    # Its table is scaled by mscale 1.14, so K is too: rotating twice would scale twice.
+    Rope(
+        "yarn",
+        "Qwen3",
+        "YaRNScalingRotaryEmbedding",
+        rope("yarn", factor=4.0, original_max_position_embeddings=1024),
+    ),
+    Rope("partial", "StableLm", "RotaryEmbedding", rope(partial_rotary_factor=0.25) | {"head_dim": None}),
+    Rope("interleaved", "Cohere", "RotaryEmbedding", rope() | {"logit_scale": 1.0}),
+    Rope("interleaved-partial", "Glm4", "RotaryEmbedding", rope(partial_rotary_factor=0.5)),
+    Rope("nope", "Granite", "NoPE", rope() | {"layer_rope_theta": [0], "attention_multiplier": 0.125}),
+]
+
+
+@pytest.fixture(scope="module", params=ROPES, ids=str)
+def engine(
+    request: pytest.FixtureRequest,
+    module_engine: EngineFactory,
+    tmp_path_factory: pytest.TempPathFactory,
+    engine_logs: Path,
+) -> Any:
+    chosen: Rope = request.param
+    path = tmp_path_factory.mktemp(chosen.name)
+    fields = {"num_hidden_layers": 1} | chosen.fields
+    run_apart(tiny_models.save, path, chosen.model, fields, log=engine_logs / "models.log")
+    with module_engine(path, dtype="float32", max_logprobs=-1, disable_log_stats=False) as started:
+        yield started, chosen
+
+
+def first_token(engine: Engine, ask: Ask) -> torch.Tensor:
+    """Logprobs of the whole vocabulary."""
+    (answer,) = engine.ask(replace(ask, max_tokens=1, sampling={"logprobs": -1}))
+    return torch.tensor([answer.first[i] for i in range(512)])
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+# -- beside the engine -------------------------------------------------------------------------------
+
+
+def attention_impls(llm: Any) -> dict[str, Any]:
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
+
+
+def linked(llm: Any) -> list[tuple[str, bool, tuple[int, ...]]]:
+    """Rope class, neox style and table shape of every attention layer."""
+    found = []
+    for impl in attention_impls(llm).values():
+        table = impl.link.table()
+        kind = "NoPE" if table is None else type(impl.link.rope).__name__.removeprefix("Hypic")
+        found.append((kind, impl.link.neox, () if table is None else tuple(table.shape)))
+    return found
+
+
+def plant(llm: Any, change: Callable[[torch.Tensor, bool], tuple[torch.Tensor, bool]]) -> None:
+    """Give the readers of public K another table or style."""
+    for impl in attention_impls(llm).values():
+        table, neox = change(impl.link.table(), impl.link.neox)
+        wrong = SimpleNamespace(cos_sin_cache=table.contiguous(), is_neox_style=neox)
+        impl.hypic_right = impl.link
+        impl.link = replace(impl.link, rope=wrong)
+
+
+def restore(llm: Any) -> None:
+    for impl in attention_impls(llm).values():
+        impl.link = impl.hypic_right
+
+
+def one_position_late(table: torch.Tensor, neox: bool) -> tuple[torch.Tensor, bool]:
+    return table.roll(1, 0), neox
+
+
+def other_style(table: torch.Tensor, neox: bool) -> tuple[torch.Tensor, bool]:
+    return table, not neox
+
+
+def unscaled(table: torch.Tensor, neox: bool) -> tuple[torch.Tensor, bool]:
+    cos, sin = table.chunk(2, -1)
+    return table / (cos**2 + sin**2).sqrt().repeat(1, 2), neox
+
+
+# -- tests -------------------------------------------------------------------------------------------
+
+
+def test_composed_is_full_recompute(engine: tuple[Engine, Rope]) -> None:
+    running, _ = engine
+    plain = first_token(running, Ask(COMPOSED).plain())
+    for extra in METHODS:
+        found = largest(first_token(running, Ask(COMPOSED, extra=extra)), plain)
+        assert found <= BOUND, f"{extra or 'hypic'}: {found:.1e}"
+    assert running.call(reused) > 0, "nothing came from the pool"
+
+
+def reused(llm: Any) -> float:
+    return metrics(llm)["vllm:hypic_tokens_reused"]
+
+
+def test_link(engine: tuple[Engine, Rope]) -> None:
+    running, chosen = engine
+    ((kind, neox, shape),) = running.call(linked)
+    assert kind == chosen.kind
+    assert neox == (not chosen.name.startswith("interleaved"))
+    size = 64 if chosen.model != "StableLm" else 32
+    factor = chosen.fields["rope_parameters"].get("partial_rotary_factor", 1.0)
+    assert shape == () if kind == "NoPE" else shape[1] == size * factor
+
+
+def test_planted_faults_are_seen(engine: tuple[Engine, Rope]) -> None:
+    """Were K rotated by a wrong table, the bound would be broken by a factor of ten at least."""
+    running, chosen = engine
+    if chosen.kind == "NoPE":
+        pytest.skip("nothing rotates")
+    plain = first_token(running, Ask(COMPOSED).plain())
+    faults = [one_position_late, other_style]
+    if chosen.name == "yarn":
+        faults.append(unscaled)
+    for fault in faults:
+        running.call(plant, fault)
+        try:
+            found = largest(first_token(running, Ask(COMPOSED, extra={"hypic_link": "block"})), plain)
+        finally:
+            running.call(restore)
+        assert found > 10 * BOUND, f"{fault.__name__}: {found:.1e}"
+
+
+REFUSED = [
+    Rope(
+        "longrope",
+        "Phi3",
+        "rotates K by a rotary embedding that the plugin cannot tap",
+        rope(
+            "longrope",
+            short_factor=[1.0] * 32,
+            long_factor=[2.0] * 32,
+            original_max_position_embeddings=2048,
+            partial_rotary_factor=1.0,
+        )
+        | {"original_max_position_embeddings": 2048, "head_dim": 64, "hidden_size": 256},
+    ),
+    # vLLM runs it by transformers' own code, whose rotation is not a layer of vLLM.
+    Rope("transformers", "SmolLM3", "rotates K by a rotary embedding that the plugin cannot tap"),
+]
+
+
+@pytest.mark.parametrize("chosen", REFUSED, ids=str)
+def test_refused(chosen: Rope, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
+    fields = {"num_hidden_layers": 1} | chosen.fields
+    run_apart(tiny_models.save, tmp_path, chosen.model, fields, log=engine_logs / "models.log")
+    with pytest.raises(EngineError) as error:
+        start_engine(tmp_path)
+    assert error.value.kind == "Unsupported", error.value
+    assert f"layers.0.self_attn.attn {chosen.kind}" in str(error.value)

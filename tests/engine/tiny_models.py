@@ -1,0 +1,54 @@
+"""Random checkpoints of further architectures, small enough to start in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_hypic.bench import random_models
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "tie_word_embeddings": False,
+}
+
+
+def save(
+    path: Path,
+    name: str,
+    fields: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    norm_center: float = 1.0,
+) -> Path:
+    """Save a random model of transformers' ``<name>Config`` with ``fields`` beside :data:`SMALL`.
+
+    ``norm_center``: the weight at which an RMSNorm of this architecture only normalises.
+    """
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**(SMALL | fields))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(0)
+    random_models._randomise(model, rng, norm_center)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith("bias"):
+                weight.normal_(0, 0.2, generator=rng)
+            elif weight.dim() == 3 and "conv" not in key:  # experts: [experts, out, in]
+                weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
+    path.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(path)
+    random_models._save_tokenizer(path, 512)
+    return path
