@@ -1,0 +1,201 @@
+"""Segment requests: computed once, shared, chunked, evicted, recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle.models import random_segments
+
+from .engines import Ask, Engine, answer_of, drain, prompt, sampling_params, scheduler_of, worker_of
+from .test_turns import distance
+
+A, B, C, D = random_segments([200, 300, 250, 280], seed=31)
+(QUERY,) = random_segments([40], seed=32)
+(LONG,) = random_segments([700], seed=33)
+(HUGE,) = random_segments([1000], seed=34)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The scheduler side's books: records from the least to the most recently used."""
+
+    keys: list[str]
+    used_pages: int
+    jobs: int
+    """Segment requests started since the engine began."""
+
+
+def pool(llm: Any) -> Pool:
+    side = scheduler_of(llm).hypic
+    directory = side.directory
+    directory.check_integrity()
+    return Pool(list(directory._entries), directory.total_pages - directory.free_pages, side._jobs)
+
+
+def records(llm: Any) -> dict[str, dict[str, np.ndarray]]:
+    """Every resident record's tensors, float32, as they stand in the pool."""
+    side, device = scheduler_of(llm).hypic, worker_of(llm).runtime.pool
+    found = {}
+    for key, entry in side.directory._entries.items():
+        rows = side._column_slots(entry)
+        tensors = {}
+        for layer, kv in device.kv.items():
+            tensors[f"{layer} K"] = kv.key[rows].float().numpy()
+            tensors[f"{layer} V"] = kv.value[rows].float().numpy()
+        for layer, linear in device.linear.items():
+            tensors[f"{layer} T"] = linear.transition[entry.slot].float().numpy()
+            tensors[f"{layer} S"] = linear.state[entry.slot].float().numpy()
+            tensors[f"{layer} conv"] = linear.conv_tail[entry.slot].float().numpy()
+        found[key] = tensors
+    return found
+
+
+def composed(*segments: list[int], lead: list[int] | None = None, **changes: Any) -> Ask:
+    return Ask(prompt(*segments, query=QUERY, lead=lead or []), **changes)
+
+
+def test_concurrent_requests_compute_each_segment_once_and_share_its_pages(hypic: Engine) -> None:
+    asks = [composed(A, B, C), composed(C, A, B), composed(B, C), composed(A, A, B)]
+    start = hypic.call(pool)
+    answers = hypic.ask(*asks)
+    end = hypic.call(pool)
+    assert end.jobs - start.jobs == 3, "three documents, whatever the number of requests"
+    assert len(end.keys) == 3
+    pages = sum(-(-(len(x) - 16) // 32) for x in (A, B, C))
+    assert end.used_pages == pages, f"{end.used_pages} pages hold three records of {pages} pages"
+    assert [a.cached for a in answers[:1]] == [0], "the first had everything computed"
+    warm = hypic.ask_one_by_one(*asks)
+    assert hypic.call(pool).jobs == end.jobs
+    for one, other in zip(answers, warm, strict=True):
+        assert distance(one, other) <= 0.3
+
+
+def test_samples_of_one_request_share_its_records(hypic: Engine) -> None:
+    start = hypic.call(pool)
+    (answer,) = hypic.ask(composed(A, B, sampling={"n": 3, "temperature": 1.0}))
+    end = hypic.call(pool)
+    assert end.jobs - start.jobs == 2 and len(answer.samples) == 3
+    assert answer.logprobs[0][0] == answer.logprobs[1][0] == answer.logprobs[2][0]
+
+
+@pytest.mark.parametrize("where", ["leading", "interior"])
+def test_chunked_segments_have_the_records_of_whole_ones(hypic: Engine, tight: Engine, where: str) -> None:
+    """``tight`` prefills 256 tokens at a time, ``hypic`` the whole segment."""
+    ask = composed(LONG) if where == "interior" else composed(A, lead=LONG)
+    (whole,), (chunked,) = hypic.ask(ask), tight.ask(ask)
+    one, other = hypic.call(records), tight.call(records)
+    assert one.keys() == other.keys() and one
+    for key in one:
+        for name, expected in one[key].items():
+            if where == "leading" and name.endswith(" T"):
+                continue  # a leading record has none
+            error = np.linalg.norm(other[key][name] - expected) / np.linalg.norm(expected)
+            assert error < 2e-2, f"{name} of {key[:8]}: relative error {error}"
+    assert distance(whole, chunked) < 0.2
+
+
+def test_segment_longer_than_the_pool_is_computed_in_the_stream(tight: Engine, hypic: Engine) -> None:
+    """Its tokens are exact then: nothing is cached, and a prompt of it alone is an ordinary prompt."""
+    start = tight.call(pool)
+    answer, plain = tight.ask_one_by_one(composed(HUGE), composed(HUGE).plain())
+    assert tight.call(pool).jobs == start.jobs
+    assert answer == plain
+    # Beside it, segments that fit are cached as usual.
+    tight.ask(composed(HUGE, A))
+    assert tight.call(pool).jobs == start.jobs + 1
+
+
+def test_more_segments_than_the_pool_holds(tight: Engine) -> None:
+    """The first three come from records, the fourth is computed in the stream: the request never waits."""
+    start = tight.call(pool)
+    (cold,) = tight.ask(composed(A, B, C, D))
+    (warm,) = tight.ask(composed(A, B, C, D))
+    assert tight.call(pool).jobs == start.jobs + 3
+    assert warm.cached == sum(len(x) - 16 for x in (A, B, C))
+    assert cold.logprobs == warm.logprobs
+
+
+def test_least_recently_used_records_go_first_and_come_back_bit_by_bit(tight: Engine) -> None:
+    tight.ask_one_by_one(composed(A), composed(B), composed(C))
+    a, b, c = tight.call(pool).keys
+    first = tight.call(records)
+    tight.ask_one_by_one(composed(A), composed(D))
+    kept = tight.call(pool)
+    assert b not in kept.keys and kept.keys[:2] == [c, a], "B was the least recently used"
+    tight.ask_one_by_one(composed(B))
+    again = tight.call(pool)
+    assert c not in again.keys and again.jobs == kept.jobs + 1
+    for name, tensor in tight.call(records)[b].items():
+        assert np.array_equal(tensor, first[b][name]), f"{name} changed when B was computed again"
+
+
+def test_reset_empties_the_pool(hypic: Engine) -> None:
+    hypic.ask(composed(A, B))
+    assert hypic.call(pool).used_pages
+    hypic.reset()
+    assert hypic.call(pool).keys == [] and hypic.call(pool).used_pages == 0
+
+
+def kill_segment(llm: Any, ask: Ask, times: int) -> tuple[Any, int]:
+    """Start ``ask``; end its segment request in mid-prefill, ``times`` times; returns (answer, kills)."""
+    from vllm.v1.request import RequestStatus
+
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    engine.add_request("killed", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+    kills, answer = 0, None
+    for _ in range(300):
+        for output in engine.step():
+            if output.finished:
+                answer = answer_of(output)
+        if answer is not None:
+            break
+        under_way = [r for r in scheduler.running if scheduler.hypic.is_internal(r.request_id)]
+        if under_way and kills < times and under_way[0].num_computed_tokens:
+            scheduler.finish_requests(under_way[0].request_id, RequestStatus.FINISHED_ABORTED)
+            kills += 1
+    drain(llm)
+    return answer, kills
+
+
+def test_killed_segment_request_is_started_again(tight: Engine) -> None:
+    ask = composed(LONG)
+    (expected,) = tight.ask(ask)
+    tight.reset()
+    start = tight.call(pool)
+    answer, kills = tight.call(kill_segment, ask, 2, timeout=60.0)
+    assert kills == 2
+    assert answer is not None, "the request still waits for its segment"
+    assert tight.call(pool).jobs == start.jobs + 3
+    assert answer.logprobs == expected.logprobs
+
+
+def start_and_reset(llm: Any, ask: Ask) -> tuple[bool, Any]:
+    """Reset the pool while a request holds records; returns (whether it became empty, its answer)."""
+    engine = llm.llm_engine
+    engine.add_request("held", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+    for _ in range(3):
+        engine.step()
+    emptied = scheduler_of(llm).hypic.reset()
+    answer = None
+    while answer is None:
+        answer = next((answer_of(o) for o in engine.step() if o.finished), None)
+    return emptied, answer
+
+
+def test_reset_leaves_records_that_requests_hold(hypic: Engine) -> None:
+    ask = composed(A, B)
+    (expected,) = hypic.ask(ask)
+    emptied, answer = hypic.call(start_and_reset, ask)
+    assert not emptied
+    assert answer.logprobs == expected.logprobs
+
+
+def test_warm_up_prompt_computes_records_and_generates_nothing(hypic: Engine) -> None:
+    (warm,) = hypic.ask(Ask((*prompt(A, query=[]), *prompt(B, query=[]))))
+    assert warm.tokens == () and warm.reasons == ("stop",)
+    assert len(hypic.call(pool).keys) == 2
+    (answer,) = hypic.ask(composed(B, A))
+    assert answer.cached == len(A) + len(B) - 32

@@ -1,0 +1,149 @@
+"""Later turns reuse the stream through vLLM's prefix cache; nothing crosses tenants or exactness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oracle.models import random_segments
+
+from .engines import Answer, Ask, Engine, prompt, scheduler_of
+
+BLOCK = 256
+"""Tokens in a block of vLLM's KV cache on these models; states are kept at block boundaries."""
+
+KERNEL_NOISE = 0.15
+"""Nats between two kernels of the same thing. A chunk with compose points runs through the plugin's
+delta rule (float32), a chunk after a reused block through stock's: with and without the prefix cache the
+same tokens meet different kernels, even where stock's own answers agree bit by bit."""
+
+LEAD, ONE, TWO, QUESTION, MORE = random_segments([90, 150, 200, 700, 60], seed=21)
+RECORDED = len(LEAD) + len(ONE) - 16 + len(TWO) - 16
+"""Tokens of the documents that come from records."""
+
+
+def first_turn(**changes: Any) -> Ask:
+    return Ask(prompt(ONE, TWO, query=QUESTION, lead=LEAD), **({"max_tokens": 24} | changes))
+
+
+def second_turn(first: Answer, **changes: Any) -> Ask:
+    query = [*QUESTION, *first.tokens, *MORE]
+    return Ask(prompt(ONE, TWO, query=query, lead=LEAD), **({"max_tokens": 24} | changes))
+
+
+def distance(one: Answer, other: Answer) -> float:
+    """Largest difference of logprobs over the tokens that both report, first token."""
+    return max(abs(one.first[t] - other.first[t]) for t in one.first.keys() & other.first.keys())
+
+
+def first_difference(one: Answer, other: Answer) -> float | None:
+    """Where the answers part: how far apart the two tokens are in either run.  ``None``: they never do.
+
+    A random model has near ties, so equal arithmetic up to rounding does not mean equal tokens.
+    """
+    for a, b, p, q in zip(one.tokens, other.tokens, one.logprobs[0], other.logprobs[0], strict=True):
+        if a != b:
+            return max(p[a] - p.get(b, -99.0), q[b] - q.get(a, -99.0))
+    return None
+
+
+def forget_streams(llm: Any) -> None:
+    """Empty vLLM's prefix cache; records stay."""
+    assert llm.reset_prefix_cache()
+    assert len(scheduler_of(llm).hypic.directory)
+
+
+def record_keys(llm: Any) -> set[str]:
+    return set(scheduler_of(llm).hypic.directory._entries)
+
+
+def stream_of(llm: Any, ask: Ask) -> tuple[int, ...]:
+    """The tokens that vLLM computes for a composed request."""
+    from vllm_hypic.connector.scheduler_side import Ask as Planned
+
+    plan = scheduler_of(llm).hypic.plan(Planned("-", list(ask.tokens), None, ask.salt, None))
+    return tuple(plan.stream)
+
+
+def test_second_turn_reuses_the_stream_of_the_first(hypic: Engine, stock: Engine) -> None:
+    (first,) = hypic.ask(first_turn())
+    (reused,) = hypic.ask(second_turn(first))
+    hypic.call(forget_streams)
+    (fresh,) = hypic.ask(second_turn(first))
+
+    assert first.cached == 0
+    assert fresh.cached == RECORDED
+    # Whole blocks of turn 1's stream: seams, question, and the answer but for its last token.
+    blocks = (4 * 8 + len(QUESTION) + 23) // BLOCK
+    assert blocks == 2 and reused.cached == RECORDED + blocks * BLOCK, reused.cached
+
+    # The yardstick: ordinary requests of the same lengths, so of the same steps, on stock vLLM.
+    stream = hypic.call(stream_of, first_turn())
+    (plain,) = stock.ask(Ask(stream, max_tokens=24))
+    longer = Ask((*stream, *plain.tokens, *MORE), max_tokens=24)
+    (stock_reused,) = stock.ask(longer)
+    stock.reset()
+    (stock_fresh,) = stock.ask(longer)
+    assert stock_reused.cached == blocks * BLOCK
+    ours, theirs = distance(reused, fresh), distance(stock_reused, stock_fresh)
+    numbers = f"logprobs with and without prefix cache: ours differ by {ours}, stock's by {theirs}"
+    print(numbers)
+    assert ours <= 1.5 * theirs + KERNEL_NOISE, numbers
+    tie = first_difference(reused, fresh)
+    assert tie is None or tie <= 2 * KERNEL_NOISE, f"another token, though {tie} nats apart; {numbers}"
+
+
+def test_another_order_of_documents_has_another_stream(hypic: Engine) -> None:
+    hypic.ask(first_turn())
+    (answer,) = hypic.ask(Ask(prompt(TWO, ONE, query=QUESTION, lead=LEAD)))
+    assert answer.cached == RECORDED, "records are reused, the stream is not"
+
+
+def test_tenants_share_neither_records_nor_streams(hypic: Engine) -> None:
+    (open_answer,) = hypic.ask(first_turn())
+    keys = hypic.call(record_keys)
+    found = []
+    for salt in ("tenant-a", "tenant-b"):
+        (cold,) = hypic.ask(first_turn(salt=salt))
+        assert cold.cached == 0, f"{salt} read {cold.cached} tokens that others had computed"
+        new = hypic.call(record_keys) - keys
+        assert len(new) == 3, f"{salt} has {len(new)} records of its own, expected 3"
+        keys |= new
+        (warm,) = hypic.ask(first_turn(salt=salt))
+        assert warm.cached >= RECORDED + 2 * BLOCK, "a tenant finds its own records and stream"
+        found.append(cold)
+    # Only identity differs, not the arithmetic.
+    assert found[0].logprobs == found[1].logprobs == open_answer.logprobs
+
+
+def test_approximate_streams_and_exact_prompts_never_meet(hypic: Engine) -> None:
+    """A prompt that happens to be the stream of a composed request has other positions and states."""
+    ask = first_turn()
+    stream = Ask(hypic.call(stream_of, ask))
+    assert len(stream.tokens) > 2 * BLOCK
+
+    hypic.ask(ask)
+    (after,) = hypic.ask(stream)
+    assert after.cached == 0, "an ordinary request read a composed request's KV"
+    (again,) = hypic.ask(stream)
+    assert again.cached == 2 * BLOCK
+
+    hypic.reset()
+    hypic.ask(stream)
+    (composed,) = hypic.ask(ask)
+    assert composed.cached == 0, "a composed request read an ordinary request's KV"
+
+
+def test_link_methods_with_equal_streams_do_not_share_them(hypic: Engine) -> None:
+    """``naive`` reads the same records as ``hypic`` and computes the same tokens, but other states."""
+    hypic.ask(first_turn())
+    (naive,) = hypic.ask(first_turn(extra={"hypic_link": "naive"}))
+    assert naive.cached == RECORDED, "records are shared, the stream must not be"
+
+
+def test_opting_out_shares_the_ordinary_prefix_cache(hypic: Engine) -> None:
+    """``full`` computes everything exactly: the same KV as the prompt without separators."""
+    (plain,) = hypic.ask(first_turn().plain())
+    (full,) = hypic.ask(first_turn(extra={"hypic_link": "full"}))
+    length = len(first_turn().plain().tokens)
+    assert full.cached == length // BLOCK * BLOCK
+    assert full.tokens == plain.tokens
