@@ -1,0 +1,139 @@
+"""One server for all tests of this folder; each test has documents of its own, so cold means cold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_hypic.connector.stats import COUNTERS, GAUGES
+from vllm_hypic.demo import EXAMPLE, make_tasks
+from vllm_hypic.primitives.builder import build_messages, build_prompt
+from vllm_hypic.serving import Server
+
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+MAX_MODEL_LEN = 20480
+POOL_SEGMENTS = 48
+DOCUMENTS, DOCUMENT_TOKENS, SEAM = 8, 96, 8
+REUSED = DOCUMENTS * (DOCUMENT_TOKENS - 2 * SEAM)
+"""Tokens of one question's documents that come from records when they are warm."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of the demo model over eight documents."""
+
+    system: str
+    documents: tuple[str, ...]
+    question: str
+    answer: str
+
+    def prompt(self, order: Sequence[int] | None = None) -> str:
+        documents = self.documents if order is None else [self.documents[i] for i in order]
+        return build_prompt(system=f"<bos> <sys> {self.system}", segments=documents, query=self.question)
+
+    def plain(self) -> str:
+        return " ".join([f"<bos> <sys> {self.system}", *self.documents, self.question])
+
+    def messages(self) -> list[dict[str, str]]:
+        return build_messages(system=self.system, documents=self.documents, question=self.question)
+
+
+class Client:
+    """Requests to the shared server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def post(self, body: Mapping[str, Any], path: str = "/v1/completions") -> httpx.Response:
+        defaults = {"max_tokens": 8, "temperature": 0}
+        return httpx.post(self.server.url + path, json={**defaults, **body}, timeout=300)
+
+    def complete(self, prompt: str | list[int], **body: Any) -> dict[str, Any]:
+        return self.post({"prompt": prompt, **body}).raise_for_status().json()
+
+    def chat(self, messages: list[dict[str, str]], **body: Any) -> dict[str, Any]:
+        body = {"messages": messages, **body}
+        return self.post(body, "/v1/chat/completions").raise_for_status().json()
+
+    def token_ids(self, prompt: str) -> list[int]:
+        response = httpx.post(f"{self.server.url}/tokenize", json={"prompt": prompt}, timeout=60)
+        return response.raise_for_status().json()["tokens"]
+
+    def counts(self) -> dict[str, float]:
+        """``vllm:hypic_*`` by the names of ``connector/stats.py``."""
+        found = self.server.metrics()
+        counters = {name: found[f"vllm:hypic_{name}_total"] for name in COUNTERS}
+        return counters | {name: found[f"vllm:hypic_{name}"] for name in GAUGES}
+
+    def idle(self) -> dict[str, float]:
+        """Metrics once nothing runs and nothing is held."""
+        return self.server.wait_for_metrics(
+            lambda m: (
+                not (m["vllm:hypic_pinned"] or m["vllm:hypic_waiting"] or m["vllm:num_requests_running"])
+            )
+        )
+
+
+def text(answer: Mapping[str, Any]) -> str:
+    """Text of the only choice, without the blank before its first word."""
+    [choice] = answer["choices"]
+    return (choice["text"] if "text" in choice else choice["message"]["content"]).strip()
+
+
+def cached(answer: Mapping[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture(scope="session")
+def question() -> Callable[[int], Question]:
+    def make(seed: int) -> Question:
+        [task] = make_tasks(seed, 1, DOCUMENTS, DOCUMENT_TOKENS)
+        return Question(task.system, task.documents, task.question, task.answer)
+
+    return make
+
+
+@pytest.fixture(scope="package")
+def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    # Room for 48 segments of 96 tokens, so that 500 do not fit. A segment's states take 295,424 bytes
+    # and a token's K and V 512.
+    pool = POOL_SEGMENTS * (3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512)
+    options = {"pool_bytes": pool, "expected_segment_tokens": DOCUMENT_TOKENS}
+    with Server(
+        EXAMPLE / "model",
+        *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": options})),
+        *("--chat-template", str(EXAMPLE / "chat_template.jinja"), "--enforce-eager"),
+        *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", "256M"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "2048"),
+        env=ENV,
+        log=tmp_path_factory.mktemp("server") / "server.log",
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def server(_server: Server) -> Iterator[Server]:
+    """The shared server; after each test it must still answer and hold nothing."""
+    yield _server
+    assert httpx.get(f"{_server.url}/health", timeout=30).status_code == 200
+    Client(_server).idle()
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    return Client(server)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test here that starts a server is an engine test."""
+    here = Path(__file__).parent
+    for item in items:
+        uses = set(getattr(item, "fixturenames", ()))
+        if here in item.path.parents and uses & {"_server", "byte_server"}:
+            item.add_marker(pytest.mark.engine)

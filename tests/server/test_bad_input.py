@@ -1,0 +1,121 @@
+"""Each bad input gets a clear error or the documented result, and the server goes on serving.
+
+The ``server`` fixture checks after every test that it answers and that nothing is held.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import DOCUMENT_TOKENS, MAX_MODEL_LEN, POOL_SEGMENTS, REUSED, SEAM, cached, text
+
+SEP, PAD, PDEP = "<|hypic_sep|>", "<|hypic_pad|>", "<|hypic_pdep|>"
+SEGMENT = " ".join(f"w{i * i % 96}" for i in range(DOCUMENT_TOKENS))
+REFUSALS = {
+    "unknown link method": (
+        {"vllm_xargs": {"hypic_link": "magic"}},
+        "hypic_link='magic': expected one of hypic",
+    ),
+    "link method that is no text": ({"vllm_xargs": {"hypic_link": 7}}, "hypic_link=7: expected one of"),
+    "method the model cannot honour": (
+        {"vllm_xargs": {"hypic_link": "prompt-cache"}},
+        "no rule for recurrent",
+    ),
+    "absurd epic": ({"vllm_xargs": {"hypic_link": "epic-99999"}}, "expected k <= 1024"),
+    "negative seam": ({"vllm_xargs": {"hypic_seam_tokens": -1}}, "hypic_seam_tokens=-1: expected 0 <= w"),
+    "absurd seam": (
+        {"vllm_xargs": {"hypic_seam_tokens": 10**6}},
+        "hypic_seam_tokens=1000000: expected 0 <= w",
+    ),
+    "seam that is no integer": ({"vllm_xargs": {"hypic_seam_tokens": "w"}}, "expected an integer"),
+    "unknown option": ({"vllm_xargs": {"hypic_seem": 4}}, "unknown request option 'hypic_seem'"),
+    "only separators": ({"prompt": SEP * 3}, "no tokens besides separators"),
+    "only padding": ({"prompt": PAD + SEP + PAD}, "no tokens besides separators"),
+    "prompt_logprobs": ({"prompt_logprobs": 1}, "prompt_logprobs (or echo with logprobs) are not supported"),
+    "echo with logprobs": ({"echo": True, "logprobs": 1}, "prompt_logprobs (or echo with logprobs)"),
+    "repetition penalty": ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 needs every prompt token"),
+    "too long": ({"prompt": SEP.join(["w1 " * 20000, "w2 " * 500, "w3"])}, "maximum context length is 20480"),
+    "too long by padding": ({"prompt": "w1" + PAD * 20500 + SEP + "w2"}, "maximum context length is 20480"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_with_a_reason(client, case):
+    change, reason = REFUSALS[case]
+    response = client.post({"prompt": SEGMENT + SEP + "w1", **change})
+    assert response.status_code == 400, response.text
+    assert reason in response.json()["error"]["message"]
+
+
+def test_refused_in_chat_and_in_streams(client):
+    messages = [{"role": "user", "content": SEP + SEGMENT + SEP + "w1"}]
+    bad = {"vllm_xargs": {"hypic_link": "magic"}}
+    for body in ({**bad}, {**bad, "stream": True}):
+        response = client.post({"messages": messages, **body}, "/v1/chat/completions")
+        assert "hypic_link='magic'" in response.text
+        assert response.status_code == 400 or body.get("stream")
+
+
+def test_bad_options_are_refused_without_separators_too(client):
+    assert client.post({"prompt": "w1", "vllm_xargs": {"hypic_link": "magic"}}).status_code == 400
+
+
+def test_empty_segments_change_nothing(client, question):
+    q = question(200)
+    assert text(client.complete(q.prompt())) == q.answer
+    spaced = client.complete(q.prompt().replace(SEP, SEP * 3))
+    assert text(spaced) == q.answer and cached(spaced) == REUSED
+
+
+@pytest.mark.parametrize(
+    "prompt", ["w1", SEP + "w1", SEGMENT + SEP + "w1", f"w1{SEP}w2{SEP}w3", SEP + PDEP + "w1"]
+)
+def test_prompts_and_segments_of_one_token(client, prompt):
+    for _ in range(2):
+        assert client.complete(prompt)["usage"]["completion_tokens"] > 0
+
+
+def test_the_same_document_twice(client):
+    prompt = SEP.join(["<bos> <sys> w3 .", SEGMENT, SEGMENT, "w1 w2"])
+    client.complete(prompt)
+    assert cached(client.complete(prompt)) == 2 * (DOCUMENT_TOKENS - 2 * SEAM)
+
+
+def test_500_short_segments_are_computed_in_the_stream(client):
+    answer = client.complete(SEP.join(["<bos>", *["w1 w2 w3"] * 500, "w4"]))
+    assert answer["usage"]["completion_tokens"] > 0 and cached(answer) == 0
+
+
+def test_500_segments_that_do_not_all_fit_the_pool(client):
+    """Those that fit are cached, the rest is computed in the stream; nothing waits for ever."""
+    segments = [" ".join(f"w{(i * k + k * k) % 96}" for k in range(31)) for i in range(500)]
+    prompt = SEP.join(["<bos>", *[f"{s} val{i % 128}" for i, s in enumerate(segments)], "w4"])
+    options = {"hypic_link": "block"}  # no seams: all 32 tokens of a segment are cached
+    client.complete(prompt, vllm_xargs=options)
+    again = client.complete(prompt, vllm_xargs=options)
+    # Short segments take less of the pool's pages, so more of them fit than of the expected length.
+    assert POOL_SEGMENTS * 32 <= cached(again) < 2 * POOL_SEGMENTS * 32
+
+
+def test_a_segment_longer_than_the_pool(client):
+    long = " ".join(f"w{i * i % 89}" for i in range(12000))
+    answer = client.complete(SEP.join(["<bos>", long, SEGMENT, "w1"]))
+    assert answer["usage"]["completion_tokens"] > 0
+
+
+def test_output_stops_at_the_logical_length(client):
+    long = " ".join(f"w{i * 7 % 89}" for i in range((MAX_MODEL_LEN - 30) // 3))
+    messages = [{"role": "user", "content": SEP.join(["<bos>", long, long + " w1", long + " w2", "w3"])}]
+    usage = client.chat(messages, max_tokens=None, ignore_eos=True)["usage"]
+    # Separators count in prompt_tokens and take no position.
+    assert 0 < usage["completion_tokens"] <= MAX_MODEL_LEN - (usage["prompt_tokens"] - 4)
+
+
+def test_separators_at_both_ends(client):
+    answer = client.complete(SEP + SEGMENT + SEP)
+    assert text(answer) == "" and answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_embeddings_and_unknown_ids_are_refused(client):
+    assert client.post({"prompt": [1, 99999]}).status_code == 400
+    assert client.post({"input": SEGMENT + SEP + "w1"}, "/v1/embeddings").status_code == 404

@@ -1,0 +1,43 @@
+"""Every example runs and gives the right answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ENV
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(example: str, *arguments: str) -> list[str]:
+    command = [sys.executable, str(EXAMPLES / example), *arguments]
+    ended = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [line for line in ended.stdout.splitlines() if "answer:" in line]
+
+
+def right(line: str) -> bool:
+    answer, expected = line.split("answer:")[1].split("(expected: ")
+    return answer.split() == expected.split(")")[0].split()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("example", "answers"), [("offline.py", 3), ("chat.py", 2), ("async_llm.py", 2)])
+def test_example(example, answers):
+    lines = run(example)
+    assert len(lines) == answers and all(map(right, lines)), lines
+    if example != "async_llm.py":
+        assert lines[0].endswith("reused tokens: 0")
+        assert all(line.endswith("reused tokens: 896") for line in lines[1:])
+
+
+def test_client(server):
+    lines = run("client.py", server.url)
+    assert len(lines) == 5 and all(map(right, lines)), lines
+    reused = [int(line.rsplit(" ", 1)[1]) for line in lines]
+    assert reused == [896, 896, 0, 0, 0]

@@ -1,0 +1,98 @@
+"""What stops the engine at start-up, with the reason and the way out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_hypic import register
+from vllm_hypic.activation import CONNECTOR, SCHEDULER, WORKER, choose
+from vllm_hypic.config import ConfigError
+from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.serving import Server, ServerError
+
+from .conftest import ENV
+
+MODEL = str(EXAMPLE / "model")
+
+
+def arguments(**options: Any) -> EngineArgs:
+    register()
+    return EngineArgs(model=MODEL, **{"attention_backend": "hypic", **options})
+
+
+def hypic(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"hypic": options}}
+
+
+REFUSALS = {
+    "unknown option": (hypic(seem_tokens=4), "unknown option 'seem_tokens'; expected one of"),
+    "damaged section": ({"additional_config": {"hypic": 7}}, "hypic=7: expected an object"),
+    "bad type": (hypic(page_tokens="64"), "page_tokens='64': expected an integer >= 1"),
+    "bad range": (hypic(pool_fraction=1.5), "pool_fraction=1.5: expected a number between 0 and 1"),
+    "unknown link": (hypic(link="magic"), "hypic_link='magic': expected one of"),
+    "negative seam": (hypic(seam_tokens=-3), "hypic_seam_tokens=-3"),
+    "damaged tokens": (hypic(tokens={"separator": "x"}), "unknown name 'separator'; expected sep, pdep, pad"),
+    "empty separator": (hypic(tokens={"sep": ""}), "sep='': expected a non-empty string"),
+    "MultiConnector": (
+        {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")},
+        "cannot run beside 'MultiConnector'; drop --kv-transfer-config",
+    ),
+    "another connector": (
+        {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
+        "cannot run beside 'ExampleConnector'",
+    ),
+    "speculative decoding": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "speculative decoding is not supported; drop --speculative-config",
+    ),
+    "another worker": ({"worker_cls": "my.Worker"}, f"needs --worker-cls {WORKER}, got 'my.Worker'"),
+    "another scheduler": ({"scheduler_cls": "my.Scheduler"}, f"needs --scheduler-cls {SCHEDULER}"),
+    "pipeline parallel": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: expected 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_with_the_way_out(case):
+    options, reason = REFUSALS[case]
+    with pytest.raises(ConfigError) as refused:
+        choose(arguments(**options))
+    assert reason in str(refused.value)
+
+
+def test_the_name_of_the_backend_switches_everything_on():
+    args = arguments()
+    assert choose(args)
+    assert args.scheduler_cls == SCHEDULER and args.worker_cls == WORKER and args.enforce_eager
+    assert args.kv_transfer_config.kv_connector == CONNECTOR
+    assert choose(args), "a second time changes nothing"
+
+
+def test_other_backends_are_left_alone():
+    args = arguments(attention_backend=None)
+    assert not choose(args)
+    assert args.scheduler_cls is None and args.worker_cls == "auto" and args.kv_transfer_config is None
+
+
+def test_an_explicit_connector_config_wins():
+    extra = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": {"seam_tokens": 4}}
+    args = arguments(**hypic(seam_tokens=12, page_tokens=32), kv_transfer_config=KVTransferConfig(**extra))
+    assert choose(args)
+    chosen = args.kv_transfer_config.kv_connector_extra_config
+    assert (chosen["seam_tokens"], chosen["page_tokens"]) == (4, 32)
+
+
+@pytest.mark.engine
+def test_the_server_ends_with_the_reason(tmp_path):
+    options = ("--attention-backend", "hypic", "--additional-config", '{"hypic": {"seem_tokens": 4}}')
+    server = Server(MODEL, *options, env=ENV, log=tmp_path / "server.log")
+    begin = time.monotonic()
+    with pytest.raises(ServerError) as ended, server:
+        pass
+    assert "unknown option 'seem_tokens'; expected one of" in str(ended.value)
+    assert "exit code" in str(ended.value) and time.monotonic() - begin < 120
+    assert not server.processes()
