@@ -76,6 +76,12 @@ ROPES = [
     Rope("partial", "StableLm", "RotaryEmbedding", rope(partial_rotary_factor=0.25) | {"head_dim": None}),
     Rope("interleaved", "Cohere", "RotaryEmbedding", rope() | {"logit_scale": 1.0}),
     Rope("interleaved-partial", "Glm4", "RotaryEmbedding", rope(partial_rotary_factor=0.5)),
+    Rope(
+        "mrope",
+        "Qwen2VL",
+        "MRotaryEmbedding",
+        rope(mrope_section=[8, 12, 12]) | {"hidden_size": 256},
+    ),
     Rope("nope", "Granite", "NoPE", rope() | {"layer_rope_theta": [0], "attention_multiplier": 0.125}),
 ]
 
@@ -90,7 +96,12 @@ def engine(
     chosen: Rope = request.param
     path = tmp_path_factory.mktemp(chosen.name)
     fields = {"num_hidden_layers": 1} | chosen.fields
-    run_apart(tiny_models.save, path, chosen.model, fields, log=engine_logs / "models.log")
+    if chosen.model == "Qwen2VL":  # asked about text only
+        vision = {"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2}
+        saved = (tiny_models.save_vision, path, chosen.model, fields, vision)
+    else:
+        saved = (tiny_models.save, path, chosen.model, fields)
+    run_apart(*saved, log=engine_logs / "models.log")
     with module_engine(path, dtype="float32", max_logprobs=-1, disable_log_stats=False) as started:
         yield started, chosen
 
