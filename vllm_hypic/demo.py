@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warm_up = make_tasks(options.tasks, WARM_UP_TASKS, *shape)
     tasks = make_tasks(0, options.tasks, *shape)
     console.print(
-        f"{len(tasks)} questions over {options.documents} documents of {options.document_tokens} tokens each, "
-        f"in {ORDERS} orders,\nsent as completion, token ids and chat. The servers run one after the other."
+        f"{len(tasks)} questions, each over {shape[0]} documents of {shape[1]} tokens in {ORDERS} orders, sent as "
+        "completion,\ntoken ids and chat. One server at a time."
     )
     try:
         with serving("stock vLLM") as server:

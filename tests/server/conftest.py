@@ -101,7 +101,7 @@ def question() -> Callable[[int], Question]:
 
 @pytest.fixture(scope="package")
 def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # Room for 48 segments of 96 tokens, so that 500 do not fit. A segment's states take 295,424 bytes
+    # Room for 48 segments of 96 tokens, so that 500 do not fit. A segment's states take 308,736 bytes
     # and a token's K and V 512.
     pool = POOL_SEGMENTS * (3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512)
     options = {"pool_bytes": pool, "expected_segment_tokens": DOCUMENT_TOKENS}

@@ -47,7 +47,7 @@ def byte_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "256M"),
         *("--max-model-len", "4096", "--enable-prompt-tokens-details"),
         *("--chat-template", str(folder / "template.jinja")),
-        *("--structured-outputs-config", '{"disable_any_whitespace": true}'),
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         env=ENV,
         log=folder / "server.log",
     ) as server:

@@ -92,6 +92,11 @@ class HypicPromMetrics(KVConnectorPromMetrics):
             for name, text in GAUGES.items()
         }
 
+        # A series exists from the first scrape on, at 0.
+        for labels in per_engine_labelvalues.values():
+            for metric in (*self._counters.values(), *self._gauges.values()):
+                metric.labels(*labels)
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, counter in self._counters.items():
