@@ -11,6 +11,9 @@ import pytest
 from .engines import Ask, Engine, audit, drain, sampling_params, scheduler_of
 from .test_concurrency import mixed_asks
 
+MAX_STEPS = 3000
+"""Several times what a storm takes."""
+
 PHASES = ("waiting for records", "segment prefill", "stream prefill", "decode")
 
 
@@ -39,7 +42,9 @@ def storm(llm: Any, asks: list[Ask], seed: int) -> dict[str, int]:
     fates: dict[str, str | None] = {}
     counts: Counter[str] = Counter()
     waiting = list(enumerate(asks))
-    while waiting or engine.has_unfinished_requests():
+    for _ in range(MAX_STEPS):
+        if not waiting and not engine.has_unfinished_requests():
+            break
         for _ in range(rng.randrange(4)):
             if waiting:
                 number, ask = waiting.pop(0)
@@ -53,6 +58,8 @@ def storm(llm: Any, asks: list[Ask], seed: int) -> dict[str, int]:
                 engine.abort_request([name], internal=True)
                 assert name not in scheduler.requests
                 counts[fate] += 1
+    else:
+        raise RuntimeError(f"requests hang: {list(scheduler.requests)}")
     drain(llm)
     return dict(counts)
 

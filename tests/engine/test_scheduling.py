@@ -193,9 +193,51 @@ def test_reset_leaves_records_that_requests_hold(hypic: Engine) -> None:
     assert answer.logprobs == expected.logprobs
 
 
-def test_warm_up_prompt_computes_records_and_generates_nothing(hypic: Engine) -> None:
-    (warm,) = hypic.ask(Ask((*prompt(A, query=[]), *prompt(B, query=[]))))
-    assert warm.tokens == () and warm.reasons == ("stop",)
-    assert len(hypic.call(pool).keys) == 2
-    (answer,) = hypic.ask(composed(B, A))
+def abandon_and_kill(llm: Any, ask: Ask) -> bool:
+    """End a segment request in mid-prefill after its only client has left; returns whether it was there."""
+    from vllm.v1.request import RequestStatus
+
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    name = engine.add_request("abandoned", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+    engine.step()
+    engine.abort_request([name], internal=True)
+    under_way = [r for r in scheduler.running if scheduler.hypic.is_internal(r.request_id)]
+    for request in under_way:
+        scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    drain(llm)
+    return bool(under_way)
+
+
+def test_half_computed_record_that_nobody_wants_is_freed(tight: Engine) -> None:
+    assert tight.call(abandon_and_kill, composed(LONG))
+    left = tight.call(pool)
+    assert left.keys == [] and left.used_pages == 0
+
+
+def test_segment_of_a_client_that_left_is_kept_for_the_next(tight: Engine) -> None:
+    tight.call(abandon, composed(LONG))
+    jobs = tight.call(pool).jobs
+    (answer,) = tight.ask(composed(LONG))
+    assert answer.cached == len(LONG) - 16 and tight.call(pool).jobs == jobs
+
+
+def abandon(llm: Any, ask: Ask) -> None:
+    engine = llm.llm_engine
+    name = engine.add_request("abandoned", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+    engine.step()
+    engine.abort_request([name], internal=True)
+    drain(llm)
+
+
+@pytest.mark.parametrize("kind", ["hypic", "overlapped"])
+def test_warm_up_prompt_computes_records_and_generates_nothing(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    engine: Engine = request.getfixturevalue(kind)
+    ask = Ask((*prompt(A, query=[]), *prompt(B, query=[])))
+    for _ in range(2):  # cold, then with every record there: nothing at all to compute
+        (warm,) = engine.ask(ask)
+        assert warm.samples == ((),) and warm.reasons == ("stop",)
+        assert len(engine.call(pool).keys) == 2
+    (answer,) = engine.ask(composed(B, A))
     assert answer.cached == len(A) + len(B) - 32
