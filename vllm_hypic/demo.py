@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warm_up = make_tasks(options.tasks, WARM_UP_TASKS, *shape)
     tasks = make_tasks(0, options.tasks, *shape)
     console.print(
-        f"{len(tasks)} questions, each over {shape[0]} documents of {shape[1]} tokens in {ORDERS} orders, sent as "
-        "completion,\ntoken ids and chat. One server at a time."
+        f"{len(tasks)} questions, each over {shape[0]} documents of {shape[1]} tokens in {ORDERS} orders,\n"
+        "sent as completion, token ids and chat. One server at a time."
     )
     try:
         with serving("stock vLLM") as server:
@@ -179,10 +179,12 @@ def generator() -> ModuleType:
 @contextmanager
 def serving(title: str, *options: str) -> Iterator[Server]:
     """A server on the demo model; afterwards none of its processes is left, or :class:`ServerError`."""
+    here = Path.cwd()
+    folder = EXAMPLE.relative_to(here) if EXAMPLE.is_relative_to(here) else EXAMPLE
     server = Server(
-        EXAMPLE / "model",
+        folder / "model",
         *options,
-        *("--chat-template", str(EXAMPLE / "chat_template.jinja")),
+        *("--chat-template", str(folder / "chat_template.jinja")),
         *("--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--max-model-len", "16384", "--kv-cache-memory-bytes", "1G", "--disable-uvicorn-access-log"),
         env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
