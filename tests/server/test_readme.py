@@ -1,0 +1,100 @@
+"""The README does what it says, and names every option and metric."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.connector.stats import COUNTERS, GAUGES
+from vllm_hypic.primitives.policies import METHODS
+from vllm_hypic.serving import Server
+
+from .conftest import ENV
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def block(mark: str) -> str:
+    """The fenced block after ``<!-- mark -->``."""
+    found = re.search(rf"<!-- {mark} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found, mark
+    return found.group(1)
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, **ENV, "PATH": path}
+
+
+def test_every_option_is_there_with_its_default():
+    for field in dataclasses.fields(HypicConfig):
+        row = re.search(rf"^\| `{field.name}` \| `(.*?)` \|", README, re.MULTILINE)
+        assert row, f"{field.name} is not in the table"
+        default = HypicConfig().to_mapping()[field.name]
+        assert json.loads(row.group(1).replace("\\|", "|")) == default
+
+
+def test_every_metric_and_link_method_is_there():
+    for name in [f"{c}_total" for c in COUNTERS] + list(GAUGES):
+        assert f"`{name}`" in README
+    for method in METHODS:
+        assert f"| `{method}` |" in README
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
+
+
+def test_named_files_exist():
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.engine
+def test_usage_prints_what_the_readme_says(tmp_path):
+    script = tmp_path / "usage.py"
+    script.write_text(block("tested"))
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    expected = re.search(r"```text\n(.*?)```", README, re.DOTALL)
+    assert expected
+    printed = [line for line in ended.stdout.splitlines() if re.match(r" val\d+ \d+$", line)]
+    assert printed == expected.group(1).splitlines()
+
+
+@pytest.mark.engine
+def test_server_and_client_commands(tmp_path):
+    serve, model, *options = shlex.split(block("tested: server"))[1:]
+    assert serve == "serve"
+    with Server(ROOT / model, *options, env=ENV, log=tmp_path / "server.log") as server:
+        script = block("tested: client").replace("http://127.0.0.1:8000", server.url)
+        ended = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    completion, *lines = ended.stdout.splitlines()
+    assert json.loads(completion)["choices"][0]["text"].strip() == "val7"
+    assert sum(line.startswith("vllm:hypic_") for line in lines) >= len(COUNTERS) + len(GAUGES)
