@@ -30,10 +30,12 @@ def save(
     fields: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     norm_center: float = 1.0,
+    silent: tuple[str, ...] = (),
 ) -> Path:
     """Save a random model of transformers' ``<name>Config`` with ``fields`` beside :data:`SMALL`.
 
-    ``norm_center``: the weight at which an RMSNorm of this architecture only normalises.
+    ``norm_center``: the weight at which an RMSNorm of this architecture only normalises; ``silent``: parts
+    of names of parameters that are zero.
     """
     import transformers
 
@@ -44,10 +46,12 @@ def save(
     random_models._randomise(model, rng, norm_center)
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            if key.endswith("bias"):
+            if key.endswith(".bias"):
                 weight.normal_(0, 0.2, generator=rng)
             elif weight.dim() == 3 and "conv" not in key:  # experts: [experts, out, in]
                 weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
+            if any(part in key for part in silent):
+                weight.zero_()
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path)
     random_models._save_tokenizer(path, 512)

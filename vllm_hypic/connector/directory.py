@@ -72,7 +72,8 @@ class SegmentDirectory:
         return self._entries[key]
 
     def pages_for(self, columns: int) -> int:
-        return -(-columns // self.page_tokens)
+        """Pages of a record; none where there are none: without full attention it is a state alone."""
+        return -(-columns // self.page_tokens) if self.total_pages else 0
 
     def acquire(self, wanted: dict[SegmentKey, int]) -> list[Entry] | None:
         """Pin every record of ``wanted`` (key -> columns), reserving those that are missing.

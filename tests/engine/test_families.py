@@ -1,0 +1,193 @@
+"""Model families: linear layers of every shape that the engine runs, and what is refused at start-up.
+
+Behind one linear layer composing is exact by the affine law: inputs of every token depend on embeddings
+and the conv context alone, and a seam of conv width covers the context. So ordinary requests of the same
+engine are the yardstick, up to the rounding of bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import random_segments
+
+from . import tiny_models
+from .conftest import EngineFactory
+from .engines import Ask, Engine, EngineError, prompt, run_apart
+
+BOUND = 0.15
+"""On logprobs of the whole vocabulary; measured: below 0.08, and above 2.3 when T is left out."""
+
+LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
+COMPOSED = Ask(prompt(FIRST, SECOND, THIRD, lead=LEAD, query=QUERY))
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture with one linear layer, and full attention behind it that adds nothing."""
+
+    name: str
+    model: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def heads(keys: int, values: int, size: int) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+    }
+
+
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+FAMILIES = [
+    Family("qwen3-next-64-grouped", "Qwen3Next", heads(2, 4, 64) | MOE),
+    Family("qwen3-next-128-grouped", "Qwen3Next", heads(1, 4, 128) | MOE | {"mlp_only_layers": [0]}),
+    Family("qwen3.5-moe-64", "Qwen3_5MoeText", heads(2, 2, 64) | MOE),
+    Family("qwen3.5-moe-128-grouped", "Qwen3_5MoeText", heads(2, 4, 128) | MOE),
+]
+
+
+ONE_LINEAR = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=str)
+def engine(
+    request: pytest.FixtureRequest,
+    module_engine: EngineFactory,
+    tmp_path_factory: pytest.TempPathFactory,
+    engine_logs: Path,
+) -> Any:
+    chosen: Family = request.param
+    path = tmp_path_factory.mktemp(chosen.name)
+    save = partial(
+        tiny_models.save, dtype=torch.bfloat16, norm_center=0.0, silent=("layers.1.self_attn.o_proj",)
+    )
+    run_apart(save, path, chosen.model, ONE_LINEAR | chosen.fields, log=engine_logs / "models.log")
+    with module_engine(path, max_logprobs=-1, enable_prefix_caching=False) as started:
+        yield started
+
+
+def first_token(engine: Engine, ask: Ask) -> torch.Tensor:
+    """Logprobs of the whole vocabulary."""
+    (answer,) = engine.ask(replace(ask, max_tokens=1, sampling={"logprobs": -1}))
+    return torch.tensor([answer.first[i] for i in range(512)])
+
+
+def test_one_linear_layer_is_full_recompute(engine: Engine) -> None:
+    plain = first_token(engine, COMPOSED.plain())
+
+    def error(**extra: Any) -> float:
+        return float((first_token(engine, replace(COMPOSED, extra=extra)) - plain).abs().max())
+
+    for seam in (3, 8, 20):
+        assert error(hypic_seam_tokens=seam) <= BOUND, seam
+    assert error(hypic_link="naive") > 6 * BOUND, "leaving T out goes unseen"
+
+
+def test_cold_and_warm_are_bit_identical(engine: Engine) -> None:
+    engine.reset()
+    cold, warm = engine.ask_one_by_one(COMPOSED, COMPOSED)
+    assert warm.cached > cold.cached == 0
+    assert cold.samples == warm.samples
+    assert cold.logprobs == warm.logprobs
+
+
+def test_without_full_attention(start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
+    """Records of a model of linear layers alone are states: there are no pages to wait for."""
+    fields = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]} | heads(2, 4, 64) | MOE
+    save = partial(tiny_models.save, dtype=torch.bfloat16, norm_center=0.0)
+    run_apart(save, tmp_path, "Qwen3Next", fields, log=engine_logs / "models.log")
+    with start_engine(tmp_path, max_logprobs=-1, enable_prefix_caching=False) as engine:
+        ours, plain = (first_token(engine, ask) for ask in (COMPOSED, COMPOSED.plain()))
+    assert float((ours - plain).abs().max()) <= BOUND
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A model that must not start, and what the exception says."""
+
+    name: str
+    model: str
+    says: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+REFUSED = [
+    Refused("window", "Mistral", "layers.0.self_attn.attn: sliding window", {"sliding_window": 64}),
+    Refused(
+        "window-and-full",
+        "Gemma3Text",
+        "layers.0.self_attn.attn: sliding window",
+        {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    Refused(
+        "window-in-one-group",
+        "Gemma3Text",
+        "layers.0.self_attn.attn: sliding window of 6[34] tokens",
+        {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+        NO_HYBRID,
+    ),
+    Refused(
+        "soft-cap",
+        "Gemma2",
+        "layers.0.self_attn.attn: logits soft-cap 50.0",
+        {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+    ),
+    Refused(
+        "sinks",
+        "GptOss",
+        "layers.0.attn.attn: learned attention sinks",
+        {"layer_types": ["full_attention"] * 2, **EXPERTS},
+    ),
+    Refused("alibi", "Bloom", "h.0.self_attention.attn: ALiBi", {"n_layer": 2, "n_head": 4}),
+    Refused("fp8", "Llama", "layers.0.self_attn.attn: .*fp8", {}, {"kv_cache_dtype": "fp8"}),
+    Refused(
+        "mamba2",
+        "Mamba2",
+        "layers.0.mixer .MambaMixer2.*no supported transition",
+        {"num_heads": 4, "head_dim": 64, "state_size": 64, "n_groups": 1, "expand": 2},
+        {"enable_prefix_caching": False},
+    ),
+    Refused(
+        "short-conv",
+        "Lfm2",
+        "layers.0.short_conv.*no supported transition",
+        {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    ),
+]
+
+
+@pytest.mark.parametrize("chosen", REFUSED, ids=str)
+def test_refused(chosen: Refused, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
+    save = partial(tiny_models.save, dtype=torch.bfloat16)
+    fields = {"num_hidden_layers": 2} | chosen.fields
+    run_apart(save, tmp_path, chosen.model, fields, log=engine_logs / "models.log")
+    with pytest.raises(EngineError, match=rf"hypic: .*{chosen.says}") as error:
+        start_engine(tmp_path, **chosen.args)
+    assert error.value.kind in ("Unsupported", "ConfigError")
