@@ -41,7 +41,7 @@ class HypicCPUModelRunner(SeededChunks):
         from .backends.attach import attach
 
         worker = self._hypic()
-        found = attach(self, worker)
+        found = attach(self, worker.geometry, worker.start)
         config, geometry = config_of(self.vllm_config), worker.geometry
         logger.info(
             "hypic: %s; link=%s, seam %d tokens; "

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hypic.backends.linear.layout import Chunk, Compose, LinearStep, linear_step
-from vllm_hypic.backends.step import (
+from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.connector.step import (
     CaptureRow,
     ComposedRow,
     Row,
@@ -24,7 +25,6 @@ from vllm_hypic.backends.step import (
     capture_row,
     composed_row,
 )
-from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 
 Tag = tuple[object, ...]
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.step import (
+from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.connector.step import (
     Row,
     StepContext,
     StreamTensors,
     capture_row,
     composed_row,
 )
-from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 
 CPU = torch.device("cpu")
 

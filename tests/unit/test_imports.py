@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import vllm_hypic.primitives
 
@@ -31,6 +33,31 @@ def test_primitives_import_neither_torch_nor_vllm() -> None:
 def test_books_and_options_import_neither_torch_nor_vllm() -> None:
     found = loaded_after("import vllm_hypic.connector.directory, vllm_hypic.config", "torch", "vllm")
     assert not any(found.values()), found
+
+
+SHARED = {"metadata", "step", "runtime", "pool", "geometry"}
+"""Modules of ``connector`` that ``backends`` may import: what travels between the two."""
+
+
+def test_connector_and_backends_meet_only_in_what_travels() -> None:
+    package = Path(vllm_hypic.__file__).parent
+    for source in (package / "connector").glob("*.py"):
+        assert "backends" not in imported(source), f"{source.name} imports backends"
+    for source in (package / "backends").rglob("*.py"):
+        used = {name for name in imported(source) if name.startswith("connector.")}
+        assert used <= {f"connector.{m}" for m in SHARED}, f"{source.name} imports {used}"
+
+
+def imported(source: Path) -> set[str]:
+    """Modules of the package that a file imports, relative to the package."""
+    found = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ImportFrom) and (
+            node.level > 0 or (node.module or "").startswith("vllm_hypic.")
+        ):
+            name = (node.module or "").removeprefix("vllm_hypic.")
+            found |= {name, name.split(".")[0]}
+    return found
 
 
 def test_package_itself_imports_nothing() -> None:

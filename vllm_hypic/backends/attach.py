@@ -11,17 +11,20 @@ from .probe import Unsupported, link_ropes
 from .rope import RopeTap
 
 if TYPE_CHECKING:
-    from ..connector.worker_side import WorkerSide
-    from .runtime import HypicRuntime
+    from collections.abc import Callable
+
+    import torch
+
+    from ..connector.geometry import PoolGeometry
+    from ..connector.runtime import HypicRuntime
 
 
-def attach(runner: Any, worker: WorkerSide) -> str:
-    """Link a loaded model to the worker's pool; returns a line that says what was found.
+def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], HypicRuntime]) -> str:
+    """Link a loaded model to the pool that ``start`` allocates; returns a line that says what was found.
 
     Raises :class:`Unsupported` naming the first layer that PIC cannot serve and the reason.
     """
     layers = runner.compilation_config.static_forward_context
-    geometry = worker.geometry
     impls: dict[str, HypicAttentionImpl] = {}
     for attention in geometry.attention:
         impl = getattr(layers[attention.layer], "impl", None)
@@ -42,7 +45,7 @@ def attach(runner: Any, worker: WorkerSide) -> str:
                 "has no supported transition; supported linear layers: QwenGatedDeltaNetAttention"
             )
     ropes = link_ropes(runner, impls)
-    runtime = worker.start(runner.device)
+    runtime = start(runner.device)
     _link(runner, layers, impls, ropes, runtime)
     return _describe(ropes, len(geometry.linear))
 

@@ -23,9 +23,9 @@ from .private_kv import PrivateKeys
 
 if TYPE_CHECKING:
     from ..connector.pool import PublicKV
+    from ..connector.runtime import HypicRuntime
+    from ..connector.step import ComposedRow
     from .rope import RopeTap
-    from .runtime import HypicRuntime
-    from .step import ComposedRow
 
 
 class HypicAttentionBackend(CPUAttentionBackend):

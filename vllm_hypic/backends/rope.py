@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .runtime import HypicRuntime
+    from ..connector.runtime import HypicRuntime
 
 REFUSED = frozenset({"DualChunkRotaryEmbedding"})
 """Classes that produce several rotated copies of K at once."""

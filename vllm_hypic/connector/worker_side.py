@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..backends.runtime import HypicRuntime
-from ..backends.step import (
+from .geometry import PoolGeometry
+from .metadata import CapturePlan, HypicMetadata
+from .pool import DevicePool
+from .runtime import HypicRuntime
+from .step import (
     CaptureRow,
     ComposedRow,
     Row,
@@ -17,9 +20,6 @@ from ..backends.step import (
     capture_row,
     composed_row,
 )
-from .geometry import PoolGeometry
-from .metadata import CapturePlan, HypicMetadata
-from .pool import DevicePool
 
 
 class WorkerSide:

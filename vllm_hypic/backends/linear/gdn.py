@@ -25,7 +25,7 @@ from .layout import Chunk, ComposedOps, LinearStep, linear_step
 
 if TYPE_CHECKING:
     from ...connector.pool import LinearRecords
-    from ..runtime import HypicRuntime
+    from ...connector.runtime import HypicRuntime
 
 
 class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):

@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ..step import CaptureRow, ComposedRow, StepContext
+from ...connector.step import CaptureRow, ComposedRow, StepContext
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..connector.pool import DevicePool
+from .pool import DevicePool
 
 if TYPE_CHECKING:
     from .step import StepContext
