@@ -115,7 +115,9 @@ def _link(name: str, zero: _Call | None, moved: _Call | None, positions: torch.T
     assert zero.raw is not None
     if not torch.equal(zero.raw, raw):
         raise Unsupported(f"hypic: layer {name}: K depends on positions before {kind} rotates it")
-    table: torch.Tensor = rope.cos_sin_cache  # type: ignore[attr-defined]
+    table = getattr(rope, "cos_sin_cache", None)
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[1] > shape[-1]:
+        raise Unsupported(f"hypic: layer {name}: {kind} has no table of one angle per pair of elements")
     rotation = table.index_select(0, positions.to(table.device))
     ours = rotate(raw.view(shape), rotation, bool(getattr(rope, "is_neox_style", True))).float()
     stock = moved.key.float()

@@ -141,13 +141,38 @@ def _add_layer(
 ) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+    if reason := _refusal(spec):
+        raise ConfigError(f"hypic: layer {layer}: {reason} is not supported; serve without hypic")
     if isinstance(spec, MambaSpec):
-        conv, state = spec.shapes[0], spec.shapes[1]
-        if len(state) != 3 or len(conv) != 2:
-            raise ConfigError(f"layer {layer}: state of shape {tuple(state)} has no supported transition")
+        conv, state = spec.shapes
         rows, dim = (conv[1], conv[0]) if conv_dim_first else (conv[0], conv[1])
         linear.append(LinearGeometry(layer, state[0], state[2], state[1], rows, dim, spec.dtypes[0]))
     elif isinstance(spec, FullAttentionSpec):
         attention.append(AttentionGeometry(layer, spec.num_kv_heads, spec.head_size, spec.dtype))
-    else:
-        raise ConfigError(f"layer {layer}: KV cache of kind {type(spec).__name__} is not supported by hypic")
+
+
+def _refusal(spec: KVCacheSpec) -> str | None:
+    """Why a layer with this cache has no place in the pool, or ``None``.
+
+    Layers are looked at once more when they are linked; what shapes the cache must be refused before
+    sizes are worked out from it.
+    """
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_type is not MambaAttentionBackendEnum.GDN_ATTN:
+            return f"linear attention of kind {spec.mamba_type.name}"
+        if [len(shape) for shape in spec.shapes] != [2, 3]:
+            return f"linear attention with states of shapes {[tuple(shape) for shape in spec.shapes]}"
+        return None
+    if window := getattr(spec, "sliding_window", None):
+        return f"sliding window of {window} tokens"
+    if chunk := getattr(spec, "attention_chunk_size", None):
+        return f"local attention in chunks of {chunk} tokens"
+    # Not isinstance: latent, sink and sparse caches derive from it and hold something else.
+    if type(spec) is not FullAttentionSpec:
+        return f"KV cache of kind {type(spec).__name__}"
+    if spec.head_size_v != spec.head_size:
+        return f"V of head size {spec.head_size_v} beside K of {spec.head_size}"
+    return None

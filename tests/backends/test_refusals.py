@@ -1,0 +1,200 @@
+"""What cannot take part is refused at start-up, naming the layer and the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_hypic.backends.attention import HypicAttentionImpl
+from vllm_hypic.backends.ops.span_attention.torch_ops import rotate
+from vllm_hypic.backends.probe import Unsupported, _Call, _link
+from vllm_hypic.backends.rope import RopeTap
+from vllm_hypic.config import ConfigError, HypicConfig
+from vllm_hypic.connector.geometry import PoolGeometry, pool_geometry
+
+SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**SHAPE)
+GDN = MambaSpec(
+    block_size=32,
+    shapes=((3, 512), (4, 64, 128)),
+    dtypes=(torch.bfloat16, torch.float32),
+    mamba_type=Kind.GDN_ATTN,
+)
+
+
+def geometry(*specs: KVCacheSpec) -> PoolGeometry:
+    groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate(specs)]
+    config = HypicConfig.from_mapping({"pool_bytes": 1 << 24, "expected_segment_tokens": 64})
+    return pool_geometry(KVCacheConfig(8, [], groups), config, conv_dim_first=False)
+
+
+def test_supported_layers() -> None:
+    found = geometry(FULL, GDN)
+    (attention,), (linear,) = found.attention, found.linear
+    assert (attention.layer, attention.kv_heads, attention.head_size) == ("layers.0", 2, 64)
+    # vLLM labels the state [heads, V, K].
+    assert (linear.heads, linear.key_dim, linear.value_dim) == (4, 128, 64)
+    assert (linear.conv_rows, linear.conv_dim) == (3, 512)
+    assert found.nbytes <= 1 << 24
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (SlidingWindowSpec(**SHAPE, sliding_window=64), "sliding window of 64 tokens"),
+        (FullAttentionSpec(**SHAPE, sliding_window=64), "sliding window of 64 tokens"),
+        (ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256"),
+        (FullAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256 tokens"),
+        (FullAttentionSpec(**SHAPE, head_size_v=128), "V of head size 128 beside K of 64"),
+        (MLAAttentionSpec(**SHAPE), "KV cache of kind MLAAttentionSpec"),
+        (replace(GDN, mamba_type=Kind.MAMBA2), "linear attention of kind MAMBA2"),
+        (
+            replace(GDN, mamba_type=Kind.SHORT_CONV, shapes=((2, 64),), dtypes=(torch.bfloat16,)),
+            "linear attention of kind SHORT_CONV",
+        ),
+        (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_caches(spec: KVCacheSpec, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^hypic: layer layers.1: {says}.* is not supported"):
+        geometry(FULL, spec)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("sliding_window", 64, "sliding window of 64 tokens"),
+        ("logits_soft_cap", 30.0, "logits soft-cap 30.0"),
+        ("sinks", torch.zeros(4), "learned attention sinks"),
+        ("alibi_slopes", torch.ones(4), "ALiBi"),
+        ("kv_sharing_target_layer_name", "layers.3", "KV shared with layer layers.3"),
+        ("is_fp8_kv_cache", True, "quantised KV cache (fp8)"),
+    ],
+)
+def test_attention_layers(field: str, value: object, says: str) -> None:
+    impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
+    plain: dict[str, Any] = {
+        "sliding_window": -1,
+        "logits_soft_cap": 0,
+        "sinks": None,
+        "alibi_slopes": None,
+        "kv_sharing_target_layer_name": None,
+        "is_fp8_kv_cache": False,
+        "kv_cache_dtype": "fp8",
+    }
+    for name, usual in plain.items():
+        setattr(impl, name, usual)
+    assert impl.refusal() is None
+    setattr(impl, field, value)
+    assert impl.refusal() == says
+
+
+# -- linking a layer to its rope ---------------------------------------------------------------------
+
+POSITIONS = torch.tensor([0, 3, 70, 999])
+
+
+class FakeRope(RopeTap):
+    is_neox_style = True
+
+    def __init__(self, table: torch.Tensor | None) -> None:
+        if table is not None:
+            self.cos_sin_cache = table
+
+
+def table(scale: float = 1.0) -> torch.Tensor:
+    angles = torch.arange(1000)[:, None] / 10000 ** (torch.arange(0, 16, 2) / 16)
+    return scale * torch.cat([angles.cos(), angles.sin()], -1)
+
+
+class Calls:
+    """A layer's two probe calls, right until a test breaks them."""
+
+    def __init__(self, rotation: torch.Tensor | None = None) -> None:
+        rotation = table() if rotation is None else rotation
+        self.rope = FakeRope(rotation)
+        self.raw = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(0))
+        zero = rotate(self.raw, rotation[torch.zeros(4, dtype=torch.int64)], True)
+        moved = rotate(self.raw, rotation[POSITIONS], True)
+        self.zero = _Call(zero, self.rope, self.raw.flatten(1), zero.flatten(1))
+        self.moved = _Call(moved, self.rope, self.raw.flatten(1), moved.flatten(1))
+
+    def link(self) -> RopeTap | None:
+        return _link("layers.7", self.zero, self.moved, POSITIONS)
+
+    def refused(self, says: str) -> None:
+        with pytest.raises(Unsupported, match=rf"^hypic: layer layers.7:? {says}"):
+            self.link()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.14])
+def test_linked(scale: float) -> None:
+    calls = Calls(table(scale))
+    assert calls.link() is calls.rope
+
+
+def test_nope_even_if_a_rope_ran() -> None:
+    """Models may rotate something else than this layer's K."""
+    calls = Calls()
+    calls.zero = calls.moved = replace(calls.moved, key=calls.raw)
+    assert calls.link() is None
+
+
+def test_unreached_layer() -> None:
+    with pytest.raises(Unsupported, match=r"layer layers.7 was not reached"):
+        _link("layers.7", None, None, POSITIONS)
+
+
+def test_unknown_rope() -> None:
+    calls = Calls()
+    calls.moved = replace(calls.moved, rope=None, raw=None, rotated=None)
+    calls.refused("rotates K by a rotary embedding that the plugin cannot tap")
+
+
+def test_norm_behind_the_rope() -> None:
+    calls = Calls()
+    calls.moved = replace(calls.moved, key=2 * calls.moved.key)
+    calls.refused("changes K after FakeRope")
+
+
+def test_positions_before_the_rope() -> None:
+    calls = Calls()
+    assert calls.moved.raw is not None
+    calls.moved = replace(calls.moved, raw=calls.moved.raw + 1)
+    calls.refused("K depends on positions before FakeRope")
+
+
+@pytest.mark.parametrize("wrong", [table().roll(1, 0), table(1.14), table()[:, [*range(8, 16), *range(8)]]])
+def test_another_rotation_than_its_table(wrong: torch.Tensor) -> None:
+    calls = Calls()
+    calls.rope.cos_sin_cache = wrong
+    calls.refused("FakeRope is not the plain rotation of its table")
+
+
+def test_interleaved_taken_for_neox() -> None:
+    calls = Calls()
+    calls.rope.is_neox_style = False
+    calls.refused("FakeRope is not the plain rotation of its table")
+
+
+@pytest.mark.parametrize("odd", [None, torch.zeros(1000, 2, 16), torch.zeros(1000, 64)])
+def test_unknown_tables(odd: torch.Tensor | None) -> None:
+    """FoPE has a table per head, or of twice the head size."""
+    calls = Calls()
+    calls.moved = replace(calls.moved, rope=FakeRope(odd))
+    calls.refused("FakeRope has no table of one angle per pair")
