@@ -97,7 +97,7 @@ def check_pass(batch: list[Request], step_number: int, k: int) -> None:
             composed.append(composed_row(row, StreamTensors.of(request.plan, CPU)))
         elif request.plan is not None:
             captures.append(capture_row(request.name, row, request.plan))
-    work = linear_step(StepContext(composed, captures, CPU), k)
+    work = linear_step(StepContext(composed, captures, CPU), k, 1 << 30)
     rows = {c.row.index: c.row for c in (*composed, *captures)}
     sources = source_tags(work, batch, rows, tokens, k)
     # A tag per extended row; the context of packed token t ends where its own row stands.
@@ -188,6 +188,6 @@ def check_captures(
 
 def test_layers_share_one_layout() -> None:
     step = StepContext([], [], CPU)
-    assert linear_step(step, 3) is linear_step(step, 3)
-    assert linear_step(step, 3).empty
-    assert linear_step(step, 3) is not linear_step(step, 2)
+    assert linear_step(step, 3, 64) is linear_step(step, 3, 64)
+    assert linear_step(step, 3, 64).empty
+    assert linear_step(step, 3, 64) is not linear_step(step, 2, 64)

@@ -19,8 +19,8 @@ from oracle import Oracle, random_segments
 from .conftest import EngineFactory
 from .engines import Ask, Engine, prompt
 
-LENGTHS = [[40, 150, 70, 333, 21], [64, 97, 200, 65, 5], [33, 128, 128, 81, 60]]
-"""Leading segment, three interior segments, query."""
+LENGTHS = [[40, 150, 70, 333, 21], [64, 97, 200, 65, 5], [33, 128, 128, 81, 330]]
+"""Leading segment, three interior segments, query; the last stream is longer than a KV block."""
 VOCABULARY = 512
 NOISE_FACTOR = 1.6
 """Composed answers may be this much farther from the oracle than ordinary ones: averages over three

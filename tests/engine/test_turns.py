@@ -11,11 +11,6 @@ from .engines import Answer, Ask, Engine, prompt, scheduler_of
 BLOCK = 256
 """Tokens in a block of vLLM's KV cache on these models; states are kept at block boundaries."""
 
-KERNEL_NOISE = 0.15
-"""Nats between two kernels of the same thing. A chunk with compose points runs through the plugin's
-delta rule (float32), a chunk after a reused block through stock's: with and without the prefix cache the
-same tokens meet different kernels, even where stock's own answers agree bit by bit."""
-
 LEAD, ONE, TWO, QUESTION, MORE = random_segments([90, 150, 200, 700, 60], seed=21)
 RECORDED = len(LEAD) + len(ONE) - 16 + len(TWO) - 16
 """Tokens of the documents that come from records."""
@@ -28,22 +23,6 @@ def first_turn(**changes: Any) -> Ask:
 def second_turn(first: Answer, **changes: Any) -> Ask:
     query = [*QUESTION, *first.tokens, *MORE]
     return Ask(prompt(ONE, TWO, query=query, lead=LEAD), **({"max_tokens": 24} | changes))
-
-
-def distance(one: Answer, other: Answer) -> float:
-    """Largest difference of logprobs over the tokens that both report, first token."""
-    return max(abs(one.first[t] - other.first[t]) for t in one.first.keys() & other.first.keys())
-
-
-def first_difference(one: Answer, other: Answer) -> float | None:
-    """Where the answers part: how far apart the two tokens are in either run.  ``None``: they never do.
-
-    A random model has near ties, so equal arithmetic up to rounding does not mean equal tokens.
-    """
-    for a, b, p, q in zip(one.tokens, other.tokens, one.logprobs[0], other.logprobs[0], strict=True):
-        if a != b:
-            return max(p[a] - p.get(b, -99.0), q[b] - q.get(a, -99.0))
-    return None
 
 
 def forget_streams(llm: Any) -> None:
@@ -64,7 +43,7 @@ def stream_of(llm: Any, ask: Ask) -> tuple[int, ...]:
     return tuple(plan.stream)
 
 
-def test_second_turn_reuses_the_stream_of_the_first(hypic: Engine, stock: Engine) -> None:
+def test_second_turn_reuses_the_stream_of_the_first(hypic: Engine) -> None:
     (first,) = hypic.ask(first_turn())
     (reused,) = hypic.ask(second_turn(first))
     hypic.call(forget_streams)
@@ -76,20 +55,9 @@ def test_second_turn_reuses_the_stream_of_the_first(hypic: Engine, stock: Engine
     blocks = (4 * 8 + len(QUESTION) + 23) // BLOCK
     assert blocks == 2 and reused.cached == RECORDED + blocks * BLOCK, reused.cached
 
-    # The yardstick: ordinary requests of the same lengths, so of the same steps, on stock vLLM.
-    stream = hypic.call(stream_of, first_turn())
-    (plain,) = stock.ask(Ask(stream, max_tokens=24))
-    longer = Ask((*stream, *plain.tokens, *MORE), max_tokens=24)
-    (stock_reused,) = stock.ask(longer)
-    stock.reset()
-    (stock_fresh,) = stock.ask(longer)
-    assert stock_reused.cached == blocks * BLOCK
-    ours, theirs = distance(reused, fresh), distance(stock_reused, stock_fresh)
-    numbers = f"logprobs with and without prefix cache: ours differ by {ours}, stock's by {theirs}"
-    print(numbers)
-    assert ours <= 1.5 * theirs + KERNEL_NOISE, numbers
-    tie = first_difference(reused, fresh)
-    assert tie is None or tie <= 2 * KERNEL_NOISE, f"another token, though {tie} nats apart; {numbers}"
+    # The same rows meet the same kernels with and without the cache, as in stock vLLM.
+    assert reused.tokens == fresh.tokens
+    assert reused.logprobs == fresh.logprobs
 
 
 def test_another_order_of_documents_has_another_stream(hypic: Engine) -> None:

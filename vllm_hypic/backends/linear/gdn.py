@@ -12,11 +12,13 @@ Everything else (plain requests, decode, the bulk of segment requests) is stock 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -38,7 +40,7 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         runtime = self.hypic_runtime
         if runtime is None or runtime.step is None:
             return super().forward_cpu(hidden_states)
-        work = linear_step(runtime.step, self.conv_kernel_size - 1)
+        work = linear_step(runtime.step, self.conv_kernel_size - 1, self.cache_config.block_size)
         if work.empty:
             return super().forward_cpu(hidden_states)
 
@@ -106,8 +108,9 @@ class _SpecialRows:
         # The CPU operator stores [Hv, K, V] in a buffer labelled [Hv, V, K].
         self.state = state.view(state.size(0), state.size(1), state.size(3), state.size(2))
 
+        self.metadata = metadata
         self.sources = self._sources(mixed_qkv)
-        self.b, self.a = b, a
+        self.mixed_qkv, self.b, self.a = mixed_qkv, b, a
         composed = torch.tensor([c.batch_row for c in work.composed], dtype=torch.int64, device=conv.device)
         self.composed_slots = self.slots[composed]
         self.before = self.state.index_select(0, self.composed_slots).float()
@@ -129,6 +132,8 @@ class _SpecialRows:
             split = work.chunk_tokens
             if work.composed:
                 self._compose(core, *(t[:split] for t in (q, k, v, g, beta)))
+                if work.rest:
+                    self._run_rest(core)
             if work.captures:
                 self._capture(*(t[split:] for t in (k, v, g, beta)))
         for capture in work.leading_ended:
@@ -179,6 +184,30 @@ class _SpecialRows:
         ends = states[len(zero_start) :]  # one per composed row, in their order
         self.state.index_copy_(0, self.composed_slots, ends.to(self.state.dtype))
         self.conv.index_copy_(0, self.composed_slots, self.sources[work.conv_after].to(self.conv.dtype))
+
+    def _run_rest(self, core: torch.Tensor) -> None:
+        """Run stock code over the rows after the composed chunks, from the state they left."""
+        rest = self.work.rest
+        rows = torch.cat([torch.arange(r.first, r.stop, device=core.device) for r in rest])
+        starts = torch.tensor([0, *accumulate(r.stop - r.first for r in rest)], dtype=torch.int32)
+        batch_rows = torch.tensor([r.batch_row for r in rest], device=core.device)
+        metadata = replace(
+            self.metadata,
+            num_prefills=len(rest),
+            num_prefill_tokens=len(rows),
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_actual_tokens=len(rows),
+            non_spec_query_start_loc=starts.to(core.device),
+            non_spec_state_indices_tensor=self.metadata.non_spec_state_indices_tensor[batch_rows],
+            has_initial_state=torch.ones(len(rest), dtype=torch.bool, device=core.device),
+        )
+        out = core.new_zeros(len(rows), *core.shape[1:])
+        inputs = (t.index_select(0, rows) for t in (self.mixed_qkv, self.b, self.a))
+        context = replace(get_forward_context(), attn_metadata={self.layer.prefix: metadata})
+        with override_forward_context(context):
+            torch.ops.vllm.cpu_gdn_attention_core(*inputs, out, _layer_name(self.layer))
+        core.index_copy_(0, rows, out)
 
     def _start_states(
         self,

@@ -51,6 +51,20 @@ class ComposedOps:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """Token rows ``[first, stop)`` of a composed request that stock code runs again, from the state that
+    the composed chunks left: all from the first block boundary after the last compose point on.
+
+    A later turn that finds these blocks in vLLM's prefix cache runs the rows after them through stock code
+    too, so it gets the same bits.
+    """
+
+    batch_row: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class LinearStep:
     """Index tensors (int64) of the special rows of one pass.
 
@@ -61,8 +75,8 @@ class LinearStep:
     token; ``tokens``: batch row of each packed token.  Packed are first the composed requests' inner chunks
     (boundaries ``inner_chunks``; only these need summaries), then their last chunks (boundaries of both:
     ``chunks``), then the captured interiors (boundaries ``interiors``, from 0).
-    ``conv_after [composed, k-1]``: sources of the conv context after the pass; ``capture_tails``: likewise
-    for captures that end in this pass.
+    ``conv_after [composed, k-1]``: sources of the conv context after the composed chunks; ``rest``: what
+    follows them; ``capture_tails``: conv context of captures that end in this pass.
     """
 
     carried_rows: torch.Tensor
@@ -76,6 +90,7 @@ class LinearStep:
     interiors: list[int]
     composed: tuple[ComposedOps, ...]
     conv_after: torch.Tensor
+    rest: tuple[Rest, ...]
     captures: tuple[CaptureRow, ...]
     ended: tuple[CaptureRow, ...]
     capture_tails: torch.Tensor
@@ -91,11 +106,12 @@ class LinearStep:
         return not (self.composed or self.captures or self.leading_ended)
 
 
-def linear_step(step: StepContext, conv_rows: int) -> LinearStep:
-    """The step's layout for convolutions that look back ``conv_rows`` rows; built once per pass."""
-    key = f"linear:{conv_rows}"
+def linear_step(step: StepContext, conv_rows: int, block: int) -> LinearStep:
+    """The step's layout for convolutions that look back ``conv_rows`` rows and KV blocks of ``block``
+    tokens; built once per pass."""
+    key = f"linear:{conv_rows}:{block}"
     if key not in step.cache:
-        step.cache[key] = _Builder(step, conv_rows).build()
+        step.cache[key] = _Builder(step, conv_rows, block).build()
     found = step.cache[key]
     assert isinstance(found, LinearStep)
     return found
@@ -117,8 +133,9 @@ def _boundaries(*kinds: _Packed) -> list[int]:
 class _Builder:
     """Walks requests, segments and chunks (never tokens)."""
 
-    def __init__(self, step: StepContext, conv_rows: int) -> None:
-        self.device, self.k = step.device, conv_rows
+    def __init__(self, step: StepContext, conv_rows: int, block: int) -> None:
+        self.device, self.k, self.block = step.device, conv_rows, block
+        self.rest: list[Rest] = []
         self.composed_rows = [c for c in step.composed if c.points]
         self.captures = [c for c in step.captures if not c.plan.leading and c.begin < c.end]
         self.leading = [c for c in step.captures if c.plan.leading and c.last]
@@ -158,6 +175,7 @@ class _Builder:
             interiors=_boundaries(self.interior),
             composed=tuple(ops),
             conv_after=self._tensor(after).view(-1, self.k),
+            rest=tuple(self.rest),
             captures=tuple(self.captures),
             ended=tuple(c for c in self.captures if c.last),
             capture_tails=self._tensor(tails).view(-1, self.k),
@@ -177,7 +195,10 @@ class _Builder:
             ops.append(Compose(point.slot, composed.stream.plan.use_transition, point.replace_state))
             self._context(self.tail_base + (tail + number) * self.k)
         ops.append(Chunk(len(self.final.tokens), last=True))
-        self._feed(self.final, row.q0 + cut - row.s0, row.s1 - cut)
+        stop = min(row.s1, (cut // self.block + 1) * self.block)
+        self._feed(self.final, row.q0 + cut - row.s0, stop - cut)
+        if stop < row.s1:
+            self.rest.append(Rest(row.index, row.q0 + stop - row.s0, row.q1))
         return ComposedOps(row.index, row.s0 > 0, tuple(ops))
 
     def _context(self, source: int) -> None:
