@@ -46,8 +46,9 @@ def test_a_killed_owner_takes_its_server_along(tmp_path):
     """SIGKILL leaves the owner no chance to clean up."""
     code = (
         "import sys\nfrom pathlib import Path\nfrom vllm_hypic.serving import Server\n"
-        f"server = Server({str(demo.EXAMPLE / 'model')!r}, '--enforce-eager', '--kv-cache-memory-bytes', '64M',"
-        f" log=Path({str(tmp_path / 'log')!r}))\n"
+        "options = ('--enforce-eager', '--kv-cache-memory-bytes', '64M')\n"
+        f"log = Path({str(tmp_path / 'log')!r})\n"
+        f"server = Server({str(demo.EXAMPLE / 'model')!r}, *options, log=log)\n"
         "with server:\n    print(*[p.pid for p in server.processes()], flush=True)\n    sys.stdin.read()\n"
     )
     owner = subprocess.Popen(
