@@ -59,6 +59,21 @@ FAMILIES = [
     Family("qwen3-next-64-grouped", "Qwen3Next", heads(2, 4, 64) | MOE),
     Family("qwen3-next-128-grouped", "Qwen3Next", heads(1, 4, 128) | MOE | {"mlp_only_layers": [0]}),
     Family("qwen3.5-moe-64", "Qwen3_5MoeText", heads(2, 2, 64) | MOE),
+    # A vision-language model asked about text: MRotaryEmbedding, positions [3, tokens].
+    Family(
+        "qwen3.5-vision",
+        "Qwen3_5",
+        heads(2, 4, 64)
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 3, 3],
+                "mrope_interleaved": True,
+            }
+        },
+    ),
     Family("qwen3.5-moe-128-grouped", "Qwen3_5MoeText", heads(2, 4, 128) | MOE),
 ]
 
@@ -75,10 +90,14 @@ def engine(
 ) -> Any:
     chosen: Family = request.param
     path = tmp_path_factory.mktemp(chosen.name)
-    save = partial(
-        tiny_models.save, dtype=torch.bfloat16, norm_center=0.0, silent=("layers.1.self_attn.o_proj",)
-    )
-    run_apart(save, path, chosen.model, ONE_LINEAR | chosen.fields, log=engine_logs / "models.log")
+    fields = ONE_LINEAR | chosen.fields
+    quiet: dict[str, Any] = {"norm_center": 0.0, "silent": ("layers.1.self_attn.o_proj",)}
+    if chosen.model == "Qwen3_5":
+        vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
+        save = partial(tiny_models.save_vision, vision=vision | {"out_hidden_size": 128}, **quiet)
+    else:
+        save = partial(tiny_models.save, dtype=torch.bfloat16, **quiet)
+    run_apart(save, path, chosen.model, fields, log=engine_logs / "models.log")
     with module_engine(path, max_logprobs=-1, enable_prefix_caching=False) as started:
         yield started
 

@@ -58,8 +58,15 @@ def save(
     return path
 
 
-def save_vision(path: Path, name: str, text: dict[str, Any], vision: dict[str, Any]) -> Path:
-    """Save a random vision-language model of transformers' ``<name>Config``; its text half is :func:`save`'s."""
+def save_vision(
+    path: Path,
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    norm_center: float = 1.0,
+    silent: tuple[str, ...] = (),
+) -> Path:
+    """Save a random vision-language model of transformers' ``<name>Config``, text half as in :func:`save`."""
     import transformers
 
     tokens = {"image_token_id": 500, "video_token_id": 501}
@@ -70,7 +77,11 @@ def save_vision(path: Path, name: str, text: dict[str, Any], vision: dict[str, A
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     language = torch.nn.ModuleDict({"language_model": model.model.language_model, "lm_head": model.lm_head})
-    random_models._randomise(language, torch.Generator().manual_seed(0), norm_center=1.0)
+    random_models._randomise(language, torch.Generator().manual_seed(0), norm_center)
+    with torch.no_grad():
+        for key, weight in language.named_parameters():
+            if any(part in key for part in silent):
+                weight.zero_()
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     random_models._save_tokenizer(path, SMALL["vocab_size"])
