@@ -162,13 +162,13 @@ def composed(engine: Engine) -> list[torch.Tensor]:
 def test_planted_faults_are_seen(
     composed: list[torch.Tensor], oracle: Oracle, noise: Distance, fault: str
 ) -> None:
-    """Were the engine to make this mistake, both bounds of ``test_agrees`` would be broken."""
+    """Were the engine to make this mistake, a bound of ``test_agrees`` would be broken, with a margin."""
     faulty = [
         oracle.next_token_logprobs(lead, segments, query, fault=fault) for lead, segments, query in texts()
     ]
     found = distance(composed, faulty)
-    assert found.kl > 1.2 * KL_FACTOR * noise.kl, f"{fault}: {found}; noise {noise}"
-    assert found.largest > 1.2 * NOISE_FACTOR * noise.largest, f"{fault}: {found}; noise {noise}"
+    margin = max(found.kl / (KL_FACTOR * noise.kl), found.largest / (NOISE_FACTOR * noise.largest))
+    assert margin > 1.2, f"{fault}: {found}; noise {noise}"
 
 
 def test_dense_attention_model(module_engine: EngineFactory, attention_model: Path) -> None:
