@@ -295,7 +295,7 @@ class SchedulerSide:
         counters.pool_bytes_used = (
             used_pages * self.geometry.page_bytes + used_slots * self.geometry.slot_bytes
         )
-        counters.pool_bytes_total = self.geometry.nbytes
+        counters.pool_bytes_capacity = self.geometry.nbytes
         counters.records = len(directory)
         counters.pinned = directory.pinned
         counters.waiting = sum(not self.resident(r) for r in self._composed)

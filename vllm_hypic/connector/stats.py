@@ -23,7 +23,7 @@ class HypicCounters:
     evictions: int = 0
     pool_waits: int = 0
     pool_bytes_used: int = 0
-    pool_bytes_total: int = 0
+    pool_bytes_capacity: int = 0
     records: int = 0
     pinned: int = 0
     waiting: int = 0
@@ -42,7 +42,7 @@ COUNTERS = {
 }
 GAUGES = {
     "pool_bytes_used": "Bytes of the public pool in use.",
-    "pool_bytes_total": "Bytes of the public pool.",
+    "pool_bytes_capacity": "Bytes of the public pool.",
     "records": "Segments in the public pool.",
     "pinned": "Segments held by requests.",
     "waiting": "Requests waiting for segments.",

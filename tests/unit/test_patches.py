@@ -1,0 +1,59 @@
+"""Patches of vLLM: each fits the installed version, may be applied again, and fails loudly otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_hypic.patches.signature import PatchError, require_parameters
+
+APPLIED_TWICE = """
+import vllm_hypic
+from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_one_token_conv
+from vllm_hypic.patches import engine_args, request_check
+for patch in 2 * (backend_name, cpu_backend_choice, cpu_one_token_conv, engine_args, request_check):
+    patch.apply()
+
+import pickle
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+assert pickle.loads(pickle.dumps(AttentionBackendEnum["HYPIC"])) is AttentionBackendEnum["HYPIC"]
+assert AttentionBackendEnum["HYPIC"].get_class().get_name() == "HYPIC"
+"""
+
+ONE_TOKEN = """
+import torch
+from vllm.platforms import current_platform
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm_hypic.patches import cpu_one_token_conv
+
+import vllm._custom_ops
+cpu_one_token_conv.apply()
+wide = torch.randn(1, 400, dtype=torch.bfloat16)[:, :256]  # a row of a wider matrix, as the layer passes it
+weight = torch.randn(256, 4, dtype=torch.bfloat16)
+states = torch.randn(3, 3, 256, dtype=torch.bfloat16)
+before = states.clone()
+out = gdn_attention._causal_conv1d_fwd_cpu(
+    x=wide.transpose(0, 1), weight=weight, bias=None, conv_states=states.transpose(1, 2),
+    query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+    cache_indices=torch.tensor([1], dtype=torch.int32),
+    has_initial_state=torch.tensor([True]), silu_activation=False, is_weight_packed=False)
+window = torch.cat([before[1], wide]).float()
+truth = (window * weight.t().float()).sum(0)
+assert torch.allclose(out[:, 0].float(), truth, rtol=2e-2, atol=2e-2)
+assert torch.equal(states[1], torch.cat([before[1][1:], wide]))
+"""
+
+
+@pytest.mark.parametrize("code", [APPLIED_TWICE, ONE_TOKEN], ids=["applied-twice", "one-token-conv"])
+def test_in_a_fresh_interpreter(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_another_signature_is_refused() -> None:
+    def changed(self: object, something_else: int) -> None: ...
+
+    with pytest.raises(PatchError, match="supports vLLM"):
+        require_parameters(changed, "self", "usage_context")
