@@ -90,6 +90,11 @@ class Answer:
         return self.logprobs[0][0]
 
 
+def distance(one: Answer, other: Answer) -> float:
+    """Largest difference of the first token's logprobs, over the tokens that both report."""
+    return max(abs(one.first[t] - other.first[t]) for t in one.first.keys() & other.first.keys())
+
+
 def prompt(*segments: Sequence[int], query: Sequence[int], lead: Sequence[int] = ()) -> tuple[int, ...]:
     """Token ids ``lead SEP segment SEP ... SEP query``."""
     tokens = list(lead)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from oracle.models import random_segments
 
-from .engines import Ask, Engine, answer_of, drain, prompt, sampling_params, scheduler_of, worker_of
-from .test_turns import distance
+from .engines import Ask, Engine, answer_of, distance, drain, prompt, sampling_params, scheduler_of, worker_of
 
 A, B, C, D = random_segments([200, 300, 250, 280], seed=31)
 (QUERY,) = random_segments([40], seed=32)
