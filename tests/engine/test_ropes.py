@@ -20,8 +20,8 @@ from . import tiny_models
 from .conftest import EngineFactory
 from .engines import Ask, Engine, EngineError, metrics, prompt, run_apart
 
-BOUND = 1e-3
-"""On logprobs of the whole vocabulary; measured: below 3e-5."""
+BOUND = 1e-4
+"""On logprobs of the whole vocabulary; measured: below 1e-5, and above 0.3 with a planted fault."""
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
 COMPOSED = prompt(FIRST, SECOND, THIRD, lead=LEAD, query=QUERY)
@@ -188,7 +188,7 @@ def test_link(engine: tuple[Engine, Rope]) -> None:
 
 
 def test_planted_faults_are_seen(engine: tuple[Engine, Rope]) -> None:
-    """Were K rotated by a wrong table, the bound would be broken by a factor of ten at least."""
+    """Were K rotated by a wrong table, the bound would be broken by a factor of a thousand."""
     running, chosen = engine
     if chosen.kind == "NoPE":
         pytest.skip("nothing rotates")
@@ -202,7 +202,7 @@ def test_planted_faults_are_seen(engine: tuple[Engine, Rope]) -> None:
             found = largest(first_token(running, Ask(COMPOSED, extra={"hypic_link": "block"})), plain)
         finally:
             running.call(restore)
-        assert found > 10 * BOUND, f"{fault.__name__}: {found:.1e}"
+        assert found > 1000 * BOUND, f"{fault.__name__}: {found:.1e}"
 
 
 REFUSED = [
