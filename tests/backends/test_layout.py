@@ -191,3 +191,31 @@ def test_layers_share_one_layout() -> None:
     assert linear_step(step, 3, 64) is linear_step(step, 3, 64)
     assert linear_step(step, 3, 64).empty
     assert linear_step(step, 3, 64) is not linear_step(step, 2, 64)
+
+
+def test_rows_after_the_next_block_boundary_are_left_to_stock_code() -> None:
+    """The composed chunks end at the first block boundary after the last compose point."""
+    plan = StreamPlan(
+        positions=np.arange(200, dtype=np.int64),
+        n_logical=200,
+        points=(ComposePoint(10, 0, 0, True), ComposePoint(70, 1, 0, False)),
+        column_slots=np.zeros(0, dtype=np.int64),
+        column_positions=np.zeros(0, dtype=np.int64),
+        use_transition=True,
+    )
+    stream = StreamTensors.of(plan, CPU)
+    cases = {  # stream indices of the pass -> those of the rest
+        (0, 200): (128, 200),
+        (0, 128): None,
+        (0, 60): None,
+        (64, 130): (128, 130),
+        (60, 75): None,
+    }
+    for (s0, s1), expected in cases.items():
+        row = Row(0, 5, 5 + s1 - s0, s0, s1)
+        work = linear_step(StepContext([composed_row(row, stream)], [], CPU), 3, 64)
+        rest = [(r.first - 5 + s0, r.stop - 5 + s0) for r in work.rest]
+        assert rest == ([] if expected is None else [expected]), (s0, s1)
+        packed = sorted(t - 5 + s0 for t in work.tokens.tolist())
+        assert packed == list(range(s0, s1 if expected is None else expected[0])), (s0, s1)
+    assert linear_step(StepContext([composed_row(Row(0, 0, 10, 100, 110), stream)], [], CPU), 3, 64).empty
