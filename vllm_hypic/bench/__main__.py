@@ -82,7 +82,7 @@ def _table(settings: TtftSettings, result: TtftResult) -> Table:
 def _report(settings: TtftSettings, result: TtftResult) -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.executable).name, "-m", "vllm_hypic.bench", *sys.argv[1:]]),
-        "settings": {**asdict(settings), "model": str(settings.model)},
+        "settings": {**asdict(settings), "model": settings.model.name},
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "threads": settings.threads,
