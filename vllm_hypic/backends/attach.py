@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import CompilationMode
+
 from .attention import AttentionLink, HypicAttentionImpl
 from .linear.gdn import HypicGatedDeltaNet
 from .private_kv import PrivateKeys
@@ -44,10 +46,23 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
                 f"hypic: layer {linear.layer} ({type(layers[linear.layer]).__name__}) "
                 "has no supported transition; supported linear layers: QwenGatedDeltaNetAttention"
             )
+    _require_own_graph(runner, geometry)
     ropes = link_ropes(runner, impls)
     runtime = start(runner.device)
     _link(runner, layers, impls, ropes, runtime)
     return _describe(ropes, len(geometry.linear))
+
+
+def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
+    """A compiled model must have been traced with our layers, not be taken from a cache of stock vLLM's."""
+    layers = runner.compilation_config.static_forward_context
+    compiled = runner.compilation_config.mode != CompilationMode.NONE
+    passed_by = [g.layer for g in geometry.linear if compiled and not layers[g.layer].hypic_reached]
+    if passed_by:
+        raise Unsupported(
+            f"hypic: the compiled model passes by layer {passed_by[0]}; clear vLLM's compile cache "
+            "(VLLM_CACHE_ROOT, torch_compile_cache) or serve with --enforce-eager"
+        )
 
 
 def _link(

@@ -71,7 +71,9 @@ def _observe(
         positions = positions.to(runner.device)
         if runner.uses_mrope:
             positions = positions.expand(3, -1).contiguous()
-        with torch.inference_mode(), set_forward_context(None, runner.vllm_config, num_tokens=_TOKENS):
+        # Compiled graphs have no taps.
+        context = set_forward_context(None, runner.vllm_config, num_tokens=_TOKENS, skip_compiled=True)
+        with torch.inference_mode(), context:
             runner.get_model()(
                 input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
             )

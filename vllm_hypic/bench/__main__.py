@@ -38,6 +38,7 @@ LABELS = {"stock": "stock vLLM", "cold": "hypic, cold", "warm": "hypic, warm"}
 @click.option("--tokens", type=click.IntRange(64, 65536), default=2048, show_default=True)
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True)
 @click.option("--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all cores.")
+@click.option("--compiled", is_flag=True, help="Let both engines compile the model, as vLLM's default is.")
 @click.option("--json", "json_path", type=REPORT, help="Also write the results here.")
 def ttft(
     model: Path | None,
@@ -46,12 +47,12 @@ def ttft(
     tokens: int,
     repeats: int,
     threads: int | None,
+    compiled: bool,
     json_path: Path | None,
 ) -> None:
     console = Console()
-    settings = TtftSettings(
-        model or random_model(size), segments, tokens, repeats, threads or len(os.sched_getaffinity(0))
-    )
+    threads = threads or len(os.sched_getaffinity(0))
+    settings = TtftSettings(model or random_model(size), segments, tokens, repeats, threads, compiled)
     with console.status("measuring"):
         try:
             result = run(settings)

@@ -29,6 +29,7 @@ class TtftSettings:
     tokens: int
     repeats: int
     threads: int
+    compiled: bool = False
     seed: int = 0
 
 
@@ -152,7 +153,7 @@ def _serve(settings: TtftSettings, hypic: bool, pipe: Connection) -> None:
     options: dict[str, Any] = {"attention_backend": "hypic"} if hypic else {}
     llm = LLM(
         model=str(settings.model),
-        enforce_eager=True,
+        enforce_eager=not settings.compiled,
         dtype="bfloat16",
         max_model_len=length,
         max_num_batched_tokens=length,

@@ -21,6 +21,13 @@ import torch.nn.functional as F
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
 
 from ..ops.gated_delta import seam_outputs, segment_summary
 from .layout import Chunk, ComposedOps, LinearStep, linear_step
@@ -35,25 +42,33 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
 
     hypic_runtime: HypicRuntime | None = None
     """Set at start-up; ``None``: stock."""
+    hypic_reached = False
+    """Our operator ran: a compiled graph of stock vLLM, taken from a cache, would pass it by."""
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        runtime = self.hypic_runtime
-        if runtime is None or runtime.step is None:
-            return super().forward_cpu(hidden_states)
-        work = linear_step(runtime.step, self.conv_kernel_size - 1, self.cache_config.block_size)
-        if work.empty:
-            return super().forward_cpu(hidden_states)
-
+        """As stock, but for the core operator: opaque to the compiler, it looks at the step at run time."""
         mixed_qkv, z, b, a = self._project(hidden_states)
         core = torch.zeros(
             (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),
             dtype=hidden_states.dtype,
             device=hidden_states.device,
         )
-        special = _SpecialRows(self, runtime, work, mixed_qkv, b, a)
-        torch.ops.vllm.cpu_gdn_attention_core(mixed_qkv, b, a, core, _layer_name(self))
-        special.finish(core)
+        torch.ops.vllm.hypic_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
         return self._output_projection(core, z)
+
+    def core(self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor) -> None:
+        """Recurrence of the whole batch into ``core [n, Hv, V]``, captured and composed as the step says."""
+        self.hypic_reached = True
+        name = _encode_layer_name(self.prefix)
+        runtime = self.hypic_runtime
+        if runtime is None or runtime.step is None:
+            return cpu_gdn_attention_core(mixed_qkv, b, a, core, name)
+        work = linear_step(runtime.step, self.conv_kernel_size - 1, self.cache_config.block_size)
+        if work.empty:
+            return cpu_gdn_attention_core(mixed_qkv, b, a, core, name)
+        special = _SpecialRows(self, runtime, work, mixed_qkv, b, a)
+        cpu_gdn_attention_core(mixed_qkv, b, a, core, name)
+        special.finish(core)
 
     def _project(
         self, hidden_states: torch.Tensor
@@ -77,10 +92,16 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         return weight.view(weight.size(0), weight.size(-1))
 
 
-def _layer_name(layer: HypicGatedDeltaNet) -> object:
-    from vllm.utils.torch_utils import _encode_layer_name
-
-    return _encode_layer_name(layer.prefix)
+def _hypic_gdn_attention_core(
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    core_attn_out: torch.Tensor,
+    layer_name: LayerNameType,
+) -> None:
+    """Custom operator: hands over to the layer."""
+    layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    layer.core(mixed_qkv, b, a, core_attn_out)
 
 
 class _SpecialRows:
@@ -206,7 +227,7 @@ class _SpecialRows:
         inputs = (t.index_select(0, rows) for t in (self.mixed_qkv, self.b, self.a))
         context = replace(get_forward_context(), attn_metadata={self.layer.prefix: metadata})
         with override_forward_context(context):
-            torch.ops.vllm.cpu_gdn_attention_core(*inputs, out, _layer_name(self.layer))
+            cpu_gdn_attention_core(*inputs, out, _encode_layer_name(self.layer.prefix))
         core.index_copy_(0, rows, out)
 
     def _start_states(
@@ -290,6 +311,11 @@ def register_gdn() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
     if QwenGatedDeltaNetAttention.__name__ not in op_registry_oot:
+        direct_register_custom_op(
+            op_name="hypic_gdn_attention_core",
+            op_func=_hypic_gdn_attention_core,
+            mutates_args=["core_attn_out"],
+        )
         name = QwenGatedDeltaNetAttention.name
         QwenGatedDeltaNetAttention.register_oot(HypicGatedDeltaNet)
         HypicGatedDeltaNet.name = name

@@ -1,0 +1,73 @@
+"""Engines that compile the model, as vLLM does by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from oracle import Oracle, random_segments
+
+from .conftest import EngineFactory
+from .engines import Ask, Engine, prompt, worker_of
+from .test_oracle_agreement import distance, first_token
+
+LEAD, A, B, C, QUERY = random_segments([50, 140, 310, 77, 19], vocab=480, seed=11)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache of compiled models for both engines: neither may take the other's."""
+    return tmp_path_factory.mktemp("vllm-cache")
+
+
+def compiled(module_engine: EngineFactory, model: Path, cache: Path, *, hypic: bool) -> Engine:
+    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(cache)}
+    return module_engine(model, hypic=hypic, env=env, enforce_eager=False, max_logprobs=-1)
+
+
+@pytest.fixture(scope="module")
+def stock_compiled(module_engine: EngineFactory, hybrid_model: Path, cache: Path) -> Iterator[Engine]:
+    with compiled(module_engine, hybrid_model, cache, hypic=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def hypic_compiled(
+    stock_compiled: Engine, module_engine: EngineFactory, hybrid_model: Path, cache: Path
+) -> Iterator[Engine]:
+    with compiled(module_engine, hybrid_model, cache, hypic=True) as engine:
+        yield engine
+
+
+def mode_and_calls(llm: object) -> tuple[str, dict[str, int]]:
+    config = llm.llm_engine.vllm_config.compilation_config  # type: ignore[attr-defined]
+    return config.mode.name, dict(worker_of(llm).runtime.calls)
+
+
+def test_plain_requests_are_stock_bit_for_bit(hypic_compiled: Engine, stock_compiled: Engine) -> None:
+    plain = [Ask(tuple([*LEAD, *A, *QUERY]), 12), Ask(tuple([*B, *QUERY]), 12), Ask(tuple(C), 12)]
+    mode, before = hypic_compiled.call(mode_and_calls)
+    assert mode != "NONE"
+    ours, theirs = hypic_compiled.ask(*plain), stock_compiled.ask(*plain)
+    assert [a.samples for a in ours] == [a.samples for a in theirs]
+    assert [a.logprobs for a in ours] == [a.logprobs for a in theirs]
+    assert hypic_compiled.call(mode_and_calls)[1] == before
+
+
+def test_cold_and_warm_are_bit_identical(hypic_compiled: Engine) -> None:
+    hypic_compiled.reset()
+    ask = Ask(prompt(A, B, C, lead=LEAD, query=QUERY), 12)
+    cold, warm = hypic_compiled.ask_one_by_one(ask, ask)
+    assert warm.cached > cold.cached == 0
+    assert cold.samples == warm.samples
+    assert cold.logprobs == warm.logprobs
+
+
+def test_agrees_with_the_oracle(hypic_compiled: Engine, hybrid_model: Path) -> None:
+    oracle = Oracle(hybrid_model)
+    whole = [*LEAD, *A, *B, *C, *QUERY]
+    noise = distance([first_token(hypic_compiled, whole)], [oracle.full_logprobs(whole)])
+    composed = first_token(hypic_compiled, prompt(A, B, C, lead=LEAD, query=QUERY))
+    found = distance([composed], [oracle.next_token_logprobs(LEAD, [A, B, C], QUERY)])
+    assert found.largest <= 2 * noise.largest, f"{found}; ordinary requests: {noise}"
