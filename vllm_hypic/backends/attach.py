@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import CompilationMode
 
 from .attention import AttentionLink, HypicAttentionImpl
 from .linear.gdn import HypicGatedDeltaNet
 from .private_kv import PrivateKeys
-from .probe import Unsupported, link_ropes
+from .probe import PROBE_TOKENS, Unsupported, link_ropes, run_model
 from .rope import RopeTap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from ..connector.geometry import PoolGeometry
     from ..connector.runtime import HypicRuntime
@@ -55,9 +54,13 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
 
 def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
     """A compiled model must have been traced with our layers, not be taken from a cache of stock vLLM's."""
+    if runner.compilation_config.mode == CompilationMode.NONE or not geometry.linear:
+        return
     layers = runner.compilation_config.static_forward_context
-    compiled = runner.compilation_config.mode != CompilationMode.NONE
-    passed_by = [g.layer for g in geometry.linear if compiled and not layers[g.layer].hypic_reached]
+    if not any(layers[g.layer].hypic_reached for g in geometry.linear):
+        # vLLM's own warm-up compiles the model, but may be switched off.
+        run_model(runner, torch.zeros(PROBE_TOKENS, dtype=torch.int64), skip_compiled=False)
+    passed_by = [g.layer for g in geometry.linear if not layers[g.layer].hypic_reached]
     if passed_by:
         raise Unsupported(
             f"hypic: the compiled model passes by layer {passed_by[0]}; clear vLLM's compile cache "

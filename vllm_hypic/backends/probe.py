@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .attention import HypicAttentionImpl
 
-_TOKENS = 8
+PROBE_TOKENS = 8
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
 """Allowed error of our rotation relative to the largest element: rounding of the dtype."""
 
@@ -49,7 +49,7 @@ def link_ropes(runner: Any, impls: Mapping[str, HypicAttentionImpl]) -> dict[str
     """The rope of every attention layer (``None``: NoPE).  Raises :class:`Unsupported`."""
     ropes = [m for m in runner.get_model().modules() if isinstance(m, RopeTap)]
     limit = min([runner.max_model_len, *(len(r.cos_sin_cache) for r in ropes if hasattr(r, "cos_sin_cache"))])
-    positions = torch.linspace(0, limit - 1, _TOKENS).long()
+    positions = torch.linspace(0, limit - 1, PROBE_TOKENS).long()
     at_zero = _observe(runner, impls, ropes, torch.zeros_like(positions))
     scattered = _observe(runner, impls, ropes, positions)
     return {name: _link(name, at_zero.get(name), scattered.get(name), positions) for name in impls}
@@ -59,30 +59,37 @@ def _observe(
     runner: Any, impls: Mapping[str, HypicAttentionImpl], ropes: list[RopeTap], positions: torch.Tensor
 ) -> dict[str, _Call]:
     """Run the model once and record what reached each attention layer."""
-    from vllm.forward_context import set_forward_context
-
     observer = _Observer()
     for rope in ropes:
         rope.hypic_probe = observer.rope
     for name, impl in impls.items():
         impl.hypic_probe = partial(observer.attention, name)
     try:
-        input_ids = torch.arange(_TOKENS, device=runner.device) % runner.model_config.get_vocab_size()
-        positions = positions.to(runner.device)
-        if runner.uses_mrope:
-            positions = positions.expand(3, -1).contiguous()
-        # Compiled graphs have no taps.
-        context = set_forward_context(None, runner.vllm_config, num_tokens=_TOKENS, skip_compiled=True)
-        with torch.inference_mode(), context:
-            runner.get_model()(
-                input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
-            )
+        run_model(runner, positions, skip_compiled=True)  # compiled graphs have no taps
     finally:
         for rope in ropes:
             rope.hypic_probe = None
         for impl in impls.values():
             impl.hypic_probe = None
     return observer.calls
+
+
+def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> None:
+    """Run the loaded model on :data:`PROBE_TOKENS` tokens at ``positions [PROBE_TOKENS]``, no attention
+    metadata set: caches and states are neither read nor written."""
+    from vllm.forward_context import set_forward_context
+
+    input_ids = torch.arange(PROBE_TOKENS, device=runner.device) % runner.model_config.get_vocab_size()
+    positions = positions.to(runner.device)
+    if runner.uses_mrope:
+        positions = positions.expand(3, -1).contiguous()
+    context = set_forward_context(
+        None, runner.vllm_config, num_tokens=PROBE_TOKENS, skip_compiled=skip_compiled
+    )
+    with torch.inference_mode(), context:
+        runner.get_model()(
+            input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+        )
 
 
 class _Observer:
