@@ -57,8 +57,8 @@ def test_stream_of_two_documents_and_a_query() -> None:
         and two.tokens == tuple(run(20, 7))
     )
     assert list(one.interior_offsets()) == [2, 3, 4, 5]
-    assert plan.n_logical == 23 and plan.reused_tokens == 5 + 4 + 3
-    assert plan.position_of(10) == 22 and plan.position_of(11) == 23
+    assert plan.n_logical == 23 and [s.columns for s in plan.segments] == [5, 4, 3]
+    assert plan.positions[10] == 22 and len(plan.positions) == 11
     assert not plan.warm_only and plan.salt is not None
 
 

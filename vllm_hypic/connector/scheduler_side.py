@@ -7,7 +7,7 @@ step -> :meth:`finished` (unpin).
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -85,7 +85,7 @@ class SchedulerSide:
         self._composed: dict[str, _Composed] = {}
         self._pending: OrderedDict[str, None] = OrderedDict()
         self._captures: dict[str, _Capture] = {}
-        self._lost: deque[tuple[SegmentKey, str]] = deque()
+        self._lost: list[SegmentKey] = []
         self._jobs = 0
         self._held: set[str] = set()
 
@@ -164,9 +164,9 @@ class SchedulerSide:
 
     def _take_lost(self) -> list[tuple[SegmentKey, str]]:
         """Records whose segment request died and for which a request still waits."""
-        lost, self._lost = list(self._lost), deque()
+        lost, self._lost = self._lost, []
         waiting = []
-        for key, _ in lost:
+        for key in lost:
             owner = next((r for r, c in self._composed.items() if c.acquired and key in c.wanted), None)
             if owner is not None:
                 waiting.append((key, owner))
@@ -270,7 +270,7 @@ class SchedulerSide:
             if completed:
                 self.directory.commit(capture.key)
             elif self.directory.abort(capture.key):
-                self._lost.append((capture.key, request_id))
+                self._lost.append(capture.key)
             return
         composed = self._composed.pop(request_id, None)
         if composed is not None:

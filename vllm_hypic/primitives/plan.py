@@ -135,16 +135,6 @@ class PromptPlan:
     warm_only: bool
     salt: str | None
 
-    @property
-    def reused_tokens(self) -> int:
-        """Prompt tokens that are read from records, not computed."""
-        return sum(segment.columns for segment in self.segments)
-
-    def position_of(self, index: int) -> int:
-        """Logical position of stream index ``index`` (generated tokens included)."""
-        n = len(self.stream)
-        return self.positions[index] if index < n else self.n_logical + index - n
-
 
 def build_plan(
     prompt: ParsedPrompt,

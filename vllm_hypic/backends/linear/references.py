@@ -257,9 +257,9 @@ class _DeltaRule(Family):
     beta: Tensor
     eps: float = 1e-6
 
+    @abstractmethod
     def _decay(self, t: int) -> Tensor:
         """Factors of the state's rows, broadcastable to [H, K]."""
-        raise NotImplementedError
 
     def zero_state(self) -> Tensor:
         return self.k.new_zeros(self.v.shape[1], self.k.shape[-1], self.v.shape[-1])
