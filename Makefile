@@ -6,7 +6,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.stamp
+INSTALLED := $(VENV)/.stamp
+READY := $(VENV)/.kernels
 
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1
@@ -19,12 +20,19 @@ venv: $(READY)
 
 # The stamp is written last: an interrupted set-up is taken up again by the next call. compileall replaces pip's own
 # compiling because it uses all cores; some packages carry files for other Pythons, which it may fail on.
-$(READY): setup.py pyproject.toml tools/prepare_env.py tools/cpu_torch_imports.py tools/torch_index.py
+$(INSTALLED): setup.py pyproject.toml tools/prepare_env.py tools/cpu_torch_imports.py tools/torch_index.py
 	@echo "Setting up $(VENV): about 3.5 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	index=$$($(BIN)/python tools/torch_index.py) && $(BIN)/python -m pip install --quiet --no-compile $$index --editable '.[cpu,dev]'
+	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile $$index --editable '.[cpu,dev]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python tools/prepare_env.py
+	@touch $@
+
+# The C++ kernels need torch: after everything else. A fault in them fails the set-up instead of being passed over.
+$(READY): $(INSTALLED) $(wildcard csrc/*)
+	@echo "Building the C++ kernels: about a minute."
+	@HYPIC_BUILD_KERNELS=1 $(BIN)/python setup.py -q build_ext --inplace >$(VENV)/kernels.log 2>&1 || { cat $(VENV)/kernels.log; exit 1; }
+	$(BIN)/python -m vllm_hypic.kernels
 	@touch $@
 
 demo: $(READY)

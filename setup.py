@@ -1,8 +1,77 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
 VLLM = "0.32.0"  # the release whose interfaces this package is written against
+
+SKIP, REQUIRE = "0", "1"
+BUILD_KERNELS = os.environ.get("HYPIC_BUILD_KERNELS", "")
+"""``0``: build no C++ kernels; ``1``: fail when they cannot be built; else: build them if possible."""
+
+
+def find_torch() -> None:
+    """Make torch importable.  pip builds in an environment of its own; the kernels must be compiled against
+    the torch of the environment that they are installed into, which ``python -I`` sees."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        code = "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"
+        found = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+        if found.returncode == 0:
+            sys.path.append(found.stdout.strip())
+
+
+def kernels() -> dict[str, Any]:
+    """Arguments of ``setup`` that build ``csrc/``; empty, with the reason printed, where that cannot be done.
+
+    The PyTorch versions of all operators work without, several times slower.
+    """
+    if BUILD_KERNELS == SKIP:
+        return {}
+    try:
+        find_torch()
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError as e:
+        return _without_kernels(f"torch is not installed here yet ({e})")
+
+    class Build(BuildExtension):
+        """A missing or failing compiler leaves the package without kernels instead of failing it."""
+
+        def run(self) -> None:
+            try:
+                super().run()
+            except Exception as e:
+                _without_kernels(f"{type(e).__name__}: {e}")
+
+    extension = CppExtension(
+        "vllm_hypic._C",
+        sorted(str(p) for p in Path("csrc").glob("*.cpp")),
+        depends=[str(p) for pattern in ("*.h", "*.inl") for p in Path("csrc").glob(pattern)],
+        # GCC 12 warns about its own AVX512 headers.
+        extra_compile_args=[
+            *("-O3", "-g0", "-std=c++20", "-fopenmp", "-fvisibility=hidden"),
+            *("-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
+        ],
+        extra_link_args=["-fopenmp"],
+    )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
+
+
+def _without_kernels(reason: str) -> dict[str, Any]:
+    message = (
+        f"vllm-hypic: C++ kernels not built: {reason}. The package works without them, slower. To build "
+        "them, install vLLM and g++, then: "
+        "pip install --no-build-isolation --no-deps --force-reinstall ."
+    )
+    if BUILD_KERNELS == REQUIRE:
+        raise SystemExit(message)
+    print(message, file=sys.stderr)
+    return {}
+
 
 setup(
     name="vllm-hypic",
@@ -25,9 +94,12 @@ setup(
         # What lmcache needs beyond vLLM's own requirements. lmcache itself is not listed: its requirements
         # downgrade numpy, protobuf, grpcio, OpenTelemetry. `pip install --no-deps lmcache==0.5.6` adds it.
         "lmcache": ["aiofile", "aiofiles", "caio", "sortedcontainers"],
+        "bench": ["matplotlib"],
         "dev": [
             "hypothesis",
+            "matplotlib",
             "mypy==2.4.1",  # pinned, like ruff: a new release must not fail an old commit
+            "ninja",  # compiles the kernels in parallel
             "psutil",
             "pytest",
             "pytest-asyncio",
@@ -40,4 +112,5 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
+    **kernels(),
 )

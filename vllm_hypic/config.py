@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,12 @@ class HypicConfig:
     """Share of the KV memory that the public pool takes when ``pool_bytes`` is not given."""
     expected_segment_tokens: int = 1024
     """Segment length at which pages and state slots of the pool run out together."""
+    expected_live_heads: float = 0.5
+    """Share of linear-attention heads whose transition has not died out by a segment's end, at which its
+    storage runs out together with pages and slots: long segments and forgetful models have fewer."""
+    dead_transition: float = 2.0**-25
+    """A head whose transition has no larger entry is dead: its transition is neither stored nor applied. The
+    default is what rounds to zero in storage."""
     tokens: PrimitiveTexts = field(default_factory=PrimitiveTexts)
     """Text forms of separator, PDep and padding."""
     token_ids: PrimitiveIds | None = None
@@ -60,9 +66,11 @@ class HypicConfig:
             _integer("pool_bytes", self.pool_bytes, 1)
         if self.dummy_token is not None:
             _integer("dummy_token", self.dummy_token, 0)
-        fraction = self.pool_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
-            raise ConfigError(f"hypic config: pool_fraction={fraction!r}: expected a number between 0 and 1")
+        _number("pool_fraction", self.pool_fraction, lambda x: 0 < x < 1, "between 0 and 1")
+        _number(
+            "expected_live_heads", self.expected_live_heads, lambda x: 0 < x <= 1, "above 0 and at most 1"
+        )
+        _number("dead_transition", self.dead_transition, lambda x: 0 <= x < 1, "from 0 to below 1")
 
     @staticmethod
     def from_mapping(options: Mapping[str, Any]) -> HypicConfig:
@@ -89,6 +97,11 @@ class HypicConfig:
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON-like options: the inverse of :meth:`from_mapping`."""
         return dataclasses.asdict(self)
+
+
+def _number(name: str, value: object, allowed: Callable[[float], bool], says: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not allowed(value):
+        raise ConfigError(f"hypic config: {name}={value!r}: expected a number {says}")
 
 
 def _integer(name: str, value: object, low: int) -> None:

@@ -8,7 +8,6 @@ from vllm.exceptions import VLLMValidationError
 
 from .activation import CONNECTOR
 from .primitives.options import link_of_request
-from .primitives.plan import parse_prompt
 from .primitives.policies import LinkError, ModelTraits
 from .primitives.tokens import PrimitiveIds
 
@@ -68,8 +67,8 @@ def _refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None
             f"repetition_penalty={params.repetition_penalty} needs every prompt token; expected 1.0 "
             "(frequency_penalty and presence_penalty work)"
         )
-    prompt = parse_prompt(request.prompt_token_ids or [], primitives)
-    if not any(piece.tokens for piece in prompt.pieces):
+    markers = (primitives.sep, primitives.pdep, primitives.pad)
+    if all(token in markers for token in request.prompt_token_ids or []):
         return "the prompt has no tokens besides separators, PDep and padding"
     return None
 

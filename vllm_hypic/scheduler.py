@@ -42,6 +42,7 @@ class _HypicMixin(Scheduler):
         self.hypic: SchedulerSide = self.connector.scheduler
         # In every cache salt of ours, so that no client can name one and read another's blocks.
         self._secret = secrets.token_hex(16)
+        self._segment_salt = f"hypic:{self._secret}:segment"
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
 
@@ -117,10 +118,24 @@ class _HypicMixin(Scheduler):
             arrival_time=owner.arrival_time,
             lora_request=owner.lora_request,
             # Its KV was computed in isolation and serves nobody else.
-            cache_salt=f"hypic:{self._secret}:segment",
+            cache_salt=self._segment_salt,
             priority=owner.priority,
             block_hasher=owner._block_hasher,
         )
+
+    def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any) -> int:
+        """Stock ends prefill chunks where states are kept for its prefix cache, at the price of a step for
+        the rest of the prompt.  Nobody resumes from a segment request's states: it is not split."""
+        if request.cache_salt == self._segment_salt:
+            return num_new_tokens
+        return super()._mamba_block_aligned_split(request, num_new_tokens, *args)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        """A segment request's blocks leave the prefix cache, instead of pushing useful ones out of it."""
+        if request.cache_salt == self._segment_salt:
+            groups = self.kv_cache_manager.get_block_ids(request.request_id)
+            self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
+        super()._free_request_blocks(request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

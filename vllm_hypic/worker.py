@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -41,10 +40,12 @@ class HypicCPUModelRunner(SeededChunks):
         if is_profiling:
             return
         from .backends.attach import attach
+        from .backends.ops import native
 
         worker = self._hypic()
         found = attach(self, worker.geometry, worker.start)
         config, geometry = config_of(self.vllm_config), worker.geometry
+        (logger.warning if native.missing() else logger.info)("hypic: %s", native.describe())
         logger.info(
             "hypic: %s; link=%s, seam %d tokens; "
             "public pool %.2f GiB = %d pages x %d tokens + %d state slots; %s",
@@ -55,15 +56,8 @@ class HypicCPUModelRunner(SeededChunks):
             geometry.pages,
             geometry.page_tokens,
             geometry.slots,
-            "eager" if self.compilation_config.mode == CompilationMode.NONE else "compiled, segments eager",
+            "eager" if self.compilation_config.mode == CompilationMode.NONE else "compiled",
         )
-
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        runtime = self._hypic().runtime
-        if runtime is not None and runtime.step is not None and runtime.step.capture_rows is not None:
-            # K before rotation does not leave a compiled graph; plain and composed steps do not need it.
-            get_forward_context().skip_compiled = True
-        return super()._model_forward(*args, **kwargs)
 
     @staticmethod
     def _hypic() -> WorkerSide:

@@ -1,20 +1,21 @@
-"""Index tensors of linear layers, followed with tagged rows instead of numbers.
+"""Programs of linear layers, run over tagged rows instead of numbers.
 
-A request's convolution inputs stand in one logical sequence: its tokens, and before the token of a compose
-point the record's conv tail. Whatever the chunks, the rows just before a token must be its logical ones.
+A request's tokens and records stand in one logical order. Whatever the passes, running a request's programs
+must give that order, each token once, and stock code must get just the rest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.linear.layout import Chunk, Compose, LinearStep, linear_step
+from vllm_hypic.backends.linear.layout import LinearStep, linear_step, stock_rows
+from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.connector.step import (
     CaptureRow,
@@ -26,9 +27,7 @@ from vllm_hypic.connector.step import (
     composed_row,
 )
 
-Tag = tuple[object, ...]
 CPU = torch.device("cpu")
-ZERO: Tag = ("zero",)
 TOKENS = 24
 
 
@@ -39,21 +38,6 @@ class Request:
     name: str
     plan: StreamPlan | CapturePlan | None
     cuts: tuple[int, ...]
-
-    def before(self, stop: int, *, points_at_stop: bool) -> list[Tag]:
-        """The logical sequence before stream token ``stop``."""
-        rows: list[Tag] = []
-        for i in range(stop + 1):
-            if isinstance(self.plan, StreamPlan):
-                for point in self.plan.points:
-                    if point.at == i and (i < stop or points_at_stop):
-                        rows += [("record", point.slot, j) for j in range(8)]
-            if i < stop:
-                rows.append(("token", self.name, i))
-        return rows
-
-    def context(self, stop: int, k: int, *, points_at_stop: bool) -> list[Tag]:
-        return ([ZERO] * k + self.before(stop, points_at_stop=points_at_stop))[-k:]
 
 
 @st.composite
@@ -78,119 +62,140 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 3), st.tuples(*(requests(n) for n in "abcd")))
-def test_context_of_every_token(k: int, batch: tuple[Request, ...]) -> None:
+@given(st.sampled_from([4, 16, 1 << 30]), st.tuples(*(requests(n) for n in "abcd")))
+def test_every_pass_runs_every_token_once_and_in_order(block: int, batch: tuple[Request, ...]) -> None:
     for step_number in range(max(len(r.cuts) for r in batch)):
-        check_pass([r for r in batch if step_number < len(r.cuts)], step_number, k)
+        check_pass([r for r in batch if step_number < len(r.cuts)], step_number, block)
 
 
-def check_pass(batch: list[Request], step_number: int, k: int) -> None:
+def check_pass(batch: list[Request], step_number: int, block: int) -> None:
     composed: list[ComposedRow] = []
     captures: list[CaptureRow] = []
-    tokens: list[Tag] = []
+    rows: list[Row] = []
+    # Batches hold decodes, requests with one token, first.
+    counts = [r.cuts[step_number] - (r.cuts[step_number - 1] if step_number else 0) for r in batch]
+    order = sorted(range(len(batch)), key=lambda i: counts[i] > 1)
+    batch, counts = [batch[i] for i in order], [counts[i] for i in order]
+    bounds = [0, *accumulate(counts)]
     for index, request in enumerate(batch):
-        s0 = request.cuts[step_number - 1] if step_number else 0
         s1 = request.cuts[step_number]
-        row = Row(index, len(tokens), len(tokens) + s1 - s0, s0, s1)
-        tokens += [("token", request.name, i) for i in range(s0, s1)]
+        row = Row(index, bounds[index], bounds[index + 1], s1 - counts[index], s1)
+        rows.append(row)
         if isinstance(request.plan, StreamPlan):
             composed.append(composed_row(row, StreamTensors.of(request.plan, CPU)))
         elif request.plan is not None:
             captures.append(capture_row(request.name, row, request.plan))
-    work = linear_step(StepContext(composed, captures, CPU), k, 1 << 30)
-    rows = {c.row.index: c.row for c in (*composed, *captures)}
-    sources = source_tags(work, batch, rows, tokens, k)
-    # A tag per extended row; the context of packed token t ends where its own row stands.
-    extended = [sources[i] for i in work.extended.tolist()]
-    packed = [
-        (tokens[t], extended[o : o + k + 1])
-        for t, o in zip(work.tokens.tolist(), work.outputs.tolist(), strict=True)
-    ]
-    after = [[sources[i] for i in tail] for tail in work.conv_after.tolist()]
-    check_composed(work, batch, [c for c in composed if c.points], packed, after, k)
-    check_captures(work, batch, captures, packed, sources, k)
+    work = linear_step(StepContext(composed, captures, CPU), block)
+    ran = check_composed(work, [c for c in composed if c.points], block) + check_captures(work, captures)
+    decodes = sum(c == 1 for c in counts)
+    ran += check_stock(work, batch, rows, bounds, decodes)
+    assert sorted(ran) == list(range(bounds[-1])), "a token that runs twice or never"
 
 
-def source_tags(
-    work: LinearStep, batch: list[Request], rows: dict[int, Row], tokens: list[Tag], k: int
-) -> list[Tag]:
-    """What the layer gathers: conv states as the engine keeps them, tails of records, token rows."""
-    sources: list[Tag] = []
-    for index, resumed in zip(work.carried_rows.tolist(), work.carried_resumed.tolist(), strict=True):
-        s0 = rows[index].s0
-        assert resumed == (s0 > 0)
-        sources += batch[index].context(s0, k, points_at_stop=False) if resumed else [ZERO] * k
-    for slot in work.tail_slots.tolist():
-        sources += [("record", slot, j) for j in range(8 - k, 8)]
-    return sources + tokens
-
-
-def check_composed(
-    work: LinearStep,
-    batch: list[Request],
-    composed: list[ComposedRow],
-    packed: list[tuple[Tag, list[Tag]]],
-    after: list[list[Tag]],
-    k: int,
-) -> None:
-    inner = len(work.inner_chunks) - 1
-    assert work.inner_chunks == work.chunks[: inner + 1]
-    assert all(a < b for a, b in pairwise(work.chunks)), "an empty chunk"
-    assert len(work.composed) == len(composed) == len(after)
+def check_composed(work: LinearStep, composed: list[ComposedRow], block: int) -> list[int]:
+    if work.composed is None:
+        assert not composed and not work.rest
+        return []
+    rows, ops = unpack(work.composed.rows, ComposeRow), unpack(work.composed.ops, ComposeOp)
+    assert len(rows) == len(composed)
+    assert [r.first_op for r in rows] == [0, *(r.stop_op for r in rows[:-1])]
     ran: list[int] = []
-    for ops, row, context in zip(work.composed, composed, after, strict=True):
-        request, s0, s1 = batch[row.row.index], row.row.s0, row.row.s1
-        assert (ops.batch_row, ops.resumed) == (row.row.index, s0 > 0)
-        # Run the operations: every chunk must start behind just the records before its first token.
-        at, applied = s0, []
-        for op in ops.ops:
-            if isinstance(op, Compose):
-                applied.append((at, op.slot, op.use_transition, op.replace_state))
-                continue
-            assert isinstance(op, Chunk) and op.last == (op is ops.ops[-1])
-            chunk = op.index + inner * op.last
-            ran.append(chunk)
-            for token, context_rows in packed[work.chunks[chunk] : work.chunks[chunk + 1]]:
-                assert token == ("token", request.name, at)
-                assert context_rows == [*request.context(at, k, points_at_stop=True), token]
-                at += 1
-        assert at == s1
-        use = row.stream.plan.use_transition
-        assert applied == [(p.at, p.slot, use, p.replace_state) for p in row.points]
-        assert context == request.context(s1, k, points_at_stop=False)
-    assert sorted(ran) == list(range(len(work.chunks) - 1)), "a chunk that runs twice or never"
+    rests = {r.batch_row: r for r in work.rest}
+    for program, c in zip(rows, composed, strict=True):
+        row, plan = c.row, c.stream.plan
+        assert (program.batch_row, program.resumed) == (row.index, row.s0 > 0)
+        at, applied = row.s0, []
+        for op in ops[program.first_op : program.stop_op]:
+            assert op.first == row.q0 + at - row.s0
+            ran += range(op.first, op.first + op.tokens)
+            at += op.tokens
+            if op.mode != Mode.NONE:
+                applied.append((at, op.slot, op.mode))
+        usual = Mode.TRANSITION if plan.use_transition else Mode.ADD
+        assert applied == [(p.at, p.slot, Mode.REPLACE if p.replace_state else usual) for p in c.points]
+        last = c.points[-1].at
+        assert at == min(row.s1, (last // block + 1) * block)
+        if at < row.s1:
+            rest = rests.pop(row.index)
+            assert (rest.first, rest.stop) == (row.q0 + at - row.s0, row.q1)
+    assert not rests
+    return ran
 
 
-def check_captures(
-    work: LinearStep,
-    batch: list[Request],
-    captures: list[CaptureRow],
-    packed: list[tuple[Tag, list[Tag]]],
-    sources: list[Tag],
-    k: int,
-) -> None:
-    wanted: list[tuple[Tag, list[Tag]]] = []
-    interior = [c for c in captures if not c.plan.leading and c.begin < c.end]
-    assert list(work.captures) == interior
-    for capture in interior:
-        request = batch[capture.row.index]
-        for i in range(capture.begin, capture.end):
-            token: Tag = ("token", request.name, i)
-            wanted.append((token, [*request.context(i, k, points_at_stop=True), token]))
-    assert packed[work.chunk_tokens :] == wanted
-    assert np.diff(work.interiors).tolist() == [c.end - c.begin for c in interior]
-    assert list(work.ended) == [c for c in interior if c.end == c.plan.hi]
-    tails = [[sources[i] for i in tail] for tail in work.capture_tails.tolist()]
-    assert tails == [batch[c.row.index].context(c.plan.hi, k, points_at_stop=True) for c in work.ended]
-    leading = [c for c in captures if c.plan.leading and c.begin < c.end == c.plan.hi]
-    assert list(work.leading_ended) == leading
+def check_captures(work: LinearStep, captures: list[CaptureRow]) -> list[int]:
+    if work.segments is None:
+        assert not captures
+        return []
+    ran: list[int] = []
+    rows = unpack(work.segments.rows, SegmentRow)
+    carried, ended = [], []
+    for program, c in zip(rows, captures, strict=True):
+        row, plan = c.row, c.plan
+        assert (program.batch_row, program.resumed) == (row.index, row.s0 > 0)
+        assert (program.first, program.stop) == (row.q0, row.q1)
+        ran += range(program.first, program.stop)
+        inside = [i for i in range(row.s0, row.s1) if plan.lo <= i < plan.hi]
+        assert program.end - program.begin == len(inside)
+        assert program.first <= program.begin <= program.end <= program.stop
+        if inside:
+            assert program.begin == row.q0 + inside[0] - row.s0
+        assert bool(program.begins) == (plan.lo in inside)
+        assert bool(program.ends) == (plan.hi - 1 in inside)
+        assert (program.slot, program.leading) == (plan.slot, plan.leading)
+        assert bool(program.has_head) == (plan.lo > 0)
+        if plan.leading or not inside or (program.begins and program.ends):
+            assert program.carry == -1
+        else:
+            assert program.carry == len(carried)
+            carried.append((c.request_id, bool(program.begins)))
+        if program.ends and not plan.leading:
+            ended.append(plan.slot)
+    assert list(zip(work.segments.carried, work.segments.starting, strict=True)) == carried
+    assert list(work.segments.ended) == ended
+    return ran
+
+
+def check_stock(
+    work: LinearStep, batch: list[Request], rows: list[Row], bounds: list[int], decodes: int
+) -> list[int]:
+    stock = stock_rows(work, bounds, [r.s0 > 0 for r in rows], decodes)
+    if stock is None:
+        assert not work.rest and work.special == set(range(len(batch)))
+        return []
+    tokens = (
+        list(range(bounds[-1]))[stock.tokens] if isinstance(stock.tokens, slice) else stock.tokens.tolist()
+    )
+    assert stock.starts[0] == 0 and stock.starts[-1] == len(tokens)
+    rests = {r.batch_row for r in work.rest}
+    for number, (first, stop) in enumerate(pairwise(stock.starts)):
+        index = stock.batch_rows[number]
+        part = tokens[first:stop]
+        assert part == list(range(part[0], rows[index].q1))
+        if index in rests:
+            assert stock.resumed[number] and number >= stock.decodes
+        else:
+            assert part[0] == rows[index].q0 and stock.resumed[number] == (rows[index].s0 > 0)
+            assert (number < stock.decodes) == (index < decodes)
+    return tokens
 
 
 def test_layers_share_one_layout() -> None:
     step = StepContext([], [], CPU)
-    assert linear_step(step, 3, 64) is linear_step(step, 3, 64)
-    assert linear_step(step, 3, 64).empty
-    assert linear_step(step, 3, 64) is not linear_step(step, 2, 64)
+    assert linear_step(step, 64) is linear_step(step, 64)
+    assert linear_step(step, 64).empty
+    assert linear_step(step, 64) is not linear_step(step, 32)
+
+
+def test_neighbours_are_taken_as_a_slice() -> None:
+    """Decodes stand first, so that in a batch of decodes and segments stock code gets views."""
+    plan = CapturePlan(0, 9, 0, np.arange(9), None, False)
+    work = linear_step(StepContext([], [capture_row("segment", Row(2, 2, 11, 0, 9), plan)], CPU), 64)
+    stock = stock_rows(work, [0, 1, 2, 11], [True, True, False], 2)
+    assert stock is not None and stock.tokens == slice(0, 2)
+    between = linear_step(StepContext([], [capture_row("segment", Row(1, 2, 11, 0, 9), plan)], CPU), 64)
+    stock = stock_rows(between, [0, 2, 11, 13], [True, False, True], 0)
+    assert stock is not None and isinstance(stock.tokens, torch.Tensor)
+    assert stock.tokens.tolist() == [0, 1, 11, 12]
 
 
 def test_rows_after_the_next_block_boundary_are_left_to_stock_code() -> None:
@@ -213,9 +218,7 @@ def test_rows_after_the_next_block_boundary_are_left_to_stock_code() -> None:
     }
     for (s0, s1), expected in cases.items():
         row = Row(0, 5, 5 + s1 - s0, s0, s1)
-        work = linear_step(StepContext([composed_row(row, stream)], [], CPU), 3, 64)
+        work = linear_step(StepContext([composed_row(row, stream)], [], CPU), 64)
         rest = [(r.first - 5 + s0, r.stop - 5 + s0) for r in work.rest]
         assert rest == ([] if expected is None else [expected]), (s0, s1)
-        packed = sorted(t - 5 + s0 for t in work.tokens.tolist())
-        assert packed == list(range(s0, s1 if expected is None else expected[0])), (s0, s1)
-    assert linear_step(StepContext([composed_row(Row(0, 0, 10, 100, 110), stream)], [], CPU), 3, 64).empty
+    assert linear_step(StepContext([composed_row(Row(0, 0, 10, 100, 110), stream)], [], CPU), 64).empty

@@ -7,7 +7,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_hypic.backends.private_kv import PrivateKeys
+from vllm_hypic.backends.ops.span_attention.torch_ops import gather_keys
+from vllm_hypic.backends.private_kv import key_index
 
 
 def stored(
@@ -34,10 +35,10 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
         value = torch.full_like(key, 7)
         table = torch.randperm(6, generator=rng)[:3].int()
         cache = stored(key, value, block_size, isa, table, blocks=6)
-        private = PrivateKeys(cache, isa)
+        index = key_index(cache, isa)
         before = cache.clone()
         for tokens in (1, 31, block_size - 1, block_size, block_size + 1, 2 * block_size, longest):
-            found = private.gather(cache, table, tokens)
+            found = gather_keys(cache, index, table, tokens)
             assert found.shape == (tokens, heads, size) and found.is_contiguous()
             assert torch.equal(found, key[:tokens]), (heads, size, tokens)
         assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8)), "learning the layout wrote"
@@ -54,4 +55,4 @@ def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lossy)
     with pytest.raises(RuntimeError, match=r"unknown K layout .*block 32"):
-        PrivateKeys(torch.zeros(1, 2, 32, 128), "vec")
+        key_index(torch.zeros(1, 2, 32, 128), "vec")

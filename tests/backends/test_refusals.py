@@ -192,6 +192,13 @@ def test_interleaved_taken_for_neox() -> None:
     calls.refused("FakeRope is not the plain rotation of its table")
 
 
+def test_rotation_that_loses_k() -> None:
+    """A table that is zero somewhere rotates as it says, but K is gone."""
+    flat = table()
+    flat[:, [3, 11]] = 0  # cos and sin of one pair
+    Calls(flat).refused("the rotation by FakeRope cannot be undone")
+
+
 @pytest.mark.parametrize("odd", [None, torch.zeros(1000, 2, 16), torch.zeros(1000, 64)])
 def test_unknown_tables(odd: torch.Tensor | None) -> None:
     """FoPE has a table per head, or of twice the head size."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_hypic.backends.ops import native
+from vllm_hypic.backends.ops.span_attention import choose, cpu, reference, torch_ops
 from vllm_hypic.backends.ops.span_attention.reference import (
     merge_reference,
     rotate_reference,
-    span_attention_reference,
+    unrotate_reference,
 )
-from vllm_hypic.backends.ops.span_attention.torch_ops import causal_lse, merge, rotate, span_attention
+from vllm_hypic.backends.ops.span_attention.torch_ops import causal_lse, merge, rotate, unrotate
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an output relative to the largest value, about four roundings of the dtype: K is
@@ -20,102 +27,458 @@ rounded once after its rotation, probabilities once before they weigh V, the res
 LSE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Absolute: scores have a standard deviation of one and an error of the rounding of K."""
 DTYPES = list(TOLERANCE)
+KERNELS = pytest.mark.parametrize("kernels", [torch_ops, cpu], ids=["torch", "c++"])
+
+
+def test_the_kernels_are_built() -> None:
+    """Tests of C++ kernels must not pass because nothing was built."""
+    assert native.missing() is None
+    assert choose(64, "cpu") is cpu and choose(72, "cpu") is torch_ops and choose(64, "cuda") is torch_ops
 
 
 class Case:
-    """Random inputs; pool rows that are no column of the request hold NaN."""
+    """Random requests over one pool; pool rows that are no column of a request, and query rows of nobody,
+    hold NaN.
+    """
 
     def __init__(
         self,
-        rows: int,
-        columns: int,
-        *,
+        *requests: tuple[int, int],
         heads: int = 4,
         kv_heads: int = 2,
         size: int = 64,
         rotary: int | None = None,
+        neox: bool = True,
         dtype: torch.dtype = torch.float32,
+        table_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
+        """``requests``: rows and columns of each."""
         rng = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=rng).to(dtype)
 
+        columns = sum(c for _, c in requests)
         pool = 2 * columns + 5
-        self.query = normal(rows, heads, size)
-        self.slots = torch.randperm(pool, generator=rng)[:columns]
+        places = torch.randperm(pool, generator=rng)[:columns]
+        self.slots = list(places.split([c for _, c in requests]))
         self.key, self.value = (torch.full((pool, kv_heads, size), float("nan"), dtype=dtype) for _ in "kv")
-        self.key[self.slots], self.value[self.slots] = (
-            normal(columns, kv_heads, size),
-            normal(columns, kv_heads, size),
-        )
-        self.rotation = None
+        self.key[places] = normal(columns, kv_heads, size)
+        self.value[places] = normal(columns, kv_heads, size)
+        self.positions = [torch.randint(0, 5000, (c,), generator=rng) for _, c in requests]
+        self.table = None
         if rotary is None:
             rotary = size
         if rotary:
-            positions = torch.randint(0, 5000, (columns, 1), generator=rng)
-            angles = positions / 10000 ** (torch.arange(0, rotary, 2) / rotary)
-            self.rotation = torch.cat([angles.cos(), angles.sin()], -1).to(dtype)
-        self.visible = torch.randint(0, columns + 1, (rows,), generator=rng)
-        self.visible[0], self.visible[-1] = 0, columns
+            angles = torch.arange(5000)[:, None] / 10000 ** (torch.arange(0, rotary, 2) / rotary)
+            self.table = torch.cat([angles.cos(), angles.sin()], -1).to(table_dtype or dtype)
+        self.neox = neox
+        bounds, visible, at = [], [], 0
+        for rows, c in requests:
+            at += 3  # rows of somebody else
+            bounds.append((at, at + rows))
+            at += rows
+            seen = torch.randint(0, c + 1, (rows,), generator=rng)
+            seen[0], seen[-1] = 0, c
+            visible.append(seen)
+        self.bounds, self.visible = torch.tensor(bounds), torch.cat(visible)
+        self.query = torch.full((at + 2, heads, size), float("nan"), dtype=dtype)
+        for first, last in bounds:
+            self.query[first:last] = normal(last - first, heads, size)
         self.scale = size**-0.5
 
-    def check(self, neox: bool = True, visible: torch.Tensor | None = None) -> None:
-        visible = self.visible if visible is None else visible
-        args = (self.query, self.key, self.value, self.slots, self.rotation, neox, visible, self.scale)
-        out, lse = span_attention(*args)
-        wanted_out, wanted_lse = span_attention_reference(*args)
-        dtype = self.query.dtype
-        assert out.dtype == dtype and lse.dtype == torch.float32
-        assert out.shape == self.query.shape and lse.shape == self.query.shape[:2]
-        error = float((out.double() - wanted_out).abs().max()) / float(self.value[self.slots].abs().max())
-        assert error <= TOLERANCE[dtype], error
-        blind = visible == 0
+    def run(self, kernels: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.span_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.slots,
+            self.positions,
+            self.table,
+            self.neox,
+            self.visible,
+            self.bounds,
+            self.scale,
+        )
+
+    def check(self, kernels: ModuleType, larger: float = 1.0) -> None:
+        """``larger``: how much larger scores, and with them errors, are than of standard deviation one."""
+        out, lse = self.run(kernels)
+        wanted_out, wanted_lse = self.run(reference)
+        assert out.dtype == lse.dtype == torch.float32
+        assert out.shape == (len(self.visible), *self.query.shape[1:]) and lse.shape == out.shape[:2]
+        values = self.value[torch.cat(self.slots)]
+        error = float((out.double() - wanted_out).abs().max()) / float(values.abs().max())
+        assert error <= larger * TOLERANCE[self.query.dtype], error
+        blind = self.visible == 0
         assert (lse[blind] == float("-inf")).all() and (out[blind] == 0).all()
         seen = ~blind
         if seen.any():
-            assert float((lse[seen].double() - wanted_lse[seen]).abs().max()) <= LSE_TOLERANCE[dtype]
+            error = float((lse[seen].double() - wanted_lse[seen]).abs().max())
+            assert error <= larger * LSE_TOLERANCE[self.query.dtype], error
 
 
+@KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 63, 500])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_rows_and_columns(rows: int, columns: int, dtype: torch.dtype) -> None:
-    Case(rows, columns, dtype=dtype, seed=rows + columns).check()
+def test_rows_and_columns(rows: int, columns: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+    Case((rows, columns), dtype=dtype, seed=rows + columns).check(kernels)
 
 
-@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_several_parts(rows: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+    """More columns than one part of the kernel has, and a part, a tile and a row block that are not full."""
+    Case((rows, 8_500), size=32, heads=8, dtype=dtype, rotary=16).check(kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_share_memory(dtype: torch.dtype) -> None:
+    case = Case((20, 5000), (1, 9000), (40, 300), heads=8, dtype=dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        out, lse = case.run(cpu)
+        torch.set_num_threads(4)
+        for _ in range(5):
+            again, again_lse = case.run(cpu)
+            assert torch.equal(again, out) and torch.equal(again_lse, lse)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@KERNELS
+def test_many_rows(kernels: ModuleType) -> None:
+    """More rows than one part has."""
+    Case((1500, 300), (1, 40), size=16, heads=2, kv_heads=1).check(kernels)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_requests(dtype: torch.dtype, kernels: ModuleType) -> None:
+    Case((1, 300), (5, 1), (33, 270), (1, 257), dtype=dtype).check(kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_request_does_not_feel_its_neighbours(dtype: torch.dtype) -> None:
+    case = Case((9, 5000), (2, 300), dtype=dtype)
+    out, lse = case.run(cpu)
+    case.bounds, case.visible = case.bounds[:1], case.visible[:9]
+    case.slots, case.positions = case.slots[:1], case.positions[:1]
+    alone, alone_lse = case.run(cpu)
+    assert torch.equal(out[:9], alone) and torch.equal(lse[:9], alone_lse)
+
+
+@KERNELS
+@pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_heads(group: int, size: int) -> None:
+def test_heads(group: int, size: int, kernels: ModuleType) -> None:
     for dtype in DTYPES:
-        Case(7, 63, heads=2 * group, kv_heads=2, size=size, dtype=dtype, seed=group).check()
+        Case((7, 63), heads=2 * group, size=size, dtype=dtype, seed=group).check(kernels)
 
 
+@KERNELS
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
-@pytest.mark.parametrize("rotary", [0, 16, 48, 64])
-def test_rotations(rotary: int, neox: bool) -> None:
+@pytest.mark.parametrize("rotary", [0, 2, 16, 48, 64])
+def test_rotations(rotary: int, neox: bool, kernels: ModuleType) -> None:
     for dtype in DTYPES:
-        Case(7, 63, rotary=rotary, dtype=dtype, seed=rotary).check(neox)
+        for table in (dtype, torch.float32):
+            Case((7, 63), rotary=rotary, neox=neox, dtype=dtype, table_dtype=table, seed=rotary).check(
+                kernels
+            )
 
 
+@KERNELS
 @pytest.mark.parametrize("seen", [0, 1, 62, 63])
-def test_all_rows_see_the_same(seen: int) -> None:
-    Case(7, 63).check(visible=torch.full((7,), seen))
+def test_all_rows_see_the_same(seen: int, kernels: ModuleType) -> None:
+    case = Case((7, 63))
+    case.visible = torch.full((7,), seen)
+    case.check(kernels)
+
+
+@KERNELS
+def test_unlike_scores(kernels: ModuleType) -> None:
+    """Online softmax: the largest score comes first, last, or is so large that the others vanish."""
+    for factor in (1.0, 30.0, -30.0):
+        case = Case((5, 700))
+        case.key[case.slots[0]] *= torch.linspace(0, factor, 700)[:, None, None]
+        case.check(kernels, larger=abs(factor))
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_other_instruction_sets(isa: str) -> None:
+    """What older machines run; the choice is made once per process."""
+    environment = {**os.environ, "HYPIC_ISA": isa}
+    probe = [sys.executable, "-m", "vllm_hypic.kernels"]
+    found = subprocess.run(probe, env=environment, capture_output=True, text=True).stdout
+    if "does not run it" in found:
+        pytest.skip(found)
+    assert isa in found
+    again = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "c++ or cache",
+        __file__,
+    ]
+    done = subprocess.run(again, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"slots": [torch.tensor([99])]}, "in slot 99 of 7"),
+        ({"slots": [torch.tensor([-1])]}, "in slot -1 of 7"),
+        ({"positions": [torch.tensor([5000])]}, "at position 5000 of 5000"),
+        ({"visible": torch.tensor([2])}, "sees 2 of 1 columns"),
+        ({"bounds": torch.tensor([[3, 99]])}, r"rows \[3, 99\) of 6"),
+        ({"slots": []}, "one tensor of slots"),
+        ({"key": torch.zeros(7, 2, 32)}, "with contiguous heads"),
+        ({"key": torch.zeros(7, 2, 64).half()}, "one dtype"),
+        ({"query": torch.zeros(6, 4, 72)}, "head size 72: expected a multiple of 16"),
+    ],
+)
+def test_bad_arguments_are_refused(change: dict[str, object], says: str) -> None:
+    """Never read or written out of bounds."""
+    case = Case((1, 1))
+    vars(case).update(change)
+    with pytest.raises((ValueError, TypeError, IndexError), match=says):
+        case.run(cpu)
+
+
+def test_the_compiler_knows_the_operators() -> None:
+    case = Case((2, 30))
+    torch.library.opcheck(
+        torch.ops.vllm_hypic.span_attention.default,
+        (
+            case.query.nan_to_num(),
+            case.key.nan_to_num(),
+            case.value.nan_to_num(),
+            case.slots,
+            case.positions,
+            case.table,
+            True,
+            case.visible,
+            case.bounds,
+            0.1,
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+class Cached:
+    """Requests in a paged cache whose K elements lie anywhere in a block; the rest is NaN."""
+
+    def __init__(
+        self, *requests: tuple[int, int], dtype: torch.dtype = torch.float32, group: int = 2, block: int = 16
+    ) -> None:
+        """``requests``: rows and tokens of each."""
+        rng = torch.Generator().manual_seed(len(requests))
+        kv_heads, size = 2, 32
+        elements = block * kv_heads * size
+        self.index = torch.randperm(2 * elements, generator=rng)[:elements].int().view(block, kv_heads, size)
+        blocks = [-(-tokens // block) for _, tokens in requests]
+        self.table = torch.full((len(requests) + 1, max(blocks)), 10**6, dtype=torch.int32)
+        order = torch.randperm(sum(blocks) + 2, generator=rng).int()
+        self.cache = torch.full((len(order), 2 * elements), float("nan"), dtype=dtype)
+        bounds, at = [], 0
+        for i, (rows, tokens) in enumerate(requests):
+            self.table[i + 1, : blocks[i]], order = order[: blocks[i]], order[blocks[i] :]
+            for token in range(tokens):
+                where = self.index[token % block].long()
+                self.cache[int(self.table[i + 1, token // block])][where] = torch.randn(
+                    kv_heads, size, generator=rng
+                ).to(dtype)
+            bounds.append((at + 1, at + 1 + rows, i + 1, tokens))
+            at += rows + 1
+        self.bounds = torch.tensor(bounds)
+        self.query = torch.randn(at + 1, group * kv_heads, size, generator=rng).to(dtype)
+
+    def run(self, kernels: ModuleType) -> torch.Tensor:
+        return kernels.cache_lse(self.query, self.cache, self.index, self.table, self.bounds, 32**-0.5)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cache_lse(dtype: torch.dtype, kernels: ModuleType) -> None:
+    case = Cached((1, 1), (1, 40), (7, 7), (5, 33), (60, 300), dtype=dtype)
+    error = (case.run(kernels).double() - case.run(reference)).abs().max()
+    assert float(error) <= LSE_TOLERANCE[dtype]
+
+
+def test_bad_blocks_are_refused() -> None:
+    case = Cached((1, 40))
+    case.table[1, 2] = 99
+    with pytest.raises(IndexError, match="block 99 of 5"):
+        case.run(cpu)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_in_place(dtype: torch.dtype, kernels: ModuleType) -> None:
+    """Rows between the named ones stay as they are, also where they are not numbers."""
+    rng = torch.Generator().manual_seed(0)
+    output = torch.randn(12, 4, 48, generator=rng).to(dtype)
+    output[[0, 4, 11]] = float("nan")
+    bounds = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0]])
+    lse, other_lse = 8 * torch.randn(9, 4, generator=rng), 8 * torch.randn(9, 4, generator=rng)
+    lse[3], other_lse[5] = float("-inf"), float("-inf")
+    other = torch.randn(9, 4, 48, generator=rng)
+    wanted = output.clone()
+    reference.merge_(wanted, lse, other, other_lse, bounds)
+    kernels.merge_(output, lse, other, other_lse, bounds)
+    assert output[[0, 4, 11]].isnan().all()
+    named = [*range(1, 4), *range(5, 11)]
+    # One rounding of the result.
+    torch.testing.assert_close(
+        output[named].float(), wanted[named].float(), rtol=torch.finfo(dtype).eps, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
 def test_rotation_keeps_its_input(neox: bool) -> None:
     """K in the pool is read by every request: rotating it in place would destroy it."""
-    case = Case(1, 20, rotary=16)
-    raw = case.key[case.slots]
+    case = Case((1, 20), rotary=16)
+    assert case.table is not None
+    raw, rotation = case.key[case.slots[0]], case.table[case.positions[0]]
     before = raw.clone()
-    ours = rotate(raw, case.rotation, neox)
+    ours = rotate(raw, rotation, neox)
     assert torch.equal(raw, before)
-    torch.testing.assert_close(
-        ours.double(), rotate_reference(raw, case.rotation, neox), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(ours.double(), rotate_reference(raw, rotation, neox), rtol=1e-5, atol=1e-6)
     assert torch.equal(ours[..., 16:], before[..., 16:]), "elements outside the rotary dimension moved"
+
+
+# -- undoing a rotation --------------------------------------------------------------------------------
+
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+"""Largest relative error of rounding to the dtype."""
+
+
+class Rotated:
+    """Unrotated rows, a table with ``scale`` rounded to ``table_dtype``, and positions anywhere in it."""
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        rotary: int,
+        neox: bool = True,
+        size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        table_dtype: torch.dtype | None = None,
+        scale: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.neox = neox
+        self.raw = torch.randn(rows, 2, size, generator=rng).to(dtype)
+        self.table = None
+        self.positions = torch.randint(0, 5000, (rows,), generator=rng)
+        if rotary:
+            angles = torch.arange(5000)[:, None] / 10000 ** (torch.arange(0, rotary, 2) / rotary)
+            self.table = (scale * torch.cat([angles.cos(), angles.sin()], -1)).to(table_dtype or dtype)
+        rotation = None if self.table is None else self.table[self.positions]
+        self.rotated = rotate(self.raw, rotation, neox)
+
+    def lengths(self) -> torch.Tensor:
+        """Of the pair that every element of ``raw`` belongs to; roundings are relative to it."""
+        squares = self.raw.double() ** 2
+        if self.table is not None:
+            rotary = self.table.shape[1]
+            pairs = squares[..., :rotary]
+            if self.neox:
+                total = (pairs + pairs.roll(rotary // 2, -1)).sqrt()
+            else:
+                total = pairs.unflatten(-1, (-1, 2)).sum(-1).sqrt().repeat_interleave(2, -1)
+            return torch.cat([total, squares[..., rotary:].sqrt()], -1)
+        return squares.sqrt()
+
+    def check(self) -> None:
+        before = self.rotated.clone()
+        ours = unrotate(self.rotated, self.table, self.positions, self.neox)
+        assert ours.dtype == self.raw.dtype and ours.shape == self.raw.shape
+        assert torch.equal(self.rotated, before), "the cache's own K was changed"
+        unit, lengths = ROUNDING[self.raw.dtype], self.lengths()
+        # float32 arithmetic, then one rounding.
+        wanted = unrotate_reference(self.rotated, self.table, self.positions, self.neox)
+        error = (ours.double() - wanted).abs()
+        assert (error <= 1.01 * unit * wanted.abs() + 8 * 2**-24 * lengths).all(), error.max()
+        # Once when it was rotated, once now: an element errs by both of its pair's roundings.
+        error = (ours.double() - self.raw.double()).abs()
+        assert (error <= (3 * unit + 12 * 2**-24) * lengths).all(), (error / lengths).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1.14])
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("rotary", [0, 16, 64])
+def test_unrotate(
+    rotary: int, neox: bool, scale: float, table_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Rows of more than one block; the table's own rounding and mscale must not be seen."""
+    rows = torch_ops._UNROTATE_BLOCK + 7
+    Rotated(rows, rotary=rotary, neox=neox, dtype=dtype, table_dtype=table_dtype, scale=scale).check()
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 40),
+    st.sampled_from([(64, 64), (64, 32), (80, 20), (6, 2), (256, 64)]),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.floats(0.5, 2),
+    st.integers(0, 2**20),
+)
+def test_unrotate_anything(
+    rows: int,
+    sizes: tuple[int, int],
+    neox: bool,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    scale: float,
+    seed: int,
+) -> None:
+    size, rotary = sizes
+    Rotated(
+        rows,
+        size=size,
+        rotary=rotary,
+        neox=neox,
+        dtype=dtype,
+        table_dtype=table_dtype,
+        scale=scale,
+        seed=seed,
+    ).check()
+
+
+def test_unrotate_leaves_out_nothing() -> None:
+    """The bounds of ``Rotated.check`` see each part of the inverse."""
+    case = Rotated(50, rotary=32, table_dtype=torch.bfloat16)
+    assert case.table is not None
+    right = case.table
+    cos, sin = right.chunk(2, -1)
+    wrong = {
+        "another position": right.roll(1, 0),
+        "the other direction": torch.cat([cos, -sin], -1),
+        "the table before it was rounded": Rotated(1, rotary=32).table,
+        "a plain transpose": right * (cos.float() ** 2 + sin.float() ** 2).repeat(1, 2),
+    }
+    case.check()
+    for name, table in wrong.items():
+        ours = unrotate(case.rotated, table, case.positions, True)
+        error = (ours - case.raw).abs().double() / case.lengths()
+        assert error.max() > 100 * ROUNDING[torch.float32], name
 
 
 def part(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,21 +517,24 @@ def test_merge_is_associative(seed: int) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 40), st.integers(1, 40), SEEDS)
-def test_columns_split_anywhere(first: int, second: int, seed: int) -> None:
+@given(st.integers(1, 40), st.integers(1, 40), SEEDS, st.sampled_from([torch_ops, cpu]))
+def test_columns_split_anywhere(first: int, second: int, seed: int, kernels: ModuleType) -> None:
     """Two spans merged are the span over both, for rows that end anywhere."""
-    case = Case(5, first + second, seed=seed)
-    assert case.rotation is not None
+    case = Case((5, first + second), seed=seed)
+    whole, lse = case.run(kernels)
+    slots, positions, visible = case.slots[0], case.positions[0], case.visible
 
-    def span(columns: slice, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert case.rotation is not None
-        slots, rotation = case.slots[columns], case.rotation[columns]
-        return span_attention(case.query, case.key, case.value, slots, rotation, True, visible, case.scale)
+    def span(columns: slice, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        case.slots, case.positions, case.visible = (
+            [slots[columns].clone()],
+            [positions[columns].clone()],
+            seen,
+        )
+        return case.run(kernels)
 
-    whole, lse = span(slice(None), case.visible)
-    head = span(slice(first), case.visible.clamp(max=first))
-    tail = span(slice(first, None), (case.visible - first).clamp(min=0))
-    seen = case.visible > 0
+    head = span(slice(first), visible.clamp(max=first))
+    tail = span(slice(first, None), (visible - first).clamp(min=0))
+    seen = visible > 0
     torch.testing.assert_close(merge(*head, *tail)[seen], whole[seen], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.logaddexp(head[1], tail[1]), lse, rtol=1e-5, atol=1e-5)
 

@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.connector.step import (
+    ComposedRow,
     Row,
     StepContext,
     StreamTensors,
@@ -37,6 +38,7 @@ def stream_plans(draw: st.DrawFn) -> StreamPlan:
     return StreamPlan(positions, int(positions[-1]) + 1, points, slots, np.arange(columns), True)
 
 
+@settings(deadline=None)
 @given(stream_plans(), st.data())
 def test_visible_and_logical(plan: StreamPlan, data: st.DataObject) -> None:
     """Any chunk, prompt and generated tokens alike."""
@@ -50,6 +52,7 @@ def test_visible_and_logical(plan: StreamPlan, data: st.DataObject) -> None:
         assert position == (plan.positions[i] if i < n else plan.n_logical + i - n)
 
 
+@settings(deadline=None)
 @given(stream_plans(), st.data())
 def test_composed_row(plan: StreamPlan, data: st.DataObject) -> None:
     n = len(plan.positions)
@@ -61,12 +64,16 @@ def test_composed_row(plan: StreamPlan, data: st.DataObject) -> None:
     assert composed.points == [p for p in plan.points if s0 <= p.at < s1]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 60))
     lo = data.draw(st.integers(0, tokens - 1))
     hi = data.draw(st.integers(lo + 1, tokens))
-    plan = CapturePlan(lo, hi, 0, np.arange(100, 100 + hi - lo), None, leading=False)
+    # Padding inside a segment leaves gaps between its tokens' positions.
+    gaps = np.cumsum(data.draw(st.lists(st.integers(1, 5), min_size=hi, max_size=hi)), dtype=np.int64)
+    padded = data.draw(st.booleans())
+    plan = CapturePlan(lo, hi, 0, np.arange(100, 100 + hi - lo), gaps if padded else None, leading=False)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, tokens - 1)))) | {0, tokens})
     slots: list[int] = []
     firsts = lasts = 0
@@ -77,10 +84,12 @@ def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> Non
         assert list(range(capture.begin, capture.end)) == wanted
         step = StepContext([], [capture], CPU)
         if not wanted:
-            assert step.capture_rows is None and step.capture_slots is None
+            assert step.capture_rows is step.capture_slots is step.capture_positions is None
             continue
         assert step.capture_rows is not None and step.capture_slots is not None
         assert step.capture_rows.tolist() == [t - s0 + 5 for t in wanted]
+        assert step.capture_positions is not None
+        assert step.capture_positions.tolist() == [int(gaps[t]) if padded else t for t in wanted]
         slots += step.capture_slots.tolist()
         firsts += capture.first
         lasts += capture.last
@@ -88,12 +97,20 @@ def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> Non
     assert firsts == lasts == 1
 
 
-def test_rotation_is_cached_per_table() -> None:
-    plan = StreamPlan(
-        np.arange(3), 3, (ComposePoint(0, 0, 2, False),), np.array([4, 1]), np.array([2, 0]), True
-    )
-    stream = StreamTensors.of(plan, CPU)
-    one, other = torch.randn(8, 4), torch.randn(8, 6)
-    assert torch.equal(stream.rotation_of(one), one[[2, 0]])
-    assert torch.equal(stream.rotation_of(other), other[[2, 0]])
-    assert stream.rotation_of(one) is stream.rotation_of(one)
+def test_public_rows_of_a_batch() -> None:
+    """Requests that see nothing yet are left out; the others keep their own columns."""
+
+    def row(index: int, q0: int, s0: int, s1: int, columns: list[int]) -> ComposedRow:
+        points = tuple(ComposePoint(i + 2, 0, n, False) for i, n in enumerate(columns))
+        count = sum(columns)
+        plan = StreamPlan(np.arange(9), 9, points, np.arange(count) + index, np.arange(count), True)
+        return composed_row(Row(index, q0, q0 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
+
+    blind, one, two = row(0, 0, 0, 2, [5]), row(3, 2, 0, 4, [5]), row(4, 9, 3, 5, [1, 2])
+    assert StepContext([blind], [], CPU).public is None
+    public = StepContext([blind, one, two], [], CPU).public
+    assert public is not None
+    assert public.bounds.tolist() == [[2, 6], [9, 11]]
+    assert public.cache_bounds.tolist() == [[2, 6, 3, 4], [9, 11, 4, 5]]
+    assert public.visible.tolist() == [0, 0, 5, 5, 3, 3]
+    assert [s.tolist() for s in public.column_slots] == [[3, 4, 5, 6, 7], [4, 5, 6]]

@@ -114,6 +114,7 @@ def _tight_options(units: tuple[int, int]) -> dict[str, Any]:
         "page_tokens": 32,
         "expected_segment_tokens": 32 * TIGHT_PAGES,
         "pool_bytes": 3 * (slot + TIGHT_PAGES * page),
+        "expected_live_heads": 1.0,
     }
 
 

@@ -256,9 +256,9 @@ def worker_of(llm: Any) -> Any:
 
 
 def pool_unit_bytes(llm: Any) -> tuple[int, int]:
-    """Bytes of one page and of one state slot of a hypic engine's pool."""
+    """Bytes of one page, and of one state slot with a tile for every head, of a hypic engine's pool."""
     geometry = scheduler_of(llm).hypic.geometry
-    return geometry.page_bytes, geometry.slot_bytes
+    return geometry.page_bytes, geometry.slot_bytes + geometry.record_tiles * geometry.tile_bytes
 
 
 def drain(llm: Any, steps: int = 2000) -> None:

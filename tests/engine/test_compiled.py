@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from oracle import Oracle, random_segments
 
 from .conftest import EngineFactory
-from .engines import Ask, Engine, prompt, worker_of
+from .engines import Ask, Engine, generate, prompt, worker_of
 from .test_oracle_agreement import distance, first_token
 
 LEAD, A, B, C, QUERY = random_segments([50, 140, 310, 77, 19], vocab=480, seed=11)
@@ -40,6 +41,12 @@ def hypic_compiled(
         yield engine
 
 
+@pytest.fixture(scope="module")
+def eager(module_engine: EngineFactory, hybrid_model: Path) -> Iterator[Engine]:
+    with module_engine(hybrid_model, max_logprobs=-1) as engine:
+        yield engine
+
+
 def mode_and_calls(llm: object) -> tuple[str, dict[str, int]]:
     config = llm.llm_engine.vllm_config.compilation_config  # type: ignore[attr-defined]
     return config.mode.name, dict(worker_of(llm).runtime.calls)
@@ -53,6 +60,51 @@ def test_plain_requests_are_stock_bit_for_bit(hypic_compiled: Engine, stock_comp
     assert [a.samples for a in ours] == [a.samples for a in theirs]
     assert [a.logprobs for a in ours] == [a.logprobs for a in theirs]
     assert hypic_compiled.call(mode_and_calls)[1] == before
+
+
+def model_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def eager_ropes(llm: Any, ask: Ask) -> tuple[int, int]:
+    """(calls of rotary embeddings by Python code, captures of K and V by layers) while ``ask`` runs."""
+    from vllm_hypic.backends.rope import RopeTap
+
+    seen: list[object] = []
+    ropes = [m for m in model_of(llm).modules() if isinstance(m, RopeTap)]
+    assert ropes
+    calls = worker_of(llm).runtime.calls
+    before = calls["capture_kv"]
+    for rope in ropes:
+        rope.hypic_probe = lambda rope, raw, rotated: seen.append(rope)
+    try:
+        generate(llm, [ask])
+    finally:
+        for rope in ropes:
+            rope.hypic_probe = None
+    return len(seen), calls["capture_kv"] - before
+
+
+def test_segments_are_captured_in_the_compiled_graph(hypic_compiled: Engine, eager: Engine) -> None:
+    """A graph runs no Python of its layers; an eager pass tells whoever watches the rotary embeddings."""
+    hypic_compiled.reset()
+    ask = Ask(prompt(A, B, C, lead=LEAD, query=QUERY), 1)
+    told, captured = hypic_compiled.call(eager_ropes, ask)
+    assert captured and told == 0
+    told, captured = eager.call(eager_ropes, ask)
+    assert captured and told > 0, "the watch would not have seen an eager pass"
+
+
+def test_agrees_with_the_eager_engine(hypic_compiled: Engine, eager: Engine) -> None:
+    """Composed answers differ no more between the two engines than ordinary ones do."""
+    whole = [*LEAD, *A, *B, *C, *QUERY]
+    for engine in (hypic_compiled, eager):
+        engine.reset()
+    plain, composed = (
+        distance([first_token(hypic_compiled, tokens)], [first_token(eager, tokens)])
+        for tokens in (whole, prompt(A, B, C, lead=LEAD, query=QUERY))
+    )
+    assert composed.largest <= 2 * plain.largest, f"{composed}; ordinary requests: {plain}"
 
 
 def test_cold_and_warm_are_bit_identical(hypic_compiled: Engine) -> None:

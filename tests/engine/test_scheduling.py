@@ -45,7 +45,7 @@ def records(llm: Any) -> dict[str, dict[str, np.ndarray]]:
             tensors[f"{layer} K"] = kv.key[rows].float().numpy()
             tensors[f"{layer} V"] = kv.value[rows].float().numpy()
         for layer, linear in device.linear.items():
-            tensors[f"{layer} T"] = linear.transition[entry.slot].float().numpy()
+            tensors[f"{layer} T"] = linear.transition(entry.slot).float().numpy()
             tensors[f"{layer} S"] = linear.state[entry.slot].float().numpy()
             tensors[f"{layer} conv"] = linear.conv_tail[entry.slot].float().numpy()
         found[key] = tensors
@@ -84,12 +84,17 @@ def test_samples_of_one_request_share_its_records(hypic: Engine) -> None:
     assert all(f[token] == first[0][token] for f in first for token in common)
 
 
+@pytest.mark.parametrize("kind", ["tight", "overlapped"])
 @pytest.mark.parametrize("where", ["leading", "interior"])
-def test_chunked_segments_have_the_records_of_whole_ones(hypic: Engine, tight: Engine, where: str) -> None:
-    """``tight`` prefills 256 tokens at a time, ``hypic`` the whole segment."""
+def test_chunked_segments_have_the_records_of_whole_ones(
+    hypic: Engine, where: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """The small engines prefill 256 tokens at a time, ``hypic`` whole segments.  Another request takes a few
+    of these, so that chunks end inside blocks: stock does not let them where it caches prefixes."""
+    small: Engine = request.getfixturevalue(kind)
     ask = composed(LONG) if where == "interior" else composed(A, lead=LONG)
-    (whole,), (chunked,) = hypic.ask(ask), tight.ask(ask)
-    one, other = hypic.call(records), tight.call(records)
+    (whole,), (_, chunked) = hypic.ask(ask), small.ask(Ask(tuple(B[:100]), 3), ask)
+    one, other = hypic.call(records), small.call(records)
     assert one.keys() == other.keys() and one
     for key in one:
         for name, expected in one[key].items():
@@ -98,6 +103,62 @@ def test_chunked_segments_have_the_records_of_whole_ones(hypic: Engine, tight: E
             error = np.linalg.norm(other[key][name] - expected) / np.linalg.norm(expected)
             assert error < 2e-2, f"{name} of {key[:8]}: relative error {error}"
     assert distance(whole, chunked) < 0.2
+
+
+# -- steps -------------------------------------------------------------------------------------------
+
+
+def steps(llm: Any, ask: Ask) -> list[tuple[int, int]]:
+    """Run ``ask``; (tokens of segment requests, other tokens) of every step that had work."""
+    scheduler, engine = scheduler_of(llm), llm.llm_engine
+    found = []
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        output = type(scheduler).schedule(scheduler, *args, **kwargs)
+        scheduled = output.num_scheduled_tokens
+        ours = sum(n for r, n in scheduled.items() if scheduler.hypic.is_internal(r))
+        if scheduled:
+            found.append((ours, sum(scheduled.values()) - ours))
+        return output
+
+    scheduler.schedule = watch
+    try:
+        engine.add_request("watched", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+        while not any(output.finished for output in engine.step()):
+            pass
+    finally:
+        del scheduler.schedule
+    return found
+
+
+def test_cold_request_takes_two_steps(hypic: Engine) -> None:
+    """All its segments in one, although two are longer than a block of the prefix cache; then its stream."""
+    segments = (A, B, C, D)
+    ask = composed(*segments, max_tokens=1)
+    stream = 16 * len(segments) + len(QUERY)
+    assert hypic.call(steps, ask) == [(sum(len(s) - 8 for s in segments), 0), (0, stream)]
+    assert hypic.call(steps, ask) == [(0, stream)]
+
+
+@pytest.mark.parametrize("kind", ["tight", "overlapped"])
+def test_segments_beyond_the_budget_waste_no_step(kind: str, request: pytest.FixtureRequest) -> None:
+    """Every step but the last is full, and the stream follows at once."""
+    engine: Engine = request.getfixturevalue(kind)
+    ask = composed(LONG, A, max_tokens=1)
+    whole, rest = divmod(sum(len(s) - 8 for s in (LONG, A)), 256)
+    assert engine.call(steps, ask) == [(256, 0)] * whole + [(rest, 0), (0, 2 * 16 + len(QUERY))]
+
+
+def cached_blocks(llm: Any) -> int:
+    return len(scheduler_of(llm).kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+
+def test_segment_requests_leave_nothing_in_the_prefix_cache(hypic: Engine) -> None:
+    """Their blocks are found by nobody; kept, they would push out what others use."""
+    hypic.ask(composed(A, B, C, max_tokens=1))
+    assert hypic.call(cached_blocks) == 0
+    hypic.ask(Ask(tuple(LONG), 1))
+    assert hypic.call(cached_blocks) > 0, "ordinary prompts are kept"
 
 
 def test_segment_longer_than_the_pool_is_computed_in_the_stream(tight: Engine, hypic: Engine) -> None:

@@ -104,7 +104,11 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # Room for 48 segments of 96 tokens, so that 500 do not fit. A segment's states take 308,736 bytes
     # and a token's K and V 512.
     pool = POOL_SEGMENTS * (3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512)
-    options = {"pool_bytes": pool, "expected_segment_tokens": DOCUMENT_TOKENS}
+    options = {
+        "pool_bytes": pool,
+        "expected_segment_tokens": DOCUMENT_TOKENS,
+        "expected_live_heads": 1.0,
+    }
     with Server(
         EXAMPLE / "model",
         *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": options})),

@@ -7,22 +7,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_hypic.connector.directory import Lookup, SegmentDirectory
+from vllm_hypic.connector.directory import Lookup, Need, SegmentDirectory
 from vllm_hypic.primitives.keys import SegmentKey
 
-PAGES, SLOTS, PAGE_TOKENS = 12, 5, 4
-COLUMNS = {
-    SegmentKey(name): columns for name, columns in zip("abcdefgh", (1, 4, 5, 8, 12, 13, 20, 40), strict=True)
+PAGES, SLOTS, PAGE_TOKENS, TILES = 12, 5, 4, 10
+NEEDS = {
+    SegmentKey(name): Need(columns, tiles)
+    for name, columns, tiles in zip(
+        "abcdefgh", (1, 4, 5, 8, 12, 13, 20, 40), (3, 3, 0, 3, 3, 3, 3, 3), strict=True
+    )
 }
-"""Every record that the machine asks for; a key always has the same length."""
+"""Every record that the machine asks for; a key always needs the same."""
 
 
-def directory(pages: int = PAGES, slots: int = SLOTS) -> SegmentDirectory:
-    return SegmentDirectory(pages, slots, PAGE_TOKENS)
+def directory(pages: int = PAGES, slots: int = SLOTS, tiles: int = 100) -> SegmentDirectory:
+    return SegmentDirectory(pages, slots, PAGE_TOKENS, tiles)
 
 
-def wanted(*keys: str) -> dict[SegmentKey, int]:
-    return {SegmentKey(k): COLUMNS[SegmentKey(k)] for k in keys}
+def wanted(*keys: str) -> dict[SegmentKey, Need]:
+    return {SegmentKey(k): NEEDS[SegmentKey(k)] for k in keys}
 
 
 def fill(books: SegmentDirectory, *keys: str) -> None:
@@ -38,32 +41,50 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.books = directory()
-        self.holders: list[dict[SegmentKey, int]] = []
+        self.books = directory(tiles=TILES)
+        self.holders: list[dict[SegmentKey, Need]] = []
         self.computing: set[SegmentKey] = set()
 
-    @rule(keys=st.sets(st.sampled_from(sorted(COLUMNS)), min_size=1, max_size=4))
+    @rule(keys=st.sets(st.sampled_from(sorted(NEEDS)), min_size=1, max_size=4))
     def acquire(self, keys: set[SegmentKey]) -> None:
-        asked = {k: COLUMNS[k] for k in sorted(keys)}
-        before = (len(self.books), self.books.free_pages, self.books.free_slots, self.books.evictions)
+        asked = {k: NEEDS[k] for k in sorted(keys)}
+        before = self.counts()
         missing = {k for k in asked if self.books.lookup(k) is Lookup.MISS}
         reserved = self.books.acquire(asked)
         if reserved is None:
-            after = (len(self.books), self.books.free_pages, self.books.free_slots, self.books.evictions)
-            assert after == before, "a refused request changed the books"
+            assert self.counts() == before, "a refused request changed the books"
             assert not self.fits_beside_held(asked)
             return
         assert {e.key for e in reserved} == missing
         for entry in reserved:
-            assert entry.columns == COLUMNS[entry.key] and not entry.resident
+            assert Need(entry.columns, entry.tiles) == NEEDS[entry.key] and not entry.resident
         self.holders.append(asked)
         self.computing |= missing
 
-    def fits_beside_held(self, asked: dict[SegmentKey, int]) -> bool:
+    def fits_beside_held(self, asked: dict[SegmentKey, Need]) -> bool:
         """Whether ``asked`` fits when everything that nobody holds or computes is evicted."""
         kept = {k for h in self.holders for k in h} | self.computing | set(asked)
-        pages = sum(self.books.pages_for(COLUMNS[k]) for k in kept)
-        return pages <= PAGES and len(kept) <= SLOTS
+        pages = sum(self.books.pages_for(NEEDS[k].columns) for k in kept)
+        held = [k for k in kept if self.books.lookup(k) is not Lookup.MISS]
+        tiles = sum(self.books.get(k).tiles for k in held) + sum(NEEDS[k].tiles for k in kept - set(held))
+        return pages <= PAGES and len(kept) <= SLOTS and tiles <= TILES
+
+    def counts(self) -> tuple[int, ...]:
+        books = self.books
+        return len(books), books.free_pages, books.free_slots, books.free_tiles, books.evictions
+
+    @rule(serial=st.integers(1, 30), tiles=st.integers(0, 4))
+    def shrink(self, serial: int, tiles: int) -> None:
+        """The worker's word on a record, or on one that is gone."""
+        free = self.books.free_tiles
+        self.books.shrink(serial, tiles)
+        assert self.books.free_tiles >= free
+
+    @rule()
+    def dropped_slots_are_free(self) -> None:
+        dropped = self.books.take_dropped_slots()
+        assert self.books.take_dropped_slots() == []
+        assert set(dropped) <= set(range(SLOTS))
 
     @precondition(lambda self: self.computing)
     @rule(data=st.data())
@@ -150,7 +171,37 @@ def test_one_acquire_too_many_released_is_an_error() -> None:
         books.release(wanted("a"))
 
 
-@pytest.mark.parametrize("damage", ["page twice", "slot lost", "negative pins"])
+def test_tiles_that_a_record_did_not_need_serve_others() -> None:
+    books = directory(tiles=5)
+    fill(books, "a")
+    assert books.acquire(wanted("a", "b")) is None, "each may need three"
+    books.shrink(books.get(SegmentKey("a")).serial, 1)
+    assert books.free_tiles == 4
+    assert books.acquire(wanted("a", "b")) is not None
+    books.shrink(books.get(SegmentKey("a")).serial, 2)
+    assert books.free_tiles == 1, "a record never grows"
+
+
+def test_a_late_word_on_another_record_changes_nothing() -> None:
+    """The same segment, dropped and reserved anew in the same place, is another record."""
+    books = directory(tiles=5)
+    fill(books, "a")
+    old = books.get(SegmentKey("a")).serial
+    books.drop_unpinned()
+    books.acquire(wanted("a"))
+    books.shrink(old, 0)
+    assert books.free_tiles == 2
+
+
+def test_tiles_make_records_leave() -> None:
+    books = directory(tiles=6)
+    fill(books, "a", "b")
+    slot = books.get(SegmentKey("a")).slot
+    fill(books, "d")
+    assert books.lookup(SegmentKey("a")) is Lookup.MISS and books.take_dropped_slots() == [slot]
+
+
+@pytest.mark.parametrize("damage", ["page twice", "slot lost", "tile lost", "negative pins"])
 def test_integrity_check_finds_planted_damage(damage: str) -> None:
     books = directory()
     fill(books, "a", "f")
@@ -160,6 +211,8 @@ def test_integrity_check_finds_planted_damage(damage: str) -> None:
         books._free_pages.append(entry.pages[0])
     elif damage == "slot lost":
         books._free_slots.pop()
+    elif damage == "tile lost":
+        books.free_tiles -= 1
     else:
         entry.pins = -1
     with pytest.raises(RuntimeError, match="public pool"):

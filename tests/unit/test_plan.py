@@ -145,7 +145,8 @@ def test_what_does_not_fit_the_pool_is_computed_in_the_stream(limits: PoolLimits
 
 def test_segment_longer_than_a_request_may_be_is_computed_in_the_stream() -> None:
     limits = dataclasses.replace(ROOM, max_request_tokens=30)
-    plan = plan_of([SEP, *run(0, 31), SEP, *run(100, 30), SEP, 9], limits=limits)
+    # The tail of two is no part of the segment request.
+    plan = plan_of([SEP, *run(0, 33), SEP, *run(100, 32), SEP, 9], limits=limits)
     assert [s.tokens[0] for s in plan.segments] == [100]
     # Dummies are part of the segment request.
     assert not plan_of([SEP, *run(0, 27), SEP, 9], "epic-0", limits=limits).segments

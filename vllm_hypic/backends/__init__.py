@@ -1,1 +1,1 @@
-"""What runs inside the model: attention backend, rotary taps, linear layers and their ops."""
+"""What runs inside the model: attention backend, rotary embeddings, linear layers and their ops."""

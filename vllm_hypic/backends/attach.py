@@ -9,7 +9,8 @@ from vllm.config import CompilationMode
 
 from .attention import AttentionLink, HypicAttentionImpl
 from .linear.gdn import HypicGatedDeltaNet
-from .private_kv import PrivateKeys
+from .ops.span_attention import choose
+from .private_kv import key_index
 from .probe import PROBE_TOKENS, Unsupported, link_ropes, run_model
 from .rope import RopeTap
 
@@ -76,12 +77,11 @@ def _link(
     runtime: HypicRuntime,
 ) -> None:
     for name, impl in impls.items():
-        private = PrivateKeys(layers[name].kv_cache, layers[name].isa)
-        impl.link = AttentionLink(runtime, runtime.pool.kv[name], ropes[name], private)
+        index = key_index(layers[name].kv_cache, layers[name].isa)
+        ops = choose(impl.head_size, runtime.pool.kv[name].key.device.type)
+        impl.link = AttentionLink(runtime, runtime.pool.kv[name], ropes[name], index, ops)
     for name in runtime.pool.linear:
         layers[name].hypic_runtime = runtime
-    for rope in {id(r): r for r in ropes.values() if r is not None}.values():
-        rope.hypic_runtime = runtime
 
 
 def _describe(ropes: dict[str, RopeTap | None], linear: int) -> str:

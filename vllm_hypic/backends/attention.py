@@ -2,13 +2,14 @@
 
 The stock kernel runs over the whole batch, unchanged.  For a composed row its result is the private
 part; the public part comes from the pool and both merge by log-sum-exp.  Segment requests run stock
-and have their unrotated K and V copied into the pool.
+and have their V, and their K with its rotation undone, copied into the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
 )
 
-from .ops.span_attention.torch_ops import causal_lse, merge, span_attention
-from .private_kv import PrivateKeys
+from .ops.span_attention.torch_ops import unrotate
 
 if TYPE_CHECKING:
     from ..connector.pool import PublicKV
     from ..connector.runtime import HypicRuntime
-    from ..connector.step import ComposedRow
+    from ..connector.step import PublicRows, StepContext
     from .rope import RopeTap
 
 
@@ -44,13 +44,15 @@ class HypicAttentionBackend(CPUAttentionBackend):
 class AttentionLink:
     """What one attention layer needs for PIC, found by the start-up probe.
 
-    ``rope`` is ``None`` for NoPE layers.
+    ``rope`` is ``None`` for NoPE layers; ``key_index [block_size, kv_heads, head_size]`` int32: where K lies
+    in a block of vLLM's cache; ``ops``: the operators of ``ops.span_attention`` that serve this layer.
     """
 
     runtime: HypicRuntime
     public: PublicKV
     rope: RopeTap | None
-    private: PrivateKeys
+    key_index: torch.Tensor
+    ops: ModuleType
 
     def table(self) -> torch.Tensor | None:
         """The layer's cos/sin table ``[positions, rotary_dim]``, mscale included."""
@@ -109,50 +111,47 @@ class HypicAttentionImpl(CPUAttentionBackendImpl):
             return output
         step = link.runtime.step
         if step.capture_rows is not None:
-            self._capture(link, step.capture_rows, step.capture_slots, key, value)
-        for composed in step.composed:
-            if composed.max_visible:
-                self._add_public(link, composed, query, kv_cache, attn_metadata, output)
+            self._capture(link, step, key, value)
+        if step.public is not None:
+            self._add_public(link, step.public, query, kv_cache, attn_metadata, output)
         return output
 
-    def _capture(
-        self,
-        link: AttentionLink,
-        rows: torch.Tensor,
-        slots: torch.Tensor | None,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        """Copy interior rows of segment requests into the pool, K as it was before rotation."""
+    @staticmethod
+    def _capture(link: AttentionLink, step: StepContext, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy interior rows of segment requests into the pool, K with its rotation undone.
+
+        ``key``, ``value [tokens, kv_heads, head_size]``, K rotated.
+        """
         link.runtime.calls["capture_kv"] += 1
-        raw = key.index_select(0, rows) if link.rope is None else link.rope.take_raw()
-        link.public.key.index_copy_(0, slots, raw.view(-1, *key.shape[1:]))
+        rows, slots, positions = step.capture_rows, step.capture_slots, step.capture_positions
+        raw = unrotate(key.index_select(0, rows), link.table(), positions, link.neox)
+        link.public.key.index_copy_(0, slots, raw)
         link.public.value.index_copy_(0, slots, value.index_select(0, rows))
 
     def _add_public(
         self,
         link: AttentionLink,
-        composed: ComposedRow,
+        public: PublicRows,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: CPUAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Merge the public part into ``output`` of one composed request's rows, in place."""
+        """Merge the public part into ``output`` of all composed rows, in place."""
         link.runtime.calls["span_attention"] += 1
-        row, stream, columns = composed.row, composed.stream, composed.max_visible
-        rows = slice(row.q0, row.q1)
-        table = link.table()
-        public_out, public_lse = span_attention(
-            query[rows],
+        out, lse = link.ops.span_attention(
+            query,
             link.public.key,
             link.public.value,
-            stream.column_slots[:columns],
-            None if table is None else stream.rotation_of(table)[:columns],
+            public.column_slots,
+            public.column_positions,
+            link.table(),
             link.neox,
-            composed.visible,
+            public.visible,
+            public.bounds,
             self.scale,
         )
-        private = link.private.gather(kv_cache, metadata.block_table[row.index], row.s1)
-        private_lse = causal_lse(query[rows], private, self.scale)
-        output[rows] = merge(output[rows], private_lse, public_out, public_lse).to(output.dtype)
+        private_lse = link.ops.cache_lse(
+            query, kv_cache, link.key_index, metadata.block_table, public.cache_bounds, self.scale
+        )
+        link.ops.merge_(output, private_lse, out, lse, public.bounds)

@@ -5,7 +5,8 @@ the whole model runs twice on a few tokens, attention outputs zeroed, at positio
 positions.  With zeroed attention outputs nothing else depends on positions, hence for every layer
 
 * K(p) equals K(0) and no rope was called:  NoPE;
-* K(p) is what its rope returned and equals our rotation of the tapped raw K:  linked;
+* K(p) is what its rope returned, equals our rotation of the K that the rope got, and undoing that rotation
+  gives the latter back:  linked;
 * anything else: refused, with the reason.
 """
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import ConfigError
-from .ops.span_attention.torch_ops import rotate
+from .ops.span_attention.torch_ops import rotate, unrotate
 from .rope import RopeTap
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 8
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
-"""Allowed error of our rotation relative to the largest element: rounding of the dtype."""
+"""Allowed error of our rotation and of its inverse relative to the largest element: rounding of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +128,20 @@ def _link(name: str, zero: _Call | None, moved: _Call | None, positions: torch.T
     table = getattr(rope, "cos_sin_cache", None)
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[1] > shape[-1]:
         raise Unsupported(f"hypic: layer {name}: {kind} has no table of one angle per pair of elements")
-    rotation = table.index_select(0, positions.to(table.device))
-    ours = rotate(raw.view(shape), rotation, bool(getattr(rope, "is_neox_style", True))).float()
-    stock = moved.key.float()
-    error = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-6))
-    if not error <= _TOLERANCE[moved.key.dtype]:
+    positions, neox = positions.to(table.device), bool(getattr(rope, "is_neox_style", True))
+    tolerance = _TOLERANCE[moved.key.dtype]
+    error = _error(rotate(raw.view(shape), table.index_select(0, positions), neox), moved.key)
+    if not error <= tolerance:
         raise Unsupported(
             f"hypic: layer {name}: {kind} is not the plain rotation of its table (error {error:.1e})"
         )
+    error = _error(unrotate(moved.key, table, positions, neox), raw.view(shape))
+    if not error <= tolerance:
+        raise Unsupported(f"hypic: layer {name}: the rotation by {kind} cannot be undone (error {error:.1e})")
     return rope
+
+
+def _error(ours: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference, relative to the largest element."""
+    difference = (ours.float() - wanted.float()).abs().max()
+    return float(difference / wanted.float().abs().max().clamp_min(1e-6))

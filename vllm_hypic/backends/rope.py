@@ -1,8 +1,8 @@
-"""Out-of-tree rotary embeddings: stock arithmetic plus a tap on the unrotated K.
+"""Out-of-tree rotary embeddings: stock code that the start-up probe can watch.
 
 One subclass per descendant of ``RotaryEmbeddingBase``, because vLLM looks replacements up by exact
 class name.  Rotation itself is never ours: positions were rewritten at the model's input, so the
-stock code rotates every row right; the tap only copies the rows that a segment request must store.
+stock code rotates every row right.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from ..connector.runtime import HypicRuntime
 
 REFUSED = frozenset({"DualChunkRotaryEmbedding"})
 """Classes that produce several rotated copies of K at once."""
 
 
 class RopeTap:
-    """Mixin: copies unrotated K rows of segment requests before the stock rotation overwrites them."""
+    """Mixin: while probing, tells of K before and after the stock rotation.
 
-    hypic_runtime: HypicRuntime | None = None
-    """Set on the instance at start-up; ``None``: this engine does not use the plugin."""
-    hypic_raw: torch.Tensor | None = None
-    """``[captured rows, kv_heads * head_size]``, between this rope and the attention layer after it."""
+    Otherwise it hands over to stock code; compiled graphs, traced then, hold that alone.
+    """
+
     hypic_probe: Callable[[RopeTap, torch.Tensor, torch.Tensor], None] | None = None
-    """While probing: told of every call: (rope, unrotated K, rotated K)."""
+    """While probing: told of every call outside compiled graphs: (rope, unrotated K, rotated K)."""
 
     def forward(
         self,
@@ -44,21 +40,7 @@ class RopeTap:
             result = super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
             self.hypic_probe(self, raw, result[1].clone())
             return result
-        runtime = self.hypic_runtime
-        if runtime is not None and runtime.step is not None and key is not None:
-            rows = runtime.step.capture_rows
-            if rows is not None:
-                self.hypic_raw = key.reshape(key.shape[0], -1).index_select(0, rows)
         return super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
-
-    def take_raw(self) -> torch.Tensor:
-        """The rows tapped by the last call, once."""
-        raw, self.hypic_raw = self.hypic_raw, None
-        if raw is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: no unrotated K was tapped before its attention layer ran"
-            )
-        return raw
 
 
 def register_rope_taps() -> None:

@@ -1,187 +1,238 @@
-"""Time to first token: stock vLLM, a cold and a warm request of cached segments, side by side.
-
-Two engines (stock, hypic) live in processes of their own at the same time; only one works at a time
-and they take turns, prompt by prompt, so that the machine's moods hit both.
-"""
+"""``ttft``, ``ttft-length``, ``ttft-segments``: time to first token of stock vLLM, cold and warm requests."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import random
-import statistics
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PROMPT_TAIL = 32
-"""Tokens of the question after the last segment."""
+import click
+
+from . import gate, report
+from .beside import Ask
+from .engines import Engine, described, running
+from .points import BESIDE, COLUMNS, KINDS, LABELS, Point, Shape, gate_text, measure, rounds, rows
+from .prompts import Writer
+from .report import check_outputs, console, output_options, percent, seconds
+from .settings import SHORTEST, Counts, EngineSettings, engine_options, needed_context, repeat_options
+from .stats import Spread, slope, slopes
+
+SEGMENTS = click.IntRange(1, 256)
+TOKENS = click.IntRange(SHORTEST, 65536)
 
 
 @dataclass(frozen=True)
-class TtftSettings:
-    """One benchmark: ``segments`` cached segments of ``tokens`` tokens each."""
+class Marginal:
+    """What one more segment of ``tokens`` tokens costs, in seconds; least squares over the points.
 
-    model: Path
-    segments: int
+    ``*_fit`` are fitted to the medians, the spreads hold the fit of every repeat.
+    """
+
     tokens: int
-    repeats: int
-    threads: int
-    compiled: bool = False
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class TtftResult:
-    """Seconds to first token of every repeat."""
-
-    stock: list[float]
-    cold: list[float]
-    warm: list[float]
-    reused_tokens: int
-    prompt_tokens: int
-
-    def median(self, name: str) -> float:
-        return statistics.median(getattr(self, name))
+    warm_fit: float
+    warm: Spread
+    stock_fit: float
+    stock: Spread
+    alone: Spread
+    """Stock vLLM's time for a prompt of one such segment and nothing else."""
 
     @property
-    def speedup(self) -> float:
-        """Stock over warm, medians."""
-        return self.median("stock") / self.median("warm")
+    def of_stock_slope(self) -> float:
+        """One more cached segment over one more computed segment."""
+        return self.warm_fit / self.stock_fit
+
+    @property
+    def of_alone(self) -> float:
+        return self.warm_fit / self.alone.median
 
 
-class GateFailed(RuntimeError):
-    """The engine's answers are wrong: no time is reported."""
+@click.command(help="First token at one point: stock vLLM, its prefix caching, hypic cold and warm.")
+@engine_options()
+@repeat_options
+@click.option("--segments", type=SEGMENTS, default=4, show_default=True)
+@click.option("--tokens", type=TOKENS, default=2048, show_default=True)
+@output_options
+@gate.reporting_failures
+def ttft(
+    engine: EngineSettings,
+    segments: int,
+    tokens: int,
+    repeats: int,
+    seed: int,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    check_outputs(json_path, plot_path)
+    settings = {"engine": engine, "shapes": [Shape(segments, tokens)], "repeats": repeats, "seed": seed}
+    points, _, engines = _measure(engine, [Shape(segments, tokens)], repeats, seed)
+    to = console()
+    to.print(report.table(f"time to first token, {engine.model.name}", COLUMNS, rows(points)))
+    to.print(gate_text(points))
+    _write("ttft", settings, points, {"engines": engines}, json_path)
+    if plot_path is not None:
+        from .plots import plot_bars
+
+        bars = {LABELS[kind]: {"": points[0].seconds[kind].median} for kind in KINDS}
+        plot_bars(plot_path, bars, title=f"time to first token, {points[0].shape}", label="seconds")
 
 
-def run(settings: TtftSettings, progress: Any = None) -> TtftResult:
-    """Measure; raises :class:`GateFailed` when warm and cold answers differ."""
-    stock, hypic = _Engine(settings, hypic=False), _Engine(settings, hypic=True)
-    try:
-        rng = random.Random(settings.seed)
-        separator = hypic.start()
-        stock.start()
-        vocabulary = hypic.ask("vocabulary")
-
-        def words(n: int) -> list[int]:
-            return [rng.randrange(4, vocabulary) for _ in range(n)]
-
-        times: dict[str, list[float]] = {"stock": [], "cold": [], "warm": []}
-        reused = 0
-        for repeat in range(settings.repeats + 1):  # the first is a warm-up
-            documents = [words(settings.tokens) for _ in range(settings.segments)]
-            head, tail = words(64), words(PROMPT_TAIL)
-            marked = [*head, separator]
-            for document in documents:
-                marked += [*document, separator]
-            plain = [t for t in marked if t != separator] + tail
-            measured = {
-                "stock": stock.ask("first_token", plain),
-                "cold": hypic.ask("first_token", marked + tail),
-                "warm": hypic.ask("first_token", marked + tail),
-            }
-            if measured["cold"].logprobs != measured["warm"].logprobs:
-                raise GateFailed("a warm request's logprobs differ from the same request cold")
-            reused = measured["warm"].cached
-            if reused < settings.segments * (settings.tokens - 16):
-                raise GateFailed(f"only {reused} tokens were reused")
-            if repeat:
-                for name, one in measured.items():
-                    times[name].append(one.seconds)
-            if progress is not None:
-                progress(repeat)
-        return TtftResult(**times, reused_tokens=reused, prompt_tokens=len(plain))
-    finally:
-        stock.stop()
-        hypic.stop()
+@click.command("ttft-length", help="First token over the length of segments (HYPIC's figure 12a).")
+@engine_options()
+@repeat_options
+@click.option("--segments", type=SEGMENTS, default=4, show_default=True)
+@click.option("--tokens", type=Counts(SHORTEST, 65536), default="1024,2048,3072,4096", show_default=True)
+@output_options
+@gate.reporting_failures
+def ttft_length(
+    engine: EngineSettings,
+    segments: int,
+    tokens: tuple[int, ...],
+    repeats: int,
+    seed: int,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    check_outputs(json_path, plot_path)
+    shapes = [Shape(segments, n) for n in tokens]
+    points, _, engines = _measure(engine, shapes, repeats, seed)
+    to = console()
+    to.print(report.table(f"time to first token, {engine.model.name}", COLUMNS, rows(points)))
+    to.print(gate_text(points))
+    settings = {"engine": engine, "shapes": shapes, "repeats": repeats, "seed": seed}
+    _write("ttft-length", settings, points, {"engines": engines}, json_path)
+    if plot_path is not None:
+        x = [float(n) for n in tokens]
+        _plot(plot_path, points, x, "tokens per segment", f"{segments} segments")
 
 
-@dataclass(frozen=True)
-class _FirstToken:
-    seconds: float
-    logprobs: dict[int, float]
-    cached: int
+@click.command("ttft-segments", help="First token over the number of segments (HYPIC's figure 12b).")
+@engine_options()
+@repeat_options
+@click.option("--segments", type=Counts(1, 256), default="4,8,12,16", show_default=True)
+@click.option("--tokens", type=TOKENS, default=1024, show_default=True)
+@output_options
+@gate.reporting_failures
+def ttft_segments(
+    engine: EngineSettings,
+    segments: tuple[int, ...],
+    tokens: int,
+    repeats: int,
+    seed: int,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    if len(segments) < 2:
+        raise click.UsageError("--segments: a marginal cost needs at least two numbers of segments")
+    check_outputs(json_path, plot_path)
+    shapes = [Shape(n, tokens) for n in segments]
+    points, alone, engines = _measure(engine, shapes, repeats, seed, alone=tokens)
+    assert alone is not None
+    marginal = _marginal(points, tokens, alone)
+    to = console()
+    to.print(report.table(f"time to first token, {engine.model.name}", COLUMNS, rows(points)))
+    to.print(_marginal_table(marginal))
+    to.print(gate_text(points))
+    settings = {"engine": engine, "shapes": shapes, "repeats": repeats, "seed": seed}
+    more = {
+        "engines": engines,
+        "marginal": marginal,
+        "marginal_shares": {"of_stock_slope": marginal.of_stock_slope, "of_alone": marginal.of_alone},
+    }
+    _write("ttft-segments", settings, points, more, json_path)
+    if plot_path is not None:
+        x = [float(n) for n in segments]
+        _plot(plot_path, points, x, "segments", f"segments of {tokens} tokens")
 
 
-class _Engine:
-    """One engine in a process of its own, told what to do over a pipe."""
-
-    def __init__(self, settings: TtftSettings, *, hypic: bool) -> None:
-        context = mp.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(settings, hypic, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def start(self) -> int:
-        """Wait until the engine is up; the separator's id (or -1)."""
-        return self._answer()
-
-    def ask(self, what: str, *args: Any) -> Any:
-        self.pipe.send((what, args))
-        return self._answer()
-
-    def _answer(self) -> Any:
-        try:
-            return self.pipe.recv()
-        except EOFError as e:
-            raise GateFailed("an engine process died; its log is above") from e
-
-    def stop(self) -> None:
-        if self.process.is_alive():
-            try:
-                self.pipe.send(("stop", ()))
-                self.process.join(20)
-            except OSError:
-                pass
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+def _measure(
+    engine: EngineSettings, shapes: Sequence[Shape], repeats: int, seed: int, alone: int | None = None
+) -> tuple[list[Point], Spread | None, dict[str, Any]]:
+    """The points, stock vLLM's time for one segment of ``alone`` tokens, and what the engines are."""
+    context = needed_context([(s.segments, s.tokens) for s in shapes], BESIDE)
+    stock, hypic = Engine(engine, context, hypic=False), Engine(engine, context, hypic=True)
+    total = rounds(len(shapes), repeats) + (repeats if alone else 0)
+    with report.progress(console(), total, "starting engines") as steps, running(stock, hypic):
+        points = measure(stock, hypic, shapes, repeats, seed, steps)
+        if alone is None:
+            return points, None, described(stock, hypic)
+        writer = Writer(stock.vocabulary, seed + 1)
+        times = []
+        for _ in range(repeats):
+            steps.show("one segment alone")
+            answer = stock.ask(Ask(list(writer.document(alone))))
+            gate.require_fresh(answer, "stock vLLM")
+            times.append(answer.first_token_s)
+            steps.done()
+        return points, Spread.of(times), described(stock, hypic)
 
 
-def _serve(settings: TtftSettings, hypic: bool, pipe: Connection) -> None:
-    """Body of an engine process."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS=str(settings.threads))
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from vllm import LLM, SamplingParams
-
-    length = settings.segments * settings.tokens + 1024
-    options: dict[str, Any] = {"attention_backend": "hypic"} if hypic else {}
-    llm = LLM(
-        model=str(settings.model),
-        enforce_eager=not settings.compiled,
-        dtype="bfloat16",
-        max_model_len=length,
-        max_num_batched_tokens=length,
-        **options,
+def _marginal(points: Sequence[Point], tokens: int, alone: Spread) -> Marginal:
+    x = [float(p.shape.segments) for p in points]
+    warm, stock = ([p.seconds[kind] for p in points] for kind in ("warm", "stock"))
+    return Marginal(
+        tokens,
+        warm_fit=slope(x, [s.median for s in warm]),
+        warm=slopes(x, warm),
+        stock_fit=slope(x, [s.median for s in stock]),
+        stock=slopes(x, stock),
+        alone=alone,
     )
-    separator = -1
-    if hypic:
-        from ..tokenizer import primitive_ids
 
-        separator = primitive_ids(llm.get_tokenizer()).sep
-    pipe.send(separator)
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    while True:
-        what, args = pipe.recv()
-        if what == "stop":
-            return
-        if what == "vocabulary":
-            pipe.send(min(llm.model_config.get_vocab_size(), 50_000) - 64)
-            continue
-        begin = time.perf_counter()
-        answer = llm.generate([{"prompt_token_ids": args[0]}], params, use_tqdm=False)[0]
-        seconds = time.perf_counter() - begin
-        logprobs = answer.outputs[0].logprobs
-        assert logprobs is not None
-        pipe.send(
-            _FirstToken(
-                seconds,
-                {token: value.logprob for token, value in logprobs[0].items()},
-                answer.num_cached_tokens or 0,
+
+def _marginal_table(m: Marginal) -> Any:
+    def row(name: str, value: float, spread: Spread, share: str) -> list[str]:
+        return [name, seconds(value), seconds(spread.min), seconds(spread.max), share]
+
+    return report.table(
+        f"one more segment of {m.tokens} tokens",
+        ("", "least squares", "min", "max", "warm costs"),
+        [
+            row("hypic, warm", m.warm_fit, m.warm, ""),
+            row("stock vLLM, one more", m.stock_fit, m.stock, percent(m.of_stock_slope)),
+            row("stock vLLM, alone", m.alone.median, m.alone, percent(m.of_alone)),
+        ],
+    )
+
+
+def _write(
+    name: str, settings: Any, points: Sequence[Point], more: dict[str, Any], json_path: Path | None
+) -> None:
+    if json_path is None:
+        return
+    passed = {
+        "cold_equals_warm": True,
+        "distance_from_stock": {str(p.shape): p.distance for p in points},
+    }
+    results = {"points": points, **more}
+    engine: EngineSettings = settings["engine"]
+    report.write_json(json_path, report.report(name, settings, results, gate=passed, threads=engine.threads))
+
+
+def _plot(path: Path, points: Sequence[Point], x: list[float], x_label: str, title: str) -> None:
+    from .plots import COLOURS, Axes, Line, plot_lines
+
+    times, ratios = [], []
+    for kind in KINDS:
+        spreads = [p.seconds[kind] for p in points]
+        times.append(
+            Line(
+                LABELS[kind],
+                x,
+                [s.median for s in spreads],
+                [s.min for s in spreads],
+                [s.max for s in spreads],
+                COLOURS[kind],
             )
         )
+        if kind != "stock":
+            speed = [p.speedup[kind].median for p in points]
+            ratios.append(Line(LABELS[kind], x, speed, colour=COLOURS[kind]))
+    plot_lines(
+        path,
+        [
+            Axes("time to first token", x_label, "seconds", times, log_y=True),
+            Axes("times sooner than full recompute", x_label, "ratio", ratios, log_y=True),
+        ],
+        title=title,
+    )

@@ -40,6 +40,7 @@ def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
             "quantization": model.quantization,
             "attention": [str(a) for a in geometry.attention],
             "linear": [str(layer) for layer in geometry.linear],
+            "dead_transition": config_of(vllm_config).dead_transition,
             "layer_types": getattr(text, "layer_types", None),
             "rope": getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None),
         }
@@ -76,4 +77,4 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
-    return WorkerSide(geometry_of(vllm_config, kv_cache_config))
+    return WorkerSide(geometry_of(vllm_config, kv_cache_config), config_of(vllm_config))

@@ -9,11 +9,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from .build import build_scheduler_side, build_worker_side
-from .metadata import HypicMetadata
+from .metadata import HypicMetadata, WorkerReport
 from .stats import HypicPromMetrics, HypicStats
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from .scheduler_side import SchedulerSide
@@ -58,13 +60,21 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
-        metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
+        metadata = HypicMetadata(
+            finished=set(scheduler_output.finished_req_ids),
+            dropped_slots=self.scheduler.directory.take_dropped_slots(),
+        )
         for new in scheduler_output.scheduled_new_reqs:
             if (stream := self.scheduler.stream_plan(new.req_id)) is not None:
                 metadata.streams[new.req_id] = stream
             elif (capture := self.scheduler.capture_plan(new.req_id)) is not None:
                 metadata.captures[new.req_id] = capture
         return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self.scheduler is not None
+        if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):
+            self.scheduler.absorb(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -123,3 +133,6 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         assert self.worker is not None
         self.worker.end_step()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self.worker is None else self.worker.take_report()

@@ -6,6 +6,7 @@ those that the worker allocates.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,8 @@ class AttentionGeometry:
 class LinearGeometry:
     """Records of one dense-transition linear layer.
 
-    ``T [slots, heads, key_dim, key_dim]`` fp16, ``S [slots, heads, key_dim, value_dim]`` fp32 and
-    the conv tail ``[slots, conv_rows, conv_dim]`` in the engine's dtype.
+    ``S [slots, heads, key_dim, value_dim]`` fp32 and the conv tail ``[slots, conv_rows, conv_dim]`` in the
+    engine's dtype; ``T``, a tile ``[key_dim, key_dim]`` fp16 for every head whose transition is not zero.
     """
 
     layer: str
@@ -53,9 +54,8 @@ class LinearGeometry:
 
     @property
     def slot_bytes(self) -> int:
-        transition = self.heads * self.key_dim * self.key_dim * TRANSITION_DTYPE.itemsize
         state = self.heads * self.key_dim * self.value_dim * STATE_DTYPE.itemsize
-        return transition + state + self.conv_rows * self.conv_dim * self.conv_dtype.itemsize
+        return state + self.conv_rows * self.conv_dim * self.conv_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class PoolGeometry:
     page_tokens: int
     pages: int
     slots: int
+    tiles: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -77,8 +78,18 @@ class PoolGeometry:
         return sum(layer.slot_bytes for layer in self.linear)
 
     @property
+    def tile_bytes(self) -> int:
+        """One transition ``[K, K]``; all linear layers share the tiles, and have one K."""
+        return self.linear[0].key_dim ** 2 * TRANSITION_DTYPE.itemsize if self.linear else 0
+
+    @property
+    def record_tiles(self) -> int:
+        """Tiles of a record in which no transition has died out."""
+        return sum(layer.heads for layer in self.linear)
+
+    @property
     def nbytes(self) -> int:
-        return self.pages * self.page_bytes + self.slots * self.slot_bytes
+        return self.pages * self.page_bytes + self.slots * self.slot_bytes + self.tiles * self.tile_bytes
 
 
 def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
@@ -91,8 +102,8 @@ def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
 def pool_geometry(
     kv_cache_config: KVCacheConfig, config: HypicConfig, *, conv_dim_first: bool
 ) -> PoolGeometry:
-    """Divide the byte budget into pages and slots so that both run out together at
-    ``expected_segment_tokens`` per segment.
+    """Divide the byte budget into pages, slots and tiles so that they run out together at
+    ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
 
     Raises :class:`ConfigError` when not even one such segment fits.
     """
@@ -100,28 +111,34 @@ def pool_geometry(
     linear: list[LinearGeometry] = []
     for layer, spec in _layer_specs(kv_cache_config):
         _add_layer(layer, spec, attention, linear, conv_dim_first)
+    if len({layer.key_dim for layer in linear}) > 1:
+        raise ConfigError("hypic: linear layers of different key dimensions are not supported")
     # Every tensor names the size of the one allocation that they share.
     kv_bytes = max((t.size for t in kv_cache_config.kv_cache_tensors), default=0)
     budget = pool_bytes(config, kv_bytes)
     sized = PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages=0, slots=0)
     page, slot = sized.page_bytes, sized.slot_bytes
     pages_each = -(-config.expected_segment_tokens // config.page_tokens) if attention else 0
-    each = slot + pages_each * page
+    tiles_each = math.ceil(sized.record_tiles * config.expected_live_heads)
+    each = slot + pages_each * page + tiles_each * sized.tile_bytes
     if each == 0:
         raise ConfigError(
             "this model has neither full-attention nor supported linear-attention layers to cache"
         )
-    segments = budget // each
+    # One segment may need a tile for every head.
+    spare = (sized.record_tiles - tiles_each) * sized.tile_bytes
+    segments = (budget - spare) // each
     if segments < 1:
         raise ConfigError(
             f"hypic config: the pool's budget of {budget} bytes holds no segment of "
-            f"{config.expected_segment_tokens} tokens ({each} bytes): raise pool_bytes or pool_fraction, "
-            "or lower expected_segment_tokens"
+            f"{config.expected_segment_tokens} tokens ({each + spare} bytes): raise pool_bytes or "
+            "pool_fraction, or lower expected_segment_tokens"
         )
-    pages = (budget - segments * slot) // page if attention else 0
+    tiles = segments * tiles_each + sized.record_tiles - tiles_each
+    pages = (budget - segments * slot - tiles * sized.tile_bytes) // page if attention else 0
     # Without linear layers slots cost nothing: a segment takes at least one page.
     slots = segments if linear else pages
-    return PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages, slots)
+    return PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages, slots, tiles)
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """A segment request: record token indices ``[lo, hi)`` of it.
+    """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
 
-    ``column_slots [hi - lo]``: where K and V go; ``positions`` are given only when the segment has
-    padding inside; ``leading`` records need no transition.
+    ``column_slots [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when the segment
+    has padding inside; ``leading`` records need no transition.
     """
 
     lo: int
@@ -71,6 +74,14 @@ class CapturePlan:
     column_slots: np.ndarray
     positions: np.ndarray | None
     leading: bool
+    serial: int = 0
+    """Number of the record, by which the worker reports how many tiles it took."""
+
+    def local_positions(self, start: int, stop: int) -> np.ndarray:
+        """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""
+        if self.positions is None:
+            return np.arange(start, stop, dtype=np.int64)
+        return self.positions[start:stop]
 
 
 @dataclass
@@ -80,3 +91,18 @@ class HypicMetadata(KVConnectorMetadata):
     streams: dict[str, StreamPlan] = field(default_factory=dict)
     captures: dict[str, CapturePlan] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
+    dropped_slots: list[int] = field(default_factory=list)
+    """Slots whose records are gone: their tiles are free."""
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """A step's news from the worker: ``tiles`` that each completed record keeps, by its number."""
+
+    tiles: dict[int, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Ranks hold different heads of a record: the scheduler counts what the fullest needs."""
+        assert isinstance(other, WorkerReport)
+        serials = self.tiles.keys() | other.tiles.keys()
+        return WorkerReport({s: max(self.tiles.get(s, 0), other.tiles.get(s, 0)) for s in serials})

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .geometry import STATE_DTYPE, TRANSITION_DTYPE, PoolGeometry
+from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry, PoolGeometry
+from .tiles import LayerTiles, TilePool
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,35 @@ class PublicKV:
 
 @dataclass(frozen=True)
 class LinearRecords:
-    """Records of one linear layer: ``transition [slots, H, K, K]`` fp16, ``state [slots, H, K, V]``
-    fp32, ``conv_tail [slots, conv_rows, conv_dim]``."""
+    """Records of one linear layer: ``state [slots, H, K, V]`` fp32 and ``conv_tail [slots, conv_rows,
+    conv_dim]`` by slot, transitions in tiles."""
 
-    transition: torch.Tensor
     state: torch.Tensor
     conv_tail: torch.Tensor
+    held: LayerTiles
+
+    @staticmethod
+    def allocate(g: LinearGeometry, slots: int, tiles: TilePool, device: torch.device) -> LinearRecords:
+        return LinearRecords(
+            torch.empty(slots, g.heads, g.key_dim, g.value_dim, dtype=STATE_DTYPE, device=device),
+            torch.empty(slots, g.conv_rows, g.conv_dim, dtype=g.conv_dtype, device=device),
+            LayerTiles(tiles, slots, g.heads, device),
+        )
+
+    @property
+    def tiles(self) -> torch.Tensor:
+        """``[tiles, K, K]`` fp16."""
+        return self.held.pool.storage
+
+    @property
+    def tile_of(self) -> torch.Tensor:
+        """``[slots, H]`` int32: the tile of a head's transition; -1: the transition is zero."""
+        return self.held.tile_of
+
+    def transition(self, slot: int) -> torch.Tensor:
+        """T ``[H, K, K]`` of a record, dead heads included."""
+        tiles = self.tile_of[slot].long()
+        return self.tiles[tiles.clamp(min=0)].masked_fill((tiles < 0)[:, None, None], 0.0)
 
 
 class DevicePool:
@@ -41,9 +65,18 @@ class DevicePool:
                 torch.empty(shape, dtype=a.dtype, device=device),
             )
         self.linear: dict[str, LinearRecords] = {}
-        for g in geometry.linear:
-            self.linear[g.layer] = LinearRecords(
-                torch.empty(slots, g.heads, g.key_dim, g.key_dim, dtype=TRANSITION_DTYPE, device=device),
-                torch.empty(slots, g.heads, g.key_dim, g.value_dim, dtype=STATE_DTYPE, device=device),
-                torch.empty(slots, g.conv_rows, g.conv_dim, dtype=g.conv_dtype, device=device),
-            )
+        if geometry.linear:
+            key_dim = geometry.linear[0].key_dim  # of all: see pool_geometry
+            tiles = TilePool(geometry.tiles, key_dim, TRANSITION_DTYPE, device)
+            for g in geometry.linear:
+                self.linear[g.layer] = LinearRecords.allocate(g, slots, tiles, device)
+
+    def settle_tiles(self, slot: int) -> int:
+        """A record is complete: take back the tiles of its dead heads; returns how many it keeps."""
+        return sum(records.held.settle(slot) for records in self.linear.values())
+
+    def release_tiles(self, slots: list[int]) -> None:
+        """Records are gone."""
+        for records in self.linear.values():
+            for slot in slots:
+                records.held.release(slot)

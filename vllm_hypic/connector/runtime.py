@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .pool import DevicePool
 
@@ -20,11 +18,13 @@ class HypicRuntime:
     do: layers then run stock code only.  Written by ``WorkerSide``, read by layers."""
 
     pool: DevicePool
+    dead_transition: float = 2.0**-25
+    """See ``HypicConfig``."""
     step: StepContext | None = None
     calls: Counter[str] = field(default_factory=Counter)
     """How often each of our operators ran; plain requests must leave it untouched."""
-    carried_summaries: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """(segment request, layer) -> (T, S) fp32 of the interior so far, between prefill chunks."""
+    carried_summaries: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """(segment request, layer) -> what that layer keeps of the interior so far, between prefill chunks."""
 
     def forget(self, request_id: str) -> None:
         """Drop what a segment request carried: it is over or starts anew."""

@@ -19,9 +19,9 @@ from ..primitives.options import link_of_request
 from ..primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
-from .directory import Entry, Lookup, SegmentDirectory
+from .directory import Entry, Lookup, Need, SegmentDirectory
 from .geometry import PoolGeometry
-from .metadata import CapturePlan, ComposePoint, StreamPlan
+from .metadata import CapturePlan, ComposePoint, StreamPlan, WorkerReport
 from .stats import HypicCounters
 
 
@@ -38,7 +38,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class SegmentJob:
-    """A segment that must be computed by an internal request, on behalf of ``for_request``."""
+    """A segment that must be computed by an internal request, on behalf of ``for_request``: its dummies and
+    its tokens up to the interior's end."""
 
     request_id: str
     token_ids: list[int]
@@ -50,7 +51,7 @@ class _Composed:
     """A request with records; written by :class:`SchedulerSide` only."""
 
     plan: PromptPlan
-    wanted: dict[SegmentKey, int]
+    wanted: dict[SegmentKey, Need]
     acquired: bool = False
     fresh: set[SegmentKey] = field(default_factory=set)
     """Records that this request itself had to have computed."""
@@ -80,7 +81,9 @@ class SchedulerSide:
         self.max_model_len = max_model_len
         self._primitive_ids = primitive_ids
         self._ids: PrimitiveIds | None = None
-        self.directory = SegmentDirectory(geometry.pages, geometry.slots, geometry.page_tokens)
+        self.directory = SegmentDirectory(
+            geometry.pages, geometry.slots, geometry.page_tokens, geometry.tiles
+        )
         self.counters = HypicCounters()
         self._composed: dict[str, _Composed] = {}
         self._pending: OrderedDict[str, None] = OrderedDict()
@@ -123,18 +126,25 @@ class SchedulerSide:
                 self.geometry.slots,
                 self.geometry.page_tokens,
                 self.max_model_len - 1,
+                self.geometry.tiles,
+                self.geometry.record_tiles,
             ),
             min_segment_tokens=self.config.min_segment_tokens,
         )
 
     def admit(self, request_id: str, plan: PromptPlan) -> None:
         """Take a planned request in; it waits until its records are resident."""
-        wanted = {s.key: s.columns for s in plan.segments}
+        wanted = {s.key: self._need(s) for s in plan.segments}
         self._composed[request_id] = _Composed(plan, wanted)
         self._pending[request_id] = None
         self.counters.requests += 1
         self.counters.segments_queried += len(wanted)
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
+
+    def _need(self, segment: CachedSegment) -> Need:
+        """At most one tile per head of every linear layer; nothing stands before a leading segment."""
+        leading = segment.role is Role.LEADING
+        return Need(segment.columns, 0 if leading else self.geometry.record_tiles)
 
     def pump(self) -> list[SegmentJob]:
         """Pin records for waiting requests, first come first served, and list the segments to compute.
@@ -181,7 +191,8 @@ class SchedulerSide:
         self._captures[request_id] = _Capture(key, segment)
         self.counters.segments_computed += 1
         dummy = segment.tokens[0] if self.config.dummy_token is None else self.config.dummy_token
-        return SegmentJob(request_id, [dummy] * segment.dummies + list(segment.tokens), owner)
+        tokens = [dummy] * segment.dummies + list(segment.tokens[: segment.stop])
+        return SegmentJob(request_id, tokens, owner)
 
     # -- scheduling ----------------------------------------------------------------------------
 
@@ -245,7 +256,7 @@ class SchedulerSide:
         lo = segment.dummies + segment.head
         positions = None
         if segment.offsets is not None:
-            offsets = np.asarray(segment.offsets, dtype=np.int64) + segment.dummies
+            offsets = np.asarray(segment.offsets[: segment.stop], dtype=np.int64) + segment.dummies
             positions = np.concatenate([np.arange(segment.dummies, dtype=np.int64), offsets])
         return CapturePlan(
             lo=lo,
@@ -254,6 +265,7 @@ class SchedulerSide:
             column_slots=self._column_slots(entry),
             positions=positions,
             leading=segment.role is Role.LEADING,
+            serial=entry.serial,
         )
 
     def _column_slots(self, entry: Entry) -> np.ndarray:
@@ -278,6 +290,11 @@ class SchedulerSide:
             if composed.acquired:
                 self.directory.release(composed.wanted)
 
+    def absorb(self, report: WorkerReport) -> None:
+        """Take in what the worker says of a step."""
+        for serial, tiles in report.tiles.items():
+            self.directory.shrink(serial, tiles)
+
     def reset(self) -> bool:
         """Forget every record that nobody holds.  True when none is left."""
         self.directory.drop_unpinned()
@@ -285,16 +302,22 @@ class SchedulerSide:
 
     # -- reports -------------------------------------------------------------------------------
 
+    @property
+    def pool_bytes_used(self) -> int:
+        """Bytes of the public pool that records hold."""
+        directory, geometry = self.directory, self.geometry
+        return (
+            (directory.total_pages - directory.free_pages) * geometry.page_bytes
+            + (directory.total_slots - directory.free_slots) * geometry.slot_bytes
+            + (directory.total_tiles - directory.free_tiles) * geometry.tile_bytes
+        )
+
     def take_counters(self) -> HypicCounters:
         """Counters since the last call, with the pool's present state."""
         counters, self.counters = self.counters, HypicCounters()
         directory = self.directory
         counters.evictions, directory.evictions = directory.evictions, 0
-        used_pages = directory.total_pages - directory.free_pages
-        used_slots = directory.total_slots - directory.free_slots
-        counters.pool_bytes_used = (
-            used_pages * self.geometry.page_bytes + used_slots * self.geometry.slot_bytes
-        )
+        counters.pool_bytes_used = self.pool_bytes_used
         counters.pool_bytes_capacity = self.geometry.nbytes
         counters.records = len(directory)
         counters.pinned = directory.pinned

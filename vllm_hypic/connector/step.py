@@ -15,16 +15,11 @@ from .metadata import CapturePlan, StreamPlan
 
 @dataclass
 class StreamTensors:
-    """A stream plan on the device, kept while its request lives.
-
-    ``rotation`` caches, per rotary table, cos and sin of every public column
-    ``[columns, rotary_dim]``.
-    """
+    """A stream plan on the device, kept while its request lives."""
 
     plan: StreamPlan
     column_slots: torch.Tensor
     column_positions: torch.Tensor
-    rotation: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(plan: StreamPlan, device: torch.device) -> StreamTensors:
@@ -33,13 +28,6 @@ class StreamTensors:
             torch.from_numpy(plan.column_slots).to(device),
             torch.from_numpy(plan.column_positions).to(device),
         )
-
-    def rotation_of(self, table: torch.Tensor) -> torch.Tensor:
-        """Rows of a cos/sin table ``[positions, rotary_dim]`` at the columns' logical positions."""
-        key = table.data_ptr()
-        if key not in self.rotation:
-            self.rotation[key] = table.index_select(0, self.column_positions)
-        return self.rotation[key]
 
 
 @dataclass(frozen=True)
@@ -90,6 +78,35 @@ class CaptureRow:
         return self.begin < self.end == self.plan.hi
 
 
+@dataclass(frozen=True)
+class PublicRows:
+    """The rows of a pass that see public columns, as span attention takes them; int64.
+
+    ``bounds [requests, 2]``: first and last token row of each request; ``cache_bounds [requests, 4]``: these,
+    its row of the block table and its stream tokens so far; ``visible [rows]``: public columns that each of
+    the rows sees;
+    ``column_slots``, ``column_positions``: per request, all its public columns.
+    """
+
+    bounds: torch.Tensor
+    cache_bounds: torch.Tensor
+    visible: torch.Tensor
+    column_slots: list[torch.Tensor]
+    column_positions: list[torch.Tensor]
+
+    @staticmethod
+    def of(composed: Sequence[ComposedRow]) -> PublicRows:
+        rows = [c.row for c in composed]
+        cache_bounds = torch.tensor([(r.q0, r.q1, r.index, r.s1) for r in rows], dtype=torch.int64)
+        return PublicRows(
+            cache_bounds[:, :2].contiguous(),
+            cache_bounds,
+            torch.cat([c.visible for c in composed]),
+            [c.stream.column_slots for c in composed],
+            [c.stream.column_positions for c in composed],
+        )
+
+
 @dataclass
 class StepContext:
     """What PIC does in one forward pass."""
@@ -99,6 +116,12 @@ class StepContext:
     device: torch.device
     cache: dict[str, object] = field(default_factory=dict)
     """Per-step values that several layers share (see ``backends/linear``)."""
+
+    @cached_property
+    def public(self) -> PublicRows | None:
+        """Rows that see public columns; ``None`` when there are none."""
+        seeing = [c for c in self.composed if c.max_visible]
+        return PublicRows.of(seeing) if seeing else None
 
     @cached_property
     def capture_rows(self) -> torch.Tensor | None:
@@ -112,6 +135,11 @@ class StepContext:
         return self._index(
             [c.plan.column_slots[c.begin - c.plan.lo : c.end - c.plan.lo] for c in self.captures]
         )
+
+    @cached_property
+    def capture_positions(self) -> torch.Tensor | None:
+        """The positions by which their K was rotated: the segment request's own, int64."""
+        return self._index([c.plan.local_positions(c.begin, c.end) for c in self.captures])
 
     def _index(self, spans: Sequence[np.ndarray]) -> torch.Tensor | None:
         joined = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)

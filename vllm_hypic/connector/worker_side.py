@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..config import HypicConfig
 from .geometry import PoolGeometry
-from .metadata import CapturePlan, HypicMetadata
+from .metadata import CapturePlan, HypicMetadata, WorkerReport
 from .pool import DevicePool
 from .runtime import HypicRuntime
 from .step import (
@@ -25,17 +26,18 @@ from .step import (
 class WorkerSide:
     """Live plans and the pool of one worker."""
 
-    def __init__(self, geometry: PoolGeometry) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: PoolGeometry, config: HypicConfig) -> None:
+        self.geometry, self.config = geometry, config
         self.runtime: HypicRuntime | None = None
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, CapturePlan] = {}
         self._absorbed: HypicMetadata | None = None
+        self._report: dict[int, int] = {}
 
     def start(self, device: torch.device) -> HypicRuntime:
         """Allocate the pool.  Called once, when vLLM has allocated its own KV cache."""
         self.device = device
-        self.runtime = HypicRuntime(DevicePool(self.geometry, device))
+        self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
         return self.runtime
 
     def absorb(self, metadata: HypicMetadata) -> None:
@@ -47,6 +49,8 @@ class WorkerSide:
             self._streams.pop(request_id, None)
             if self._captures.pop(request_id, None) is not None and self.runtime is not None:
                 self.runtime.forget(request_id)
+        if self.runtime is not None:
+            self.runtime.pool.release_tiles(metadata.dropped_slots)
         for request_id, plan in metadata.streams.items():
             self._streams[request_id] = StreamTensors.of(plan, self.device)
         self._captures.update(metadata.captures)
@@ -85,8 +89,18 @@ class WorkerSide:
         return self.runtime.step
 
     def end_step(self) -> None:
-        if self.runtime is not None:
-            self.runtime.step = None
+        """The forward pass is over: records that it completed keep the tiles that they turned out to need."""
+        if self.runtime is None or self.runtime.step is None:
+            return
+        for capture in self.runtime.step.captures:
+            if capture.last and not capture.plan.leading:
+                self._report[capture.plan.serial] = self.runtime.pool.settle_tiles(capture.plan.slot)
+        self.runtime.step = None
+
+    def take_report(self) -> WorkerReport | None:
+        """News for the scheduler since the last call."""
+        report, self._report = self._report, {}
+        return WorkerReport(report) if report else None
 
 
 def logical_positions(step: StepContext) -> list[tuple[Row, np.ndarray]]:

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 from .keys import Namespace, Role, SegmentKey, segment_key
 from .policies import LinkMethod
@@ -34,7 +35,7 @@ class Piece:
     """
 
     tokens: tuple[int, ...]
-    positions: tuple[int, ...]
+    positions: range | tuple[int, ...]
     dependent_from: int
 
 
@@ -48,34 +49,53 @@ class ParsedPrompt:
 
 
 def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds) -> ParsedPrompt:
-    """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, padding one each."""
+    """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, padding one each.
+
+    Prompts are long and primitives few: work per token is left to slices and ranges.
+    """
     pieces: list[Piece] = []
     tokens: list[int] = []
-    positions: list[int] = []
+    runs: list[range] = []
     dependent_from: int | None = None
-    position = 0
-    has_primitives = False
-
-    def close() -> None:
-        cut = len(tokens) if dependent_from is None else dependent_from
-        pieces.append(Piece(tuple(tokens), tuple(positions), cut))
-
-    for token in ids:
-        if token == primitives.sep:
-            close()
-            tokens, positions, dependent_from = [], [], None
-        elif token == primitives.pdep:
-            dependent_from = len(tokens) if dependent_from is None else dependent_from
-        elif token == primitives.pad:
+    position = begin = 0
+    ids = list(ids)
+    marks = _where(ids, primitives)
+    for mark in [*marks, len(ids)]:
+        if mark > begin:
+            tokens += ids[begin:mark]
+            runs.append(range(position, position + mark - begin))
+            position += mark - begin
+        begin = mark + 1
+        primitive = ids[mark] if mark < len(ids) else primitives.sep
+        if primitive == primitives.sep:
+            cut = len(tokens) if dependent_from is None else dependent_from
+            pieces.append(Piece(tuple(tokens), _joined(runs), cut))
+            tokens, runs, dependent_from = [], [], None
+        elif primitive == primitives.pad:
             position += 1
-        else:
-            tokens.append(token)
-            positions.append(position)
-            position += 1
-            continue
-        has_primitives = True
-    close()
-    return ParsedPrompt(tuple(pieces), position, has_primitives)
+        elif dependent_from is None:
+            dependent_from = len(tokens)
+    return ParsedPrompt(tuple(pieces), position, bool(marks))
+
+
+def _where(ids: list[int], primitives: PrimitiveIds) -> list[int]:
+    """Indices of all primitives, ascending."""
+    marks: list[int] = []
+    for primitive in (primitives.sep, primitives.pdep, primitives.pad):
+        at = -1
+        for _ in range(ids.count(primitive)):
+            at = ids.index(primitive, at + 1)
+            marks.append(at)
+    return sorted(marks)
+
+
+def _joined(runs: list[range]) -> range | tuple[int, ...]:
+    """Positions of neighbouring runs of tokens; a range where there is no padding between them."""
+    if not runs:
+        return range(0)
+    if all(left.stop == right.start for left, right in pairwise(runs)):
+        return range(runs[0].start, runs[-1].stop)
+    return tuple(chain.from_iterable(runs))
 
 
 @dataclass(frozen=True)
@@ -100,22 +120,29 @@ class CachedSegment:
     @property
     def columns(self) -> int:
         """Tokens of the interior: columns of public K and V."""
-        return len(self.tokens) - self.head - self.tail
+        return self.stop - self.head
+
+    @property
+    def stop(self) -> int:
+        """Where the interior ends: later tokens have no part in the record."""
+        return len(self.tokens) - self.tail
 
     def interior_offsets(self) -> range | tuple[int, ...]:
         """Offsets from ``start`` of the interior's tokens."""
-        stop = len(self.tokens) - self.tail
-        return range(self.head, stop) if self.offsets is None else self.offsets[self.head : stop]
+        return range(self.head, self.stop) if self.offsets is None else self.offsets[self.head : self.stop]
 
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """What one request may take of the public pool: pages, state slots, tokens of a segment request."""
+    """What one request may take of the public pool: pages, state slots, tokens of a segment request; and
+    tiles for transitions, of which an interior segment takes at most ``segment_tiles``."""
 
     pages: int
     slots: int
     page_tokens: int
     max_request_tokens: int
+    tiles: int = 0
+    segment_tiles: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,17 +218,23 @@ class _Budget:
     """Greedy count of what a request's distinct records take of the pool."""
 
     def __init__(self, limits: PoolLimits) -> None:
-        self.limits, self.pages, self.slots = limits, 0, 0
+        self.limits, self.pages, self.slots, self.tiles = limits, 0, 0, 0
         self.seen: set[SegmentKey] = set()
 
     def take(self, segment: CachedSegment) -> bool:
         if segment.key in self.seen:
             return True
         pages = self.pages + -(-segment.columns // self.limits.page_tokens)
-        too_long = len(segment.tokens) + segment.dummies > self.limits.max_request_tokens
-        if too_long or pages > self.limits.pages or self.slots + 1 > self.limits.slots:
+        tiles = self.tiles + (0 if segment.role is Role.LEADING else self.limits.segment_tiles)
+        too_long = segment.dummies + segment.stop > self.limits.max_request_tokens
+        if (
+            too_long
+            or pages > self.limits.pages
+            or self.slots + 1 > self.limits.slots
+            or tiles > self.limits.tiles
+        ):
             return False
-        self.pages, self.slots = pages, self.slots + 1
+        self.pages, self.slots, self.tiles = pages, self.slots + 1, tiles
         self.seen.add(segment.key)
         return True
 
@@ -225,9 +258,9 @@ def _try_segment(
         # be the prefix that "leading" promises.
         return None
     start = piece.positions[0]
-    offsets: tuple[int, ...] | None = tuple(p - start for p in piece.positions[: len(tokens)])
-    if offsets == tuple(range(len(tokens))):
-        offsets = None
+    offsets = None
+    if piece.positions[len(tokens) - 1] - start != len(tokens) - 1:
+        offsets = tuple(p - start for p in piece.positions[: len(tokens)])
     key = segment_key(
         namespace,
         role,

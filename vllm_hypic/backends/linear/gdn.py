@@ -1,24 +1,19 @@
 """Gated DeltaNet under PIC (Qwen3-Next, Qwen3.5 and their MoE forms).
 
-The stock operator runs over the whole batch, unchanged.  Then, for the few rows that need more:
-
-* a composed row with compose points in this chunk is run again from its old state, chunk by chunk,
-  with ``S <- T_C S + S_C`` and the record's conv tail between chunks;
-* an interior segment request is summed up to (T, S) from a zero state at the interior's start;
-* a leading segment request's record is its ordinary end state.
-
-Everything else (plain requests, decode, the bulk of segment requests) is stock code and stock bits.
+* Segment requests go through ``gdn_segments``: outputs, running state and the record in one scan.
+* Composed requests with compose points in this pass go through ``gdn_compose``, up to the first block
+  boundary after the last point.
+* All else (plain requests, decode, what composed requests run after that boundary) is stock code over these
+  rows only: stock bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
@@ -28,12 +23,12 @@ from vllm.utils.torch_utils import (
     _resolve_layer_name,
     direct_register_custom_op,
 )
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-from ..ops.gated_delta import seam_outputs, segment_summary
-from .layout import Chunk, ComposedOps, LinearStep, linear_step
+from ..ops import gated_delta
+from .layout import LinearStep, Segments, StockRows, linear_step, stock_rows
 
 if TYPE_CHECKING:
-    from ...connector.pool import LinearRecords
     from ...connector.runtime import HypicRuntime
 
 
@@ -44,6 +39,7 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
     """Set at start-up; ``None``: stock."""
     hypic_reached = False
     """Our operator ran: a compiled graph of stock vLLM, taken from a cache, would pass it by."""
+    _views: _Views | None = None
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As stock, but for the core operator: opaque to the compiler, it looks at the step at run time."""
@@ -63,12 +59,47 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         runtime = self.hypic_runtime
         if runtime is None or runtime.step is None:
             return cpu_gdn_attention_core(mixed_qkv, b, a, core, name)
-        work = linear_step(runtime.step, self.conv_kernel_size - 1, self.cache_config.block_size)
+        work = linear_step(runtime.step, self.cache_config.block_size)
         if work.empty:
             return cpu_gdn_attention_core(mixed_qkv, b, a, core, name)
-        special = _SpecialRows(self, runtime, work, mixed_qkv, b, a)
-        cpu_gdn_attention_core(mixed_qkv, b, a, core, name)
-        special.finish(core)
+        self._special(runtime, work, gated_delta.Inputs(mixed_qkv, a, b), core)
+        # After ours: it goes on from the states that they left.
+        stock = _stock_context(runtime, work, self.prefix)
+        if stock is not None:
+            rows, context = stock
+            inputs = (t[rows.tokens] for t in (mixed_qkv, b, a))
+            out = core[rows.tokens]
+            with override_forward_context(context):
+                cpu_gdn_attention_core(*inputs, out, name)
+            if not isinstance(rows.tokens, slice):
+                core.index_copy_(0, rows.tokens, out)
+
+    def _special(
+        self, runtime: HypicRuntime, work: LinearStep, x: gated_delta.Inputs, core: torch.Tensor
+    ) -> None:
+        """The rows that our operators run."""
+        if self._views is None or self._views.of is not self.kv_cache[0]:
+            self._views = _Views(self)
+        views, records = self._views, runtime.pool.linear[self.prefix]
+        metadata = get_forward_context().attn_metadata[self.prefix]
+        layer = x, views.weights, views.caches(metadata.non_spec_state_indices_tensor), core, records
+        if work.segments is not None:
+            runtime.calls["capture_linear"] += 1
+            if work.segments.ended:
+                records.held.offer(list(work.segments.ended))
+            carries = self._carries(runtime, work.segments)
+            views.ops.gdn_segments(*layer, work.segments.rows, carries, runtime.dead_transition)
+        if work.composed is not None:
+            runtime.calls["compose"] += 1
+            views.ops.gdn_compose(*layer, work.composed.rows, work.composed.ops)
+
+    def _carries(self, runtime: HypicRuntime, segments: Segments) -> list[gated_delta.Carry]:
+        """What the interiors that are cut here carry, written by this pass or an earlier one."""
+        kept, state = runtime.carried_summaries, runtime.pool.linear[self.prefix].state
+        for request, starts in zip(segments.carried, segments.starting, strict=True):
+            if starts:
+                kept[request, self.prefix] = gated_delta.Carry.beside(state)
+        return [kept[request, self.prefix] for request in segments.carried]
 
     def _project(
         self, hidden_states: torch.Tensor
@@ -104,206 +135,77 @@ def _hypic_gdn_attention_core(
     layer.core(mixed_qkv, b, a, core_attn_out)
 
 
-class _SpecialRows:
-    """One layer's work on the special rows of one pass.
+class _Views:
+    """A layer's constants and caches as our operators take them, and the operators that serve it."""
 
-    Made before the stock operator runs (it overwrites the states it starts from), finished after.
-    """
-
-    def __init__(
-        self,
-        layer: HypicGatedDeltaNet,
-        runtime: HypicRuntime,
-        work: LinearStep,
-        mixed_qkv: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
-    ) -> None:
-        self.layer, self.runtime, self.work = layer, runtime, work
-        self.records: LinearRecords = runtime.pool.linear[layer.prefix]
-        metadata = get_forward_context().attn_metadata[layer.prefix]
-        self.slots = metadata.non_spec_state_indices_tensor.long()
-        conv = layer.kv_cache[0]
+    def __init__(self, layer: HypicGatedDeltaNet) -> None:
+        conv, state = layer.kv_cache
+        self.of = conv
         self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
-        state = layer.kv_cache[1]
         # The CPU operator stores [Hv, K, V] in a buffer labelled [Hv, V, K].
         self.state = state.view(state.size(0), state.size(1), state.size(3), state.size(2))
-
-        self.metadata = metadata
-        self.sources = self._sources(mixed_qkv)
-        self.mixed_qkv, self.b, self.a = mixed_qkv, b, a
-        composed = torch.tensor([c.batch_row for c in work.composed], dtype=torch.int64, device=conv.device)
-        self.composed_slots = self.slots[composed]
-        self.before = self.state.index_select(0, self.composed_slots).float()
-
-    def _sources(self, mixed_qkv: torch.Tensor) -> torch.Tensor:
-        """Carried conv rows, record tails and token rows, as ``LinearStep`` numbers them."""
-        carried = self.conv.index_select(0, self.slots[self.work.carried_rows])
-        carried = torch.where(self.work.carried_resumed[:, None, None], carried, torch.zeros_like(carried))
-        tails = self.records.conv_tail.index_select(0, self.work.tail_slots)
-        dim = mixed_qkv.size(-1)
-        return torch.cat([carried.reshape(-1, dim), tails.reshape(-1, dim), mixed_qkv])
-
-    def finish(self, core: torch.Tensor) -> None:
-        """Compose and capture; writes outputs and states of the special rows."""
-        work = self.work
-        if len(work.tokens):
-            q, k, v = self._convolved()
-            g, beta = self._gates()
-            split = work.chunk_tokens
-            if work.composed:
-                self._compose(core, *(t[:split] for t in (q, k, v, g, beta)))
-                if work.rest:
-                    self._run_rest(core)
-            if work.captures:
-                self._capture(*(t[split:] for t in (k, v, g, beta)))
-        for capture in work.leading_ended:
-            self.runtime.calls["capture_linear"] += 1
-            slot = self.slots[capture.row.index]
-            self.records.state[capture.plan.slot] = self.state[slot].float()
-            self.records.conv_tail[capture.plan.slot] = self.conv[slot]
-
-    def _convolved(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k ``[n, Hk, K]`` and v ``[n, Hv, V]`` of the packed tokens."""
-        layer = self.layer
-        extended = self.sources.index_select(0, self.work.extended)
-        mixed = _causal_conv(extended, layer.conv_weight(), layer.conv1d.bias).index_select(
-            0, self.work.outputs
+        self.weights = gated_delta.Weights.prepare(
+            layer.conv_weight(),
+            layer.conv1d.bias,
+            layer.A_log,
+            layer.dt_bias,
+            layer.num_k_heads // layer.tp_size,
+            gated_delta.l2_eps(conv.device),
         )
-        key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
-        q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=-1)
-        heads = (-1, layer.head_k_dim)
-        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, (-1, layer.head_v_dim))
+        nowhere = torch.zeros(0, dtype=torch.int32, device=conv.device)
+        self.ops = gated_delta.choose(self.weights, self.caches(nowhere))
 
-    def _gates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log decay g and write strength beta ``[n, Hv]`` float32 of the packed tokens."""
-        layer, tokens = self.layer, self.work.tokens
-        a, b = self.a.index_select(0, tokens).float(), self.b.index_select(0, tokens).float()
-        return -layer.A_log.float().exp() * F.softplus(a + layer.dt_bias.float()), torch.sigmoid(b)
+    def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
+        return gated_delta.Caches(slots, self.conv, self.state)
 
-    def _compose(
-        self,
-        core: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> None:
-        """Start states of all chunks by composing summaries, then all outputs in one call."""
-        self.runtime.calls["compose"] += 1
-        work = self.work
-        inner = work.inner_chunks[-1]
-        transition, zero_start = segment_summary(
-            k[:inner], v[:inner], g[:inner], beta[:inner], work.inner_chunks
+
+def _stock_context(
+    runtime: HypicRuntime, work: LinearStep, layer: str
+) -> tuple[StockRows, ForwardContext] | None:
+    """The rows that stock code runs, and a forward context that holds only them; made once per pass."""
+    assert runtime.step is not None
+    cache = runtime.step.cache
+    if "linear:stock" not in cache:
+        context = get_forward_context()
+        whole = context.attn_metadata
+        batch = whole[layer]
+        requests = batch.num_decodes + batch.num_prefills
+        resumed = batch.has_initial_state
+        rows = stock_rows(
+            work,
+            batch.non_spec_query_start_loc[: requests + 1].tolist(),
+            [True] * requests if resumed is None else resumed[:requests].tolist(),
+            batch.num_decodes,
         )
-        starts = self.before.new_empty(len(work.chunks) - 1, *self.before.shape[1:])
-        for row, before in zip(work.composed, self.before, strict=True):
-            self._start_states(row, before, transition, zero_start, starts)
-        out, states = seam_outputs(q, k, v, g, beta, work.chunks, starts)
-        core.index_copy_(0, work.tokens[: work.chunk_tokens], out.to(core.dtype))
-        ends = states[len(zero_start) :]  # one per composed row, in their order
-        self.state.index_copy_(0, self.composed_slots, ends.to(self.state.dtype))
-        self.conv.index_copy_(0, self.composed_slots, self.sources[work.conv_after].to(self.conv.dtype))
-
-    def _run_rest(self, core: torch.Tensor) -> None:
-        """Run stock code over the rows after the composed chunks, from the state they left."""
-        rest = self.work.rest
-        rows = torch.cat([torch.arange(r.first, r.stop, device=core.device) for r in rest])
-        starts = torch.tensor([0, *accumulate(r.stop - r.first for r in rest)], dtype=torch.int32)
-        batch_rows = torch.tensor([r.batch_row for r in rest], device=core.device)
-        metadata = replace(
-            self.metadata,
-            num_prefills=len(rest),
-            num_prefill_tokens=len(rows),
-            num_decodes=0,
-            num_decode_tokens=0,
-            num_actual_tokens=len(rows),
-            non_spec_query_start_loc=starts.to(core.device),
-            non_spec_state_indices_tensor=self.metadata.non_spec_state_indices_tensor[batch_rows],
-            has_initial_state=torch.ones(len(rest), dtype=torch.bool, device=core.device),
-        )
-        out = core.new_zeros(len(rows), *core.shape[1:])
-        inputs = (t.index_select(0, rows) for t in (self.mixed_qkv, self.b, self.a))
-        context = replace(get_forward_context(), attn_metadata={self.layer.prefix: metadata})
-        with override_forward_context(context):
-            cpu_gdn_attention_core(*inputs, out, _encode_layer_name(self.layer.prefix))
-        core.index_copy_(0, rows, out)
-
-    def _start_states(
-        self,
-        row: ComposedOps,
-        before: torch.Tensor,
-        transition: torch.Tensor,
-        zero_start: torch.Tensor,
-        starts: torch.Tensor,
-    ) -> None:
-        """Fill in the start states of one request's chunks."""
-        state = before if row.resumed else torch.zeros_like(before)
-        for op in row.ops:
-            if isinstance(op, Chunk):
-                if op.last:
-                    starts[len(zero_start) + op.index] = state
-                else:
-                    starts[op.index] = state
-                    state = torch.baddbmm(zero_start[op.index], transition[op.index], state)
-            elif op.replace_state:
-                state = self.records.state[op.slot]
-            elif op.use_transition:
-                state = torch.baddbmm(
-                    self.records.state[op.slot], self.records.transition[op.slot].float(), state
-                )
-            else:
-                state = state + self.records.state[op.slot]
-
-    def _capture(self, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
-        """Carry (T, S) of interiors on; store them where an interior ends."""
-        self.runtime.calls["capture_linear"] += 1
-        work, carry = self.work, self.runtime.carried_summaries
-        heads, key_dim, value_dim = self.records.state.shape[1:]
-        count = len(work.captures)
-        initial_t = initial_s = None
-        if not all(c.first for c in work.captures):
-            initial_t = torch.eye(key_dim).expand(count, heads, -1, -1).contiguous()
-            initial_s = torch.zeros(count, heads, key_dim, value_dim)
-            for i, capture in enumerate(work.captures):
-                if not capture.first:
-                    initial_t[i], initial_s[i] = carry.pop((capture.request_id, self.layer.prefix))
-        transition, state = segment_summary(k, v, g, beta, work.interiors, initial_t, initial_s)
-        ended = 0
-        for i, capture in enumerate(work.captures):
-            if capture.last:
-                slot = capture.plan.slot
-                self.records.transition[slot] = transition[i]
-                self.records.state[slot] = state[i]
-                self.records.conv_tail[slot] = self.sources[work.capture_tails[ended]]
-                ended += 1
-            else:
-                carry[(capture.request_id, self.layer.prefix)] = (transition[i].clone(), state[i].clone())
+        if rows is not None:
+            # Layers of one group share their metadata, and so the sub-batch's.
+            parts = {id(whole[name]): whole[name] for name in runtime.pool.linear}
+            subs = {key: _sub_batch(metadata, rows) for key, metadata in parts.items()}
+            own = {name: subs[id(whole[name])] for name in runtime.pool.linear}
+            cache["linear:stock"] = rows, replace(context, attn_metadata=own)
+        else:
+            cache["linear:stock"] = None
+    found: Any = cache["linear:stock"]
+    return found
 
 
-_CONV_BLOCK = 128
-"""Rows per block: a block's float32 temporaries stay in the core's cache."""
-
-
-def _causal_conv(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """SiLU of the depthwise causal convolution of ``rows [n, dim]`` with ``weight [dim, k]``.
-
-    Returns ``[n - k + 1, dim]`` in ``rows``' dtype: row i is the output at input row ``i + k - 1``.
-    """
-    taps = weight.t().float().contiguous()
-    k = taps.size(0)
-    out = rows.new_empty(rows.size(0) - k + 1, rows.size(1))
-    for start in range(0, out.size(0), _CONV_BLOCK):
-        block = rows[start : start + _CONV_BLOCK + k - 1].float()
-        count = block.size(0) - k + 1
-        total = block[:count] * taps[0]
-        for tap in range(1, k):
-            total.addcmul_(block[tap : tap + count], taps[tap])
-        if bias is not None:
-            total += bias.float()
-        out[start : start + count] = F.silu(total, inplace=True)
-    return out
+def _sub_batch(metadata: GDNAttentionMetadata, rows: StockRows) -> GDNAttentionMetadata:
+    device = metadata.non_spec_state_indices_tensor.device
+    starts = torch.tensor(rows.starts, dtype=torch.int32, device=device)
+    decodes, tokens = rows.decodes, rows.starts[-1]
+    return replace(
+        metadata,
+        num_decodes=decodes,
+        num_decode_tokens=rows.starts[decodes],
+        num_prefills=len(rows.batch_rows) - decodes,
+        num_prefill_tokens=tokens - rows.starts[decodes],
+        num_actual_tokens=tokens,
+        non_spec_query_start_loc=starts,
+        non_spec_state_indices_tensor=metadata.non_spec_state_indices_tensor[
+            torch.tensor(rows.batch_rows, device=device)
+        ],
+        has_initial_state=torch.tensor(rows.resumed, dtype=torch.bool, device=device),
+    )
 
 
 def register_gdn() -> None:

@@ -1,59 +1,45 @@
-"""Index tensors of one forward pass for linear layers with a causal convolution.
+"""One forward pass as linear layers see it: which token rows are run by which operator, in which order.
 
-All linear layers of a step share them.  Rows that need more than stock code are laid into one
-*extended* sequence, in which every convolution input stands just where the right context wants it:
-
-    [k-1 carried rows | chunk | k-1 rows of a record's conv tail | chunk | ... | next request ...]
-
-so that one convolution over it serves all of them.
+All linear layers of a pass share it.  Segment requests and composed requests with compose points are run by
+our operators, from programs (``ops/gated_delta/program.py``); everything else is left to stock code.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-import numpy as np
 import torch
 
-from ...connector.step import CaptureRow, ComposedRow, StepContext
+from ...connector.step import CaptureRow, ComposedRow, Row, StepContext
+from ..ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Run a chunk from the current state: number ``index`` of the inner chunks, or of the requests'
-    last ones, which come after all inner chunks."""
+class Segments:
+    """Segment requests: ``rows`` is their program; ``ended`` the slots of interior records that become
+    complete; ``carried`` the requests whose interior another pass began or will end, in the order of their
+    numbers in the program; ``starting`` says of each whether it begins here."""
 
-    index: int
-    last: bool
-
-
-@dataclass(frozen=True)
-class Compose:
-    """Apply the record in ``slot`` to the current state."""
-
-    slot: int
-    use_transition: bool
-    replace_state: bool
+    rows: torch.Tensor
+    ended: tuple[int, ...]
+    carried: tuple[str, ...]
+    starting: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class ComposedOps:
-    """What happens to one composed request's state in this pass, in order.
+class Composed:
+    """Composed requests with compose points in this pass."""
 
-    ``carried``: index of its carried conv context; ``batch_row``: its row in the batch; ``resumed``: it
-    has a state from an earlier pass.
-    """
-
-    batch_row: int
-    resumed: bool
-    ops: tuple[Chunk | Compose, ...]
+    rows: torch.Tensor
+    ops: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Token rows ``[first, stop)`` of a composed request that stock code runs again, from the state that
-    the composed chunks left: all from the first block boundary after the last compose point on.
+    """Token rows ``[first, stop)`` of a composed request that stock code runs, from the state that our
+    operator left: all from the first block boundary after the last compose point on.
 
     A later turn that finds these blocks in vLLM's prefix cache runs the rows after them through stock code
     too, so it gets the same bits.
@@ -66,167 +52,136 @@ class Rest:
 
 @dataclass(frozen=True)
 class LinearStep:
-    """Index tensors (int64) of the special rows of one pass.
+    """``special``: batch rows whose token rows our operators run, all or those before their ``rest``."""
 
-    Sources of the extended sequence are numbered: carried conv rows ``[carried * (k-1)]``, then the
-    tails of ``tail_slots`` ``[tails * (k-1)]``, then the batch's token rows.
-
-    ``extended``: source of each extended row; ``outputs``: extended row (minus k-1) of each packed
-    token; ``tokens``: batch row of each packed token.  Packed are first the composed requests' inner chunks
-    (boundaries ``inner_chunks``; only these need summaries), then their last chunks (boundaries of both:
-    ``chunks``), then the captured interiors (boundaries ``interiors``, from 0).
-    ``conv_after [composed, k-1]``: sources of the conv context after the composed chunks; ``rest``: what
-    follows them; ``capture_tails``: conv context of captures that end in this pass.
-    """
-
-    carried_rows: torch.Tensor
-    carried_resumed: torch.Tensor
-    tail_slots: torch.Tensor
-    extended: torch.Tensor
-    outputs: torch.Tensor
-    tokens: torch.Tensor
-    inner_chunks: list[int]
-    chunks: list[int]
-    interiors: list[int]
-    composed: tuple[ComposedOps, ...]
-    conv_after: torch.Tensor
+    segments: Segments | None
+    composed: Composed | None
+    special: frozenset[int]
     rest: tuple[Rest, ...]
-    captures: tuple[CaptureRow, ...]
-    ended: tuple[CaptureRow, ...]
-    capture_tails: torch.Tensor
-    leading_ended: tuple[CaptureRow, ...]
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Packed tokens that belong to composed rows."""
-        return self.chunks[-1]
 
     @property
     def empty(self) -> bool:
-        return not (self.composed or self.captures or self.leading_ended)
+        return not self.special
 
 
-def linear_step(step: StepContext, conv_rows: int, block: int) -> LinearStep:
-    """The step's layout for convolutions that look back ``conv_rows`` rows and KV blocks of ``block``
-    tokens; built once per pass."""
-    key = f"linear:{conv_rows}:{block}"
+@dataclass(frozen=True)
+class StockRows:
+    """A sub-batch for stock code, decodes first, as it expects.
+
+    ``tokens``: token rows in the batch, a slice where they are neighbours; ``starts [requests + 1]``: first
+    row of each request in the sub-batch; ``batch_rows``; ``resumed``: whether a request has a state.
+    """
+
+    decodes: int
+    tokens: slice | torch.Tensor
+    starts: list[int]
+    batch_rows: list[int]
+    resumed: list[bool]
+
+
+def linear_step(step: StepContext, block: int) -> LinearStep:
+    """The step's layout for KV blocks of ``block`` tokens; built once per pass."""
+    key = f"linear:{block}"
     if key not in step.cache:
-        step.cache[key] = _Builder(step, conv_rows, block).build()
+        composed, rest = _composed([c for c in step.composed if c.points], block)
+        segments = _segments(step.captures)
+        special = {c.row.index for c in step.composed if c.points} | {c.row.index for c in step.captures}
+        step.cache[key] = LinearStep(segments, composed, frozenset(special), rest)
     found = step.cache[key]
     assert isinstance(found, LinearStep)
     return found
 
 
-@dataclass
-class _Packed:
-    """Runs of packed tokens of one kind: their extended rows and batch rows."""
+def stock_rows(
+    work: LinearStep, bounds: Sequence[int], resumed: Sequence[bool], decodes: int
+) -> StockRows | None:
+    """What is left to stock code of a batch with token rows ``bounds [requests + 1]``, its first ``decodes``
+    requests being decodes; ``None``: nothing."""
+    rows = range(len(bounds) - 1)
+    runs = [(i, bounds[i], bounds[i + 1], resumed[i]) for i in rows if i not in work.special]
+    before = sum(i < decodes for i, *_ in runs)
+    runs += [(r.batch_row, r.first, r.stop, True) for r in work.rest]
+    if not runs:
+        return None
+    starts = [0]
+    for _, first, stop, _ in runs:
+        starts.append(starts[-1] + stop - first)
+    tokens: slice | torch.Tensor
+    if all(a[2] == b[1] for a, b in pairwise(runs)):
+        tokens = slice(runs[0][1], runs[-1][2])
+    else:
+        tokens = torch.cat([torch.arange(first, stop) for _, first, stop, _ in runs])
+    return StockRows(before, tokens, starts, [i for i, *_ in runs], [bool(r) for *_, r in runs])
 
-    outputs: list[np.ndarray] = field(default_factory=list)
-    tokens: list[np.ndarray] = field(default_factory=list)
 
-
-def _boundaries(*kinds: _Packed) -> list[int]:
-    """Rising token boundaries of the runs, from 0."""
-    return [0, *accumulate(len(run) for kind in kinds for run in kind.tokens)]
-
-
-class _Builder:
-    """Walks requests, segments and chunks (never tokens)."""
-
-    def __init__(self, step: StepContext, conv_rows: int, block: int) -> None:
-        self.device, self.k, self.block = step.device, conv_rows, block
-        self.rest: list[Rest] = []
-        self.composed_rows = [c for c in step.composed if c.points]
-        self.captures = [c for c in step.captures if not c.plan.leading and c.begin < c.end]
-        self.leading = [c for c in step.captures if c.plan.leading and c.last]
-        rows = [c.row for c in self.composed_rows] + [c.row for c in self.captures]
-        self.carried = [(r.index, r.s0 > 0) for r in rows]
-        self.tails = [p.slot for c in self.composed_rows for p in c.points]
-        self.tail_base = len(self.carried) * conv_rows
-        self.token_base = self.tail_base + len(self.tails) * conv_rows
-        self.extended: list[np.ndarray] = []
-        self.length = 0
-        self.inner, self.final, self.interior = _Packed(), _Packed(), _Packed()
-
-    def build(self) -> LinearStep:
-        after, ops = [], []
-        tail = 0
-        for number, composed in enumerate(self.composed_rows):
-            self._context(number * self.k)
-            ops.append(self._walk(composed, tail))
-            tail += len(composed.points)
-            after.append(self._last_rows(self.k))
-        tails = []
-        for number, capture in enumerate(self.captures, start=len(self.composed_rows)):
-            self._context(number * self.k)
-            row = capture.row
-            self._feed(self.interior, row.q0, capture.end - row.s0, skip=capture.begin - row.s0)
-            if capture.last:
-                tails.append(self._last_rows(self.k))
-        return LinearStep(
-            carried_rows=self._tensor([np.array([i for i, _ in self.carried], dtype=np.int64)]),
-            carried_resumed=torch.tensor([r for _, r in self.carried], dtype=torch.bool, device=self.device),
-            tail_slots=self._tensor([np.array(self.tails, dtype=np.int64)]),
-            extended=self._tensor(self.extended),
-            outputs=self._tensor([*self.inner.outputs, *self.final.outputs, *self.interior.outputs]),
-            tokens=self._tensor([*self.inner.tokens, *self.final.tokens, *self.interior.tokens]),
-            inner_chunks=_boundaries(self.inner),
-            chunks=_boundaries(self.inner, self.final),
-            interiors=_boundaries(self.interior),
-            composed=tuple(ops),
-            conv_after=self._tensor(after).view(-1, self.k),
-            rest=tuple(self.rest),
-            captures=tuple(self.captures),
-            ended=tuple(c for c in self.captures if c.last),
-            capture_tails=self._tensor(tails).view(-1, self.k),
-            leading_ended=tuple(self.leading),
+def _segments(captures: Sequence[CaptureRow]) -> Segments | None:
+    if not captures:
+        return None
+    rows: list[SegmentRow] = []
+    ended: list[int] = []
+    carried: list[tuple[str, bool]] = []
+    for c in captures:
+        row, plan = c.row, c.plan
+        inside = c.begin < c.end
+        carry = -1
+        if inside and not plan.leading and not (c.first and c.last):
+            carry = len(carried)
+            carried.append((c.request_id, c.first))
+        if c.last and not plan.leading:
+            ended.append(plan.slot)
+        rows.append(
+            SegmentRow(
+                batch_row=row.index,
+                resumed=int(row.s0 > 0),
+                first=row.q0,
+                stop=row.q1,
+                begin=row.q0 + c.begin - row.s0,
+                end=row.q0 + c.end - row.s0,
+                slot=plan.slot,
+                leading=int(plan.leading),
+                begins=int(inside and c.first),
+                ends=int(c.last),
+                has_head=int(plan.lo > 0),
+                carry=carry,
+            )
         )
+    return Segments(
+        pack(rows, SegmentRow),
+        tuple(ended),
+        tuple(request for request, _ in carried),
+        tuple(starts for _, starts in carried),
+    )
 
-    def _walk(self, composed: ComposedRow, tail: int) -> ComposedOps:
-        row = composed.row
-        ops: list[Chunk | Compose] = []
-        cut = row.s0
-        points = composed.points
-        for number, point in enumerate(points):
-            if point.at > cut:
-                ops.append(Chunk(len(self.inner.tokens), last=False))
-                self._feed(self.inner, row.q0 + cut - row.s0, point.at - cut)
-                cut = point.at
-            ops.append(Compose(point.slot, composed.stream.plan.use_transition, point.replace_state))
-            self._context(self.tail_base + (tail + number) * self.k)
-        ops.append(Chunk(len(self.final.tokens), last=True))
-        stop = min(row.s1, (cut // self.block + 1) * self.block)
-        self._feed(self.final, row.q0 + cut - row.s0, stop - cut)
-        if stop < row.s1:
-            self.rest.append(Rest(row.index, row.q0 + stop - row.s0, row.q1))
-        return ComposedOps(row.index, row.s0 > 0, tuple(ops))
 
-    def _context(self, source: int) -> None:
-        """Put k-1 context rows into the extended sequence."""
-        self._extend(np.arange(source, source + self.k))
+def _composed(composed: Sequence[ComposedRow], block: int) -> tuple[Composed | None, tuple[Rest, ...]]:
+    rows: list[ComposeRow] = []
+    ops: list[ComposeOp] = []
+    rest: list[Rest] = []
+    for c in composed:
+        first_op = len(ops)
+        stop = _walk(c, block, ops)
+        rows.append(ComposeRow(c.row.index, int(c.row.s0 > 0), first_op, len(ops)))
+        if stop < c.row.s1:
+            rest.append(Rest(c.row.index, _token_row(c.row, stop), c.row.q1))
+    if not rows:
+        return None, ()
+    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp)), tuple(rest)
 
-    def _feed(self, packed: _Packed, first: int, count: int, skip: int = 0) -> None:
-        """Put token rows ``[first, first + count)`` in; all but the first ``skip`` are packed tokens."""
-        at = self.length
-        self._extend(np.arange(first, first + count) + self.token_base)
-        packed.outputs.append(np.arange(at + skip, at + count) - self.k)
-        packed.tokens.append(np.arange(first + skip, first + count))
 
-    def _extend(self, sources: np.ndarray) -> None:
-        self.extended.append(sources)
-        self.length += len(sources)
+def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
+    """Add one request's operations; the stream index behind the last token that they run."""
+    row, at = composed.row, composed.row.s0
+    for point in composed.points:
+        if point.replace_state:
+            mode = Mode.REPLACE
+        else:
+            mode = Mode.TRANSITION if composed.stream.plan.use_transition else Mode.ADD
+        ops.append(ComposeOp(_token_row(row, at), point.at - at, point.slot, mode))
+        at = point.at
+    stop = min(row.s1, (at // block + 1) * block)
+    ops.append(ComposeOp(_token_row(row, at), stop - at, -1, Mode.NONE))
+    return stop
 
-    def _last_rows(self, count: int) -> np.ndarray:
-        """Sources of the last ``count`` extended rows."""
-        rows: list[np.ndarray] = []
-        missing = count
-        for part in reversed(self.extended):
-            rows.insert(0, part[max(0, len(part) - missing) :])
-            missing -= len(rows[0])
-            if missing <= 0:
-                break
-        return np.concatenate(rows)
 
-    def _tensor(self, parts: list[np.ndarray]) -> torch.Tensor:
-        joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-        return torch.from_numpy(joined.astype(np.int64)).to(self.device)
+def _token_row(row: Row, stream: int) -> int:
+    return row.q0 + stream - row.s0

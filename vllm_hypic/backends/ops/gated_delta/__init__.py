@@ -1,4 +1,4 @@
-"""Gated delta rule over packed sequences: segment summaries (T, S) and seam outputs.
+"""Gated delta rule: a layer's work on rows that position-independent caching treats itself.
 
 Per value head the state S [K, V] follows, token by token,
 
@@ -8,13 +8,50 @@ Per value head the state S [K, V] follows, token by token,
     o_t =  S^T q_t
 
 with k_t and q_t l2-normalised over K and q_t scaled by K^-1/2. A run of tokens is therefore the affine map
-S_after = T S_before + S_zero with T [K, K] the product of the per-token factors.
+S_after = T S_before + S_zero with T [K, K] the product of the per-token factors. q, k and v are SiLU of a
+causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b).
 
-`chunk` holds the operators the engine calls (closed form, fp32), `reference` the same functions as a token
-loop in float64. Both import torch only.
+Two operators, each with one signature in `reference` (float64), `torch_ops` and `cpu` (C++); `arguments` and
+`program` say what they take. Both read and write vLLM's caches as the stock operator does, so a request may
+go on from one to the other, in any number of passes.
+
+`gdn_segments(x, weights, caches, out, records, rows, carries, dead_below)`
+    Rows of segment requests: one scan gives outputs, running state and, of the interior, T and the record.
+
+    The record's state is S_zero = S_end - T S_head, S_head being the state at the interior's start: no scan
+    of its own. Once all elements of a head's T are below `dead_below` the head is dead: T counts as zero, is
+    computed no further and not stored, and `tile_of` becomes -1. T of the others goes to the tiles that
+    `tile_of` names.
+
+`gdn_compose(x, weights, caches, out, records, rows, ops)`
+    Rows of composed requests, with records applied between them.
+
+`chunk` holds the closed form in PyTorch. All modules import torch only.
 """
 
-from vllm_hypic.backends.ops.gated_delta.chunk import seam_outputs, segment_summary
-from vllm_hypic.backends.ops.gated_delta.reference import l2_eps
+from __future__ import annotations
 
-__all__ = ["l2_eps", "seam_outputs", "segment_summary"]
+from types import ModuleType
+
+from . import cpu, torch_ops
+from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from .chunk import seam_outputs, segment_summary
+from .reference import l2_eps
+
+__all__ = [
+    "DEAD_BELOW",
+    "Caches",
+    "Carry",
+    "Inputs",
+    "Records",
+    "Weights",
+    "choose",
+    "l2_eps",
+    "seam_outputs",
+    "segment_summary",
+]
+
+
+def choose(weights: Weights, caches: Caches) -> ModuleType:
+    """The fastest module of the two operators that serves this layer."""
+    return torch_ops if cpu.refuses(weights, caches) else cpu

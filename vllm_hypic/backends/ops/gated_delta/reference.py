@@ -1,12 +1,15 @@
-"""Gated delta rule as a plain token loop in float64: what `chunk` is measured against."""
+"""Gated delta rule as a plain token loop in float64: what every other version is measured against."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from .program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 
 
 def l2_eps(device: torch.device) -> float:
@@ -98,3 +101,132 @@ def _start(initial: Tensor | None, shape: tuple[int, ...], device: torch.device)
     if initial is None:
         return torch.zeros(shape, dtype=torch.float64, device=device)
     return initial.double().clone()
+
+
+# ----------------------------------------------------------------------------- layer operators
+
+
+def gdn_segments(
+    x: Inputs,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+    rows: Tensor,
+    carries: Sequence[Carry],
+    dead_below: float = DEAD_BELOW,
+) -> None:
+    """See the package. S from zero is a scan of its own here, and T is never given up on the way."""
+    for r in unpack(rows, SegmentRow):
+        layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
+        layer.run(r.first, r.begin, out)
+        if r.begin < r.end and r.leading:
+            layer.run(r.begin, r.end, out)
+            if r.ends:
+                records.state[r.slot] = layer.state.to(records.state.dtype)
+                records.tile_of[r.slot] = -1
+        elif r.begin < r.end:
+            _interior(layer, r, out, records, carries, dead_below)
+        if r.ends:
+            records.conv_tail[r.slot] = layer.context.to(records.conv_tail.dtype)
+        layer.run(r.end, r.stop, out)
+        layer.finish()
+
+
+def _interior(
+    layer: _Layer,
+    r: SegmentRow,
+    out: Tensor,
+    records: Records,
+    carries: Sequence[Carry],
+    dead_below: float,
+) -> None:
+    heads, width = layer.state.shape[:2]
+    if r.begins:
+        head = layer.state.clone()
+        transition = torch.eye(width, dtype=torch.float64).expand(heads, -1, -1).clone()
+        alone = torch.zeros_like(layer.state)
+    else:
+        carry = carries[r.carry]
+        head = carry.head.double() if r.has_head else torch.zeros_like(layer.state)
+        transition = carry.transition.double()
+        alone = layer.state - transition @ head
+    zero = torch.zeros(heads, width, dtype=torch.float64)
+    for _, key, value, g, beta in layer.run_each(r.begin, r.end, out):
+        transition = _step(transition, key, zero, g, beta)
+        alone = _step(alone, key, value, g, beta)
+    if not r.ends:
+        carry = carries[r.carry]
+        carry.transition[:], carry.head[:], carry.alive[:] = transition, head, 1
+        return
+    records.state[r.slot] = alone.to(records.state.dtype)
+    for h, T in enumerate(transition):
+        if T.abs().max() < dead_below:
+            records.tile_of[r.slot, h] = -1
+        else:
+            records.tiles[records.tile_of[r.slot, h]] = T.to(records.tiles.dtype)
+
+
+def gdn_compose(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+) -> None:
+    """See the package."""
+    operations = unpack(ops, ComposeOp)
+    for r in unpack(rows, ComposeRow):
+        layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
+        for op in operations[r.first_op : r.stop_op]:
+            layer.run(op.first, op.first + op.tokens, out)
+            if op.mode == Mode.NONE:
+                continue
+            after = records.state[op.slot].double().clone()
+            if op.mode == Mode.ADD:
+                after = after + layer.state
+            elif op.mode == Mode.TRANSITION:
+                for h, tile in enumerate(records.tile_of[op.slot].tolist()):
+                    if tile >= 0:
+                        after[h] += records.tiles[tile].double() @ layer.state[h]
+            layer.state = after
+            layer.context = records.conv_tail[op.slot].double()
+        layer.finish()
+
+
+class _Layer:
+    """One request's walk through a layer: its state and the last inputs of its convolution."""
+
+    def __init__(self, x: Inputs, weights: Weights, caches: Caches, batch_row: int, resumed: bool) -> None:
+        self.x, self.weights, self.caches = x, weights, caches
+        self.slot = int(caches.slots[batch_row])
+        state, context = caches.state[self.slot], caches.conv[self.slot]
+        self.state = state.double().clone() if resumed else torch.zeros(state.shape, dtype=torch.float64)
+        self.context = context.double() if resumed else torch.zeros(context.shape, dtype=torch.float64)
+
+    def run(self, first: int, stop: int, out: Tensor) -> None:
+        for _ in self.run_each(first, stop, out):
+            pass
+
+    def run_each(self, first: int, stop: int, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Writes the outputs of rows [first, stop); gives q, k, v, g, beta of each of them."""
+        w, mixed = self.weights, self.x.mixed[first:stop]
+        heads, K, V = self.state.shape
+        rows = torch.cat([self.context, mixed.double()])
+        taps = len(w.weight)
+        total = sum(rows[i : i + stop - first] * w.weight[i].double() for i in range(taps))
+        total = total + (0 if w.bias is None else w.bias.double())
+        # The stock convolution hands its result on in its input's type.
+        convolved = torch.nn.functional.silu(total).to(mixed.dtype).double()
+        self.context = rows[len(rows) - (taps - 1) :]
+        keys = w.key_heads * K
+        q, k, v = convolved.split([keys, keys, heads * V], dim=-1)
+        q = _expand(_l2norm(q.unflatten(-1, (-1, K)), w.eps), heads) * K**-0.5
+        k = _expand(_l2norm(k.unflatten(-1, (-1, K)), w.eps), heads)
+        v = v.unflatten(-1, (-1, V))
+        step = torch.nn.functional.softplus(self.x.a[first:stop].double() + w.dt_bias.double())
+        g, beta = w.rate.double() * step, torch.sigmoid(self.x.b[first:stop].double())
+        for i, token in enumerate(zip(q, k, v, g, beta, strict=True)):
+            self.state = _step(self.state, *token[1:])
+            out[first + i] = torch.einsum("hk,hkv->hv", token[0], self.state).to(out.dtype)
+            yield token
+
+    def finish(self) -> None:
+        self.caches.state[self.slot] = self.state.to(self.caches.state.dtype)
+        self.caches.conv[self.slot] = self.context.to(self.caches.conv.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -22,27 +24,91 @@ def rotate_reference(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool)
     return out
 
 
-def span_attention_reference(
+def unrotate_reference(
+    x: torch.Tensor, table: torch.Tensor | None, positions: torch.Tensor, neox: bool
+) -> torch.Tensor:
+    """Same signature and meaning as :func:`.torch_ops.unrotate`, in float64: a linear solve per pair."""
+    x = x.double()
+    if table is None:
+        return x
+    half = table.shape[-1] // 2
+    cos, sin = table.double()[positions].split(half, -1)
+    matrix = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)  # [n, half, 2, 2]
+    pairs = torch.arange(2 * half).view(2, half).t() if neox else torch.arange(2 * half).view(half, 2)
+    out = x.clone()
+    out[..., pairs] = torch.linalg.solve(matrix[:, None], x[..., pairs, None])[..., 0]
+    return out
+
+
+def span_attention(
     query: torch.Tensor,
     pool_key: torch.Tensor,
     pool_value: torch.Tensor,
-    column_slots: torch.Tensor,
-    rotation: torch.Tensor | None,
+    column_slots: Sequence[torch.Tensor],
+    column_positions: Sequence[torch.Tensor],
+    table: torch.Tensor | None,
     neox: bool,
     visible: torch.Tensor,
+    bounds: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same signature and meaning as :func:`.torch_ops.span_attention`, in float64."""
-    key = rotate_reference(pool_key[column_slots], rotation, neox)
-    value = pool_value[column_slots].double()
+    """See the package's docstring; float64."""
+    outs, lses = [], []
+    seen = visible.tolist()
+    for (first, last), slots, positions in zip(bounds.tolist(), column_slots, column_positions, strict=True):
+        columns = max(seen[: last - first])
+        rotation = None if table is None else table[positions[:columns]]
+        key = rotate_reference(pool_key[slots[:columns]], rotation, neox)
+        value = pool_value[slots[:columns]].double()
+        limits = torch.tensor(seen[: last - first])
+        out, lse = _softmax_attention(query[first:last], key, value, limits, scale)
+        outs.append(out)
+        lses.append(lse)
+        seen = seen[last - first :]
+    return torch.cat(outs), torch.cat(lses)
+
+
+def cache_lse(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    index: torch.Tensor,
+    block_table: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """See the package's docstring; float64."""
+    lses = []
+    for first, last, row, tokens in bounds.tolist():
+        flat = kv_cache.reshape(kv_cache.shape[0], -1)
+        token = torch.arange(tokens)
+        blocks = block_table[row].long()[token // index.shape[0]]
+        key = flat[blocks[:, None, None], index.long()[token % index.shape[0]]].double()
+        limits = torch.arange(tokens - (last - first) + 1, tokens + 1)
+        lses.append(_softmax_attention(query[first:last], key, key, limits, scale)[1])
+    return torch.cat(lses)
+
+
+def _softmax_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->qhk", query.double(), key) * scale
-    columns = torch.arange(len(column_slots), device=query.device)
-    scores = scores.masked_fill(columns >= visible[:, None, None], float("-inf"))
-    lse = scores.logsumexp(-1)
+    scores = scores.masked_fill(torch.arange(len(key)) >= limits[:, None, None], float("-inf"))
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    return torch.einsum("qhk,khd->qhd", weights, value), lse
+    return torch.einsum("qhk,khd->qhd", weights, value), scores.logsumexp(-1)
+
+
+def merge_(
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    bounds: torch.Tensor,
+) -> None:
+    """See the package's docstring; float64."""
+    rows = torch.cat([torch.arange(first, last) for first, last in bounds[:, :2].tolist()])
+    output[rows] = merge_reference(output[rows], output_lse, other, other_lse).to(output.dtype)
 
 
 def merge_reference(

@@ -1,14 +1,17 @@
-"""Span attention in PyTorch: a few query rows over paged, unrotated public K.
-
-The interface is the one the C++ and Triton kernels fill; the tile loop is here inside PyTorch's own
-flash attention, which returns the log-sum-exp.
+"""Span attention in PyTorch: the tile loop is inside PyTorch's own flash attention, which returns the
+log-sum-exp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+_UNROTATE_BLOCK = 512
+"""Rows per block: a block's float32 temporaries stay in the core's cache."""
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool) -> torch.Tensor:
@@ -30,28 +33,72 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool) -> torch.
     return out
 
 
+def unrotate(
+    x: torch.Tensor, table: torch.Tensor | None, positions: torch.Tensor, neox: bool
+) -> torch.Tensor:
+    """Undo the rotation of ``x [n, heads, size]`` by rows ``positions [n]`` int64 of a cos/sin table
+    ``[positions, rotary_dim]``.
+
+    Inverts ``[[c, -s], [s, c]]`` as it stands in the table, so its rounding and its mscale are undone too.
+    Computes in float32, returns ``x.dtype``.  ``table=None``: NoPE, ``x`` itself.
+    """
+    if table is None:
+        return x
+    half = table.shape[-1] // 2
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out[..., 2 * half :] = x[..., 2 * half :]
+    if neox:
+        first, second = slice(half), slice(half, 2 * half)
+    else:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    for start in range(0, len(x), _UNROTATE_BLOCK):
+        rows = slice(start, start + _UNROTATE_BLOCK)
+        cos, sin = table.index_select(0, positions[rows])[:, None].float().split(half, -1)
+        norm = (cos * cos).addcmul_(sin, sin)
+        cos, sin = cos / norm, sin / norm
+        a, b = x[rows, :, first].float(), x[rows, :, second].float()
+        out[rows, :, first] = (a * cos).addcmul_(b, sin)
+        out[rows, :, second] = (b * cos).addcmul_(a, sin, value=-1)
+    return out
+
+
 def span_attention(
     query: torch.Tensor,
     pool_key: torch.Tensor,
     pool_value: torch.Tensor,
-    column_slots: torch.Tensor,
-    rotation: torch.Tensor | None,
+    column_slots: Sequence[torch.Tensor],
+    column_positions: Sequence[torch.Tensor],
+    table: torch.Tensor | None,
     neox: bool,
     visible: torch.Tensor,
+    bounds: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of query rows over a prefix of public columns each.
+    """See the package's docstring."""
+    outs, lses = [], []
+    done = 0
+    for (first, last), slots, positions in zip(bounds.tolist(), column_slots, column_positions, strict=True):
+        seen = visible[done : done + last - first]
+        done += last - first
+        columns = int(seen.max())
+        slots, positions = slots[:columns], positions[:columns]
+        rotation = None if table is None else table.index_select(0, positions)
+        key = rotate(pool_key.index_select(0, slots), rotation, neox)
+        out, lse = _attend(query[first:last], key, pool_value.index_select(0, slots), seen, scale)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
 
-    ``query [rows, heads, size]`` rotated; ``pool_key``, ``pool_value [slots, kv_heads, size]``;
-    ``column_slots [columns]`` int64; ``rotation [columns, rotary_dim]`` cos and sin at the columns'
-    logical positions or ``None`` (NoPE); ``visible [rows]`` int64: row r sees columns < visible[r].
 
-    Returns ``out [rows, heads, size]`` in the query's dtype and ``lse [rows, heads]`` float32; a row
-    that sees nothing has ``out = 0`` and ``lse = -inf``.
-    """
-    key = rotate(pool_key.index_select(0, column_slots), rotation, neox)
-    value = pool_value.index_select(0, column_slots)
-    columns = torch.arange(len(column_slots), device=query.device)
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``query [rows, heads, size]`` over the first ``visible [rows]`` of the columns each; float32."""
+    if not len(key):
+        return query.new_zeros(query.shape, dtype=torch.float32), query.new_full(
+            query.shape[:2], float("-inf"), dtype=torch.float32
+        )
+    columns = torch.arange(len(key), device=query.device)
     hidden = columns >= visible[:, None]
     mask = None
     if bool(hidden.any()):
@@ -61,7 +108,40 @@ def span_attention(
     blind = visible == 0
     if bool(blind.any()):
         out[blind], lse[blind] = 0, float("-inf")
-    return out, lse
+    return out.float(), lse
+
+
+def cache_lse(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    index: torch.Tensor,
+    block_table: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """See the package's docstring."""
+    lses = []
+    for first, last, row, tokens in bounds.tolist():
+        key = gather_keys(kv_cache, index, block_table[row], tokens)
+        lses.append(causal_lse(query[first:last], key, scale))
+    return torch.cat(lses)
+
+
+def gather_keys(
+    kv_cache: torch.Tensor, index: torch.Tensor, blocks: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """Rotated K ``[tokens, kv_heads, size]`` of a request's first ``tokens`` tokens, contiguous."""
+    block_size = index.shape[0]
+    whole, rest = divmod(tokens, block_size)
+    flat = kv_cache.view(kv_cache.shape[0], -1)
+    parts = []
+    if whole:
+        rows = flat.index_select(0, blocks[:whole].long())
+        parts.append(rows.index_select(1, index.flatten()).view(-1, *index.shape[1:]))
+    if rest:
+        last = flat[int(blocks[whole])]
+        parts.append(last.index_select(0, index[:rest].flatten()).view(-1, *index.shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def causal_lse(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
@@ -80,6 +160,22 @@ def causal_lse(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Te
             ahead, float("-inf")
         )
     return _grouped_flash(query, key, key, mask, scale)[1]
+
+
+def merge_(
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    bounds: torch.Tensor,
+) -> None:
+    """See the package's docstring."""
+    done = 0
+    for first, last in bounds[:, :2].tolist():
+        part = slice(done, done + last - first)
+        done += last - first
+        merged = merge(output[first:last], output_lse[part], other[part], other_lse[part])
+        output[first:last] = merged.to(output.dtype)
 
 
 def _grouped_flash(

@@ -1,0 +1,20 @@
+// One table of kernels per instruction set; the best one that this machine has is chosen at run time.
+#pragma once
+
+#include "gated_delta.h"
+#include "span_attention.h"
+
+namespace hypic {
+
+struct Kernels {
+  const char* name;
+  SpanKernels span;
+  GdnKernels gdn;
+};
+
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+
+// The table in use: the best this machine runs, or the one named by the environment variable HYPIC_ISA.
+const Kernels& kernels();
+
+}  // namespace hypic

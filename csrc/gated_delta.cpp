@@ -1,0 +1,252 @@
+// Launchers of the gated delta rule: checks, division into tasks, threads.
+
+#include "gated_delta.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <omp.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace hypic {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t MULTIPLE = 16;  // of K and V: lanes of the widest vector
+constexpr int64_t MAX_TAPS = 4;
+
+// Everything of a tensor but its first dimension is contiguous.
+bool packed_inside(const Tensor& t) { return t.numel() == 0 || t[0].is_contiguous(); }
+
+void check_float(const Tensor& t, at::IntArrayRef shape, const char* name) {
+  TORCH_CHECK_VALUE(t.sizes() == shape, name, " is ", t.sizes(), ", expected ", shape);
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat && t.is_contiguous(), name, " must be contiguous float32");
+}
+
+GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
+                  double eps, const Tensor& slots, const Tensor& conv, const Tensor& state, const Tensor& out) {
+  TORCH_CHECK_VALUE(state.dim() == 4 && packed_inside(state), "state must be [slots, Hv, K, V], contiguous inside");
+  const int64_t Hv = state.size(1), K = state.size(2), V = state.size(3), rows = mixed.size(0);
+  TORCH_CHECK_VALUE(key_heads > 0 && Hv % key_heads == 0, Hv, " value heads over ", key_heads, " key heads");
+  TORCH_CHECK_VALUE(K % MULTIPLE == 0 && V % MULTIPLE == 0, "head sizes ", K, " and ", V,
+                    ": expected multiples of ", MULTIPLE);
+  const int64_t channels = 2 * key_heads * K + Hv * V, taps = weight.size(0);
+  TORCH_CHECK_VALUE(2 <= taps && taps <= MAX_TAPS, "convolution of width ", taps, ": expected 2 to ", MAX_TAPS);
+  TORCH_CHECK_TYPE(mixed.scalar_type() == at::kBFloat16 || mixed.scalar_type() == at::kFloat, "inputs are ",
+                   mixed.scalar_type(), ": expected bfloat16 or float32");
+  for (const Tensor* t : {&a, &b, &conv, &out})
+    TORCH_CHECK_TYPE(t->scalar_type() == mixed.scalar_type(), "inputs, outputs and conv cache must have one dtype");
+  TORCH_CHECK_TYPE(state.scalar_type() == at::kFloat, "state is ", state.scalar_type(), ": expected float32");
+  TORCH_CHECK_VALUE(mixed.dim() == 2 && mixed.size(1) == channels && mixed.stride(1) == 1, "mixed must be [rows, ",
+                    channels, "]");
+  for (const Tensor* t : {&a, &b})
+    TORCH_CHECK_VALUE(t->dim() == 2 && t->size(0) >= rows && t->size(1) == Hv && t->stride(1) == 1,
+                      "gates must be [rows, ", Hv, "]");
+  TORCH_CHECK_VALUE(out.dim() == 3 && out.size(0) >= rows && out.size(1) == Hv && out.size(2) == V &&
+                        packed_inside(out),
+                    "out must be [rows, ", Hv, ", ", V, "], contiguous inside");
+  TORCH_CHECK_VALUE(conv.dim() == 3 && conv.size(0) == state.size(0) && conv.size(1) == taps - 1 &&
+                        conv.size(2) == channels,
+                    "conv must be [slots, ", taps - 1, ", ", channels, "]");
+  check_float(weight, {taps, channels}, "weight");
+  if (bias) check_float(*bias, {channels}, "bias");
+  check_float(rate, {Hv}, "rate");
+  check_float(dt_bias, {Hv}, "dt_bias");
+  TORCH_CHECK_VALUE(slots.scalar_type() == at::kInt && slots.dim() == 1 && slots.is_contiguous(),
+                    "slots must be contiguous int32");
+  GdnLayer l{};
+  l.bf16 = mixed.scalar_type() == at::kBFloat16;
+  l.mixed = mixed.data_ptr();
+  l.mixed_stride = mixed.stride(0);
+  l.a = a.data_ptr();
+  l.a_stride = a.stride(0);
+  l.b = b.data_ptr();
+  l.b_stride = b.stride(0);
+  l.out = out.data_ptr();
+  l.out_stride = out.stride(0);
+  l.key_heads = int(key_heads);
+  l.value_heads = int(Hv);
+  l.K = int(K);
+  l.V = int(V);
+  l.taps = int(taps);
+  l.eps = float(eps);
+  l.channels = channels;
+  l.weight = weight.data_ptr<float>();
+  l.bias = bias ? bias->data_ptr<float>() : nullptr;
+  l.rate = rate.data_ptr<float>();
+  l.dt_bias = dt_bias.data_ptr<float>();
+  l.conv = conv.data_ptr();
+  l.conv_slot = conv.stride(0);
+  l.conv_row = conv.stride(1);
+  l.conv_channel = conv.stride(2);
+  l.state = state.data_ptr<float>();
+  l.state_slot = state.stride(0);
+  l.slots = slots.data_ptr<int32_t>();
+  return l;
+}
+
+GdnRecords records_of(const GdnLayer& l, at::ScalarType inputs, const Tensor& state, const Tensor& tail,
+                      const Tensor& tiles, const Tensor& tile_of) {
+  check_float(state, {tile_of.size(0), l.value_heads, l.K, l.V}, "record_state");
+  TORCH_CHECK_VALUE(tail.sizes() == at::IntArrayRef({tile_of.size(0), l.taps - 1, int64_t(l.channels)}) &&
+                        tail.is_contiguous() && tail.scalar_type() == inputs,
+                    "record_tail must be [slots, ", l.taps - 1, ", ", l.channels, "], contiguous, like the inputs");
+  TORCH_CHECK_VALUE(tiles.dim() == 3 && tiles.size(1) == l.K && tiles.size(2) == l.K && tiles.is_contiguous() &&
+                        tiles.scalar_type() == at::kHalf,
+                    "tiles must be contiguous float16 [tiles, ", l.K, ", ", l.K, "]");
+  TORCH_CHECK_VALUE(tile_of.dim() == 2 && tile_of.size(1) == l.value_heads && tile_of.is_contiguous() &&
+                        tile_of.scalar_type() == at::kInt,
+                    "tile_of must be contiguous int32 [slots, ", l.value_heads, "]");
+  return {state.data_ptr<float>(), tail.data_ptr(), reinterpret_cast<uint16_t*>(tiles.data_ptr()),
+          tile_of.data_ptr<int32_t>()};
+}
+
+template <class Row>
+const Row* program_of(const Tensor& t, const char* name) {
+  constexpr int64_t columns = sizeof(Row) / sizeof(int64_t);
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kLong && t.dim() == 2 && t.size(1) == columns && t.is_contiguous(), name,
+                    " must be contiguous int64 [n, ", columns, "]");
+  return reinterpret_cast<const Row*>(t.data_ptr<int64_t>());
+}
+
+void check_request(const Tensor& slots, const Tensor& state, int64_t batch_row) {
+  TORCH_CHECK_INDEX(0 <= batch_row && batch_row < slots.size(0), "batch row ", batch_row, " of ", slots.size(0));
+  const int64_t slot = slots.data_ptr<int32_t>()[batch_row];
+  TORCH_CHECK_INDEX(0 <= slot && slot < state.size(0), "batch row ", batch_row, " in slot ", slot, " of ",
+                    state.size(0));
+}
+
+// Tiles that a record of `slot` names must exist; -1 names none.
+void check_tiles(const Tensor& tiles, const Tensor& tile_of, int64_t slot, int64_t least) {
+  const int32_t* of = tile_of.data_ptr<int32_t>() + slot * tile_of.size(1);
+  for (int64_t h = 0; h < tile_of.size(1); ++h)
+    TORCH_CHECK_INDEX(least <= of[h] && of[h] < tiles.size(0), "tile ", of[h], " of ", tiles.size(0));
+}
+
+// All value heads of a key head make one task, which shares the work on q and k; with too few tasks for the threads
+// they are divided.
+template <class Args>
+void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int, int, void*),
+         void (*caches)(const Args&, int)) {
+  const GdnLayer& l = args.layer;
+  const int64_t threads = at::get_num_threads(), group = l.value_heads / l.key_heads;
+  int64_t heads = group;
+  while (heads > 1 && (group % heads != 0 || requests * l.value_heads / heads < threads)) --heads;
+  const int64_t per_request = l.value_heads / heads, tasks = requests * per_request;
+  const int64_t used = std::min(threads, tasks);
+  const int64_t scratch = int64_t(kernels().gdn.scratch(l, int(heads)));
+  Tensor memory = at::empty({used, scratch}, at::kByte);
+  char* base = static_cast<char*>(memory.data_ptr());
+#pragma omp parallel num_threads(used)
+  {
+    char* mine = base + omp_get_thread_num() * scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < tasks; ++i)
+      task(args, int(i / per_request), int(i % per_request * heads), int(heads), mine);
+    // Only now: tasks read what this overwrites.
+#pragma omp for
+    for (int64_t i = 0; i < requests; ++i) caches(args, int(i));
+  }
+}
+
+// See vllm_hypic/backends/ops/gated_delta/__init__.py for what these compute.
+
+void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
+                  double eps, const Tensor& slots, Tensor conv, Tensor state, Tensor out, Tensor record_state,
+                  Tensor record_tail, Tensor tiles, Tensor tile_of, const Tensor& rows,
+                  at::TensorList carry_transition, at::TensorList carry_head, at::TensorList carry_alive,
+                  double dead_below) {
+  const Tensor dense_slots = slots.contiguous();
+  GdnSegments s{};
+  s.layer =
+      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, dense_slots, conv, state, out);
+  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, tiles, tile_of);
+  s.rows = program_of<SegmentRow>(rows, "rows");
+  s.dead_below = float(dead_below);
+  const GdnLayer& l = s.layer;
+  const size_t carried = carry_transition.size();
+  TORCH_CHECK_VALUE(carry_head.size() == carried && carry_alive.size() == carried, "lists of one length are carried");
+  std::vector<GdnCarry> carries;
+  for (size_t i = 0; i < carried; ++i) {
+    check_float(carry_transition[i], {l.value_heads, l.K, l.K}, "carry_transition");
+    check_float(carry_head[i], {l.value_heads, l.K, l.V}, "carry_head");
+    TORCH_CHECK_VALUE(carry_alive[i].scalar_type() == at::kInt && carry_alive[i].is_contiguous() &&
+                          carry_alive[i].numel() == l.value_heads,
+                      "carry_alive must be contiguous int32 [", l.value_heads, "]");
+    carries.push_back({carry_transition[i].data_ptr<float>(), carry_head[i].data_ptr<float>(),
+                       carry_alive[i].data_ptr<int32_t>()});
+  }
+  s.carries = carries.data();
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    const SegmentRow& r = s.rows[i];
+    check_request(dense_slots, state, r.batch_row);
+    TORCH_CHECK_INDEX(0 <= r.first && r.first <= r.begin && r.begin <= r.end && r.end <= r.stop &&
+                          r.stop <= mixed.size(0),
+                      "rows ", r.first, " <= ", r.begin, " <= ", r.end, " <= ", r.stop, " of ", mixed.size(0));
+    TORCH_CHECK_INDEX(0 <= r.slot && r.slot < tile_of.size(0), "record ", r.slot, " of ", tile_of.size(0));
+    TORCH_CHECK_VALUE(r.begin < r.end || !r.ends, "an empty interior has no record");
+    if (r.leading || r.begin == r.end) continue;
+    if (r.ends) check_tiles(tiles, tile_of, r.slot, 0);
+    TORCH_CHECK_INDEX((r.begins && r.ends) || (0 <= r.carry && r.carry < int64_t(carried)), "request ", i,
+                      " carries number ", r.carry, " of ", carried);
+  }
+  if (rows.size(0)) run(s, rows.size(0), kernels().gdn.segments, kernels().gdn.segments_caches);
+}
+
+void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
+                 const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
+                 double eps, const Tensor& slots, Tensor conv, Tensor state, Tensor out, const Tensor& record_state,
+                 const Tensor& record_tail, const Tensor& tiles, const Tensor& tile_of, const Tensor& rows,
+                 const Tensor& ops) {
+  const Tensor dense_slots = slots.contiguous();
+  GdnCompose s{};
+  s.layer =
+      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, dense_slots, conv, state, out);
+  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, tiles, tile_of);
+  s.rows = program_of<ComposeRow>(rows, "rows");
+  s.ops = program_of<ComposeOp>(ops, "ops");
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    const ComposeRow& r = s.rows[i];
+    check_request(dense_slots, state, r.batch_row);
+    TORCH_CHECK_INDEX(0 <= r.first_op && r.first_op <= r.stop_op && r.stop_op <= ops.size(0), "ops ", r.first_op,
+                      " to ", r.stop_op, " of ", ops.size(0));
+  }
+  for (int64_t i = 0; i < ops.size(0); ++i) {
+    const ComposeOp& op = s.ops[i];
+    TORCH_CHECK_INDEX(0 <= op.first && 0 <= op.count && op.first + op.count <= mixed.size(0), "rows ", op.first,
+                      " to ", op.first + op.count, " of ", mixed.size(0));
+    if (op.mode == compose_none) continue;
+    TORCH_CHECK_VALUE(compose_none < op.mode && op.mode <= compose_add, "mode ", op.mode);
+    TORCH_CHECK_INDEX(0 <= op.slot && op.slot < tile_of.size(0), "record ", op.slot, " of ", tile_of.size(0));
+    if (op.mode == compose_transition) check_tiles(tiles, tile_of, op.slot, -1);
+  }
+  if (rows.size(0)) run(s, rows.size(0), kernels().gdn.compose, kernels().gdn.compose_caches);
+}
+
+TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
+  m.def(
+      "gdn_segments(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
+      "int key_heads, float eps, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
+      "Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) tiles, Tensor(g!) tile_of, Tensor rows, "
+      "Tensor(h!)[] carry_transition, Tensor(i!)[] carry_head, Tensor(j!)[] carry_alive, float dead_below) -> ()");
+  m.def(
+      "gdn_compose(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
+      "int key_heads, float eps, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
+      "Tensor record_state, Tensor record_tail, Tensor tiles, Tensor tile_of, Tensor rows, Tensor ops) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
+  m.impl("gdn_segments", gdn_segments);
+  m.impl("gdn_compose", gdn_compose);
+}
+
+}  // namespace
+}  // namespace hypic

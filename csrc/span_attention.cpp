@@ -1,0 +1,351 @@
+// Launchers of span attention: checks, division into parts, threads, and merging of partial results.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <omp.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace hypic {
+namespace {
+
+using at::Tensor;
+
+// Columns of one part. Fixed, so that a row's result depends neither on threads nor on who else is in the batch.
+constexpr int64_t PART_COLUMNS = 4096;
+// Rows of one part, times query heads per kv head: bounds the scratch memory.
+constexpr int64_t PART_ROWS = 1024;
+
+DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return DType::f32;
+    case at::kBFloat16: return DType::bf16;
+    case at::kHalf: return DType::f16;
+    default: TORCH_CHECK_TYPE(false, name, " is ", t.scalar_type(), ": expected float32, bfloat16 or float16");
+  }
+}
+
+void gemm_bf16(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const uint16_t* A,
+               const uint16_t* B, float* C) {
+  at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, reinterpret_cast<const at::BFloat16*>(A),
+                              reinterpret_cast<const at::BFloat16*>(B), C, true);
+}
+
+// oneDNN's batch-reduce GEMM uses AMX or AVX512-BF16, whichever the machine has (what has AMX has both).
+GemmBf16 gemm_for(DType dtype) {
+  return dtype == DType::bf16 && &kernels() == &kernels_avx512_bf16 ? gemm_bf16 : nullptr;
+}
+
+// Memory that is kept between calls: fresh pages for every layer of every step cost more than a tenth of the time.
+template <class T>
+T* keep(std::vector<T>& buffer, size_t count) {
+  if (buffer.size() < count) buffer.resize(count);
+  return buffer.data();
+}
+
+struct Buffers {
+  std::vector<float> sum, top, total;
+  std::vector<char> scratch;
+};
+
+struct Job {
+  int span, kv_head, row0, row1;
+  int64_t column0, column1;
+  int64_t partial;  // first of its rows in the buffers of partial results
+};
+
+void check_rows(const Tensor& query, const Tensor& bounds) {
+  TORCH_CHECK_VALUE(query.dim() == 3 && query.stride(2) == 1 && query.stride(1) == query.size(2),
+                    "query must be [rows, heads, size] with contiguous heads");
+  TORCH_CHECK_VALUE(query.size(2) % 16 == 0, "head size ", query.size(2), ": expected a multiple of 16");
+  TORCH_CHECK_VALUE(bounds.scalar_type() == at::kLong && bounds.dim() == 2 && bounds.is_contiguous(),
+                    "bounds must be int64 [requests, ...], contiguous");
+}
+
+Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads, double scale) {
+  TORCH_CHECK_VALUE(0 <= first && first < last && last <= query.size(0), "rows [", first, ", ", last, ") of ",
+                    query.size(0));
+  TORCH_CHECK_VALUE(kv_heads > 0 && query.size(1) % kv_heads == 0, query.size(1), " heads over ", kv_heads,
+                    " kv heads");
+  Span s{};
+  s.dtype = dtype_of(query, "query");
+  s.query = static_cast<const char*>(query.data_ptr()) + first * query.stride(0) * query.element_size();
+  s.query_stride = query.stride(0);
+  s.rows = int(last - first);
+  s.heads = int(query.size(1));
+  s.kv_heads = int(kv_heads);
+  s.size = int(query.size(2));
+  s.scale = float(scale);
+  s.gemm = gemm_for(s.dtype);
+  return s;
+}
+
+// Runs all spans. out (may be undefined) [rows, heads, size] and lse [rows, heads], float, rows of all spans in order.
+void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
+  std::vector<Job> jobs;
+  int64_t partial_rows = 0, most_rows = 0;
+  std::vector<int64_t> splits(spans.size()), first_job(spans.size());
+  for (size_t i = 0; i < spans.size(); ++i) {
+    const Span& s = spans[i];
+    const int64_t group = s.heads / s.kv_heads;
+    const int64_t columns = *std::max_element(s.visible, s.visible + s.rows);
+    const int64_t rows = std::max<int64_t>(1, PART_ROWS / group);
+    // Many rows: one part for all columns, so that partial results stay small.
+    const int64_t width = s.rows > 2 * rows ? std::max<int64_t>(columns, 1) : PART_COLUMNS;
+    splits[i] = std::max<int64_t>(1, (columns + width - 1) / width);
+    first_job[i] = int64_t(jobs.size());
+    // Per split and kv head, the parts of rows follow each other: see `merge` below.
+    for (int64_t split = 0; split < splits[i]; ++split)
+      for (int h = 0; h < s.kv_heads; ++h)
+        for (int64_t r = 0; r < s.rows; r += rows) {
+          const int64_t stop = std::min<int64_t>(s.rows, r + rows);
+          jobs.push_back({int(i), h, int(r), int(stop), split * width, std::min(columns, (split + 1) * width),
+                          partial_rows});
+          partial_rows += (stop - r) * group;
+          most_rows = std::max(most_rows, stop - r);
+        }
+  }
+  if (jobs.empty()) return;
+  const SpanKernels& kernel = kernels().span;
+  size_t scratch = 0;
+  for (const Span& s : spans) scratch = std::max(scratch, kernel.scratch(s, int(std::min<int64_t>(s.rows, most_rows))));
+  const int64_t size = spans[0].size;
+  const bool want = out.defined();
+  static thread_local Buffers kept;
+  float* sums = want ? keep(kept.sum, partial_rows * size) : nullptr;
+  float *tops = keep(kept.top, partial_rows), *totals = keep(kept.total, partial_rows);
+  const int threads = int(std::min<int64_t>(at::get_num_threads(), int64_t(jobs.size())));
+  char* buffer = keep(kept.scratch, threads * scratch + 64);
+  buffer += (64 - reinterpret_cast<uintptr_t>(buffer) % 64) % 64;
+
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t j = 0; j < int64_t(jobs.size()); ++j) {
+      const Job& job = jobs[j];
+      const SpanPart part{job.kv_head,
+                          job.row0,
+                          job.row1,
+                          job.column0,
+                          job.column1,
+                          want ? sums + job.partial * size : nullptr,
+                          tops + job.partial,
+                          totals + job.partial};
+      kernel.part(spans[job.span], part, buffer + omp_get_thread_num() * scratch);
+    }
+    if (spans[0].gemm) at::native::cpublas::brgemm_release();
+  }
+
+  // Merge the splits: the part of a row in split k lies (jobs per split) further on than that in split k - 1.
+  std::vector<std::pair<int, int>> rows;
+  for (size_t i = 0; i < spans.size(); ++i)
+    for (int r = 0; r < spans[i].rows; ++r) rows.emplace_back(int(i), r);
+  float* outs = want ? out.data_ptr<float>() : nullptr;
+  float* lses = lse.data_ptr<float>();
+  at::parallel_for(0, int64_t(rows.size()), 64, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const auto [i, r] = rows[n];
+      const Span& s = spans[i];
+      const int64_t group = s.heads / s.kv_heads, per = std::max<int64_t>(1, PART_ROWS / group);
+      const int64_t row_parts = (s.rows + per - 1) / per, stride = row_parts * s.kv_heads;
+      for (int h = 0; h < s.heads; ++h) {
+        const int64_t job = first_job[i] + (h / group) * row_parts + r / per, inside = (r % per) * group + h % group;
+        float highest = -std::numeric_limits<float>::infinity(), all = 0;
+        for (int64_t k = 0; k < splits[i]; ++k)
+          highest = std::max(highest, tops[jobs[job + k * stride].partial + inside]);
+        float* to = want ? outs + (n * s.heads + h) * size : nullptr;
+        if (to) std::fill(to, to + size, 0.0f);
+        if (highest == -std::numeric_limits<float>::infinity()) {
+          lses[n * s.heads + h] = highest;
+          continue;
+        }
+        for (int64_t k = 0; k < splits[i]; ++k) {
+          const int64_t at = jobs[job + k * stride].partial + inside;
+          const float weight = std::exp(tops[at] - highest);
+          all += totals[at] * weight;
+          if (to && weight > 0)
+            for (int64_t d = 0; d < size; ++d) to[d] += weight * sums[at * size + d];
+        }
+        if (to)
+          for (int64_t d = 0; d < size; ++d) to[d] /= all;
+        lses[n * s.heads + h] = highest + std::log(all);
+      }
+    }
+  });
+}
+
+// See vllm_hypic/backends/ops/span_attention/__init__.py for what these compute.
+
+std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
+                                          at::TensorList column_slots, at::TensorList column_positions,
+                                          const std::optional<Tensor>& table, bool neox, const Tensor& visible,
+                                          const Tensor& bounds, double scale) {
+  check_rows(query, bounds);
+  const int64_t requests = bounds.size(0), kv_heads = pool_key.size(1), size = query.size(2);
+  TORCH_CHECK_VALUE(bounds.size(1) == 2, "bounds must be [requests, 2]");
+  TORCH_CHECK_VALUE(int64_t(column_slots.size()) == requests && int64_t(column_positions.size()) == requests,
+                    "one tensor of slots and one of positions per request");
+  for (const Tensor* t : {&pool_key, &pool_value}) {
+    TORCH_CHECK_VALUE(t->dim() == 3 && t->size(1) == kv_heads && t->size(2) == size && t->stride(2) == 1 &&
+                          t->stride(1) == size && t->size(0) == pool_key.size(0),
+                      "pool tensors must be [slots, kv heads, ", size, "] with contiguous heads");
+    TORCH_CHECK_TYPE(t->scalar_type() == query.scalar_type(), "pool and query must have one dtype");
+  }
+  TORCH_CHECK_VALUE(visible.scalar_type() == at::kLong && visible.is_contiguous(), "visible must be int64");
+  PoolColumns pool{};
+  pool.key = pool_key.data_ptr();
+  pool.value = pool_value.data_ptr();
+  pool.key_stride = pool_key.stride(0);
+  pool.value_stride = pool_value.stride(0);
+  pool.neox = neox;
+  if (table) {
+    TORCH_CHECK_VALUE(table->dim() == 2 && table->stride(1) == 1 && table->size(1) % 2 == 0 && table->size(1) <= size,
+                      "table must be [positions, rotary dim <= ", size, "]");
+    pool.table = table->data_ptr();
+    pool.table_dtype = dtype_of(*table, "table");
+    pool.table_stride = table->stride(0);
+    pool.rotary = int(table->size(1));
+  }
+  const int64_t* row_bounds = bounds.data_ptr<int64_t>();
+  std::vector<Span> spans;
+  int64_t rows = 0;
+  for (int64_t i = 0; i < requests; ++i) {
+    Span s = span_of(query, row_bounds[2 * i], row_bounds[2 * i + 1], kv_heads, scale);
+    s.pool = pool;
+    for (const Tensor* t : {&column_slots[i], &column_positions[i]})
+      TORCH_CHECK_VALUE(t->scalar_type() == at::kLong && t->is_contiguous() && t->numel() == column_slots[i].numel(),
+                        "column slots and positions must be int64 and of one length");
+    s.pool.slots = column_slots[i].data_ptr<int64_t>();
+    s.pool.positions = column_positions[i].data_ptr<int64_t>();
+    TORCH_CHECK_VALUE(rows + s.rows <= visible.numel(), "visible has ", visible.numel(), " rows");
+    s.visible = visible.data_ptr<int64_t>() + rows;
+    const auto [least, most] = std::minmax_element(s.visible, s.visible + s.rows);
+    TORCH_CHECK_VALUE(*least >= 0 && *most <= column_slots[i].numel(), "a row of request ", i, " sees ", *most, " of ",
+                      column_slots[i].numel(), " columns");
+    for (int64_t c = 0; c < *most; ++c) {
+      const int64_t slot = s.pool.slots[c], position = s.pool.positions[c];
+      TORCH_CHECK_INDEX(0 <= slot && slot < pool_key.size(0), "column ", c, " in slot ", slot, " of ",
+                        pool_key.size(0));
+      TORCH_CHECK_INDEX(!table || (0 <= position && position < table->size(0)), "column ", c, " at position ",
+                        position, " of ", table ? table->size(0) : 0);
+    }
+    rows += s.rows;
+    spans.push_back(s);
+  }
+  const auto floats = query.options().dtype(at::kFloat);
+  Tensor out = at::empty({rows, query.size(1), size}, floats), lse = at::empty({rows, query.size(1)}, floats);
+  run(spans, out, lse);
+  return {out, lse};
+}
+
+Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& index, const Tensor& block_table,
+                 const Tensor& bounds, double scale) {
+  check_rows(query, bounds);
+  TORCH_CHECK_VALUE(bounds.size(1) == 4, "bounds must be [requests, 4]: first row, last row, batch row, tokens");
+  TORCH_CHECK_VALUE(index.scalar_type() == at::kInt && index.is_contiguous() && index.dim() == 3 &&
+                        index.size(2) == query.size(2),
+                    "index must be int32 [block size, kv heads, ", query.size(2), "]");
+  TORCH_CHECK_VALUE(block_table.scalar_type() == at::kInt && block_table.dim() == 2 && block_table.stride(1) == 1,
+                    "block_table must be int32 [requests, blocks]");
+  TORCH_CHECK_TYPE(kv_cache.scalar_type() == query.scalar_type(), "cache and query must have one dtype");
+  CacheColumns cache{};
+  cache.cache = kv_cache.data_ptr();
+  cache.block_stride = kv_cache.stride(0);
+  cache.block_size = int(index.size(0));
+  cache.index = index.data_ptr<int32_t>();
+  const int64_t* b = bounds.data_ptr<int64_t>();
+  int64_t rows = 0;
+  for (int64_t i = 0; i < bounds.size(0); ++i) rows += b[4 * i + 1] - b[4 * i];
+  std::vector<int64_t> visible(rows);
+  std::vector<Span> spans;
+  rows = 0;
+  for (int64_t i = 0; i < bounds.size(0); ++i, b += 4) {
+    Span s = span_of(query, b[0], b[1], index.size(1), scale);
+    const int64_t row = b[2], tokens = b[3];
+    TORCH_CHECK_VALUE(tokens >= s.rows, s.rows, " rows of ", tokens, " tokens");
+    const int64_t blocks = (tokens + cache.block_size - 1) / cache.block_size;
+    TORCH_CHECK_INDEX(0 <= row && row < block_table.size(0) && blocks <= block_table.size(1), "batch row ", row,
+                      " with ", blocks, " blocks of a table of ", block_table.sizes());
+    s.cache = cache;
+    s.cache.blocks = block_table.data_ptr<int32_t>() + row * block_table.stride(0);
+    for (int64_t k = 0; k < blocks; ++k)
+      TORCH_CHECK_INDEX(0 <= s.cache.blocks[k] && s.cache.blocks[k] < kv_cache.size(0), "block ", s.cache.blocks[k],
+                        " of ", kv_cache.size(0));
+    s.visible = visible.data() + rows;
+    for (int r = 0; r < s.rows; ++r) visible[rows + r] = tokens - s.rows + r + 1;
+    rows += s.rows;
+    spans.push_back(s);
+  }
+  Tensor lse = at::empty({rows, query.size(1)}, query.options().dtype(at::kFloat));
+  run(spans, Tensor(), lse);
+  return lse;
+}
+
+template <class T>
+void merge_rows(Tensor& output, const Tensor& output_lse, const Tensor& other, const Tensor& other_lse,
+                const Tensor& bounds) {
+  const int64_t heads = output.size(1), size = output.size(2), stride = output.stride(0);
+  T* out = output.data_ptr<T>();
+  const float *a = output_lse.data_ptr<float>(), *b = other_lse.data_ptr<float>(), *more = other.data_ptr<float>();
+  const int64_t* rows = bounds.data_ptr<int64_t>();
+  std::vector<int64_t> where;
+  for (int64_t i = 0; i < bounds.size(0); ++i)
+    for (int64_t r = rows[i * bounds.size(1)]; r < rows[i * bounds.size(1) + 1]; ++r) where.push_back(r);
+  TORCH_CHECK_VALUE(int64_t(where.size()) == other.size(0), "bounds name ", where.size(), " rows, other has ",
+                    other.size(0));
+  at::parallel_for(0, int64_t(where.size()) * heads, 512, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const float top = std::max(a[n], b[n]);
+      const float x = std::exp(a[n] - top), y = std::exp(b[n] - top), ours = x / (x + y), theirs = y / (x + y);
+      T* to = out + where[n / heads] * stride + (n % heads) * size;
+      const float* from = more + n * size;
+      for (int64_t d = 0; d < size; ++d) to[d] = T(float(to[d]) * ours + from[d] * theirs);
+    }
+  });
+}
+
+void merge_(Tensor output, const Tensor& output_lse, const Tensor& other, const Tensor& other_lse,
+            const Tensor& bounds) {
+  check_rows(output, bounds);
+  const int64_t heads = output.size(1);
+  for (const Tensor* t : {&output_lse, &other_lse})
+    TORCH_CHECK_VALUE(t->scalar_type() == at::kFloat && t->is_contiguous() && t->dim() == 2 &&
+                          t->size(0) == other.size(0) && t->size(1) == heads,
+                      "log-sum-exps must be float32 [rows, ", heads, "]");
+  TORCH_CHECK_VALUE(other.scalar_type() == at::kFloat && other.is_contiguous() && other.dim() == 3 &&
+                        other.size(1) == heads && other.size(2) == output.size(2),
+                    "the other result must be float32 [rows, heads, size]");
+  switch (dtype_of(output, "output")) {
+    case DType::f32: return merge_rows<float>(output, output_lse, other, other_lse, bounds);
+    case DType::bf16: return merge_rows<at::BFloat16>(output, output_lse, other, other_lse, bounds);
+    case DType::f16: return merge_rows<at::Half>(output, output_lse, other, other_lse, bounds);
+  }
+}
+
+TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
+  m.def(
+      "span_attention(Tensor query, Tensor pool_key, Tensor pool_value, Tensor[] column_slots, "
+      "Tensor[] column_positions, Tensor? table, bool neox, Tensor visible, Tensor bounds, float scale) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor bounds, float scale) "
+      "-> Tensor");
+  m.def("merge_(Tensor(a!) output, Tensor output_lse, Tensor other, Tensor other_lse, Tensor bounds) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
+  m.impl("span_attention", span_attention);
+  m.impl("cache_lse", cache_lse);
+  m.impl("merge_", merge_);
+}
+
+}  // namespace
+}  // namespace hypic

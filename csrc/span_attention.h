@@ -1,0 +1,64 @@
+// Span attention: query rows over columns that each row sees a prefix of.  See span_attention.inl for the method.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hypic {
+
+enum class DType : int { f32, bf16, f16 };
+
+// C [M, N] float (+)= A [M, K] B, bf16 bit patterns; B packed in pairs of rows, [K / 2, N, 2].
+using GemmBf16 = void (*)(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+                          const uint16_t* A, const uint16_t* B, float* C);
+
+// Columns in the public pool: unrotated K and V by token slot.
+struct PoolColumns {
+  const void *key, *value;               // [slots, kv_heads, size], heads and elements contiguous
+  ptrdiff_t key_stride, value_stride;    // elements between slots
+  const int64_t *slots, *positions;      // [columns]
+  const void* table;                     // [positions, rotary] cos, then sin; null: keys are not rotated
+  DType table_dtype;
+  ptrdiff_t table_stride;
+  int rotary;
+  bool neox;
+};
+
+// Columns in vLLM's paged cache, rotated already, in whatever layout the stock kernel packs K.
+struct CacheColumns {
+  const void* cache;
+  ptrdiff_t block_stride;   // elements between blocks
+  const int32_t* blocks;    // block of every block_size tokens of this request
+  int block_size;
+  const int32_t* index;     // [block_size, kv_heads, size]: where an element of a block lies in it
+};
+
+// One request's rows.  `pool` or `cache` is set.
+struct Span {
+  const void* query;        // its first row, [rows, heads, size]
+  ptrdiff_t query_stride;   // elements between rows
+  int rows, heads, kv_heads, size;
+  DType dtype;
+  const int64_t* visible;   // [rows]: a row sees columns < visible
+  float scale;
+  GemmBf16 gemm;            // null: compute in float
+  PoolColumns pool;
+  CacheColumns cache;
+};
+
+// Part of a span: one kv head, rows [row0, row1), columns [column0, column1).  The rows of its query heads are laid
+// out row major: part row = (row - row0) * group + head in group.
+struct SpanPart {
+  int kv_head, row0, row1;
+  int64_t column0, column1;
+  float* sum;   // [part rows, size] sum of weights times V, null: wanted are only the weights
+  float* top;   // [part rows] largest score, -inf if nothing is seen
+  float* total; // [part rows] sum of weights e^(score - top)
+};
+
+struct SpanKernels {
+  size_t (*scratch)(const Span&, int max_rows);  // bytes that `part` needs for parts of up to so many rows
+  void (*part)(const Span&, const SpanPart&, char* scratch);
+};
+
+}  // namespace hypic

@@ -1,0 +1,463 @@
+// Attention of one part of a span: a flash attention whose K tile is fetched, rotated and packed once and then serves
+// all rows and all query heads of its kv head.
+//
+// With bf16 products: scores = Q K^T and sum += P V go through a bf16 GEMM whose right operand is packed in pairs of
+// rows. Rotated K and the weights P are rounded to bf16 once each, sums are float. Without: all in float.
+//
+// Row blocks whose rows see nothing of a tile skip it, so a stream whose later rows see more costs what it must.
+
+namespace hypic {
+namespace HYPIC_ISA {
+
+constexpr int TILE = 256;      // columns of a tile: packed K and V of one head stay in the second-level cache
+constexpr int ROW_BLOCK = 48;  // rows of a score block
+
+HYPIC_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+HYPIC_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+struct Scratch {
+  char *query, *keys, *values, *row, *weights;
+  float* scores;
+};
+
+HYPIC_INLINE size_t lay_out(const Span& s, int max_rows, char* base, Scratch* out) {
+  const size_t element = s.gemm ? 2 : 4;
+  size_t at = 0;
+  auto take = [&](size_t bytes) {
+    char* p = base + at;
+    at += round_up(bytes, 64);
+    return p;
+  };
+  Scratch x;
+  x.query = take(element * s.size * round_up(max_rows * (s.heads / s.kv_heads), ROW_BLOCK));
+  x.keys = take(element * s.size * TILE);
+  x.values = take(element * s.size * TILE);
+  x.row = take(element * s.size * 16);
+  x.weights = take(element * ROW_BLOCK * TILE);
+  x.scores = (float*)take(sizeof(float) * ROW_BLOCK * TILE);
+  if (out) *out = x;
+  return at;
+}
+
+static size_t span_scratch(const Span& s, int max_rows) { return lay_out(s, max_rows, nullptr, nullptr); }
+
+HYPIC_INLINE float read_one(const void* p, DType t, ptrdiff_t i) {
+  if (t == DType::f32) return ((const float*)p)[i];
+  if (t == DType::bf16) return to_float(((const bf16*)p)[i]);
+  return _cvtsh_ss(((const fp16*)p)[i]);
+}
+
+HYPIC_INLINE vf read(const void* p, DType t, ptrdiff_t i) {
+  if (t == DType::f32) return vload((const float*)p + i);
+  if (t == DType::bf16) return vload_bf16((const bf16*)p + i);
+  return vload_fp16((const fp16*)p + i);
+}
+
+HYPIC_INLINE bf16 to_bf16(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  if (x != x) return (bf16)((bits | 0x400000) >> 16);
+  return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+HYPIC_INLINE void write_one(float* p, int i, float x) { p[i] = x; }
+HYPIC_INLINE void write_one(bf16* p, int i, float x) { p[i] = to_bf16(x); }
+HYPIC_INLINE void write(float* p, int i, vf x) { vstore(p + i, x); }
+HYPIC_INLINE void write(bf16* p, int i, vf x) { vstore_bf16(p + i, x); }
+
+// Key `column` of a head as a row of E (float, or bf16 where the products are).
+template <DType dtype, class E>
+HYPIC_INLINE void fetch_key(const Span& s, int64_t column, int kv_head, E* out) {
+  const int size = s.size;
+  if (s.cache.cache) {
+    const CacheColumns& c = s.cache;
+    const ptrdiff_t block = c.blocks[column / c.block_size] * c.block_stride;
+    const int32_t* index = c.index + ((column % c.block_size) * s.kv_heads + kv_head) * size;
+    for (int d = 0; d < size; ++d) write_one(out, d, read_one(c.cache, dtype, block + index[d]));
+    return;
+  }
+  const PoolColumns& c = s.pool;
+  const ptrdiff_t base = c.slots[column] * c.key_stride + (ptrdiff_t)kv_head * size;
+  const int rotary = c.table ? c.rotary : 0, half = rotary / 2;
+  if (half) {
+    const ptrdiff_t angle = c.positions[column] * c.table_stride;
+    int i = 0;
+    if (c.neox) {
+      for (; i + W <= half; i += W) {
+        const vf cos = read(c.table, c.table_dtype, angle + i), sin = read(c.table, c.table_dtype, angle + half + i);
+        const vf a = read(c.key, dtype, base + i), b = read(c.key, dtype, base + half + i);
+        write(out, i, vsub(vmul(a, cos), vmul(b, sin)));
+        write(out, half + i, vfma(a, sin, vmul(b, cos)));
+      }
+    }
+    const int first = c.neox ? 1 : 2, second = c.neox ? half : 1;
+    for (; i < half; ++i) {
+      const float cos = read_one(c.table, c.table_dtype, angle + i);
+      const float sin = read_one(c.table, c.table_dtype, angle + half + i);
+      const float a = read_one(c.key, dtype, base + i * first);
+      const float b = read_one(c.key, dtype, base + i * first + second);
+      write_one(out, i * first, a * cos - b * sin);
+      write_one(out, i * first + second, b * cos + a * sin);
+    }
+  }
+  int d = rotary;
+  if constexpr (dtype == DType::bf16 && sizeof(E) == 2) {
+    __builtin_memcpy(out + d, (const bf16*)c.key + base + d, (size - d) * sizeof(bf16));
+    return;
+  }
+  for (; d + W <= size; d += W) write(out, d, read(c.key, dtype, base + d));
+  for (; d < size; ++d) write_one(out, d, read_one(c.key, dtype, base + d));
+}
+
+#if HYPIC_WIDTH == 16
+// out[i * stride + j] = in[j * W + i]-like transposition of 16 x 16 words.
+HYPIC_INLINE void transpose16(const int32_t* in, ptrdiff_t in_stride, int32_t* out, ptrdiff_t out_stride) {
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + i * in_stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(out + (i + 4) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    _mm512_storeu_si512(out + (i + 8) * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    _mm512_storeu_si512(out + (i + 12) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+}
+#endif
+
+// rows [16, words] (a pair of bf16 or one float each) -> out [words, stride], columns first..first+15.
+HYPIC_INLINE void transpose_rows(const int32_t* rows, int words, int32_t* out, ptrdiff_t stride) {
+  int w = 0;
+#if HYPIC_WIDTH == 16
+  for (; w + 16 <= words; w += 16) transpose16(rows + w, words, out + w * stride, stride);
+#endif
+  for (; w < words; ++w)
+    for (int j = 0; j < 16; ++j) out[w * stride + j] = rows[j * words + w];
+}
+
+// K of columns [c0, c0 + n) as [size(/2), padded(, 2)]; columns n..padded are 0.
+template <DType dtype, class E>
+static void pack_keys(const Span& s, int kv_head, int64_t c0, int n, int padded, E* row, E* out) {
+  const int words = s.size * (int)sizeof(E) / 4;
+  for (int j = 0; j < padded; j += 16) {
+    const int here = (int)at_most(16, n - j);
+    for (int i = 0; i < here; ++i) fetch_key<dtype>(s, c0 + j + i, kv_head, row + i * s.size);
+    if (here < 16) {
+      const int from = here < 0 ? 0 : here;
+      __builtin_memset(row + from * s.size, 0, (16 - from) * s.size * sizeof(E));
+    }
+    transpose_rows((const int32_t*)row, words, (int32_t*)out + j, padded);
+  }
+}
+
+// V of columns [c0, c0 + n) as pairs of rows [padded / 2, size, 2].
+static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int n, int padded, bf16* out) {
+  const PoolColumns& c = s.pool;
+  const int size = s.size;
+  for (int j = 0; j < padded; j += 2) {
+    uint32_t* to = (uint32_t*)out + (ptrdiff_t)(j / 2) * size;
+    const bf16* a = j < n ? (const bf16*)c.value + c.slots[c0 + j] * c.value_stride + kv_head * size : nullptr;
+    const bf16* b = j + 1 < n ? (const bf16*)c.value + c.slots[c0 + j + 1] * c.value_stride + kv_head * size : nullptr;
+    int d = 0;
+    if (a && b) {
+#if HYPIC_WIDTH == 16
+      for (; d + 16 <= size; d += 16) {
+        const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + d)));
+        const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + d)));
+        _mm512_storeu_si512(to + d, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      }
+#endif
+    }
+    for (; d < size; ++d) to[d] = (a ? a[d] : 0u) | ((uint32_t)(b ? b[d] : 0u) << 16);
+  }
+}
+
+template <DType dtype>
+static void pack_values_float(const Span& s, int kv_head, int64_t c0, int n, int padded, float* out) {
+  const PoolColumns& c = s.pool;
+  const int size = s.size;
+  for (int j = 0; j < padded; ++j) {
+    float* to = out + (ptrdiff_t)j * size;
+    if (j >= n) {
+      __builtin_memset(to, 0, size * sizeof(float));
+      continue;
+    }
+    const ptrdiff_t base = c.slots[c0 + j] * c.value_stride + (ptrdiff_t)kv_head * size;
+    int d = 0;
+    for (; d + W <= size; d += W) vstore(to + d, read(c.value, dtype, base + d));
+    for (; d < size; ++d) to[d] = read_one(c.value, dtype, base + d);
+  }
+}
+
+// Scores [padded] of one row -> weights e^(score - top); `seen` columns count. Returns by how much earlier sums shrink.
+template <class E>
+HYPIC_INLINE float softmax_row(float* scores, int seen, int padded, float scale, E* weights, float* top, float* total) {
+  if (seen <= 0) {
+    __builtin_memset(weights, 0, padded * sizeof(E));
+    return 1.0f;
+  }
+  const vf nothing = vset(-__builtin_inff()), by = vset(scale);
+  vf highest = nothing;
+  for (int j = 0; j < padded; j += W) {
+    const vf x = vkeep(vmul(vload(scores + j), by), seen - j, nothing);
+    vstore(scores + j, x);
+    highest = vmax(highest, x);
+  }
+  const float before = *top, after = before > vtop(highest) ? before : vtop(highest);
+  const vf shift = vset(after);
+  vf sum = vzero();
+  for (int j = 0; j < padded; j += W) {
+    const vf w = vexp(vsub(vload(scores + j), shift));
+    sum = vadd(sum, w);
+    write(weights, j, w);
+  }
+  // No row has seen anything yet: nothing to shrink, and -inf - -inf must not be formed.
+  const float shrink = before == -__builtin_inff() ? 0.0f : __builtin_expf(before - after);
+  *total = *total * shrink + vsum(sum);
+  *top = after;
+  return shrink;
+}
+
+HYPIC_INLINE void multiply(const Span& s, int M, int N, int K, const bf16* A, int lda, const bf16* B, int ldb, float* C,
+                           int ldc, bool add) {
+  s.gemm(M, N, K, lda, ldb, ldc, add, A, B, C);
+}
+
+HYPIC_INLINE void multiply(const Span&, int M, int N, int K, const float* A, int lda, const float* B, int ldb, float* C,
+                           int ldc, bool add) {
+  if (add)
+    gemm<Into::add>(M, N, K, A, lda, 1, B, ldb, C, ldc);
+  else
+    gemm<Into::set>(M, N, K, A, lda, 1, B, ldb, C, ldc);
+}
+
+template <DType dtype, class E>
+static void run_part(const Span& s, const SpanPart& p, char* scratch) {
+  Scratch x;
+  const int group = s.heads / s.kv_heads, size = s.size, rows = (p.row1 - p.row0) * group;
+  lay_out(s, p.row1 - p.row0, scratch, &x);
+  E *query = (E*)x.query, *keys = (E*)x.keys, *values = (E*)x.values, *weights = (E*)x.weights;
+  for (int r = 0; r < rows; ++r) {
+    const ptrdiff_t base =
+        (p.row0 + r / group) * s.query_stride + (ptrdiff_t)(p.kv_head * group + r % group) * size;
+    int d = 0;
+    for (; d + W <= size; d += W) write(query + (ptrdiff_t)r * size, d, read(s.query, dtype, base + d));
+    for (; d < size; ++d) write_one(query + (ptrdiff_t)r * size, d, read_one(s.query, dtype, base + d));
+    p.top[r] = -__builtin_inff();
+    p.total[r] = 0.0f;
+  }
+  if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
+  for (int64_t c0 = p.column0; c0 < p.column1; c0 += TILE) {
+    const int n = (int)at_most(TILE, p.column1 - c0), padded = (int)round_up(n, 32);
+    bool packed = false;
+    for (int r0 = 0; r0 < rows; r0 += ROW_BLOCK) {
+      const int count = (int)at_most(ROW_BLOCK, rows - r0);
+      int64_t furthest = 0;
+      for (int r = p.row0 + r0 / group; r <= p.row0 + (r0 + count - 1) / group; ++r)
+        if (s.visible[r] > furthest) furthest = s.visible[r];
+      if (furthest <= c0) continue;
+      if (!packed) {
+        pack_keys<dtype>(s, p.kv_head, c0, n, padded, (E*)x.row, keys);
+        if (p.sum) {
+          if constexpr (sizeof(E) == 2)
+            pack_values_bf16(s, p.kv_head, c0, n, padded, values);
+          else
+            pack_values_float<dtype>(s, p.kv_head, c0, n, padded, values);
+        }
+        packed = true;
+      }
+      multiply(s, count, padded, size, query + (ptrdiff_t)r0 * size, size, keys, padded, x.scores, padded, false);
+      for (int i = 0; i < count; ++i) {
+        const int r = r0 + i;
+        const int seen = (int)at_most(n, s.visible[p.row0 + r / group] - c0);
+        const float shrink = softmax_row(x.scores + (ptrdiff_t)i * padded, seen, padded, s.scale,
+                                         weights + (ptrdiff_t)i * padded, p.top + r, p.total + r);
+        if (p.sum && shrink != 1.0f) {
+          float* sum = p.sum + (ptrdiff_t)r * size;
+          const vf by = vset(shrink);
+          int d = 0;
+          for (; d + W <= size; d += W) vstore(sum + d, vmul(vload(sum + d), by));
+          for (; d < size; ++d) sum[d] *= shrink;
+        }
+      }
+      if (p.sum)
+        multiply(s, count, size, padded, weights, padded, values, size, p.sum + (ptrdiff_t)r0 * size, size, true);
+    }
+  }
+}
+
+#if HYPIC_BF16
+// ------------------------------------------------------------------------------------------- few rows: decode
+//
+// Packing a tile pays only when many rows use it. For a few rows K rows are used as they lie (after rotation): scores are
+// dot products whose partial sums are added up for 16 columns at once, and pairs of V rows are interleaved in registers.
+
+constexpr int FEW_ROWS = 8;
+
+HYPIC_INLINE __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+// Lane i of the result is the sum of all lanes of x[i].
+HYPIC_INLINE vf sum_each(vf* x) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    x[i] = vadd(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
+    x[i] = vadd(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    x[i] = vadd(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88), _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd));
+  return vadd(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+}
+
+// scores[r * TILE + j] = query row r . keys[j] for 16 keys.
+HYPIC_INLINE void score_keys(const bf16* query, int rows, const bf16* keys, int size, float* scores) {
+  for (int r = 0; r < rows; ++r) {
+    vf sum[16];
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) sum[j] = vzero();
+    for (int d = 0; d < size; d += 32) {
+      const __m512bh q = load_pairs(query + r * size + d);
+#pragma GCC unroll 16
+      for (int j = 0; j < 16; ++j) sum[j] = _mm512_dpbf16_ps(sum[j], q, load_pairs(keys + j * size + d));
+    }
+    vstore(scores + r * TILE, sum_each(sum));
+  }
+}
+
+// sum[r, d .. d + 64) += weights[r, n] V[n, d .. d + 64), for `rows` rows from the first on.
+template <int rows>
+static void weigh_values(const Span& s, int kv_head, int64_t c0, int n, const bf16* weights, int d, float* sum) {
+  const PoolColumns& c = s.pool;
+  const bf16* value = (const bf16*)c.value + (ptrdiff_t)kv_head * s.size + d;
+  vf low[rows][2], high[rows][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) low[r][h] = high[r][h] = vzero();
+  for (int j = 0; j < n; j += 2) {
+    // An odd last column meets itself with weight 0.
+    const bf16* a = value + c.slots[c0 + j] * c.value_stride;
+    const bf16* b = j + 1 < n ? value + c.slots[c0 + j + 1] * c.value_stride : a;
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m512i x = _mm512_loadu_si512(a + 32 * h), y = _mm512_loadu_si512(b + 32 * h);
+      const __m512bh first = (__m512bh)_mm512_unpacklo_epi16(x, y), second = (__m512bh)_mm512_unpackhi_epi16(x, y);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        int pair;
+        __builtin_memcpy(&pair, weights + r * TILE + j, 4);
+        const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
+        low[r][h] = _mm512_dpbf16_ps(low[r][h], w, first);
+        high[r][h] = _mm512_dpbf16_ps(high[r][h], w, second);
+      }
+    }
+  }
+  // Interleaving left elements 0-3, 8-11, ... of every 32 in `low` and 4-7, 12-15, ... in `high`.
+  const __m512i one = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i two = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      float* to = sum + (ptrdiff_t)r * s.size + d + 32 * h;
+      vstore(to, vadd(vload(to), _mm512_permutex2var_ps(low[r][h], one, high[r][h])));
+      vstore(to + 16, vadd(vload(to + 16), _mm512_permutex2var_ps(low[r][h], two, high[r][h])));
+    }
+}
+
+static bool serves_few(const Span& s, int rows) {
+  return rows <= FEW_ROWS && s.dtype == DType::bf16 && s.gemm && s.size % 64 == 0;
+}
+
+static void run_few(const Span& s, const SpanPart& p, char* scratch) {
+  Scratch x;
+  const int group = s.heads / s.kv_heads, size = s.size, rows = (p.row1 - p.row0) * group;
+  lay_out(s, p.row1 - p.row0, scratch, &x);
+  bf16 *query = (bf16*)x.query, *keys = (bf16*)x.row, *weights = (bf16*)x.weights;
+  for (int r = 0; r < rows; ++r) {
+    const bf16* from = (const bf16*)s.query + (p.row0 + r / group) * s.query_stride +
+                       (ptrdiff_t)(p.kv_head * group + r % group) * size;
+    __builtin_memcpy(query + (ptrdiff_t)r * size, from, size * sizeof(bf16));
+    p.top[r] = -__builtin_inff();
+    p.total[r] = 0.0f;
+  }
+  if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
+  int64_t furthest = 0;
+  for (int r = p.row0; r < p.row1; ++r)
+    if (s.visible[r] > furthest) furthest = s.visible[r];
+  const int64_t stop = at_most(p.column1, furthest);
+  for (int64_t c0 = p.column0; c0 < stop; c0 += TILE) {
+    const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
+    for (int j = 0; j < n; j += 16) {
+      const int here = (int)at_most(16, n - j);
+      for (int i = 0; i < here; ++i) {
+        if (s.pool.key && c0 + j + i + 32 < stop) {
+          const int64_t slot = s.pool.slots[c0 + j + i + 32];
+          const char* k = (const char*)((const bf16*)s.pool.key + slot * s.pool.key_stride + p.kv_head * size);
+          const char* v = (const char*)((const bf16*)s.pool.value + slot * s.pool.value_stride + p.kv_head * size);
+          for (int b = 0; b < 2 * size; b += 64) {
+            _mm_prefetch(k + b, _MM_HINT_T0);
+            _mm_prefetch(v + b, _MM_HINT_T1);
+          }
+        }
+        fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head, keys + i * size);
+      }
+      if (here < 16) __builtin_memset(keys + here * size, 0, (16 - here) * size * sizeof(bf16));
+      score_keys(query, rows, keys, size, x.scores + j);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const int seen = (int)at_most(n, s.visible[p.row0 + r / group] - c0);
+      const float shrink =
+          softmax_row(x.scores + r * TILE, seen, padded, s.scale, weights + r * TILE, p.top + r, p.total + r);
+      if (p.sum && shrink != 1.0f)
+        for (int d = 0; d < size; d += W) vstore(p.sum + r * size + d, vmul(vload(p.sum + r * size + d), vset(shrink)));
+    }
+    if (!p.sum) continue;
+    for (int d = 0; d < size; d += 64) {
+      int r = 0;
+      for (; r + 4 <= rows; r += 4)
+        weigh_values<4>(s, p.kv_head, c0, n, weights + r * TILE, d, p.sum + (ptrdiff_t)r * size);
+      const bf16* w = weights + r * TILE;
+      float* sum = p.sum + (ptrdiff_t)r * size;
+      if (rows - r == 3) weigh_values<3>(s, p.kv_head, c0, n, w, d, sum);
+      if (rows - r == 2) weigh_values<2>(s, p.kv_head, c0, n, w, d, sum);
+      if (rows - r == 1) weigh_values<1>(s, p.kv_head, c0, n, w, d, sum);
+    }
+  }
+}
+#endif
+
+static void span_part(const Span& s, const SpanPart& p, char* scratch) {
+#if HYPIC_BF16
+  if (serves_few(s, (p.row1 - p.row0) * (s.heads / s.kv_heads))) return run_few(s, p, scratch);
+#endif
+  if (s.dtype == DType::bf16 && s.gemm) return run_part<DType::bf16, bf16>(s, p, scratch);
+  if (s.dtype == DType::bf16) return run_part<DType::bf16, float>(s, p, scratch);
+  if (s.dtype == DType::f16) return run_part<DType::f16, float>(s, p, scratch);
+  return run_part<DType::f32, float>(s, p, scratch);
+}
+
+}  // namespace HYPIC_ISA
+}  // namespace hypic

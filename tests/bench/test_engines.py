@@ -1,0 +1,155 @@
+"""Commands from end to end on real engines, tiny ones; what they measure is not looked at."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from vllm_hypic.bench import beside
+from vllm_hypic.bench.__main__ import main
+from vllm_hypic.bench.beside import Ask
+from vllm_hypic.bench.engines import Engine, EngineError, running
+from vllm_hypic.bench.settings import EngineSettings
+from vllm_hypic.bench.sizes import random_model
+
+pytestmark = pytest.mark.engine
+TINY = ("--size", "tiny", "--threads", "1", "--eager", "--kv-gib", "0.25", "--repeats", "2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The random model is made anew: no file of an older version is tested by mistake."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "report.json"
+    result = CliRunner().invoke(main, [*arguments, "--json", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert report["benchmark"] == arguments[0]
+    assert report["machine"]["threads"] == 1
+    return report
+
+
+def test_ttft_segments(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.png"
+    report = measured(
+        tmp_path, "ttft-segments", *TINY, "--segments", "1,3", "--tokens", "96", "--plot", str(plot)
+    )
+    assert report["gate"]["cold_equals_warm"] is True
+    engines = report["results"]["engines"]
+    assert engines["stock"]["prefix_caching"] and not engines["stock"]["compiled"]
+    for segments, point in zip((1, 3), report["results"]["points"], strict=True):
+        assert point["shape"] == {"segments": segments, "tokens": 96}
+        assert point["prompt_tokens"] == 64 + segments * 96 + 32
+        # The leading segment whole, documents without their seams; the others compute everything.
+        assert point["cached"] == {"stock": 0, "prefix": 0, "cold": 0, "warm": 64 + segments * (96 - 16)}
+        for times in point["seconds"].values():
+            assert len(times["values"]) == 2
+            assert 0 < times["min"] <= times["median"] <= times["max"]
+    assert set(report["results"]["marginal_shares"]) == {"of_stock_slope", "of_alone"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory(tmp_path: Path) -> None:
+    options = [o for o in TINY if o not in ("--repeats", "2")]
+    report = measured(tmp_path, "memory", *options, "--requests", "4", "--segments", "2", "--tokens", "600")
+    crowds = report["results"]["crowds"]
+    assert crowds["stock"]["usage"]["running"] == crowds["hypic"]["usage"]["running"] == 4
+    assert crowds["hypic"]["usage"]["records"] == 3  # two documents and the leading segment
+    assert crowds["stock"]["usage"]["blocks"] > crowds["hypic"]["usage"]["blocks"] > 0
+    assert report["results"]["bytes"]["hypic"]["public"] > 0
+
+
+def test_records(tmp_path: Path) -> None:
+    """A bound that no transition reaches leaves out all of them, and with them their bytes."""
+    options = [o for o in TINY if o not in ("--repeats", "2")]
+    report = measured(tmp_path, "records", *options, "--lengths", "96", "--bounds", "0.99", "--prompts", "1")
+    whole, none = report["results"]["records"]
+    assert whole["bound"] == 0 and whole["record"]["live_heads"] == 1
+    assert none["record"]["live_heads"] < 1
+    assert none["record"]["transitions"] < whole["record"]["transitions"]
+    assert none["record"]["states"] == whole["record"]["states"] > 0
+    assert whole["fidelity"]["max_abs_worst"] == 0
+
+
+def test_profile(tmp_path: Path) -> None:
+    report = measured(tmp_path, "profile", *TINY, "--segments", "2", "--tokens", "96")
+    stages = report["results"]["stages"]
+    assert sum(stages["seconds"].values()) == pytest.approx(stages["wall"])
+    assert 0 < stages["matrix_products_and_attention"] < 1
+    assert report["results"]["operators"]
+
+
+@pytest.mark.slow
+def test_overhead(tmp_path: Path) -> None:
+    report = measured(
+        tmp_path,
+        *("overhead", *TINY, "--lengths", "40", "--grid", "2x80"),
+        *("--decode-context", "200", "--decode-tokens", "4"),
+    )
+    assert report["gate"] == {"plain_equals_stock": True, "plain_operators": {}, "cold_equals_warm": True}
+    overheads = report["results"]["overheads"]
+    for name in ("plain", "plain_decode", "cold", "decode"):
+        [pair] = overheads[name]
+        assert len(pair["ratio"]["values"]) == 2
+        assert pair["ratio"]["min"] > 0
+
+
+@pytest.mark.slow
+def test_seam(tmp_path: Path) -> None:
+    report = measured(
+        tmp_path,
+        *("seam", *TINY, "--segments", "2", "--tokens", "160"),
+        *("--windows", "0,8", "--noise-chunk", "256"),
+    )
+    assert report["gate"] == {"cold_equals_warm": True, "link_full_equals_stock": True}
+    rows = {row["name"]: row for row in report["results"]["rows"]}
+    assert list(rows) == [
+        "stock vLLM",
+        "stock vLLM, chunks of 256",
+        "hypic, w = 0",
+        "hypic, w = 8",
+        "naive, w = 8",
+    ]
+    assert [rows[f"hypic, w = {w}"]["recomputed"] for w in (0, 8)] == [32, 32 + 2 * 16]
+    assert rows["stock vLLM, chunks of 256"]["fidelity"]["kl"] < 0.01
+
+
+def settings(**options: Any) -> EngineSettings:
+    return EngineSettings(random_model("tiny"), threads=1, eager=True, kv_gib=0.25, **options)
+
+
+def die(llm: Any) -> None:
+    os._exit(3)
+
+
+def test_engines_that_fail_say_so() -> None:
+    """A bad option, a bad request, an exception, a death: each ends in an error, none hangs."""
+    broken = Engine(settings(), 256, hypic=False, max_num_seqs=-1)
+    with pytest.raises(EngineError, match="the stock engine failed in start"), running(broken):
+        pass
+    assert not broken._process.is_alive()
+
+    engine = Engine(settings(), 256, hypic=True)
+    with pytest.raises(EngineError, match=r"died \(exit code 3\)"):
+        _use_until_it_dies(engine)
+    assert not engine._process.is_alive()
+    for one in (broken, engine):
+        assert one.log.exists()  # what went wrong can be read
+        one.log.unlink()
+
+
+def _use_until_it_dies(engine: Engine) -> None:
+    with running(engine):
+        with pytest.raises(EngineError, match="the hypic engine failed in generate"):
+            engine.ask(Ask([5] * 40_000))  # longer than the context
+        assert engine.ask(Ask([5] * 20)).prompt_tokens == 20  # it lives on
+        assert engine.call(beside.hypic_calls) == {}
+        engine.call(die)

@@ -1,0 +1,323 @@
+"""``load``: with real servers once, and its bookkeeping and refusals with small ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from vllm_hypic.bench import trace as traces
+from vllm_hypic.bench.client import End, Outcome
+from vllm_hypic.bench.load import load
+from vllm_hypic.bench.rates import LoadSettings, Sustained, Times, make_point, ratios
+from vllm_hypic.bench.trace import TraceSettings, generate
+
+from .fake_server import SEPARATOR, Fake
+
+SMALL = ("--documents", "8", "--median-tokens", "70", "--max-tokens", "200", "--per-request", "2", "3")
+
+
+def bench(*arguments: object) -> Result:
+    return CliRunner().invoke(load, [str(a) for a in arguments], catch_exceptions=False)
+
+
+# -- real servers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_serves_searches_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    path = tmp_path / "load.json"
+    done = bench(
+        *("--size", "tiny", "--eager", "--threads", "1", "--cache-gib", "0.25", *SMALL),
+        *("--min-tokens", "64", "--system-tokens", "64", "--output-tokens", "2", "4"),
+        *("--requests", "6", "--warm-up", "6", "--probes", "2", "--start-rate", "4", "--limit", "30"),
+        *("--json", path),
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads(path.read_text())
+
+    assert report["benchmark"] == "load"
+    assert report["gate"]["cold_equals_warm"] == ["hypic"]
+    sizes = report["gate"]["prompt_tokens"]
+    assert sizes["stock"] == sizes["hypic"] and min(sizes["hypic"]) > 3 * 64
+    # Both servers' caches have the same size.
+    serve = report["settings"]["serve"]
+    stock, hypic = (server["command"] for server in report["settings"]["servers"])
+    assert f"--kv-cache-memory-bytes {2**28}" in stock and "hypic" not in stock
+    assert f"--kv-cache-memory-bytes {2**28 - serve['pool_bytes']}" in hypic
+    assert f'"pool_bytes": {serve["pool_bytes"]}' in hypic
+    assert report["settings"]["trace"]["drawn"]["documents"] == 8
+
+    points = report["results"]["points"]
+    assert [(p["server"], p["rate"]) for p in points] == [
+        *(("stock", 4.0), ("hypic", 4.0), ("hypic", 8.0), ("stock", 8.0)),
+    ]
+    assert [p["first_request"] for p in points] == [6, 6, 12, 12]
+    for point in points:
+        assert point["ends"] == {"done": 6} and not point["errors"] and not point["replayed"]
+        assert point["complete"] and point["within"]
+        assert len(point["ttfts"]) == 6
+        times = point["ttft_s"]
+        assert 0 < times["p50"] <= times["p90"] <= times["p99"] == times["max"] < 30
+        assert point["seconds"] > 5 / point["rate"]
+    # The same requests: separators are all that differs.
+    separators = sum(len(r.documents) + 1 for r in generate(_settings(report)).requests[6:12])
+    assert points[1]["prompt_tokens"] - points[0]["prompt_tokens"] == separators
+    # Eight documents, and prompts that differ in their order: records are reused, prefixes are not.
+    assert points[2]["cached_tokens"] > points[2]["prompt_tokens"] / 3
+    assert points[2]["cached_tokens"] > points[3]["cached_tokens"]
+
+    sustained = {s["server"]: s for s in report["results"]["sustained"]}
+    assert sustained["hypic"] == {"server": "hypic", "rate": 8.0, "failed_rate": None, "probes": 2}
+    [ratio] = report["results"]["ratios"]
+    assert (ratio["server"], ratio["baseline"], ratio["ratio"]) == ("hypic", "stock", 1.0)
+    metrics = report["results"]["metrics"]
+    assert list(metrics) == ["hypic"]
+    assert metrics["hypic"]["vllm:hypic_segments_hit_total"] > 0
+    assert "hypic sustains 1 times the rate of stock" in done.output
+
+
+def _settings(report: dict[str, Any]) -> TraceSettings:
+    drawn = report["settings"]["trace"]["drawn"]
+    return TraceSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()})
+
+
+# -- small servers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Fake, Fake]]:
+    with ExitStack() as stack:
+        yield stack.enter_context(Fake()), stack.enter_context(Fake())
+
+
+def urls(stock: Fake, hypic: Fake) -> list[str]:
+    return ["--url", f"stock={stock.url}", "--url", f"hypic={hypic.url}"]
+
+
+GATE = LoadSettings.gate_requests
+"""Requests that a server which does not take our separator gets first."""
+FEW = ("--requests", "4", "--warm-up", "3", *SMALL)
+
+
+def test_both_servers_get_the_same_requests(two: tuple[Fake, Fake], tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_MINE", "secret")
+    stock, hypic = two
+    path, plot = tmp_path / "load.json", tmp_path / "load.png"
+    pytest.importorskip("matplotlib")
+    options = ("--rates", "40,80", "--api-key-env", "KEY_OF_MINE", "--json", path, "--plot", plot)
+    done = bench(*urls(stock, hypic), *FEW, *options)
+    assert done.exit_code == 0, done.output
+    report = json.loads(path.read_text())
+    assert "secret" not in path.read_text() + done.output
+    assert {key for _, _, key in stock.arrived + hypic.arrived if key} == {"Bearer secret"}
+
+    trace = generate(_settings(report))
+    assert len(trace.requests) == 3 + 2 * 4
+    expected = [trace.prompt(r, None) for r in trace.requests]
+    asked = [body["prompt"] for body in stock.streamed[GATE:]]
+    marked = [body["prompt"] for body in hypic.streamed]
+    # Warm-up first, then a window for each rate; within a window they may overtake each other.
+    for window in (slice(0, 3), slice(3, 7), slice(7, 11)):
+        assert sorted(asked[window]) == sorted(expected[window])
+        assert sorted([i for i in p if i != SEPARATOR] for p in marked[window]) == sorted(expected[window])
+    assert all(
+        p.count(SEPARATOR) == len(r.documents) + 1 for p, r in zip(marked[:1], trace.requests, strict=False)
+    )
+    body = stock.streamed[0]
+    assert body["temperature"] == 0 and body["ignore_eos"] is True and body["model"] == "fake"
+    assert body["max_tokens"] == trace.requests[0].output_tokens
+
+    points = report["results"]["points"]
+    assert [(p["server"], p["rate"]) for p in points] == [
+        *(("stock", 40.0), ("hypic", 40.0), ("hypic", 80.0), ("stock", 80.0)),
+    ]
+    assert [p["prompt_tokens"] for p in points[::3]] == [sum(map(len, expected[i : i + 4])) for i in (3, 7)]
+    assert all(p["cached_tokens"] == 4 * 5 for p in points)
+    assert report["results"]["sustained"] == [] == report["results"]["ratios"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_texts_take_the_separator_of_their_server(two: tuple[Fake, Fake], tmp_path: Path):
+    stock, other = two
+    more = ("--url", f"other={other.url}", "--separator", "other=# #", "--form", "text", "--rates", "50")
+    done = bench("--url", f"stock={stock.url}", *more, *FEW)
+    assert done.exit_code == 0, done.output
+    plain = sorted(body["prompt"] for body in stock.streamed)
+    assert sorted(body["prompt"].replace("# #", "") for body in other.streamed) == plain
+    assert all("# #" in body["prompt"] for body in other.streamed)
+    assert not any("# #" in prompt for prompt in plain)
+
+
+def test_misses_end_a_search_early(tmp_path: Path):
+    path = tmp_path / "load.json"
+    with Fake(wait_s=0.4) as slow:
+        done = bench(
+            *("--url", f"slow={slow.url}", *FEW, "--limit", "0.2", "--probes", "3", "--start-rate", "1"),
+            *("--warm-up-at-once", "4", "--json", path),
+        )
+    assert done.exit_code == 0, done.output
+    results = json.loads(path.read_text())["results"]
+    assert results["sustained"] == [{"server": "slow", "rate": None, "failed_rate": 0.25, "probes": 3}]
+    assert [p["rate"] for p in results["points"]] == [1.0, 0.5, 0.25]
+    for point in results["points"]:
+        # An answer decided: the rest was given up, and there are no figures.
+        assert 1 <= point["ends"]["done"] < 4 == sum(point["ends"].values())
+        assert not point["within"] and not point["complete"] and point["ttft_s"] is None
+    assert "slow sustains no rate, not 0.25" in done.output
+
+
+def test_finish_measures_them_to_the_end(tmp_path: Path):
+    path = tmp_path / "load.json"
+    with Fake(wait_s=0.3) as slow:
+        limits = ("--limit", "0.2", "--probes", "1", "--start-rate", "20", "--finish", "--json", path)
+        assert bench("--url", f"slow={slow.url}", *FEW, *limits).exit_code == 0
+    [point] = json.loads(path.read_text())["results"]["points"]
+    assert point["complete"] and not point["within"] and point["ttft_s"]["p50"] >= 0.3
+
+
+def test_failures_are_told_and_have_no_figures(tmp_path: Path):
+    path = tmp_path / "load.json"
+    with Fake(fails_from=GATE + 5) as server:
+        done = bench("--url", f"x={server.url}", *FEW, "--rates", "50", "--json", path)
+    assert done.exit_code == 1
+    assert "2 requests failed (x: HTTP 500" in done.output
+    [point] = json.loads(path.read_text())["results"]["points"]
+    assert point["ends"] == {"done": 2, "failed": 2}
+    assert point["ttft_s"] is None and not point["within"] and "HTTP 500" in point["errors"][0]
+
+
+def test_a_failure_in_the_warm_up_stops_the_run():
+    with Fake(fails_from=GATE) as server:
+        done = bench("--url", f"x={server.url}", *FEW, "--rates", "50")
+    assert done.exit_code == 1 and "correctness gate: x: 3 of 3 requests failed: HTTP 500" in done.output
+
+
+def test_answers_that_change_stop_the_run():
+    with Fake(steady=False) as server:
+        done = bench("--url", f"hypic={server.url}", *FEW, "--rates", "50")
+        assert not server.streamed  # nothing was measured
+    assert done.exit_code == 1
+    assert "correctness gate: hypic: the same prompt" in done.output and "other logprobs" in done.output
+
+
+def test_a_server_that_refuses_stops_the_run():
+    with Fake(fails_from=0) as server:
+        done = bench("--url", f"x={server.url}", *FEW, "--rates", "50")
+    assert done.exit_code == 1 and "correctness gate: x: HTTP 500" in done.output
+
+
+def test_a_separator_that_is_no_single_token_is_refused(two: tuple[Fake, Fake]):
+    stock, hypic = two
+    done = bench(*urls(stock, hypic), "--separator", "stock=<|hypic_sep|>", "--separator", "hypic=# #", *FEW)
+    assert done.exit_code == 1 and "its tokenizer knows no separator '# #'" in done.output
+
+
+def test_nobody_there():
+    done = bench("--url", "x=http://127.0.0.1:9", *FEW)
+    assert done.exit_code == 1 and "http://127.0.0.1:9/v1/models" in done.output
+
+
+def test_write_trace_and_send_it(two: tuple[Fake, Fake], tmp_path: Path):
+    stock, _ = two
+    path, out = tmp_path / "trace.jsonl", tmp_path / "load.json"
+    address = ("--url", f"stock={stock.url}")
+    assert bench(*address, *FEW, "--rates", "50", "--seed", "7", "--write-trace", path).exit_code == 0
+    assert not stock.arrived
+    trace = traces.load(path)
+    assert len(trace.requests) == 7 and trace.settings["seed"] == 7
+    # One measurement more than the trace has requests for: it starts again, and says so.
+    more = ("--requests", "4", "--warm-up", "3", "--rates", "50,60", "--trace", path, "--json", out)
+    done = bench(*address, *more)
+    assert done.exit_code == 0, done.output
+    assert [p["replayed"] for p in json.loads(out.read_text())["results"]["points"]] == [False, True]
+    assert "started again" in done.output
+    assert sorted(b["prompt"] for b in stock.streamed[GATE : GATE + 3]) == sorted(
+        trace.prompt(r, None) for r in trace.requests[:3]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--url", "nowhere"], "expected name=value"),
+        (["--url", "a=http://x", "--url", "a=http://y"], "same name"),
+        (["--url", "a=http://x", "--separator", "b=# #"], "no --url has this name"),
+        (["--rates", "1,fast"], "expected numbers"),
+        (["--rates", "0"], "expected rates above 0"),
+        (["--size", "tiny", "--hypic", '{"pool_bytes": 5}'], "decided by --cache-gib"),
+        (["--size", "tiny", "--separator", "hypic=x"], "--separator is for servers"),
+        (["--url", "a=http://x", "--per-request", "9", "12", "--documents", "8"], "at most the 8 documents"),
+        (["--url", "a=http://x", "--json", "/nowhere/at/all.json"], "there is no folder"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], told: str):
+    done = bench(*arguments)
+    assert done.exit_code == 2 and told in " ".join(done.output.split())
+
+
+def test_a_trace_file_takes_no_options_of_generated_ones(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    generate(TraceSettings(requests=1)).save(path)
+    done = bench("--url", "a=http://x", "--trace", path, "--zipf", "2")
+    assert done.exit_code == 2 and "--zipf shapes a generated trace" in done.output
+    path.write_text('{"kind": "trace", "version": 1, "system": "a", "rate": "fast"}\n')
+    done = bench("--url", "a=http://x", "--trace", path)
+    assert done.exit_code == 2 and 'trace.jsonl:1: rate="fast"' in done.output
+
+
+def test_the_memory_of_both_servers_is_ours_to_give(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    done = bench("--size", "tiny")
+    assert done.exit_code == 2 and "VLLM_CPU_KVCACHE_SPACE is set" in done.output
+
+
+# -- figures -----------------------------------------------------------------------------------------
+
+
+def outcome(at: float, ttft: float, *, end: End = End.DONE) -> Outcome:
+    first = at + ttft
+    return Outcome(at, at + 0.001, first + 0.4, end, "", (first, first + 0.1, first + 0.3), 100, 60, 3)
+
+
+def test_points_figures():
+    settings = LoadSettings(requests=4, limit_s=2.0, percentile=75)
+    point = make_point("x", 2.0, 10, [outcome(i, t) for i, t in enumerate((1.0, 2.5, 0.5, 1.5))], settings)
+    assert point.complete and point.within  # one of four may be late
+    assert point.ttft_s == Times(1.0, 2.5, 2.5, pytest.approx(1.375), 2.5)
+    assert point.gap_s.p50 == pytest.approx(0.1) and point.gap_s.max == pytest.approx(0.2)
+    assert point.tpot_s.p50 == pytest.approx(0.15)
+    assert point.seconds == pytest.approx(3 + 1.5 + 0.4)
+    assert point.output_tokens_per_s == pytest.approx(12 / 4.9)
+    assert point.prompt_tokens_per_s == pytest.approx(400 / 4.9)
+    assert (point.prompt_tokens, point.cached_tokens) == (400, 240)
+    assert point.late_s == pytest.approx(0.001)
+    assert not make_point(
+        "x", 2.0, 10, [outcome(i, t) for i, t in enumerate((1.0, 2.5, 0.5, 2.1))], settings
+    ).within
+
+
+@pytest.mark.parametrize("end", [End.TIMEOUT, End.FAILED, End.STOPPED])
+def test_one_request_without_an_answer_takes_the_figures(end: End):
+    settings = LoadSettings(requests=3, limit_s=10.0, percentile=50)
+    outcomes = [outcome(0, 1.0), outcome(1, 1.0), outcome(2, 1.0, end=end)]
+    point = make_point("x", 1.0, 0, outcomes, settings)
+    assert not point.complete and not point.within
+    assert point.ttft_s is None and point.output_tokens_per_s is None and point.ttfts == []
+    assert point.ends == {"done": 2, end.value: 1}
+
+
+def test_ratios_come_with_what_the_brackets_allow():
+    stock, hypic = Sustained("stock", 0.2, 0.25, 5), Sustained("hypic", 0.8, 1.0, 5)
+    [ratio] = ratios([stock, hypic])
+    assert (ratio.server, ratio.baseline, ratio.ratio) == ("hypic", "stock", pytest.approx(4.0))
+    assert (ratio.low, ratio.high) == (pytest.approx(3.2), pytest.approx(5.0))
+    assert ratios([hypic]) == []
+    [none] = ratios([Sustained("stock", None, 0.1, 3), hypic])
+    assert none.ratio is None and none.high is None and none.low == pytest.approx(8.0)

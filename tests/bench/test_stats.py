@@ -1,0 +1,45 @@
+"""Medians, ranges, ratios and slopes."""
+
+import pytest
+
+from vllm_hypic.bench.stats import Spread, slope, slopes
+
+
+def test_spread_keeps_order_and_range() -> None:
+    spread = Spread.of([3.0, 1.0, 2.0, 10.0])
+    assert (spread.median, spread.min, spread.max) == (2.5, 1.0, 10.0)
+    assert spread.values == (3.0, 1.0, 2.0, 10.0)
+
+
+def test_spread_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+def test_ratios_go_repeat_by_repeat() -> None:
+    """A machine that halves its speed in the second repeat changes no ratio."""
+    one, other = Spread.of([10.0, 20.0, 10.0]), Spread.of([5.0, 10.0, 5.0])
+    assert one.over(other) == Spread.of([2.0, 2.0, 2.0])
+
+
+def test_ratios_of_unlike_numbers_of_repeats_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        Spread.of([1.0]).over(Spread.of([1.0, 2.0]))
+
+
+def test_slope_is_least_squares() -> None:
+    assert slope([4, 8, 12, 16], [1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.25)
+    # An outlier in the middle of three points does not tilt the line, one at the end does.
+    assert slope([0, 1, 2], [0.0, 9.0, 2.0]) == pytest.approx(1.0)
+    assert slope([0, 1, 2], [0.0, 1.0, 5.0]) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(("x", "y"), [([1], [1.0]), ([2, 2], [1.0, 3.0]), ([1, 2], [1.0])])
+def test_undefined_slopes_are_refused(x: list[float], y: list[float]) -> None:
+    with pytest.raises(ValueError, match="a slope needs"):
+        slope(x, y)
+
+
+def test_slopes_fit_every_repeat() -> None:
+    points = [Spread.of([1.0, 2.0]), Spread.of([3.0, 6.0])]
+    assert slopes([1, 2], points).values == (2.0, 4.0)

@@ -1,0 +1,217 @@
+"""Random layers for the gated delta layer operators, with poison where nothing may be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
+from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, SegmentRow, pack
+
+SLOTS = 6
+"""Of caches and of records."""
+PAD = 3
+"""Poisoned token rows before and after those of a test."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    key_heads: int
+    heads: int
+    K: int
+    V: int
+    taps: int = 4
+    bias: bool = True
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.K + self.heads * self.V
+
+
+@dataclass
+class Records:
+    """Fields of the pool's records."""
+
+    state: Tensor
+    conv_tail: Tensor
+    tiles: Tensor
+    tile_of: Tensor
+
+
+@dataclass
+class Layer:
+    """One layer's world; everything that nobody has written yet is NaN.
+
+    `exact`: outputs, states and transitions in float64, as the reference needs them; the caches and inputs of
+    the convolution keep their dtype.
+    """
+
+    shape: Shape
+    x: Inputs
+    weights: Weights
+    caches: Caches
+    out: Tensor
+    records: Records
+    carries: list[Carry]
+
+    @staticmethod
+    def make(shape: Shape, tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Layer:
+        """Gates as Mamba and GDN initialise them: A in [1, 16], step sizes log-uniform in [1e-3, 1e-1]."""
+        gen = torch.Generator().manual_seed(seed)
+        s = shape
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=gen)
+
+        step = torch.exp(math.log(1e-3) + math.log(1e2) * torch.rand(s.heads, generator=gen))
+        weights = Weights.prepare(
+            0.5 * normal(s.channels, s.taps),
+            0.1 * normal(s.channels) if s.bias else None,
+            torch.log(1 + 15 * torch.rand(s.heads, generator=gen)),
+            step + torch.log(-torch.expm1(-step)),
+            s.key_heads,
+            1e-5,
+        )
+        rows = tokens + 2 * PAD
+        mixed, a, b = normal(rows, s.channels), 0.5 * normal(rows, s.heads), normal(rows, s.heads)
+        for t in (mixed, a, b):
+            t[:PAD] = t[rows - PAD :] = torch.nan
+        x = Inputs(mixed.to(dtype), a.to(dtype), b.to(dtype))
+        nan = torch.nan
+        # Slots as vLLM has them: in an order of their own, and strided.
+        slots = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
+        conv = torch.full((SLOTS, 2, s.taps - 1, s.channels), nan).to(dtype)[:, 1]
+        state = torch.full((SLOTS, 3, s.heads, s.K, s.V), nan)[:, 1]
+        records = Records(
+            torch.full((SLOTS, s.heads, s.K, s.V), nan),
+            torch.full((SLOTS, s.taps - 1, s.channels), nan).to(dtype),
+            torch.full((SLOTS * s.heads, s.K, s.K), nan).half(),
+            torch.arange(SLOTS * s.heads, dtype=torch.int32).flip(0).reshape(SLOTS, s.heads).clone(),
+        )
+        carries = [
+            Carry(
+                torch.full((s.heads, s.K, s.K), nan),
+                torch.full((s.heads, s.K, s.V), nan),
+                torch.full((s.heads,), -7, dtype=torch.int32),
+            )
+            for _ in range(SLOTS)
+        ]
+        out = torch.full((rows, s.heads, s.V), nan).to(dtype)
+        return Layer(shape, x, weights, Caches(slots, conv, state), out, records, carries)
+
+    def exact(self) -> Layer:
+        """A copy whose results are float64."""
+        r, c = self.records, self.caches
+        return replace(
+            self,
+            caches=Caches(c.slots, c.conv.clone(), c.state.double()),
+            out=self.out.double(),
+            records=Records(r.state.double(), r.conv_tail.clone(), r.tiles.double(), r.tile_of.clone()),
+            carries=[Carry(k.transition.double(), k.head.double(), k.alive.clone()) for k in self.carries],
+        )
+
+    def copy(self) -> Layer:
+        r, c = self.records, self.caches
+        return replace(
+            self,
+            caches=Caches(c.slots, c.conv.clone(), c.state.clone()),
+            out=self.out.clone(),
+            records=Records(*(t.clone() for t in (r.state, r.conv_tail, r.tiles, r.tile_of))),
+            carries=[Carry(k.transition.clone(), k.head.clone(), k.alive.clone()) for k in self.carries],
+        )
+
+    def with_gates(self, g: float | None = None) -> Layer:
+        """All tokens of all heads decay by e^g."""
+        if g is None:
+            return self
+        heads = self.shape.heads
+        # softplus(x) = x to float32's precision for such x
+        weights = replace(self.weights, rate=torch.full((heads,), g / 40), dt_bias=torch.full((heads,), 40.0))
+        x = replace(self.x, a=torch.zeros_like(self.x.a))
+        return replace(self, weights=weights, x=x)
+
+    # ------------------------------------------------------------------------------- what ran, read back
+
+    def outputs(self, first: int, stop: int) -> Tensor:
+        return self.out[PAD + first : PAD + stop]
+
+    def state(self, batch_row: int) -> Tensor:
+        return self.caches.state[int(self.caches.slots[batch_row])]
+
+    def context(self, batch_row: int) -> Tensor:
+        return self.caches.conv[int(self.caches.slots[batch_row])]
+
+    def transition(self, slot: int) -> Tensor:
+        tiles = self.records.tile_of[slot].long()
+        dead = (tiles < 0)[:, None, None]
+        return torch.where(dead, 0.0, self.records.tiles[tiles.clamp(min=0)].double())
+
+    def random_record(self, slot: int, seed: int, dead: Sequence[int] = ()) -> None:
+        """A record like one of real tokens: T of norm below 1; `dead` heads without."""
+        gen = torch.Generator().manual_seed(seed)
+        s, r = self.shape, self.records
+        r.state[slot] = torch.randn(s.heads, s.K, s.V, generator=gen)
+        r.conv_tail[slot] = torch.randn(s.taps - 1, s.channels, generator=gen).to(r.conv_tail.dtype)
+        for h in range(s.heads):
+            if h in dead:
+                r.tile_of[slot, h] = -1
+            else:
+                tile = torch.randn(s.K, s.K, generator=gen) / (2 * math.sqrt(s.K))
+                r.tiles[r.tile_of[slot, h]] = tile.half().to(r.tiles.dtype)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment request: `tokens` rows in the batch, interior [lo, hi), record in `slot`."""
+
+    batch_row: int
+    at: int
+    tokens: int
+    lo: int
+    hi: int
+    slot: int
+    leading: bool = False
+
+    def row(self, start: int, stop: int) -> SegmentRow:
+        """Its row for a pass over its tokens [start, stop)."""
+        begin = min(max(self.lo, start), stop)
+        end = max(begin, min(self.hi, stop))
+        base = PAD + self.at
+        whole = begin == self.lo and end == self.hi
+        return SegmentRow(
+            self.batch_row,
+            int(start > 0),
+            base + start,
+            base + stop,
+            base + begin,
+            base + end,
+            self.slot,
+            int(self.leading),
+            int(begin == self.lo and begin < end),
+            int(begin < end == self.hi),
+            int(self.lo > 0),
+            -1 if whole or self.leading or begin == end else self.batch_row,
+        )
+
+
+def segment_program(segments: Sequence[Segment], start: int = 0, stop: int = 1 << 30) -> Tensor:
+    """All segments that have tokens in [start, stop) of their own."""
+    rows = [s.row(start, min(stop, s.tokens)) for s in segments if start < s.tokens]
+    return pack(rows, SegmentRow)
+
+
+def compose_program(
+    requests: Sequence[tuple[int, bool, Sequence[tuple[int, int, int, int]]]],
+) -> tuple[Tensor, Tensor]:
+    """Rows and operations of (batch row, resumed, operations (first token, tokens, slot, mode))."""
+    rows: list[ComposeRow] = []
+    ops: list[ComposeOp] = []
+    for batch_row, resumed, operations in requests:
+        first = len(ops)
+        ops += [ComposeOp(PAD + at, count, slot, mode) for at, count, slot, mode in operations]
+        rows.append(ComposeRow(batch_row, int(resumed), first, len(ops)))
+    return pack(rows, ComposeRow), pack(ops, ComposeOp)

@@ -1,0 +1,115 @@
+"""Segment requests as the scheduler side asks for them and describes them to the worker."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.connector.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.connector.metadata import CapturePlan
+from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide, SegmentJob
+from vllm_hypic.primitives.keys import Namespace
+from vllm_hypic.primitives.tokens import PrimitiveIds
+
+IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
+PAGE = 4
+LEAD, DOCUMENT, QUERY = list(range(10, 30)), list(range(100, 140)), [900, 901]
+
+
+def side(**options: Any) -> SchedulerSide:
+    config = HypicConfig.from_mapping({"min_segment_tokens": 8, "seam_tokens": 3, **options})
+    attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
+    geometry = PoolGeometry(attention, (), page_tokens=PAGE, pages=64, slots=8)
+    return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS)
+
+
+def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -> None:
+    plan = on.plan(Ask(name, tokens, extra or None, None, None))
+    assert plan is not None
+    on.admit(name, plan)
+
+
+def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[SegmentJob, CapturePlan]]:
+    admit(on, tokens, **extra)
+    jobs = on.pump()
+    plans = [on.capture_plan(job.request_id) for job in jobs]
+    return [(job, plan) for job, plan in zip(jobs, plans, strict=True) if plan is not None]
+
+
+@pytest.mark.parametrize(
+    ("link", "lo", "sent"),
+    [
+        ("hypic", 3, DOCUMENT[:-3]),
+        ("epic-5", 5, DOCUMENT),
+        ("block", 0, DOCUMENT),
+        ("epic-0", 4, DOCUMENT[:1] * 4 + DOCUMENT),
+    ],
+)
+def test_segment_request_ends_with_its_interior(link: str, lo: int, sent: list[int]) -> None:
+    """Nothing depends on what follows the interior: attention and recurrence look back only."""
+    tokens = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
+    (lead, leading), (job, plan) = pumped(side(), tokens, hypic_link=link)
+    assert lead.token_ids == LEAD and (leading.lo, leading.hi, leading.leading) == (0, len(LEAD), True)
+    assert job.token_ids == sent and (plan.lo, plan.hi, plan.leading) == (lo, len(sent), False)
+    for capture in (leading, plan):
+        assert capture.positions is None and len(capture.column_slots) == capture.hi - capture.lo
+    assert job.for_request == lead.for_request == "r"
+
+
+def test_positions_of_a_segment_with_padding() -> None:
+    """One for every token that is sent, dummies first; the padding inside takes a position."""
+    tokens = [IDS.sep, *DOCUMENT[:20], IDS.pad, IDS.pad, *DOCUMENT[20:], IDS.sep, *QUERY]
+    expected = [*range(20), *range(22, 39)]
+    for link, dummies, kept in (("hypic", 0, 37), ("epic-0", 4, 40)):
+        ((job, plan),) = pumped(side(), tokens, hypic_link=link)
+        assert plan.positions is not None and len(plan.positions) == plan.hi == len(job.token_ids)
+        assert plan.hi == dummies + kept
+        assert plan.positions[: dummies + 37].tolist() == [*range(dummies), *(p + dummies for p in expected)]
+        assert plan.local_positions(dummies + 18, dummies + 22).tolist() == [
+            p + dummies for p in (18, 19, 22, 23)
+        ]
+
+
+def test_configured_dummy_token() -> None:
+    ((job, _),) = pumped(side(dummy_token=7), [IDS.sep, *DOCUMENT, IDS.sep, *QUERY], hypic_link="epic-0")
+    assert job.token_ids == [7] * 4 + DOCUMENT
+
+
+def test_all_segments_of_a_prompt_are_asked_for_at_once() -> None:
+    on = side()
+    documents = [[100 * i + j for j in range(30)] for i in range(1, 5)]
+    jobs = pumped(on, [IDS.sep, *(t for d in documents for t in (*d, IDS.sep)), *QUERY])
+    assert [job.token_ids for job, _ in jobs] == [d[:-3] for d in documents]
+    slots = [set((plan.column_slots // PAGE).tolist()) for _, plan in jobs]
+    assert all(not (a & b) for a, b in pairwise(slots)), "two records share a page"
+    assert not on.ready("r")
+    for job, _ in jobs[:-1]:
+        on.finished(job.request_id, completed=True)
+        assert not on.ready("r")
+    on.finished(jobs[-1][0].request_id, completed=True)
+    assert on.ready("r"), "with the last segment's end the request may run"
+    assert on.pump() == []
+
+
+def test_counters() -> None:
+    """Logical prompt tokens: what seams compute twice is counted as seam, not again."""
+    on = side()
+    tokens = [IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
+    ((job, _),) = pumped(on, tokens)
+    on.finished(job.request_id, completed=True)
+    admit(on, tokens, "warm")
+    assert on.pump() == []
+    counters = on.take_counters()
+    assert (counters.segments_queried, counters.segments_hit, counters.segments_computed) == (2, 1, 1)
+    assert counters.tokens_reused == 34 and counters.seam_tokens == 12
+    assert counters.tokens_computed == 42 + 42 - 34
+
+
+def test_local_positions_without_padding_are_indices() -> None:
+    plan = CapturePlan(3, 9, 0, np.arange(6), None, leading=False)
+    assert plan.local_positions(4, 7).tolist() == [4, 5, 6]

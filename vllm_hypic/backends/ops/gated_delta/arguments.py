@@ -1,0 +1,101 @@
+"""What the layer operators take: a layer's inputs, its caches in vLLM, its records, what is carried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+DEAD_BELOW = 2.0**-25
+"""A T with all elements smaller rounds to zero in fp16, the type of its record: its head is dead."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Constants of a layer, float32 and contiguous.
+
+    weight    [taps, channels]  of the depthwise convolution; channels are q, k [Hk, K] each, then v [Hv, V]
+    bias      [channels] or None
+    rate      [Hv]              -exp(A_log)
+    dt_bias   [Hv]
+    eps       of the l2 norm, see `l2_eps`
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    rate: Tensor
+    dt_bias: Tensor
+    key_heads: int
+    eps: float
+
+    @staticmethod
+    def prepare(
+        weight: Tensor, bias: Tensor | None, A_log: Tensor, dt_bias: Tensor, key_heads: int, eps: float
+    ) -> Weights:
+        """From the model's parameters; its convolution's weight is [channels, taps]."""
+        return Weights(
+            weight.detach().t().float().contiguous(),
+            None if bias is None else bias.detach().float().contiguous(),
+            -A_log.detach().float().exp().contiguous(),
+            dt_bias.detach().float().contiguous(),
+            key_heads,
+            eps,
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Token rows of a pass: `mixed` [rows, channels] before the convolution, gates `a` and `b` [rows, Hv]."""
+
+    mixed: Tensor
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class Caches:
+    """vLLM's: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs of the
+    convolution, and `state` [Hv, K, V]. They may be strided but for the inner parts of `state`."""
+
+    slots: Tensor
+    conv: Tensor
+    state: Tensor
+
+
+class Records(Protocol):
+    """A layer's part of the pool: by slot `state` [Hv, K, V] and `conv_tail` [taps - 1, channels]; T in
+    `tiles` [tiles, K, K] fp16, of which `tile_of` [slots, Hv] int32 names one per head, -1: T is zero."""
+
+    @property
+    def state(self) -> Tensor: ...
+
+    @property
+    def conv_tail(self) -> Tensor: ...
+
+    @property
+    def tiles(self) -> Tensor: ...
+
+    @property
+    def tile_of(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What an interior carries between passes: `transition` T [Hv, K, K] so far, `head` [Hv, K, V], the state
+    where it began, and `alive` [Hv] int32. T and head of a dead head hold nothing."""
+
+    transition: Tensor
+    head: Tensor
+    alive: Tensor
+
+    @staticmethod
+    def beside(states: Tensor) -> Carry:
+        """Of a layer whose records have `states` [slots, Hv, K, V]; uninitialised."""
+        _, heads, K, V = states.shape
+        return Carry(
+            states.new_empty(heads, K, K),
+            states.new_empty(heads, K, V),
+            states.new_empty(heads, dtype=torch.int32),
+        )

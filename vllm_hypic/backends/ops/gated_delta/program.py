@@ -1,0 +1,75 @@
+"""What the layer operators do, as int64 tensors that all layers of a step share.
+
+`csrc/gated_delta.h` has the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Row = TypeVar("Row", bound=tuple)
+
+
+class SegmentRow(NamedTuple):
+    """A segment request's rows [first, stop) of a pass; [begin, end) of them belong to its interior."""
+
+    batch_row: int
+    resumed: int
+    """It has a state from an earlier pass; if not, it starts from zero."""
+    first: int
+    stop: int
+    begin: int
+    end: int
+    slot: int
+    """Of its record."""
+    leading: int
+    """Nothing stands before it, so its record needs no T."""
+    begins: int
+    ends: int
+    """The interior begins, ends in this pass."""
+    has_head: int
+    """Rows precede the interior, in this pass or before."""
+    carry: int
+    """Number of its `Carry`; -1: the interior is whole, or leading."""
+
+
+class Mode(IntEnum):
+    """How a record changes the state."""
+
+    NONE = 0
+    REPLACE = 1  # S <- S_C
+    TRANSITION = 2  # S <- T_C S + S_C
+    ADD = 3  # S <- S + S_C
+
+
+class ComposeOp(NamedTuple):
+    """Run rows [first, first + tokens), perhaps none, then apply the record in `slot`."""
+
+    first: int
+    tokens: int
+    slot: int
+    mode: int
+
+
+class ComposeRow(NamedTuple):
+    """A composed request: its operations [first_op, stop_op)."""
+
+    batch_row: int
+    resumed: int
+    first_op: int
+    stop_op: int
+
+
+def pack(rows: Sequence[tuple[int, ...]], kind: type[tuple], device: torch.device | None = None) -> Tensor:
+    """Rows of one kind as an int64 tensor [rows, fields]."""
+    fields = len(kind._fields)  # type: ignore[attr-defined]
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, fields)
+
+
+def unpack(program: Tensor, kind: type[Row]) -> list[Row]:
+    return [kind(*row) for row in program.tolist()]

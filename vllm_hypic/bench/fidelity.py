@@ -1,0 +1,75 @@
+"""How far one first-token distribution is from another."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+TOP = 20
+"""Tokens that are compared: the most likely ones of the reference."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """One distribution against a reference, over the reference's ``TOP`` most likely tokens.
+
+    ``kl`` in nats, of the distributions over these tokens and "any other": never more than the true one.
+    """
+
+    max_abs: float
+    mean_abs: float
+    kl: float
+    same_argmax: bool
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Distances over several prompts: medians and worst cases; ``agreement`` is a share of the prompts."""
+
+    max_abs: float
+    max_abs_worst: float
+    mean_abs: float
+    kl: float
+    kl_worst: float
+    agreement: float
+    prompts: int
+
+    @staticmethod
+    def of(distances: Sequence[Distance]) -> Fidelity:
+        return Fidelity(
+            max_abs=statistics.median(d.max_abs for d in distances),
+            max_abs_worst=max(d.max_abs for d in distances),
+            mean_abs=statistics.median(d.mean_abs for d in distances),
+            kl=statistics.median(d.kl for d in distances),
+            kl_worst=max(d.kl for d in distances),
+            agreement=statistics.mean(d.same_argmax for d in distances),
+            prompts=len(distances),
+        )
+
+
+def top(logprobs: Mapping[int, float]) -> list[int]:
+    """The ``TOP`` most likely tokens, most likely first."""
+    return sorted(logprobs, key=lambda i: -logprobs[i])[:TOP]
+
+
+def distance(reference: Mapping[int, float], other: Mapping[int, float]) -> Distance:
+    """Distance of two distributions, given as token -> logprob.
+
+    Raises ``KeyError`` when ``other`` does not know one of the reference's top tokens.
+    """
+    tokens = top(reference)
+    gaps = [abs(reference[i] - other[i]) for i in tokens]
+    kl = sum(_kl(reference[i], other[i]) for i in tokens)
+    rest = [math.log(max(1e-12, 1 - sum(math.exp(d[i]) for i in tokens))) for d in (reference, other)]
+    return Distance(
+        max_abs=max(gaps),
+        mean_abs=statistics.mean(gaps),
+        kl=max(0.0, kl + _kl(*rest)),
+        same_argmax=tokens[0] == max(other, key=lambda i: other[i]),
+    )
+
+
+def _kl(log_p: float, log_q: float) -> float:
+    return math.exp(log_p) * (log_p - log_q)

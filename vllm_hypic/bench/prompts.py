@@ -1,0 +1,67 @@
+"""Seeded random documents and prompts made of them.
+
+Random tokens are what a benchmark of time needs: no two documents share a prefix, so that a prefix cache
+hits only what the benchmark means it to hit, and a model's time does not depend on what it reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+Document = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A leading segment, documents and a question, as token ids."""
+
+    head: Document
+    documents: tuple[Document, ...]
+    question: Document
+
+    def plain(self) -> list[int]:
+        """For stock vLLM: everything end to end."""
+        return [*self.head, *(t for d in self.documents for t in d), *self.question]
+
+    def marked(self, separator: int) -> list[int]:
+        """With a separator after the leading segment and after every document."""
+        tokens = [*self.head, separator]
+        for document in self.documents:
+            tokens += [*document, separator]
+        return [*tokens, *self.question]
+
+    def reordered(self, order: Sequence[int], question: Document) -> Prompt:
+        """The same documents in another order, and another question."""
+        return replace(self, documents=tuple(self.documents[i] for i in order), question=question)
+
+    def __len__(self) -> int:
+        """Tokens without separators."""
+        return len(self.head) + sum(map(len, self.documents)) + len(self.question)
+
+
+class Writer:
+    """Draws documents from ``vocabulary`` (ids of ordinary tokens); the same seed, the same documents."""
+
+    def __init__(self, vocabulary: Sequence[int], seed: int) -> None:
+        self._vocabulary, self._rng = vocabulary, random.Random(seed)
+
+    def document(self, tokens: int) -> Document:
+        return tuple(self._rng.choices(self._vocabulary, k=tokens))
+
+    def prompt(self, documents: int, tokens: int, *, head: int, question: int) -> Prompt:
+        """``documents`` fresh documents of ``tokens`` tokens each."""
+        return Prompt(
+            self.document(head),
+            tuple(self.document(tokens) for _ in range(documents)),
+            self.document(question),
+        )
+
+    def order(self, n: int) -> list[int]:
+        """A random order of ``n`` documents that starts with another document than before, where there
+        are two: the documents' common prefix is empty."""
+        order = self._rng.sample(range(n), n)
+        if n > 1 and order[0] == 0:
+            order = [*order[1:], 0]
+        return order
