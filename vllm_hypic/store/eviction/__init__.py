@@ -1,0 +1,1 @@
+"""What leaves when a budget is full: policies, FLOPs of a model, tuning, replay."""

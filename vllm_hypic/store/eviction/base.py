@@ -1,0 +1,30 @@
+"""The interface of eviction policies: bookkeeping only, no bytes, no clock but the order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from ..worth import Worth
+
+
+class EvictionPolicy(Protocol):
+    """Says which objects should go first.  Not thread-safe: its owner locks.  Keys are any strings."""
+
+    def added(self, key: str, worth: Worth) -> None:
+        """The object is held from now on; counts as its use.  A key that is held: its worth changes."""
+
+    def hit(self, key: str) -> None:
+        """The object was used.  Unknown keys are ignored."""
+
+    def removed(self, key: str, *, evicted: bool) -> None:
+        """The object is gone: ``evicted`` for want of room, or else deleted, expired, lost."""
+
+    def missed(self, key: str, worth: Worth) -> None:
+        """The object was asked for and not there (for policies that learn from what they lost)."""
+
+    def worst_first(self) -> Iterator[str]:
+        """All held keys, the first to evict first.  Changes nothing."""
+
+    def admits(self, key: str, worth: Worth, victims: list[str]) -> bool:
+        """Whether the object deserves the place of ``victims`` (none: there is room).  Changes nothing."""

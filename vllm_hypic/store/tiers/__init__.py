@@ -1,0 +1,1 @@
+"""Tiers: memory, disk, Redis, LMCache; one file each."""

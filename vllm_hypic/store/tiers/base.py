@@ -1,0 +1,82 @@
+"""What every tier does: keep whole objects under names.  Blocking; lanes (``../lane.py``) give it threads.
+
+A tier knows nothing of records: bytes in, the same bytes out.  Whoever reads checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..worth import ObjectName, Worth
+
+
+class TierError(Exception):
+    """The tier failed (not: has no such object).  The lane bypasses it for a while, then tries again."""
+
+
+class TierFull(TierError):
+    """No room, and the policy gives none: the object is refused, the tier is well."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """An object in a tier."""
+
+    name: ObjectName
+    worth: Worth
+    expires: float | None = None
+    """Unix time, seconds."""
+
+
+class Tier(Protocol):
+    """One place for objects.  Methods are called from several threads; all but :meth:`may_hold` may block."""
+
+    name: str
+    """Short and unique in a store: label of its metrics."""
+
+    def open(self) -> None:
+        """Connect; index what a former process left.  Raises :class:`TierError`; may be called again then."""
+
+    def may_hold(self, name: ObjectName) -> bool:
+        """Changes nothing, never blocks.  False only when the object is certainly absent."""
+
+    def get(self, name: ObjectName, limit: int) -> memoryview | None:
+        """The object's bytes, at most ``limit`` (longer: damaged, ``None`` after deleting it), or ``None``.
+
+        The view stays valid as long as it is referenced.  Counts as use for eviction.
+        """
+
+    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+        """Keep the object; when this returns, it is complete for every reader, and a tier that survives
+        restarts has it even after ``kill -9``.  Never visible in part.  An existing object is kept.
+
+        Raises :class:`TierFull` when it was refused, :class:`TierError` when the tier failed.
+        """
+
+    def delete(self, name: ObjectName) -> bool:
+        """Whether there was one."""
+
+    def pin(self, name: ObjectName) -> None:
+        """Eviction and expiry pass this object by, also when it is put later.  Remote tiers may ignore it."""
+
+    def unpin(self, name: ObjectName) -> None: ...
+
+    def expire(self, name: ObjectName, at: float | None) -> None:
+        """Drop the object at Unix time ``at``; ``None``: never."""
+
+    def held(self) -> Iterator[Held] | None:
+        """All objects, or ``None`` for a tier that cannot list them.  Changes nothing."""
+
+    def used(self) -> tuple[int, int | None]:
+        """Bytes held and budget (``None``: not ours to know)."""
+
+    def clear(self) -> None:
+        """Delete all objects of this store."""
+
+    def close(self) -> None:
+        """Release threads, files, connections.  Objects stay where they survive a restart."""
+
+
+TierFactory = Callable[[], Tier]
