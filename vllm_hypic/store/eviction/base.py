@@ -14,6 +14,9 @@ class EvictionPolicy(Protocol):
     def added(self, key: str, worth: Worth) -> None:
         """The object is held from now on; counts as its use.  A key that is held: its worth changes."""
 
+    def resized(self, key: str, worth: Worth) -> None:
+        """The object's worth is another from now on; no use of it.  Unknown keys are ignored."""
+
     def hit(self, key: str) -> None:
         """The object was used.  Unknown keys are ignored."""
 
@@ -24,7 +27,13 @@ class EvictionPolicy(Protocol):
         """The object was asked for and not there (for policies that learn from what they lost)."""
 
     def worst_first(self) -> Iterator[str]:
-        """All held keys, the first to evict first.  Changes nothing."""
+        """All held keys, the first to evict first.  Changes nothing.
+
+        ``RuntimeError`` when the policy is changed before the walk ends: collect victims, then remove them.
+        """
 
     def admits(self, key: str, worth: Worth, victims: list[str]) -> bool:
         """Whether the object deserves the place of ``victims`` (none: there is room).  Changes nothing."""
+
+    def close(self) -> None:
+        """End what runs in the background.  The policy can still be used, but learns nothing more."""

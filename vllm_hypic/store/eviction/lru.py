@@ -1,0 +1,41 @@
+"""Least recently used: every object is worth the same, and every newcomer is let in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from ..worth import Worth
+
+
+class LruPolicy:
+    """Evicts what was not used for the longest time."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, None] = OrderedDict()  # least recently used first
+
+    def added(self, key: str, worth: Worth) -> None:
+        self._held[key] = None
+        self._held.move_to_end(key)
+
+    def resized(self, key: str, worth: Worth) -> None:
+        pass
+
+    def hit(self, key: str) -> None:
+        if key in self._held:
+            self._held.move_to_end(key)
+
+    def removed(self, key: str, *, evicted: bool) -> None:
+        self._held.pop(key, None)
+
+    def missed(self, key: str, worth: Worth) -> None:
+        pass
+
+    def worst_first(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def admits(self, key: str, worth: Worth, victims: list[str]) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
