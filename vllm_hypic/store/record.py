@@ -1,0 +1,443 @@
+"""One record of one rank as bytes: a checked header, then the sections.  The format is in ``README.md``.
+
+A header is canonical: it has exactly one encoding, and a reader refuses every other.  So no byte of a record
+goes unchecked, and two records are equal when their bytes are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from .protocol import Verdict
+from .worth import Worth
+
+VERSION = 1
+ALIGNMENT = 64
+"""Of every section within the object, in bytes."""
+MAX_BODY_BYTES = 1 << 18
+"""Longest header body that is written or read: four thousand sections or so."""
+
+_MAGIC = b"\x89HYPIC\r\n"
+_UNSEALED = b"\x89hypic\r\n"
+_PREFIX = struct.Struct(
+    "<8sIIQII"
+)  # magic, version, body bytes, payload bytes, CRC of payload, CRC of header
+_HEADER_CRC_AT = _PREFIX.size - 4
+PEEK_BYTES = _PREFIX.size + MAX_BODY_BYTES + ALIGNMENT
+"""So many leading bytes of an object are enough for :func:`peek_worth`, however large its header."""
+
+_ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[!-~]{1,256}")
+_MAX_COUNT = 1 << 48
+"""Bound of every count and dimension, and of the payload's bytes."""
+_MAX_DIMENSIONS = 8
+_LONGEST_FLOPS = 2.2250738585072014e-308
+"""No finite positive float has a longer decimal form."""
+
+
+class Fault(Enum):
+    """Why a reader refuses an object."""
+
+    TRUNCATED = "fewer bytes than the header says"
+    OVERLONG = "more bytes than the header says"
+    MAGIC = "not a record"
+    UNSEALED = "a record that was never finished"
+    VERSION = "another version of the format"
+    HEADER = "a header that no writer makes"
+    HEADER_CHECKSUM = "header altered"
+    PAYLOAD_CHECKSUM = "payload altered"
+    FOREIGN = "another namespace, segment or rank"
+    LAYOUT = "other sections than expected"
+
+    @property
+    def verdict(self) -> Verdict:
+        foreign = self in (Fault.VERSION, Fault.FOREIGN, Fault.LAYOUT)
+        return Verdict.FOREIGN if foreign else Verdict.DAMAGED
+
+
+@dataclass(frozen=True)
+class Section:
+    """One tensor: ``dtype`` as torch names it, without ``torch.``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class RecordHeader:
+    """What a record says of itself.
+
+    ``namespace`` and ``key`` are SHA-256 digests in hex; ``columns`` counts the tokens whose K and V are
+    kept, ``worth_tokens`` and ``worth_flops`` what a hit saves (see :class:`~.worth.Worth`).
+    """
+
+    namespace: str
+    key: str
+    rank: int
+    world: int
+    columns: int
+    leading: bool
+    worth_tokens: int
+    worth_flops: float
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True)
+class SectionLimit:
+    """A section that a reader can take; with ``up_to`` the first dimension may be smaller."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    up_to: bool = False
+
+    def __post_init__(self) -> None:
+        if self.up_to and not self.shape:
+            raise ValueError(f"{self.name}: up_to needs a first dimension, the shape is ()")
+
+    def admits(self, section: Section) -> bool:
+        if (section.name, section.dtype) != (self.name, self.dtype) or len(section.shape) != len(self.shape):
+            return False
+        if self.up_to:
+            return section.shape[0] <= self.shape[0] and section.shape[1:] == self.shape[1:]
+        return section.shape == self.shape
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The one record that a reader asked for: anything else is refused, however sound."""
+
+    namespace: str
+    key: str
+    rank: int
+    world: int
+    columns: int
+    leading: bool
+    sections: tuple[SectionLimit, ...]
+
+    @property
+    def max_nbytes(self) -> int:
+        """Bytes of the largest object that can be it."""
+        sections = tuple(Section(s.name, s.dtype, s.shape) for s in self.sections)
+        largest = RecordHeader(
+            self.namespace,
+            self.key,
+            self.rank,
+            self.world,
+            self.columns,
+            self.leading,
+            _MAX_COUNT,
+            _LONGEST_FLOPS,
+            sections,
+        )
+        return record_nbytes(largest)
+
+    def fault(self, header: RecordHeader) -> Fault | None:
+        """Why ``header`` is not the one expected."""
+        found = (header.namespace, header.key, header.rank, header.world, header.columns, header.leading)
+        if found != (self.namespace, self.key, self.rank, self.world, self.columns, self.leading):
+            return Fault.FOREIGN
+        if len(header.sections) != len(self.sections) or not all(
+            limit.admits(section) for limit, section in zip(self.sections, header.sections, strict=True)
+        ):
+            return Fault.LAYOUT
+        return None
+
+
+@dataclass(frozen=True)
+class OpenRecord:
+    """A record whose every byte was checked; ``sections`` are read-only views of the object itself."""
+
+    header: RecordHeader
+    sections: Mapping[str, memoryview]
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """Fresh, writable, unfilled memory whose address is a multiple of :data:`ALIGNMENT`."""
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory.data[start : start + nbytes]
+
+
+def record_nbytes(header: RecordHeader) -> int:
+    """Bytes of the whole object.  ``ValueError``: a record cannot have this header."""
+    return _payload_start(len(_encode(header))) + _payload_nbytes(header.sections)
+
+
+def begin_record(buffer: memoryview, header: RecordHeader) -> dict[str, memoryview]:
+    """Write the header and the padding; returns a writable byte view of every section, to be filled.
+
+    ``buffer`` has exactly :func:`record_nbytes` bytes, else ``ValueError``.  Until :func:`seal_record` every
+    reader refuses the object.
+    """
+    body = _encode(header)
+    start, payload = _payload_start(len(body)), _payload_nbytes(header.sections)
+    if buffer.nbytes != start + payload:
+        raise ValueError(f"buffer of {buffer.nbytes} bytes: the record takes {start + payload}")
+    buffer = buffer.cast("B")
+    _PREFIX.pack_into(buffer, 0, _UNSEALED, VERSION, len(body), payload, 0, 0)
+    filled = _PREFIX.size + len(body)
+    buffer[_PREFIX.size : filled] = body
+    views: dict[str, memoryview] = {}
+    for section, at in _places(header.sections):
+        buffer[filled : start + at] = bytes(start + at - filled)
+        filled = start + at + section.nbytes
+        views[section.name] = buffer[start + at : filled]
+    buffer[filled:] = bytes(buffer.nbytes - filled)
+    return views
+
+
+def seal_record(buffer: memoryview) -> None:
+    """Compute the checksums: from now on readers take the object.  Reads all its bytes.
+
+    ``ValueError`` unless :func:`begin_record` filled this very buffer.
+    """
+    buffer = buffer.cast("B")
+    if buffer.nbytes < _PREFIX.size or buffer[:8] != _UNSEALED:
+        raise ValueError(f"buffer of {buffer.nbytes} bytes: no record was begun in it, or it is sealed")
+    _, version, body, payload, _, _ = _PREFIX.unpack_from(buffer)
+    start = _payload_start(body)
+    if start + payload != buffer.nbytes:
+        raise ValueError(f"buffer of {buffer.nbytes} bytes: the record begun in it has {start + payload}")
+    _PREFIX.pack_into(buffer, 0, _UNSEALED, version, body, payload, zlib.crc32(buffer[start:]), 0)
+    struct.pack_into("<I", buffer, _HEADER_CRC_AT, _header_crc(buffer, start))
+    buffer[:8] = _MAGIC
+
+
+def open_record(data: memoryview, expected: Expected) -> OpenRecord | Fault:
+    """The record in ``data`` if it is whole, unaltered and the one expected; else what is wrong.
+
+    Raises nothing, whatever the bytes.  Copies nothing but the header's body; no length found in the bytes is
+    trusted before it was compared with ``len(data)``.
+    """
+    data = data.toreadonly().cast("B")
+    prefix = _read_prefix(data)
+    if isinstance(prefix, Fault):
+        return prefix
+    end = prefix.start + prefix.payload
+    if data.nbytes != end:
+        return Fault.TRUNCATED if data.nbytes < end else Fault.OVERLONG
+    header = _read_header(data, prefix)
+    if isinstance(header, Fault):
+        return header
+    fault = expected.fault(header)
+    if fault is not None:
+        return fault
+    if zlib.crc32(data[prefix.start :]) != prefix.payload_crc:
+        return Fault.PAYLOAD_CHECKSUM
+    views: dict[str, memoryview] = {}
+    filled = prefix.start
+    for section, at in _places(header.sections):
+        if any(data[filled : prefix.start + at]):
+            return Fault.HEADER
+        filled = prefix.start + at + section.nbytes
+        views[section.name] = data[prefix.start + at : filled]
+    return OpenRecord(header, views)
+
+
+def peek_worth(prefix: bytes) -> tuple[str, str, Worth] | Fault:
+    """Namespace, key and worth of the object that begins with ``prefix``.
+
+    The payload is not looked at.  ``TRUNCATED`` when ``prefix`` ends within the header; :data:`PEEK_BYTES`
+    are always enough, and 16 KiB for most.  Raises nothing, whatever the bytes.
+    """
+    data = memoryview(prefix)
+    lengths = _read_prefix(data)
+    if isinstance(lengths, Fault):
+        return lengths
+    if data.nbytes < lengths.start:
+        return Fault.TRUNCATED
+    header = _read_header(data, lengths)
+    if isinstance(header, Fault):
+        return header
+    nbytes = lengths.start + lengths.payload
+    return header.namespace, header.key, Worth(header.worth_tokens, header.worth_flops, nbytes)
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """The fixed part of a header: sizes in bytes, ``start`` of the payload in the object."""
+
+    body: int
+    payload: int
+    start: int
+    payload_crc: int
+    header_crc: int
+
+
+def _read_prefix(data: memoryview) -> _Prefix | Fault:
+    if data.nbytes < _PREFIX.size:
+        return Fault.TRUNCATED
+    magic, version, body, payload, payload_crc, header_crc = _PREFIX.unpack_from(data)
+    if magic != _MAGIC:
+        return Fault.UNSEALED if magic == _UNSEALED else Fault.MAGIC
+    if version != VERSION:
+        return Fault.VERSION
+    if body > MAX_BODY_BYTES or payload > _MAX_COUNT:
+        return Fault.HEADER
+    return _Prefix(body, payload, _payload_start(body), payload_crc, header_crc)
+
+
+def _read_header(data: memoryview, prefix: _Prefix) -> RecordHeader | Fault:
+    if _header_crc(data, prefix.start) != prefix.header_crc:
+        return Fault.HEADER_CHECKSUM
+    body_end = _PREFIX.size + prefix.body
+    if any(data[body_end : prefix.start]):
+        return Fault.HEADER
+    header = _decode(bytes(data[_PREFIX.size : body_end]))
+    if header is None or _payload_nbytes(header.sections) != prefix.payload:
+        return Fault.HEADER
+    return header
+
+
+def _header_crc(data: memoryview, start: int) -> int:
+    """Of all bytes before the payload but the checksum itself.  The magic counts as sealed."""
+    crc = zlib.crc32(data[8:_HEADER_CRC_AT], zlib.crc32(_MAGIC))
+    return zlib.crc32(data[_PREFIX.size : start], crc)
+
+
+def _payload_start(body: int) -> int:
+    return _aligned(_PREFIX.size + body)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _places(sections: tuple[Section, ...]) -> Iterator[tuple[Section, int]]:
+    """Every section and its offset in the payload: one after the other, each aligned."""
+    end = 0
+    for section in sections:
+        start = _aligned(end)
+        yield section, start
+        end = start + section.nbytes
+
+
+def _payload_nbytes(sections: tuple[Section, ...]) -> int:
+    """Up to the last section's last byte: nothing follows it."""
+    end = 0
+    for section, start in _places(sections):
+        end = start + section.nbytes
+    return end
+
+
+def _encode(header: RecordHeader) -> bytes:
+    problem = _problem(header)
+    if problem is not None:
+        raise ValueError(f"record header: {problem}")
+    body = _canonical(header)
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"record header: {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
+    return body
+
+
+def _canonical(header: RecordHeader) -> bytes:
+    fields = {
+        "namespace": header.namespace,
+        "key": header.key,
+        "rank": header.rank,
+        "world": header.world,
+        "columns": header.columns,
+        "leading": header.leading,
+        "tokens": header.worth_tokens,
+        "flops": float(header.worth_flops),
+        "sections": [[s.name, s.dtype, list(s.shape)] for s in header.sections],
+    }
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _decode(body: bytes) -> RecordHeader | None:
+    """The header that is written as ``body``, if there is one."""
+    try:
+        fields = json.loads(body.decode("ascii"))
+    except (
+        ValueError,
+        RecursionError,
+    ):  # ValueError also for non-ASCII bytes and integers of thousands of digits
+        return None
+    header = _from_fields(fields)
+    if header is None or _problem(header) is not None:
+        return None
+    # Fields given twice, spaces, another order, another spelling of a number: read alike, written otherwise.
+    return header if _canonical(header) == body else None
+
+
+def _from_fields(fields: object) -> RecordHeader | None:
+    """Types are checked here, values in :func:`_problem`.  A bool is no int, an int no float."""
+    match fields:
+        case {
+            "namespace": str(namespace),
+            "key": str(key),
+            "rank": int(rank),
+            "world": int(world),
+            "columns": int(columns),
+            "leading": bool(leading),
+            "tokens": int(tokens),
+            "flops": float(flops),
+            "sections": list(table),
+        }:
+            sections = tuple(s for s in map(_section, table) if s is not None)
+            if len(sections) < len(table):
+                return None
+            return RecordHeader(namespace, key, rank, world, columns, leading, tokens, flops, sections)
+    return None
+
+
+def _section(row: object) -> Section | None:
+    match row:
+        case [str(name), str(dtype), list(shape)] if all(type(d) is int for d in shape):
+            return Section(name, dtype, tuple(shape))
+    return None
+
+
+def _problem(header: RecordHeader) -> str | None:
+    """What keeps ``header`` from being one; its types are right."""
+    for digest in (header.namespace, header.key):
+        if _DIGEST.fullmatch(digest) is None:
+            return f"{digest[:80]!r}: expected a digest of 64 hex digits"
+    counts = (header.rank, header.world, header.columns, header.worth_tokens)
+    if any(type(n) is not int or not 0 <= n <= _MAX_COUNT for n in counts):
+        return f"rank, world, columns, tokens are {counts}: expected integers from 0 to {_MAX_COUNT}"
+    if header.rank >= header.world:
+        return f"rank {header.rank} of {header.world}"
+    if not (math.isfinite(header.worth_flops) and header.worth_flops >= 0):
+        return f"flops {header.worth_flops}: expected a finite number >= 0"
+    names: set[str] = set()
+    for section in header.sections:
+        if _NAME.fullmatch(section.name) is None or section.name in names:
+            return f"section {section.name[:80]!r}: expected up to 256 ASCII characters, and no name twice"
+        names.add(section.name)
+        if section.dtype not in _ITEM_BYTES:
+            return f"{section.name}: dtype {section.dtype[:80]!r}, expected one of {', '.join(_ITEM_BYTES)}"
+        if len(section.shape) > _MAX_DIMENSIONS or not all(0 <= d <= _MAX_COUNT for d in section.shape):
+            return f"{section.name}: at most {_MAX_DIMENSIONS} dimensions from 0 to {_MAX_COUNT} are allowed"
+    payload = _payload_nbytes(header.sections)
+    return None if payload <= _MAX_COUNT else f"{payload} bytes of sections, at most {_MAX_COUNT} are allowed"
