@@ -39,7 +39,7 @@ class HeldTable:
         return self._row.get(key)
 
     def column(self, name: Column) -> Floats:
-        """``used`` (time of last use), ``density`` (FLOPs per byte) or ``flops``: valid until the next change."""
+        """``used`` (time of last use), ``density`` (FLOPs per byte) or ``flops``; valid until a change."""
         return self._columns[name][: len(self.keys)]
 
     def put(self, key: str, used: float, worth: Worth) -> None:
