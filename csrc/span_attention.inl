@@ -110,7 +110,7 @@ HYPIC_INLINE void fetch_key(const Span& s, int64_t column, int kv_head, E* out) 
 }
 
 #if HYPIC_WIDTH == 16
-// out[i * stride + j] = in[j * W + i]-like transposition of 16 x 16 words.
+// out[j * out_stride + i] = in[i * in_stride + j] for i, j < 16; strides in words.
 HYPIC_INLINE void transpose16(const int32_t* in, ptrdiff_t in_stride, int32_t* out, ptrdiff_t out_stride) {
   __m512i r[16], t[16];
 #pragma GCC unroll 16

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -19,7 +20,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from vllm_hypic.backends import attach
 from vllm_hypic.backends.attention import HypicAttentionImpl
+from vllm_hypic.backends.ops import native, span_attention
 from vllm_hypic.backends.ops.span_attention.torch_ops import rotate
 from vllm_hypic.backends.probe import Unsupported, _Call, _link
 from vllm_hypic.backends.rope import RopeTap
@@ -102,6 +105,23 @@ def test_attention_layers(field: str, value: object, says: str) -> None:
     assert impl.refusal() is None
     setattr(impl, field, value)
     assert impl.refusal() == says
+
+
+def test_layers_that_the_kernels_refuse_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are served all the same, slower."""
+    told: list[str] = []
+    logger = init_logger("vllm.hypic.test_refusals")
+    monkeypatch.setattr(logger, "warning", lambda message, *args, **_: told.append(message % args))
+    monkeypatch.setattr(attach, "logger", logger)
+    for head_size in (64, 72, 72, 64):
+        attach._warn_of_refusal("full attention", span_attention.refuses(head_size, "cpu"))
+    assert told == [
+        "hypic: full attention runs in PyTorch, several times slower: head size 72 is not a multiple of 16"
+    ]
+    # That there are no kernels at all is said elsewhere, for all layers.
+    monkeypatch.setattr(native, "missing", lambda: "not built")
+    attach._warn_of_refusal("gated delta net", "not built")
+    assert len(told) == 1
 
 
 # -- linking a layer to its rope ---------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_composed_row(plan: StreamPlan, data: st.DataObject) -> None:
     s1 = data.draw(st.integers(s0 + 1, n + 1))
     composed = composed_row(Row(0, 3, 3 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
     assert composed.visible.tolist() == plan.visible(s0, s1).tolist()
-    assert composed.max_visible == composed.visible.max() and composed.min_visible == composed.visible.min()
+    assert composed.max_visible == composed.visible.max()
     assert composed.points == [p for p in plan.points if s0 <= p.at < s1]
 
 

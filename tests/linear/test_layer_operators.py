@@ -8,9 +8,6 @@ bfloat16. T is stored in fp16: half a step, 2^-11, of each element.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -20,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops import native
 from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, cpu, reference, torch_ops
 from vllm_hypic.backends.ops.gated_delta.program import Mode
 
@@ -43,8 +39,7 @@ SHAPES = [
     Shape(2, 4, 128, 128),
 ]
 
-needs_kernels = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-MODULES = [pytest.param(cpu, id="cpp", marks=needs_kernels), pytest.param(torch_ops, id="torch")]
+MODULES = pytest.mark.parametrize("module", [cpu, torch_ops], ids=["c++", "torch"])
 
 
 def run_segments(
@@ -129,7 +124,7 @@ def check_record(ours: Layer, exact: Layer, s: Segment) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("module", MODULES)
+@MODULES
 def test_segments(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     """All sizes packed in two calls, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
     for sizes in (SIZES[:4], SIZES[4:]):
@@ -147,7 +142,7 @@ def test_segments(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[1], [5], [8], [9], [40], [64], [192], [199], [3, 8, 50, 51, 194], [7, 9]])
-@pytest.mark.parametrize("module", MODULES)
+@MODULES
 def test_segments_in_several_passes(module: ModuleType, cuts: list[int]) -> None:
     """Cuts inside the window before the interior, at its edges, inside, and behind it."""
     layer = Layer.make(Shape(2, 4, 32, 48), 250)
@@ -172,7 +167,7 @@ def test_segments_in_several_passes(module: ModuleType, cuts: list[int]) -> None
     tail=st.booleans(),
     cuts=st.sets(st.integers(1, 89), max_size=5),
     seed=st.integers(0, 1 << 16),
-    module=st.sampled_from([cpu, torch_ops] if native.missing() is None else [torch_ops]),
+    module=st.sampled_from([cpu, torch_ops]),
 )
 def test_any_segment_in_any_passes(
     tokens: int, window: int, tail: bool, cuts: set[int], seed: int, module: ModuleType
@@ -187,7 +182,7 @@ def test_any_segment_in_any_passes(
     check_segments(layer, exact, [segment], before)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@MODULES
 @pytest.mark.parametrize("g", [-100.0, -3000.0, -0.5, -1e-4, 0.0])
 def test_extreme_gates(module: ModuleType, g: float) -> None:
     layer = Layer.make(Shape(1, 2, 64, 64), 130).with_gates(g)
@@ -199,7 +194,7 @@ def test_extreme_gates(module: ModuleType, g: float) -> None:
     assert (layer.records.tile_of[1] < 0).all() == (g <= -0.5)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@MODULES
 def test_heads_die_exactly_when_t_rounds_to_zero(module: ModuleType) -> None:
     """One interior, tolerances just above and just below its largest elements of T; and cut in pieces."""
     shape = Shape(2, 4, 32, 32)
@@ -219,7 +214,7 @@ def test_heads_die_exactly_when_t_rounds_to_zero(module: ModuleType) -> None:
                 assert fp16_of(layer.transition(1)[alive], full.transition(1)[alive], 1e-6)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@MODULES
 def test_a_head_that_died_in_an_earlier_pass_stays_dead(module: ModuleType) -> None:
     layer = Layer.make(Shape(1, 2, 32, 32), 150)
     layer = replace(layer, weights=replace(layer.weights, rate=torch.tensor([-40.0, -0.01])))
@@ -261,7 +256,7 @@ NONE, REPLACE, TRANSITION, ADD = Mode
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("module", MODULES)
+@MODULES
 def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     """Several requests of every kind in one call, of which one goes on from an earlier pass."""
     layer = Layer.make(shape, 700, dtype)
@@ -289,7 +284,7 @@ def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     assert all(t.isnan().all() for t in untouched)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@MODULES
 def test_a_dead_head_reads_no_tile(module: ModuleType) -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     layer.random_record(0, 0, dead=[1])
@@ -307,7 +302,7 @@ def test_a_dead_head_reads_no_tile(module: ModuleType) -> None:
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     window=st.integers(0, 5),
     seed=st.integers(0, 1 << 16),
-    module=st.sampled_from([cpu, torch_ops] if native.missing() is None else [torch_ops]),
+    module=st.sampled_from([cpu, torch_ops]),
 )
 def test_composition_is_one_scan(lengths: list[int], window: int, seed: int, module: ModuleType) -> None:
     """Records of a text's pieces, each captured alone, and the windows between them: the state of one scan.
@@ -342,7 +337,6 @@ def test_composition_is_one_scan(lengths: list[int], window: int, seed: int, mod
 # ----------------------------------------------------------------------------- arguments
 
 
-@needs_kernels
 def test_dimension_first_conv_caches() -> None:
     """vLLM can keep the convolution's rows innermost: one layout must give the other's bits."""
     shape = Shape(2, 4, 16, 32)
@@ -361,7 +355,6 @@ def test_dimension_first_conv_caches() -> None:
     assert torch.equal(layer.state(0), other.state(0)) and torch.equal(layer.state(1), other.state(1))
 
 
-@needs_kernels
 def test_threads_change_no_bit() -> None:
     """More tasks than threads, several times: threads that shared scratch memory would be seen."""
     segments = [Segment(i, 300 * i, 300, 8, 292, i) for i in range(2)]
@@ -384,7 +377,6 @@ def test_threads_change_no_bit() -> None:
         assert torch.equal(one.outputs(0, 600), other.outputs(0, 600))
 
 
-@needs_kernels
 def test_programs_that_leave_their_tensors_are_refused() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     good = Segment(0, 0, 20, 0, 20, 1)
@@ -403,7 +395,6 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
     assert layer.out.isnan().all()
 
 
-@needs_kernels
 def test_the_operators_can_be_traced() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     w, c, r = layer.weights, layer.caches, layer.records
@@ -418,7 +409,6 @@ def test_the_operators_can_be_traced() -> None:
     torch.library.opcheck(torch.ops.vllm_hypic.gdn_compose, (*common, rows, ops), test_utils=tests)
 
 
-@needs_kernels
 def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 4)
     assert choose(layer.weights, layer.caches) is cpu
@@ -427,20 +417,3 @@ def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:
     assert choose(odd.weights, odd.caches) is torch_ops
     half = replace(layer.caches, state=layer.caches.state.bfloat16())
     assert "bfloat16" in str(cpu.refuses(layer.weights, half))
-
-
-@needs_kernels
-@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_bf16"])
-def test_other_instruction_sets(isa: str) -> None:
-    """The same tests in a process that uses another table of kernels."""
-    if torch.ops.vllm_hypic.isa() == isa:
-        pytest.skip("is what all other tests use")
-    if os.environ.get("HYPIC_ISA"):
-        pytest.skip("runs inside such a process")
-    probe = "import torch, vllm_hypic._C; torch.ops.vllm_hypic.isa()"
-    environment = {**os.environ, "HYPIC_ISA": isa}
-    if subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True).returncode:
-        pytest.skip("this machine does not run it")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "cpp"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:]

@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW
 from vllm_hypic.config import ConfigError, HypicConfig
 from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts
 
@@ -15,6 +17,13 @@ def test_defaults_are_valid_and_survive_json() -> None:
     config = HypicConfig()
     assert HypicConfig.from_mapping({}) == config
     assert HypicConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+
+
+def test_dead_by_default_is_what_rounds_to_zero_in_storage() -> None:
+    """The option may not import torch, so its default repeats the operators'."""
+    assert HypicConfig().dead_transition == DEAD_BELOW
+    largest_dead = torch.tensor(DEAD_BELOW)
+    assert largest_dead.half() == 0 < torch.nextafter(largest_dead, torch.tensor(1.0)).half()
 
 
 def test_nested_options_survive_json() -> None:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CompilationMode
+from vllm.logger import init_logger
 
 from .attention import AttentionLink, HypicAttentionImpl
 from .linear.gdn import HypicGatedDeltaNet
-from .ops.span_attention import choose
+from .ops import native, span_attention
 from .private_kv import key_index
 from .probe import PROBE_TOKENS, Unsupported, link_ropes, run_model
 from .rope import RopeTap
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from ..connector.geometry import PoolGeometry
     from ..connector.runtime import HypicRuntime
+
+logger = init_logger("vllm.hypic.attach")
 
 
 def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], HypicRuntime]) -> str:
@@ -78,10 +81,22 @@ def _link(
 ) -> None:
     for name, impl in impls.items():
         index = key_index(layers[name].kv_cache, layers[name].isa)
-        ops = choose(impl.head_size, runtime.pool.kv[name].key.device.type)
+        device = runtime.pool.kv[name].key.device.type
+        ops = span_attention.choose(impl.head_size, device)
         impl.link = AttentionLink(runtime, runtime.pool.kv[name], ropes[name], index, ops)
+        _warn_of_refusal("full attention", span_attention.refuses(impl.head_size, device))
     for name in runtime.pool.linear:
         layers[name].hypic_runtime = runtime
+        _warn_of_refusal("gated delta net", layers[name].kernel_refusal())
+
+
+def _warn_of_refusal(kind: str, reason: str | None) -> None:
+    """Log, once for all layers alike, that the C++ kernels refuse layers of this ``kind``.
+
+    Where no layer has kernels, the line of ``native.describe`` says so.
+    """
+    if reason is not None and reason != native.missing():
+        logger.warning_once("hypic: %s runs in PyTorch, several times slower: %s", kind, reason)
 
 
 def _describe(ropes: dict[str, RopeTap | None], linear: int) -> str:

@@ -18,7 +18,7 @@ class HypicRuntime:
     do: layers then run stock code only.  Written by ``WorkerSide``, read by layers."""
 
     pool: DevicePool
-    dead_transition: float = 2.0**-25
+    dead_transition: float
     """See ``HypicConfig``."""
     step: StepContext | None = None
     calls: Counter[str] = field(default_factory=Counter)

@@ -49,7 +49,6 @@ class ComposedRow:
     stream: StreamTensors
     visible: torch.Tensor
     max_visible: int
-    min_visible: int
 
     @property
     def points(self) -> list:
@@ -84,8 +83,7 @@ class PublicRows:
 
     ``bounds [requests, 2]``: first and last token row of each request; ``cache_bounds [requests, 4]``: these,
     its row of the block table and its stream tokens so far; ``visible [rows]``: public columns that each of
-    the rows sees;
-    ``column_slots``, ``column_positions``: per request, all its public columns.
+    the rows sees; ``column_slots``, ``column_positions``: per request, all its public columns.
     """
 
     bounds: torch.Tensor
@@ -150,7 +148,7 @@ def composed_row(row: Row, stream: StreamTensors) -> ComposedRow:
     """The rows of a composed request in this pass, with what each may see."""
     visible = stream.plan.visible(row.s0, row.s1)
     tensor = torch.from_numpy(visible).to(stream.column_slots.device)
-    return ComposedRow(row, stream, tensor, int(visible.max()), int(visible.min()))
+    return ComposedRow(row, stream, tensor, int(visible.max()))
 
 
 def capture_row(request_id: str, row: Row, plan: CapturePlan) -> CaptureRow:

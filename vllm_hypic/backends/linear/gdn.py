@@ -78,9 +78,7 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         self, runtime: HypicRuntime, work: LinearStep, x: gated_delta.Inputs, core: torch.Tensor
     ) -> None:
         """The rows that our operators run."""
-        if self._views is None or self._views.of is not self.kv_cache[0]:
-            self._views = _Views(self)
-        views, records = self._views, runtime.pool.linear[self.prefix]
+        views, records = self._current_views(), runtime.pool.linear[self.prefix]
         metadata = get_forward_context().attn_metadata[self.prefix]
         layer = x, views.weights, views.caches(metadata.non_spec_state_indices_tensor), core, records
         if work.segments is not None:
@@ -92,6 +90,15 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         if work.composed is not None:
             runtime.calls["compose"] += 1
             views.ops.gdn_compose(*layer, work.composed.rows, work.composed.ops)
+
+    def kernel_refusal(self) -> str | None:
+        """Why the C++ operators do not serve this layer, or ``None``.  Its caches must be allocated."""
+        return self._current_views().refusal
+
+    def _current_views(self) -> _Views:
+        if self._views is None or self._views.of is not self.kv_cache[0]:
+            self._views = _Views(self)
+        return self._views
 
     def _carries(self, runtime: HypicRuntime, segments: Segments) -> list[gated_delta.Carry]:
         """What the interiors that are cut here carry, written by this pass or an earlier one."""
@@ -154,6 +161,7 @@ class _Views:
         )
         nowhere = torch.zeros(0, dtype=torch.int32, device=conv.device)
         self.ops = gated_delta.choose(self.weights, self.caches(nowhere))
+        self.refusal = gated_delta.refuses(self.weights, self.caches(nowhere))
 
     def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
         return gated_delta.Caches(slots, self.conv, self.state)

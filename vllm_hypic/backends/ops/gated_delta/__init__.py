@@ -36,6 +36,7 @@ from types import ModuleType
 from . import cpu, torch_ops
 from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from .chunk import seam_outputs, segment_summary
+from .cpu import refuses
 from .reference import l2_eps
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Weights",
     "choose",
     "l2_eps",
+    "refuses",
     "seam_outputs",
     "segment_summary",
 ]
@@ -54,4 +56,4 @@ __all__ = [
 
 def choose(weights: Weights, caches: Caches) -> ModuleType:
     """The fastest module of the two operators that serves this layer."""
-    return torch_ops if cpu.refuses(weights, caches) else cpu
+    return torch_ops if refuses(weights, caches) else cpu

@@ -36,8 +36,11 @@ from __future__ import annotations
 from types import ModuleType
 
 from . import cpu, torch_ops
+from .cpu import refuses
+
+__all__ = ["choose", "refuses"]
 
 
 def choose(head_size: int, device: str) -> ModuleType:
     """The fastest module of the three operators that serves this head size on this kind of device."""
-    return torch_ops if cpu.refuses(head_size, device) else cpu
+    return torch_ops if refuses(head_size, device) else cpu

@@ -1,0 +1,56 @@
+"""``HYPIC_ISA``: the kernels of other instruction sets agree too, and what cannot be had is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_hypic.backends.ops import native
+from vllm_hypic.config import ConfigError
+
+TESTS = Path(__file__).parents[1]
+AGAIN = [TESTS / "backends" / "test_span_attention.py", TESTS / "linear" / "test_layer_operators.py"]
+"""Each has tests with an id ``c++``."""
+
+
+def run(isa: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """``python -m``, with this ``HYPIC_ISA``: the choice is made once per process."""
+    environment = {**os.environ, "HYPIC_ISA": isa}
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("file", AGAIN, ids=lambda path: path.stem)
+def test_older_machines(isa: str, file: Path) -> None:
+    """The tests of the C++ kernels in a process that uses those of an older machine."""
+    probe = run(isa, "vllm_hypic.kernels")
+    if probe.returncode and "does not run it" in probe.stderr:
+        pytest.skip(probe.stderr.strip())
+    assert probe.stdout == f"C++ kernels ({isa})\n", probe.stderr
+    done = run(isa, "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "c++", file)
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) > 30, done.stdout[-3000:]
+
+
+def test_unknown_names_are_refused() -> None:
+    """A typo must not end in the PyTorch versions, unnoticed."""
+    probe = run("avx-2", "vllm_hypic.kernels")
+    assert probe.returncode == 1 and not probe.stdout
+    assert probe.stderr == "hypic: HYPIC_ISA=avx-2: expected one of avx512_bf16, avx512, avx2\n"
+
+
+def test_without_kernels_none_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_hypic._C", None)
+    missing = native.missing.__wrapped__  # not what this process has found
+    monkeypatch.setenv("HYPIC_ISA", "avx2")
+    with pytest.raises(ConfigError, match=r"^hypic: HYPIC_ISA=avx2: the C\+\+ kernels are not built"):
+        missing()
+    monkeypatch.setenv("HYPIC_ISA", "")
+    assert missing().startswith("not built (import of vllm_hypic._C halted")
