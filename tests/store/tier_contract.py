@@ -1,0 +1,498 @@
+"""What every tier must do, sentence by sentence of ``store/tiers/base.py``.
+
+A tier's test file subclasses :class:`TierContract`, provides the fixtures ``tier`` and ``reopen``, and says
+with the flags what its tier does not promise.  Tiers that keep a budget subclass :class:`BudgetContract` too.
+"""
+
+import contextlib
+import hashlib
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from vllm_hypic.store.tiers.base import Held, Tier, TierError, TierFull
+from vllm_hypic.store.worth import ObjectName, Worth, object_name
+
+SIZES = [1, 63, 4096, 5_000_000]
+THREADS = 8
+
+
+def name(i: int) -> ObjectName:
+    """The i-th object's name."""
+    return object_name(hashlib.sha256(str(i).encode()).hexdigest())
+
+
+def content(i: int, nbytes: int) -> bytes:
+    """The i-th object's bytes."""
+    return np.random.default_rng(i).bytes(nbytes)
+
+
+def view(data: bytes) -> memoryview:
+    """A fresh buffer: tiers may keep what they are given."""
+    return memoryview(bytearray(data))
+
+
+def worth(nbytes: int, tokens: int = 100) -> Worth:
+    return Worth(tokens, 2.5e9 * tokens, nbytes)
+
+
+def put(tier: Tier, i: int, nbytes: int, tokens: int = 100) -> bytes:
+    """Put the i-th object; returns its bytes."""
+    data = content(i, nbytes)
+    tier.put(name(i), view(data), worth(nbytes, tokens))
+    return data
+
+
+def got(tier: Tier, i: int, limit: int = 1 << 30) -> bytes | None:
+    found = tier.get(name(i), limit)
+    return None if found is None else bytes(found)
+
+
+class TierContract:
+    """Fixtures of the subclass:
+
+    ``tier``: open and empty, with room for 6 MiB at least.
+    ``reopen``: ``reopen(tier)`` closes it and returns another one, open, at the same place.
+    ``clock``: the tier's time (``conftest.ManualClock``; ``WallClock`` where time cannot be set).
+    """
+
+    survives_restart = True
+    keeps_worth = True
+    """``held`` after a restart tells the worth that was put."""
+    lists = True
+    """``held`` lists."""
+    counts = True
+    """``used`` is exactly the objects' bytes."""
+    tells = True
+    """``may_hold`` is false for absent objects."""
+    heeds_pins = True
+    heeds_expiry = True
+    tick = 1.0
+    """Seconds that expiry is tested with; large enough for the tier's resolution."""
+
+    @pytest.fixture(autouse=True)
+    def _audit(self, tier: Tier):
+        yield
+        audit = getattr(tier, "check_integrity", None)
+        if audit is not None:
+            audit()
+
+    def assert_absent(self, tier: Tier, i: int) -> None:
+        if self.tells:
+            assert not tier.may_hold(name(i))
+        assert got(tier, i) is None
+        if self.lists:
+            assert name(i) not in self.names(tier)
+
+    @staticmethod
+    def names(tier: Tier) -> set[ObjectName]:
+        held = tier.held()
+        assert held is not None
+        return {h.name for h in held}
+
+    # -- bytes in, the same bytes out
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_round_trip_is_bit_exact(self, tier: Tier, nbytes: int):
+        data = put(tier, 1, nbytes)
+        assert tier.may_hold(name(1))
+        assert got(tier, 1) == data
+        assert got(tier, 1, limit=nbytes) == data
+
+    def test_an_existing_object_is_kept(self, tier: Tier):
+        data = put(tier, 1, 100)
+        tier.put(name(1), view(content(2, 3000)), worth(3000))
+        assert got(tier, 1) == data
+        if self.counts:
+            assert tier.used()[0] == 100
+
+    def test_ranks_are_different_objects(self, tier: Tier):
+        key = "ab" * 32
+        for rank in range(3):
+            tier.put(object_name(key, rank, 3), view(content(rank, 50)), worth(50))
+        for rank in range(3):
+            found = tier.get(object_name(key, rank, 3), 50)
+            assert found is not None and bytes(found) == content(rank, 50)
+
+    def test_a_view_outlives_its_object(self, tier: Tier):
+        data = put(tier, 1, 4096)
+        found = tier.get(name(1), 4096)
+        assert found is not None
+        tier.delete(name(1))
+        put(tier, 2, 4096)
+        tier.clear()
+        assert bytes(found) == data
+
+    def test_an_unknown_object(self, tier: Tier):
+        put(tier, 1, 100)
+        self.assert_absent(tier, 2)
+        assert tier.delete(name(2)) is False
+        tier.unpin(name(2))
+        tier.expire(name(2), None)
+        assert got(tier, 1) is not None
+
+    @pytest.mark.parametrize("short_by", [1, 4000])
+    def test_longer_than_the_limit_is_deleted(self, tier: Tier, short_by: int):
+        put(tier, 1, 4096)
+        kept = put(tier, 2, 4096)
+        assert got(tier, 1, limit=4096 - short_by) is None
+        self.assert_absent(tier, 1)
+        assert got(tier, 2) == kept
+        if self.counts:
+            assert tier.used()[0] == 4096
+
+    def test_delete(self, tier: Tier):
+        put(tier, 1, 100)
+        kept = put(tier, 2, 100)
+        assert tier.delete(name(1)) is True
+        self.assert_absent(tier, 1)
+        assert tier.delete(name(1)) is False
+        assert got(tier, 2) == kept
+
+    def test_put_again_after_delete(self, tier: Tier):
+        put(tier, 1, 100)
+        tier.delete(name(1))
+        tier.put(name(1), view(content(2, 300)), worth(300))
+        assert got(tier, 1) == content(2, 300)
+
+    def test_may_hold_changes_nothing(self, tier: Tier):
+        for _ in range(3):
+            if self.tells:
+                assert not tier.may_hold(name(1))
+        data = put(tier, 1, 100)
+        for _ in range(3):
+            assert tier.may_hold(name(1))
+        assert got(tier, 1) == data
+
+    # -- lists and levels
+
+    def test_held_lists_all_objects_with_their_worth(self, tier: Tier):
+        if not self.lists:
+            assert tier.held() is None
+            return
+        put(tier, 1, 100, tokens=7)
+        put(tier, 2, 200, tokens=8)
+        expected = [Held(name(1), worth(100, 7)), Held(name(2), worth(200, 8))]
+        for _ in range(2):
+            held = tier.held()
+            assert held is not None
+            assert sorted(held, key=lambda h: h.worth.nbytes) == expected
+
+    def test_used(self, tier: Tier):
+        if not self.counts:
+            pytest.skip("this tier does not count its bytes exactly")
+        put(tier, 1, 100)
+        put(tier, 2, 4096)
+        assert tier.used()[0] == 4196
+        tier.delete(name(1))
+        assert tier.used()[0] == 4096
+
+    def test_clear(self, tier: Tier):
+        put(tier, 1, 100)
+        put(tier, 2, 4096)
+        tier.pin(name(2))
+        tier.clear()
+        self.assert_absent(tier, 1)
+        self.assert_absent(tier, 2)
+        if self.counts:
+            assert tier.used()[0] == 0
+        data = put(tier, 3, 100)
+        assert got(tier, 3) == data
+
+    # -- expiry
+
+    def test_expiry(self, tier: Tier, clock):
+        if not self.heeds_expiry:
+            pytest.skip("this tier knows no expiry")
+        put(tier, 1, 100)
+        kept = put(tier, 2, 100)
+        at = clock() + 2 * self.tick
+        tier.expire(name(1), at)
+        assert got(tier, 1) == content(1, 100)
+        if self.lists:
+            assert {h.name: h.expires for h in tier.held() or ()} == {
+                name(1): pytest.approx(at),
+                name(2): None,
+            }
+        clock.advance(3 * self.tick)
+        self.assert_absent(tier, 1)
+        assert got(tier, 2) == kept
+        if self.counts:
+            assert tier.used()[0] == 100
+
+    def test_an_expired_object_makes_way(self, tier: Tier, clock):
+        if not self.heeds_expiry:
+            pytest.skip("this tier knows no expiry")
+        put(tier, 1, 100)
+        tier.expire(name(1), clock() + self.tick)
+        clock.advance(2 * self.tick)
+        tier.put(name(1), view(content(2, 200)), worth(200))
+        assert got(tier, 1) == content(2, 200)
+
+    def test_expiry_in_the_past(self, tier: Tier, clock):
+        if not self.heeds_expiry:
+            pytest.skip("this tier knows no expiry")
+        put(tier, 1, 100)
+        tier.expire(name(1), clock() - self.tick)
+        self.assert_absent(tier, 1)
+
+    def test_expiry_taken_back(self, tier: Tier, clock):
+        data = put(tier, 1, 100)
+        tier.expire(name(1), clock() + self.tick)
+        tier.expire(name(1), None)
+        clock.advance(2 * self.tick)
+        assert got(tier, 1) == data
+
+    def test_an_expiry_ends_with_its_object(self, tier: Tier, clock):
+        put(tier, 1, 100)
+        tier.expire(name(1), clock() + self.tick)
+        tier.delete(name(1))
+        data = put(tier, 1, 100)
+        clock.advance(2 * self.tick)
+        assert got(tier, 1) == data
+
+    @pytest.mark.parametrize("pinned_first", [False, True])
+    def test_expiry_passes_pinned_objects_by(self, tier: Tier, clock, pinned_first: bool):
+        if not (self.heeds_expiry and self.heeds_pins):
+            pytest.skip("this tier knows no expiry or no pins")
+        if pinned_first:
+            tier.pin(name(1))
+        data = put(tier, 1, 100)
+        tier.expire(name(1), clock() + self.tick)
+        if not pinned_first:
+            tier.pin(name(1))
+        clock.advance(2 * self.tick)
+        assert tier.may_hold(name(1))
+        assert got(tier, 1) == data
+        put(tier, 2, 100)
+        assert got(tier, 1) == data
+        tier.unpin(name(1))
+        self.assert_absent(tier, 1)
+
+    # -- life
+
+    def test_restart(self, tier: Tier, reopen: Callable[[Tier], Tier]):
+        data = {i: put(tier, i, nbytes, tokens=i) for i, nbytes in enumerate(SIZES[:3])}
+        put(tier, 9, 100)
+        tier.delete(name(9))
+        again = reopen(tier)
+        if not self.survives_restart:
+            for i in data:
+                self.assert_absent(again, i)
+            return
+        for i in data:
+            assert again.may_hold(name(i))
+        self.assert_absent(again, 9)
+        if self.lists and self.keeps_worth:
+            assert {h.name: h.worth for h in again.held() or ()} == {
+                name(i): worth(len(d), tokens=i) for i, d in data.items()
+            }
+        if self.counts:
+            assert again.used()[0] == sum(map(len, data.values()))
+        assert {i: got(again, i) for i in data} == data
+        assert again.delete(name(0)) is True
+        self.assert_absent(again, 0)
+
+    def test_after_close_operations_fail(self, tier: Tier):
+        put(tier, 1, 100)
+        tier.close()
+        tier.close()
+        for operation in (
+            lambda: tier.get(name(1), 100),
+            lambda: put(tier, 2, 100),
+            lambda: tier.delete(name(1)),
+            tier.clear,
+        ):
+            with pytest.raises(TierError):
+                operation()
+
+    # -- threads
+
+    def test_threads(self, tier: Tier):
+        """Mixed operations on few names: every object read is whole, and the books are right in the end."""
+        names, sizes = range(30), {i: 100_000 + 10_000 * i for i in range(30)}
+        faults: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                for _ in range(40):
+                    i, what = rng.choice(names), rng.random()
+                    if what < 0.4:
+                        with contextlib.suppress(TierFull):
+                            put(tier, i, sizes[i])
+                    elif what < 0.8:
+                        found = tier.get(name(i), sizes[i])
+                        assert found is None or bytes(found) == content(i, sizes[i])
+                    elif what < 0.9:
+                        tier.delete(name(i))
+                    else:
+                        tier.may_hold(name(i))
+                        used, budget = tier.used()
+                        assert budget is None or used <= budget
+                        list(tier.held() or ())
+            except BaseException as e:
+                faults.append(e)
+
+        self.in_threads(work)
+        assert not faults, faults
+        if self.lists:
+            held = self.names(tier)
+            assert held == {name(i) for i in names if got(tier, i) == content(i, sizes[i])}
+            if self.counts:
+                assert tier.used()[0] == sum(sizes[i] for i in names if name(i) in held)
+
+    def test_threads_that_put_the_same_object(self, tier: Tier):
+        """When any of them returns, the object is there, whole."""
+        faults: list[object] = []
+
+        def work(seed: int) -> None:
+            try:
+                for i in range(10):
+                    put(tier, i, 200_000)
+                    if got(tier, i) != content(i, 200_000):
+                        faults.append(i)
+            except BaseException as e:
+                faults.append(e)
+
+        self.in_threads(work)
+        assert not faults, faults
+        if self.counts:
+            assert tier.used()[0] == 10 * 200_000
+
+    @staticmethod
+    def in_threads(work: Callable[[int], None]) -> None:
+        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive(), "a thread hangs"
+
+
+class BudgetContract:
+    """For tiers that keep a byte budget themselves, least recently used first.
+
+    Fixture of the subclass: ``small``, open and empty, with a budget of :attr:`BUDGET` bytes.
+    """
+
+    BUDGET = 1000
+
+    @pytest.fixture(autouse=True)
+    def _audit_small(self, small: Tier):
+        yield
+        audit = getattr(small, "check_integrity", None)
+        if audit is not None:
+            audit()
+
+    @staticmethod
+    def held(tier: Tier) -> list[int]:
+        return [i for i in range(20) if tier.may_hold(name(i))]
+
+    def test_budget_is_never_exceeded(self, small: Tier):
+        assert small.used() == (0, self.BUDGET)
+        for i in range(20):
+            data = put(small, i, 130 + 10 * i)
+            used, budget = small.used()
+            assert budget == self.BUDGET and used <= budget
+            assert got(small, i) == data
+
+    def test_budget_is_used_up(self, small: Tier):
+        for i in range(4):
+            put(small, i, 250)
+        assert self.held(small) == [0, 1, 2, 3]
+        assert small.used()[0] == self.BUDGET
+
+    def test_least_recently_used_leaves_first(self, small: Tier):
+        for i in range(4):
+            put(small, i, 250)
+        assert got(small, 0) is not None
+        put(small, 4, 250)
+        assert self.held(small) == [0, 2, 3, 4]
+        put(small, 5, 500)
+        assert self.held(small) == [0, 4, 5]
+
+    def test_may_hold_and_held_are_no_use(self, small: Tier):
+        for i in range(4):
+            put(small, i, 250)
+        small.may_hold(name(0))
+        list(small.held() or ())
+        put(small, 4, 250)
+        assert self.held(small) == [1, 2, 3, 4]
+
+    def test_larger_than_the_budget_is_refused(self, small: Tier):
+        kept = put(small, 1, 500)
+        with pytest.raises(TierFull, match="1001"):
+            put(small, 2, self.BUDGET + 1)
+        assert self.held(small) == [1]
+        assert got(small, 1) == kept
+        put(small, 3, self.BUDGET)
+        assert self.held(small) == [3]
+
+    @pytest.mark.parametrize("pinned_first", [False, True])
+    def test_pinned_objects_stay(self, small: Tier, pinned_first: bool):
+        if pinned_first:
+            small.pin(name(0))
+        data = put(small, 0, 400)
+        if not pinned_first:
+            small.pin(name(0))
+        for i in range(1, 6):
+            put(small, i, 400)
+            assert got(small, 0) == data
+        with pytest.raises(TierFull, match="pinned"):
+            put(small, 6, 601)
+        assert got(small, 0) == data
+        small.unpin(name(0))
+        put(small, 6, 601)
+        assert not small.may_hold(name(0))
+
+    def test_a_refused_object_evicts_nothing(self, small: Tier):
+        put(small, 0, 400)
+        put(small, 1, 400)
+        small.pin(name(0))
+        with pytest.raises(TierFull):
+            put(small, 2, 700)
+        assert self.held(small) == [0, 1]
+
+    def test_a_pinned_object_can_be_deleted_and_cleared(self, small: Tier):
+        put(small, 0, 400)
+        small.pin(name(0))
+        assert small.delete(name(0)) is True
+        put(small, 0, 400)
+        small.clear()
+        assert self.held(small) == [] and small.used()[0] == 0
+
+    def test_expired_objects_leave_before_others(self, small: Tier, clock):
+        for i in range(4):
+            put(small, i, 250)
+        small.expire(name(3), clock() + 1)
+        clock.advance(2)
+        put(small, 4, 250)
+        assert self.held(small) == [0, 1, 2, 4]
+
+    def test_threads_in_a_tight_budget(self, small: Tier):
+        faults: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                for _ in range(40):
+                    i = rng.randrange(20)
+                    try:
+                        put(small, i, 100 + i)
+                    except TierFull:
+                        continue
+                    assert small.used()[0] <= self.BUDGET
+                    found = small.get(name(i), 200)
+                    assert found is None or bytes(found) == content(i, 100 + i)
+            except BaseException as e:
+                faults.append(e)
+
+        TierContract.in_threads(work)
+        assert not faults, faults
+        held = self.held(small)
+        assert small.used()[0] == sum(100 + i for i in held)
+        assert all(got(small, i) == content(i, 100 + i) for i in held)
