@@ -1,0 +1,222 @@
+"""Books of a tier with a byte budget: what is held, pinned, expiring, being written.  No bytes, no clock.
+
+Not thread-safe: its owner locks.  Only ``in`` may be asked without the lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ..eviction.base import EvictionPolicy
+from ..worth import ObjectName, Worth
+from .base import Held
+
+
+class Refusal(Enum):
+    """Why an object gets no room."""
+
+    TOO_LARGE = "larger than the budget"
+    PINNED = "no room beside pinned objects and those being written"
+    NOT_ADMITTED = "worth less than what would have to leave"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Room for one object once ``victims`` are gone."""
+
+    name: ObjectName
+    worth: Worth
+    victims: tuple[ObjectName, ...]
+
+
+@dataclass
+class Counts:
+    """Objects that left since the tier was made.  Written by the ledger only."""
+
+    evicted: int = 0
+    expired: int = 0
+
+
+class Ledger:
+    """Books of one tier.  ``worth.nbytes`` of an object is what counts against ``budget`` bytes.
+
+    A put goes through ``plan_put -> reserve -> commit | abort``; the victims of a plan leave with
+    ``reserve``.  Pins belong to names, whether held or not, and are not counted: pinned twice, one unpin
+    frees.  An expiry belongs to an object, but may be set before that is put; it ends when the object leaves.
+    """
+
+    def __init__(self, budget: int, policy: EvictionPolicy) -> None:
+        if budget < 0:
+            raise ValueError(f"budget of {budget} bytes: expected an integer >= 0")
+        self.budget = budget
+        self.counts = Counts()
+        self._policy = policy
+        self._held: dict[ObjectName, Worth] = {}
+        self._reserved: dict[ObjectName, Plan] = {}
+        self._pins: set[ObjectName] = set()
+        self._expiries: dict[ObjectName, float] = {}
+        self._soonest = float("inf")  # no expiry is before it
+        self._used = 0
+        self._reserved_bytes = 0
+
+    def __contains__(self, name: ObjectName) -> bool:
+        return name in self._held
+
+    @property
+    def used(self) -> int:
+        """Bytes of the objects held, without reserved ones."""
+        return self._used
+
+    def held(self) -> list[Held]:
+        """Changes nothing."""
+        return [Held(name, worth, self._expiries.get(name)) for name, worth in self._held.items()]
+
+    # -- coming
+
+    def plan_put(self, name: ObjectName, worth: Worth) -> Plan | Refusal:
+        """Room for an object that is neither held nor reserved, or why there is none.  Changes nothing."""
+        if worth.nbytes > self.budget:
+            return Refusal.TOO_LARGE
+        victims = self.victims(worth.nbytes - (self.budget - self._used - self._reserved_bytes))
+        if victims is None:
+            return Refusal.PINNED
+        if not self._policy.admits(name, worth, list[str](victims)):
+            return Refusal.NOT_ADMITTED
+        return Plan(name, worth, tuple(victims))
+
+    def victims(self, nbytes: int) -> list[ObjectName] | None:
+        """The worst objects, of at least ``nbytes`` together; ``None``: that much may not leave.
+
+        Changes nothing.
+        """
+        victims: list[ObjectName] = []
+        if nbytes <= 0:
+            return victims
+        for key in self._policy.worst_first():
+            victim = ObjectName(key)
+            if victim not in self._pins:
+                victims.append(victim)
+                nbytes -= self._held[victim].nbytes
+                if nbytes <= 0:
+                    return victims
+        return None
+
+    def reserve(self, plan: Plan) -> None:
+        """Evict the plan's victims and keep the room.  No other change may lie between plan and reserve."""
+        for victim in plan.victims:
+            self.remove(victim, evicted=True)
+        self._reserved[plan.name] = plan
+        self._reserved_bytes += plan.worth.nbytes
+
+    def commit(self, plan: Plan) -> None:
+        """The object is complete: held from now on."""
+        self.abort(plan)
+        self.adopt(plan.name, plan.worth)
+
+    def abort(self, plan: Plan) -> None:
+        """Give the room back.  The victims stay away."""
+        del self._reserved[plan.name]
+        self._reserved_bytes -= plan.worth.nbytes
+
+    def adopt(self, name: ObjectName, worth: Worth) -> None:
+        """The object is there already, whatever the budget; not for names that are held or reserved."""
+        self._held[name] = worth
+        self._used += worth.nbytes
+        self._policy.added(name, worth)
+        self._soonest = min(self._soonest, self._expiries.get(name, self._soonest))
+
+    def is_reserved(self, name: ObjectName) -> bool:
+        """Whether the object is being written."""
+        return name in self._reserved
+
+    # -- staying
+
+    def hit(self, name: ObjectName) -> None:
+        """The object was used.  Names that are not held are ignored."""
+        self._policy.hit(name)
+
+    def missed(self, name: ObjectName, worth: Worth) -> None:
+        """The object was asked for and not here: to be told before every put of a new object."""
+        self._policy.missed(name, worth)
+
+    def pin(self, name: ObjectName) -> None:
+        """Neither evict nor expire the object, nor one that comes under this name."""
+        self._pins.add(name)
+
+    def unpin(self, name: ObjectName) -> None:
+        self._pins.discard(name)
+        self._soonest = min(self._soonest, self._expiries.get(name, self._soonest))
+
+    def expire(self, name: ObjectName, at: float | None) -> None:
+        """Let the object, or one to come under this name, be ``expired`` from Unix time ``at`` on."""
+        if at is None:
+            self._expiries.pop(name, None)
+        else:
+            self._expiries[name] = at
+            self._soonest = min(self._soonest, at)
+
+    def is_expired(self, name: ObjectName, now: float) -> bool:
+        """Safe without the lock."""
+        at = self._expiries.get(name)
+        return at is not None and at <= now and name not in self._pins
+
+    # -- leaving
+
+    def expired(self, now: float) -> list[ObjectName]:
+        """Objects that the owner must remove at ``now``.  Forgets passed expiries of absent names."""
+        if now < self._soonest:
+            return []
+        due = [name for name, at in self._expiries.items() if at <= now and name not in self._pins]
+        for name in due:
+            if name not in self._held and name not in self._reserved:
+                del self._expiries[name]
+        later = [at for name, at in self._expiries.items() if at > now]
+        self._soonest = min(later, default=float("inf"))
+        return [name for name in due if name in self._held]
+
+    def remove(self, name: ObjectName, *, evicted: bool = False, expired: bool = False) -> bool:
+        """The object is gone, pinned or not; with it goes its expiry.  Whether it was held."""
+        self._expiries.pop(name, None)
+        worth = self._held.pop(name, None)
+        if worth is None:
+            return False
+        self._used -= worth.nbytes
+        self.counts.evicted += evicted
+        self.counts.expired += expired
+        self._policy.removed(name, evicted=evicted)
+        return True
+
+    def close(self) -> None:
+        """End what the policy runs in the background; the books can still be used."""
+        self._policy.close()
+
+    def clear(self) -> None:
+        """Remove all objects and expiries; pins and reservations stay."""
+        for name in list(self._held):
+            self.remove(name)
+        self._expiries.clear()
+
+    def check_integrity(self) -> None:
+        """``AssertionError`` naming what in the books contradicts something else."""
+        used = sum(worth.nbytes for worth in self._held.values())
+        reserved = sum(plan.worth.nbytes for plan in self._reserved.values())
+        if (used, reserved) != (self._used, self._reserved_bytes):
+            raise AssertionError(
+                f"{used} bytes held and {reserved} reserved, booked {self._used} and {self._reserved_bytes}"
+            )
+        if used + reserved > self.budget:
+            raise AssertionError(f"{used} bytes held and {reserved} reserved, the budget is {self.budget}")
+        known = sorted(self._policy.worst_first())
+        if known != sorted(self._held):
+            raise AssertionError(f"the policy knows {known}, held are {sorted(self._held)}")
+        both = self._held.keys() & self._reserved.keys()
+        if both:
+            raise AssertionError(f"held and being written: {sorted(both)}")
+        late = [
+            n
+            for n, at in self._expiries.items()
+            if n in self._held and n not in self._pins and at < self._soonest
+        ]
+        if late:
+            raise AssertionError(f"expire before {self._soonest}, the soonest booked: {late}")

@@ -1,0 +1,145 @@
+"""Host memory: objects are the very buffers that were put."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ..eviction.base import EvictionPolicy
+from ..worth import ObjectName, Worth
+from .base import Held, TierError, TierFull
+from .ledger import Counts, Ledger, Refusal
+
+
+class MemoryTier:
+    """Objects in this process' memory, up to ``budget_bytes``; gone when it is closed.
+
+    :meth:`put` copies nothing: the buffer itself becomes the object.  Its owner gives it up and writes to it
+    no more; readers get read-only views of it.  A view of part of a larger buffer keeps all of that alive,
+    and only the part is counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        budget_bytes: int,
+        policy: EvictionPolicy,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name = name
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ledger = Ledger(budget_bytes, policy)
+        self._objects: dict[ObjectName, memoryview] = {}
+        self._open = False
+
+    @property
+    def counts(self) -> Counts:
+        """Objects evicted and expired so far."""
+        return self._ledger.counts
+
+    def open(self) -> None:
+        with self._lock:
+            self._open = True
+
+    def may_hold(self, name: ObjectName) -> bool:
+        # Without the lock: one look into a dict, and a writer may hold the lock for a while.
+        return name in self._ledger and not self._ledger.is_expired(name, self._clock())
+
+    def get(self, name: ObjectName, limit: int) -> memoryview | None:
+        with self._lock:
+            self._check_open()
+            self._drop_expired()
+            data = self._objects.get(name)
+            if data is None:
+                return None
+            if data.nbytes > limit:
+                self._remove(name)
+                return None
+            self._ledger.hit(name)
+            return data
+
+    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+        data = data.toreadonly()
+        worth = replace(worth, nbytes=data.nbytes)
+        with self._lock:
+            self._check_open()
+            self._drop_expired()
+            if name in self._ledger:
+                return
+            self._ledger.missed(name, worth)
+            plan = self._ledger.plan_put(name, worth)
+            if isinstance(plan, Refusal):
+                raise TierFull(f"{self.name}: {name}: {data.nbytes} bytes: {plan.value}")
+            self._ledger.reserve(plan)
+            for victim in plan.victims:
+                del self._objects[victim]
+            self._objects[name] = data
+            self._ledger.commit(plan)
+
+    def delete(self, name: ObjectName) -> bool:
+        with self._lock:
+            self._check_open()
+            self._drop_expired()
+            return self._remove(name)
+
+    def pin(self, name: ObjectName) -> None:
+        with self._lock:
+            self._drop_expired()
+            self._ledger.pin(name)
+
+    def unpin(self, name: ObjectName) -> None:
+        with self._lock:
+            self._ledger.unpin(name)
+
+    def expire(self, name: ObjectName, at: float | None) -> None:
+        with self._lock:
+            self._ledger.expire(name, at)
+
+    def held(self) -> Iterator[Held]:
+        with self._lock:
+            now = self._clock()
+            return iter([h for h in self._ledger.held() if not self._ledger.is_expired(h.name, now)])
+
+    def used(self) -> tuple[int, int]:
+        with self._lock:
+            self._drop_expired()
+            return self._ledger.used, self._ledger.budget
+
+    def clear(self) -> None:
+        with self._lock:
+            self._check_open()
+            self._ledger.clear()
+            self._objects.clear()
+
+    def close(self) -> None:
+        with self._lock:
+            self._open = False
+            self._ledger.clear()
+            self._ledger.close()
+            self._objects.clear()
+
+    def check_integrity(self) -> None:
+        """``AssertionError`` when books and objects differ."""
+        with self._lock:
+            self._ledger.check_integrity()
+            held = {h.name: h.worth.nbytes for h in self._ledger.held()}
+            kept = {name: data.nbytes for name, data in self._objects.items()}
+            if held != kept:
+                raise AssertionError(f"{self.name}: booked are {held}, kept are {kept}")
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise TierError(f"{self.name}: not open")
+
+    def _drop_expired(self) -> None:
+        for name in self._ledger.expired(self._clock()):
+            self._ledger.remove(name, expired=True)
+            del self._objects[name]
+
+    def _remove(self, name: ObjectName) -> bool:
+        self._objects.pop(name, None)
+        return self._ledger.remove(name)
