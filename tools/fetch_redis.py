@@ -1,4 +1,4 @@
-"""Put a redis-server into an environment for the tests: `fetch_redis.py .venv` makes `.venv/redis/redis-server`.
+"""Put a redis-server into an environment, for tests: `fetch_redis.py VENV` makes `VENV/redis/redis-server`.
 
 Nothing, where one is on PATH. Else Debian's packages are downloaded and unpacked, not installed: apt needs no
 root for that, with lists of its own if the machine has none. Where that fails, too, a warning is printed and

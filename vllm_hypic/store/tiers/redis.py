@@ -1,0 +1,223 @@
+"""Objects in a Redis server: one string value each, so that a write is whole or not there."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from ..worth import ObjectName, Worth
+from .base import Held, TierError, TierFull
+
+if TYPE_CHECKING:
+    import redis
+
+MAX_OBJECT_BYTES = 512 * 1024 * 1024
+"""Redis takes no longer string."""
+
+_CLEAR_BATCH = 500
+_LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_URL_FORM = (
+    "redis[s]://[[user]:password@]host[:port][/database] or unix://[[user]:password@]path[?db=database]"
+)
+
+T = TypeVar("T")
+
+
+class RedisTier:
+    """A tier in a Redis (or Valkey) server that the operator runs.
+
+    Whether objects survive a restart, and which are evicted when memory is short, is the server's
+    configuration (``appendonly``, ``maxmemory``, ``maxmemory-policy``): a pin keeps an object from
+    expiring, not from the server's eviction.  Pins are this process's own.
+
+    Several engines may share a server: equal ``name`` and ``namespace`` see the same objects.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        ttl_s: float | None = None,
+        namespace: str = "default",
+        connect_timeout_s: float = 1.0,
+        timeout_s: float = 2.0,
+    ) -> None:
+        """``url`` may hold a password: it is kept out of every message.  ``ttl_s``: seconds from the
+        writing to the expiry of objects that were given none of their own; ``None``: they stay.
+        ``timeout_s`` bounds each wait in which the server makes no progress, not a whole transfer.
+
+        Raises ``ValueError`` for a malformed argument and ``ImportError`` without redis-py.
+        """
+        for what, label in (("name", name), ("namespace", namespace)):
+            if not _LABEL.fullmatch(label):
+                raise ValueError(f"Redis tier: {what} is {label!r}, expected 1 to 64 of A-Z a-z 0-9 . _ -")
+        if ttl_s is not None and not ttl_s >= 0.001:
+            raise ValueError(f"Redis tier {name}: ttl_s is {ttl_s}, expected at least 0.001 seconds, or None")
+        self.name = name
+        self._prefix = f"hypic:{namespace}:{name}:"
+        self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
+        self._client, self._where = _client(name, url, connect_timeout_s, timeout_s)
+        self._opened = False
+        self._lock = threading.Lock()
+        self._pinned: dict[ObjectName, float | None] = {}
+        """Pinned objects, with the Unix time at which they expire once they are unpinned."""
+
+    def open(self) -> None:
+        self._opened = True
+        try:
+            self._ask(lambda: self._client.ping())
+        except TierError:
+            self._opened = False
+            raise
+
+    def may_hold(self, name: ObjectName) -> bool:
+        return True
+
+    def get(self, name: ObjectName, limit: int) -> memoryview | None:
+        found = self._ask(lambda: self._read(name, limit))
+        if found is not None and not 0 < len(found) <= limit:
+            self.delete(name)
+            return None
+        return None if found is None else memoryview(found)
+
+    def _read(self, name: ObjectName, limit: int) -> bytes | None:
+        """The object's first ``limit + 1`` bytes, so that no more of a longer one is transferred; ``b""`` for
+        a value that no tier wrote; ``None``: there is none."""
+        from redis.exceptions import ResponseError
+
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.exists(self._key(name))
+        pipeline.getrange(self._key(name), 0, limit)
+        exists, data = pipeline.execute(raise_on_error=False)
+        if isinstance(data, ResponseError) and str(data).startswith("WRONGTYPE"):
+            return b""
+        for answer in (exists, data):
+            if isinstance(answer, Exception):
+                raise answer
+        return cast(bytes, data) if data or exists else None
+
+    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+        if data.nbytes > MAX_OBJECT_BYTES:
+            raise TierFull(
+                f"tier {self.name}: an object of {data.nbytes} bytes; Redis takes {MAX_OBJECT_BYTES} at most"
+            )
+        with self._lock:
+            pinned = name in self._pinned
+            if pinned and self._ttl_ms is not None and self._pinned[name] is None:
+                self._pinned[name] = time.time() + self._ttl_ms / 1000
+        ttl_ms = None if pinned else self._ttl_ms
+        self._ask(lambda: self._client.set(self._key(name), data, nx=True, px=ttl_ms))
+
+    def delete(self, name: ObjectName) -> bool:
+        self._forget_expiry([name])
+        return self._ask(lambda: self._client.unlink(self._key(name))) > 0
+
+    def pin(self, name: ObjectName) -> None:
+        with self._lock:
+            if name in self._pinned:
+                return
+            self._pinned[name] = None
+        left_ms = self._ask(lambda: self._client.pttl(self._key(name)))
+        if left_ms >= 0:
+            with self._lock:
+                self._pinned[name] = time.time() + left_ms / 1000
+            self._ask(lambda: self._client.persist(self._key(name)))
+
+    def unpin(self, name: ObjectName) -> None:
+        with self._lock:
+            at = self._pinned.pop(name, None)
+        if at is not None:
+            self._expire_at(name, at)
+
+    def expire(self, name: ObjectName, at: float | None) -> None:
+        with self._lock:
+            if name in self._pinned:
+                self._pinned[name] = at
+                return
+        if at is None:
+            self._ask(lambda: self._client.persist(self._key(name)))
+        else:
+            self._expire_at(name, at)
+
+    def _expire_at(self, name: ObjectName, at: float) -> None:
+        self._ask(lambda: self._client.pexpireat(self._key(name), max(1, round(at * 1000))))
+
+    def held(self) -> Iterator[Held] | None:
+        """``None``: values carry no worth, and a shared server may hold any number of them."""
+        return None
+
+    def used(self) -> tuple[int, int | None]:
+        """The whole server's memory and its ``maxmemory``, whoever uses it."""
+        memory = self._ask(lambda: self._client.info("memory"))
+        return int(memory["used_memory"]), int(memory.get("maxmemory", 0)) or None
+
+    def clear(self) -> None:
+        """Also walks over the keys of others (``SCAN``): long on a large shared server, never blocking it."""
+        with self._lock:
+            names = list(self._pinned)
+        self._forget_expiry(names)
+        self._ask(self._unlink_all)
+
+    def _unlink_all(self) -> None:
+        batch: list[bytes] = []
+        for key in self._client.scan_iter(match=f"{self._prefix}*", count=_CLEAR_BATCH):
+            batch.append(key)
+            if len(batch) == _CLEAR_BATCH:
+                self._client.unlink(*batch)
+                batch.clear()
+        if batch:
+            self._client.unlink(*batch)
+
+    def close(self) -> None:
+        self._opened = False
+        self._client.connection_pool.disconnect()
+
+    def _key(self, name: ObjectName) -> str:
+        return self._prefix + name
+
+    def _forget_expiry(self, names: list[ObjectName]) -> None:
+        with self._lock:
+            for name in names:
+                if name in self._pinned:
+                    self._pinned[name] = None
+
+    def _ask(self, command: Callable[[], T]) -> T:
+        """What the server answers; its faults as :class:`TierError`.  Connections mend themselves."""
+        from redis.exceptions import OutOfMemoryError, RedisError
+
+        if not self._opened:
+            raise TierError(f"tier {self.name}: not open")
+        try:
+            return command()
+        except OutOfMemoryError as e:
+            raise TierFull(f"tier {self.name}: Redis at {self._where} is out of memory: {e}") from e
+        except (RedisError, OSError) as e:
+            raise TierError(f"tier {self.name}: Redis at {self._where}: {type(e).__name__}: {e}") from e
+
+
+def _client(name: str, url: str, connect_timeout_s: float, timeout_s: float) -> tuple[redis.Redis, str]:
+    """A client that holds no connection yet, and the server's address without its password."""
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError as e:
+        raise ImportError(f"tier {name} needs redis-py: pip install 'vllm-hypic[redis]'") from e
+    try:
+        pool = redis.ConnectionPool.from_url(
+            url,
+            socket_connect_timeout=connect_timeout_s,
+            socket_timeout=timeout_s,
+            # A connection of the pool is dead after the server's restart: a second one decides.
+            retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
+        )
+    except ValueError:
+        # Without the cause: the URL parser quotes what it does not understand, be it part of a password.
+        raise ValueError(f"tier {name}: malformed Redis URL; expected {_URL_FORM}") from None
+    settings = pool.connection_kwargs
+    settings["decode_responses"] = False  # the URL may ask for it; objects are bytes
+    where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+    return redis.Redis(connection_pool=pool), f"{where}/{settings.get('db', 0)}"
