@@ -113,9 +113,14 @@ setup(
             "pytest-asyncio",
             "pytest-timeout",
             "ruff==0.17.5",
+            "schemathesis",
         ],
     },
-    entry_points={"vllm.general_plugins": ["hypic = vllm_hypic:register"]},
+    entry_points={
+        "vllm.general_plugins": ["hypic = vllm_hypic:register"],
+        "vllm.endpoint_plugins": ["hypic_cache = vllm_hypic.api.plugin:CachePlugin"],
+        "console_scripts": ["vllm-hypic = vllm_hypic.cli:main"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
