@@ -1,0 +1,88 @@
+"""From options to a running store.  Tiers are imported when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import ConfigError
+from .config import (
+    DiskConfig,
+    LMCacheConfig,
+    LMCacheServerConfig,
+    MemoryConfig,
+    RedisConfig,
+    StoreConfig,
+    TierConfig,
+)
+from .eviction.make import make_policy
+from .record import PEEK_BYTES, Fault, peek_worth
+from .settings import StoreSettings, plain_memory
+from .tiered import TieredStore
+from .tiers.base import Tier
+from .worth import Worth
+
+
+def build_store(
+    config: StoreConfig, namespace: str, allocate: Callable[[int], memoryview] | None = None
+) -> TieredStore | None:
+    """The store of one worker, open; ``None`` without tiers.
+
+    Waits for the tiers to open, at most :attr:`StoreSettings.open_s`.  ``namespace`` separates the objects of
+    different models and layouts in tiers that are shared.  :class:`ConfigError` names the tier that cannot be
+    made.
+    """
+    if not config.tiers:
+        return None
+    settings = StoreSettings(
+        deadline_s=config.deadline_s,
+        queue_bytes=config.queue_bytes,
+        ttl_s=config.ttl_s,
+        allocate=allocate or plain_memory,
+    )
+    tiers = [_build(i, tier, config, namespace) for i, tier in enumerate(config.tiers)]
+    store = TieredStore(tiers, settings, appraise=_worth_of_record)
+    store.open()
+    return store
+
+
+def _build(i: int, tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
+    try:
+        return _make(tier, config, namespace)
+    except ImportError as e:
+        raise ConfigError(
+            f"hypic config: store.tiers[{i}]: a package of the {tier.type} tier is missing: {e}"
+        ) from e
+    except ValueError as e:
+        raise ConfigError(f"hypic config: store.tiers[{i}]: {e}") from e
+
+
+def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
+    match tier:
+        case MemoryConfig():
+            from .tiers.memory import MemoryTier
+
+            return MemoryTier(tier.name, tier.bytes, make_policy(config.eviction, config.admission))
+        case DiskConfig():
+            from .tiers.disk import DiskTier
+
+            policy = make_policy(config.eviction, config.admission)
+            return DiskTier(tier.name, Path(tier.path), tier.bytes, policy, durable=tier.durable)
+        case RedisConfig():
+            from .tiers.redis import RedisTier
+
+            return RedisTier(tier.name, tier.url, tier.ttl_s, namespace)
+        case LMCacheConfig():
+            from .tiers.lmcache import LMCacheTier
+
+            return LMCacheTier(tier.name, tier.l1_bytes, tier.l2, namespace)
+        case LMCacheServerConfig():
+            from .tiers.lmcache import LMCacheServerTier
+
+            return LMCacheServerTier(tier.name, tier.url, namespace)
+    raise TypeError(f"{type(tier).__name__} is no tier's configuration")
+
+
+def _worth_of_record(data: memoryview) -> Worth | None:
+    peeked = peek_worth(bytes(data[:PEEK_BYTES]))
+    return None if isinstance(peeked, Fault) else peeked[2]
