@@ -24,7 +24,10 @@ class EvictionPolicy(Protocol):
         """The object is gone: ``evicted`` for want of room, or else deleted, expired, lost."""
 
     def missed(self, key: str, worth: Worth) -> None:
-        """The object was asked for and not there (for policies that learn from what they lost)."""
+        """The object was asked for and not there; told before ``admits`` and ``added`` of the same asking.
+
+        For policies that learn from what they lost: an object refused now may be let in next time.
+        """
 
     def worst_first(self) -> Iterator[str]:
         """All held keys, the first to evict first.  Changes nothing.

@@ -5,21 +5,26 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from .base import EvictionPolicy
+from .flop_aware import Admission, FlopAwarePolicy
+from .lru import LruPolicy
+from .tuner import TunerMode
 
 PolicyName = Literal["lru", "flop-aware"]
-Admission = Literal["worth", "always"]
 
 
-def make_policy(name: PolicyName, admission: Admission = "worth") -> EvictionPolicy:
-    """A new policy, for one tier.  ``ValueError`` for names that are not allowed."""
-    if admission not in get_args(Admission):
-        raise ValueError(f"admission={admission!r}: expected {' or '.join(get_args(Admission))}")
-    if name == "lru":
-        from .lru import LruPolicy
+def make_policy(
+    name: PolicyName, admission: Admission = "worth", tuner: TunerMode = "background"
+) -> EvictionPolicy:
+    """A new policy, for one tier.  ``ValueError`` for names that are not allowed.
 
-        return LruPolicy()
-    if name == "flop-aware":
-        from .flop_aware import FlopAwarePolicy
-
-        return FlopAwarePolicy()
-    raise ValueError(f"eviction={name!r}: expected {' or '.join(get_args(PolicyName))}")
+    ``lru`` knows no worth and lets everything in, whatever ``admission`` says.  ``tuner`` "inline" tunes on
+    the caller's thread, so that the same calls have the same outcome every time.  Close the policy after use.
+    """
+    for what, value, allowed in (
+        ("eviction", name, get_args(PolicyName)),
+        ("admission", admission, get_args(Admission)),
+        ("tuner", tuner, get_args(TunerMode)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{what}={value!r}: expected {' or '.join(allowed)}")
+    return LruPolicy() if name == "lru" else FlopAwarePolicy(admission, tuner)

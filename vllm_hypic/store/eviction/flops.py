@@ -1,0 +1,199 @@
+"""FLOPs of a prefill from a model's layer shapes: what a cached segment saves.
+
+Counted are the multiplications and additions of matrix products, of attention's quadratic part and of the
+recurrences; left out are norms, activations, rotations, embeddings and the head, which prefill runs for one
+token only.  A product of ``[1, m]`` with ``[m, n]`` is ``2 m n``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One full-attention layer; ``gated``: the query's projection is twice as wide, half of it a gate."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    gated: bool = False
+
+    def per_token(self, hidden: int) -> float:
+        width = self.heads * self.head_size
+        query = width * (2 if self.gated else 1)
+        return 2.0 * hidden * (query + 2 * self.kv_heads * self.head_size + width)
+
+    def pairs(self, tokens: int) -> float:
+        """Scores and weighted values of all causal pairs, a token with itself included."""
+        return 4.0 * self.heads * self.head_size * tokens * (tokens + 1) / 2
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """One gated delta rule layer (GDN): projections (q, k, v, z, two gates a head), convolution, state."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    conv_width: int = 4
+
+    def per_token(self, hidden: int) -> float:
+        keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
+        mixed = 2 * keys + values
+        projections = 2.0 * hidden * (mixed + values + 2 * self.value_heads + values)
+        # On the state [key, value] of each head: decay, read with k, add an outer product, read with q.
+        update = (1 + 2 + 2 + 2) * self.value_heads * self.key_size * self.value_size
+        return projections + 2.0 * self.conv_width * mixed + update
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """One Mamba2 layer: projections to z, x, B, C and a step a head, convolution, update."""
+
+    heads: int
+    head_size: int
+    state_size: int
+    groups: int = 1
+    conv_width: int = 4
+
+    def per_token(self, hidden: int) -> float:
+        inner = self.heads * self.head_size
+        mixed = inner + 2 * self.groups * self.state_size
+        projections = 2.0 * hidden * (inner + mixed + self.heads + inner)
+        # On the state [head size, state] of each head: decay, add an outer product, read with C.
+        update = (1 + 2 + 2) * inner * self.state_size
+        return projections + 2.0 * self.conv_width * mixed + update
+
+
+@dataclass(frozen=True)
+class UnknownLinear:
+    """A linear layer whose shapes are not known: q, k, v, gate and output of the hidden size, and a state of
+    ``head_size`` a channel."""
+
+    head_size: int
+
+    def per_token(self, hidden: int) -> float:
+        return 2.0 * hidden * 5 * hidden + 5.0 * hidden * self.head_size
+
+
+Linear = GatedDelta | Mamba2 | UnknownLinear
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A dense MLP of three projections (gate, up, down); ``intermediate`` 0: none."""
+
+    intermediate: int
+
+    def per_token(self, hidden: int) -> float:
+        return 2.0 * 3 * hidden * self.intermediate
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture: ``active`` of ``total`` experts a token, the router, and a shared expert with its gate."""
+
+    total: int
+    active: int
+    intermediate: int
+    shared_intermediate: int = 0
+
+    def per_token(self, hidden: int) -> float:
+        shared = 3 * hidden * self.shared_intermediate + (hidden if self.shared_intermediate else 0)
+        return 2.0 * (hidden * self.total + self.active * 3 * hidden * self.intermediate + shared)
+
+
+@dataclass(frozen=True)
+class FlopModel:
+    """Shapes of a model's layers; every layer has the same MLP."""
+
+    hidden: int
+    attention_layers: int
+    linear_layers: int
+    attention: Attention
+    linear: Linear
+    mlp: Mlp | Experts
+    per_token: float = field(init=False)
+    """FLOPs of one token without attention's pairs."""
+
+    def __post_init__(self) -> None:
+        layers = self.attention_layers + self.linear_layers
+        per_token = (
+            self.attention_layers * self.attention.per_token(self.hidden)
+            + self.linear_layers * self.linear.per_token(self.hidden)
+            + layers * self.mlp.per_token(self.hidden)
+        )
+        object.__setattr__(self, "per_token", per_token)
+
+    def prefill(self, tokens: int) -> float:
+        """FLOPs of a prefill of so many tokens, from position 0."""
+        return tokens * self.per_token + self.attention_layers * self.attention.pairs(tokens)
+
+    @classmethod
+    def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
+        """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next, Bamba and
+        Nemotron-H use.
+
+        What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
+        heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
+        :class:`UnknownLinear`.  Worths are compared among records of one model, so that a wrong factor does
+        no harm; what matters is the ratio of the quadratic part.
+        """
+        hidden = _number(text_config, 4096, "hidden_size", "d_model", "n_embd")
+        heads = _number(text_config, max(1, hidden // 128), "num_attention_heads", "n_head")
+        linear = _linear(text_config, hidden, max(1, hidden // heads))
+        attention = Attention(
+            heads=heads,
+            kv_heads=_number(text_config, heads, "num_key_value_heads"),
+            head_size=_number(text_config, max(1, hidden // heads), "head_dim", "attention_head_dim"),
+            # Qwen3-Next and Qwen3.5 gate the output and do not say so.
+            gated=bool(getattr(text_config, "attn_output_gate", isinstance(linear, GatedDelta))),
+        )
+        mlp = _mlp(text_config, hidden)
+        return cls(hidden, attention_layers, linear_layers, attention, linear, mlp)
+
+
+def _linear(config: object, hidden: int, head_size: int) -> Linear:
+    if value_heads := _number(config, 0, "linear_num_value_heads"):
+        key_size = _number(config, 128, "linear_key_head_dim")
+        return GatedDelta(
+            key_heads=_number(config, value_heads, "linear_num_key_heads"),
+            value_heads=value_heads,
+            key_size=key_size,
+            value_size=_number(config, key_size, "linear_value_head_dim"),
+            conv_width=_number(config, 4, "linear_conv_kernel_dim"),
+        )
+    if heads := _number(config, 0, "mamba_num_heads", "mamba_n_heads"):
+        inner = _number(config, 2, "mamba_expand", "expand") * hidden
+        return Mamba2(
+            heads=heads,
+            head_size=_number(config, max(1, inner // heads), "mamba_head_dim", "mamba_d_head"),
+            state_size=_number(config, 128, "ssm_state_size", "mamba_d_state"),
+            groups=_number(config, 1, "n_groups", "mamba_n_groups"),
+            conv_width=_number(config, 4, "conv_kernel", "mamba_d_conv"),
+        )
+    return UnknownLinear(head_size)
+
+
+def _mlp(config: object, hidden: int) -> Mlp | Experts:
+    active = _number(config, 0, "num_experts_per_tok", "moe_topk")
+    intermediate = _number(config, 0, "moe_intermediate_size")
+    if active and intermediate:
+        return Experts(
+            total=_number(config, 0, "num_experts", "num_local_experts", "n_routed_experts"),
+            active=active,
+            intermediate=intermediate,
+            shared_intermediate=_number(config, 0, "shared_expert_intermediate_size"),
+        )
+    return Mlp(_number(config, 4 * hidden, "intermediate_size"))
+
+
+def _number(config: object, default: int, *names: str) -> int:
+    """The first of these attributes that is a positive integer."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return default

@@ -1,0 +1,115 @@
+"""Held objects in order of recency and worth, without sorting them.
+
+The score is ``recency * density ** alpha``: recency is 1 over the time since the object's last use, density
+its FLOPs saved per byte relative to the densest one held.  In logarithms that is recency plus ``alpha`` times
+worth, both normalised.  Log-age rather than age, because the chance of another use falls about with 1 over the
+time since the last; ``docs/benchmarks/eviction.md`` compares the two.
+
+Densities are rounded to half octaves.  Objects of one such grade are ordered by use alone, so the worst
+object is the oldest of one of a few dozen grades, whatever ``alpha`` is: it can change at any time, and a
+use is O(1).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from ..worth import Worth
+
+GRADES_PER_OCTAVE = 2
+_TINY = 1e-300
+_STEEPEST = 600.0  # exp() of it is finite, with room for ages
+
+
+def grade(worth: Worth) -> int:
+    """Density in half octaves: the logarithm to base ``sqrt(2)`` of FLOPs per byte, rounded."""
+    return round(GRADES_PER_OCTAVE * math.log2(max(worth.flops_per_byte, _TINY)))
+
+
+def weight(grade: int, best: int, alpha: float) -> float:
+    """What multiplies an object's age: ``(density of best / density of grade) ** alpha``, at least 1."""
+    return math.exp(min(_STEEPEST, alpha * (best - grade) * math.log(2) / GRADES_PER_OCTAVE))
+
+
+class Ranking:
+    """Objects with their grade and the time of their last use; times only grow."""
+
+    def __init__(self) -> None:
+        self._grades: dict[str, int] = {}
+        self._orders: dict[int, OrderedDict[str, int]] = {}  # grade -> key -> last use, oldest first
+        self._changes = 0
+
+    def __len__(self) -> int:
+        return len(self._grades)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._grades
+
+    def used(self, key: str) -> int:
+        """Time of last use; ``KeyError`` for unknown keys.  Changes nothing."""
+        return self._orders[self._grades[key]][key]
+
+    def put(self, key: str, grade: int, now: int) -> None:
+        """Add the object, used just now; or a new grade and use for one that is there."""
+        self.drop(key)
+        self._grades[key] = grade
+        self._orders.setdefault(grade, OrderedDict())[key] = now
+
+    def touch(self, key: str, now: int) -> None:
+        """The object is used; ``KeyError`` for unknown keys."""
+        self._changes += 1
+        order = self._orders[self._grades[key]]
+        order[key] = now
+        order.move_to_end(key)
+
+    def regrade(self, key: str, grade: int) -> None:
+        """Another grade, no use; ``KeyError`` for unknown keys.  O(objects of that grade), and rare."""
+        if grade == self._grades[key]:
+            return
+        used = self.used(key)
+        self.drop(key)
+        self._grades[key] = grade
+        order = self._orders.setdefault(grade, OrderedDict())
+        order[key] = used
+        for later in [k for k, at in order.items() if at > used]:
+            order.move_to_end(later)
+
+    def drop(self, key: str) -> None:
+        """Remove the object; unknown keys are ignored."""
+        self._changes += 1
+        grade = self._grades.pop(key, None)
+        if grade is not None:
+            del self._orders[grade][key]
+            if not self._orders[grade]:
+                del self._orders[grade]
+
+    def worst_first(self, now: int, alpha: float) -> Iterator[str]:
+        """All keys by score at time ``now`` (not before the last use), equal ones by last use.
+
+        Costs O(grades), then O(log grades) a key.  ``RuntimeError`` when the ranking is changed before the
+        walk ends.
+        """
+        best = max(self._orders, default=0)
+        changes = self._changes
+        # An entry is (- weighted age, last use, ...): uses are unique, so that comparison ends there.
+        heap = []
+        for grade, order in self._orders.items():
+            factor = weight(grade, best, alpha)
+            rest = iter(order.items())
+            key, used = next(rest)
+            heap.append((-(now + 1 - used) * factor, used, key, factor, rest))
+        heapq.heapify(heap)
+        while heap:
+            if self._changes != changes:
+                raise RuntimeError("the policy was changed while its worst objects were walked")
+            _, _, key, factor, rest = heap[0]
+            following = next(rest, None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                used = following[1]
+                heapq.heapreplace(heap, (-(now + 1 - used) * factor, used, following[0], factor, rest))
+            yield key
