@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import ConfigError
 from .primitives.policies import LinkError, parse_link
 from .primitives.tokens import PrimitiveIds, PrimitiveTexts
+from .store.config import StoreConfig
+
+__all__ = ["SECTION", "ConfigError", "HypicConfig"]
 
 SECTION = "hypic"
 """Key of our options inside ``--additional-config``."""
-
-
-class ConfigError(ValueError):
-    """A bad option of the plugin: the message names the value and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class HypicConfig:
     dead_transition: float = 2.0**-25
     """A head whose transition has no larger entry is dead: its transition is neither stored nor applied. The
     default is what rounds to zero in storage."""
+    store: StoreConfig = field(default_factory=StoreConfig)
+    """Tiers behind the pool, and what leaves pool and tiers first: see ``store/config.py``."""
+    max_pinned_fraction: float = 0.5
+    """Share of the pool that pinned records may take."""
     tokens: PrimitiveTexts = field(default_factory=PrimitiveTexts)
     """Text forms of separator, PDep and padding."""
     token_ids: PrimitiveIds | None = None
@@ -70,6 +74,7 @@ class HypicConfig:
         _number(
             "expected_live_heads", self.expected_live_heads, lambda x: 0 < x <= 1, "above 0 and at most 1"
         )
+        _number("max_pinned_fraction", self.max_pinned_fraction, lambda x: 0 <= x < 1, "from 0 to below 1")
         _number("dead_transition", self.dead_transition, lambda x: 0 <= x < 1, "from 0 to below 1")
 
     @staticmethod
@@ -83,6 +88,8 @@ class HypicConfig:
                 f"hypic config: unknown option {unknown[0]!r}; expected one of {', '.join(sorted(known))}"
             )
         values = dict(options)
+        if "store" in values and not isinstance(values["store"], StoreConfig):
+            values["store"] = StoreConfig.from_mapping(values["store"])
         try:
             if "tokens" in values and not isinstance(values["tokens"], PrimitiveTexts):
                 values["tokens"] = PrimitiveTexts.from_mapping(values["tokens"])
@@ -96,7 +103,7 @@ class HypicConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON-like options: the inverse of :meth:`from_mapping`."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "store": self.store.to_mapping()}
 
 
 def _number(name: str, value: object, allowed: Callable[[float], bool], says: str) -> None:

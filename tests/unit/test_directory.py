@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_hypic.connector.directory import Lookup, Need, SegmentDirectory
 from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.store.eviction.make import make_policy
 
 PAGES, SLOTS, PAGE_TOKENS, TILES = 12, 5, 4, 10
 NEEDS = {
@@ -21,7 +22,7 @@ NEEDS = {
 
 
 def directory(pages: int = PAGES, slots: int = SLOTS, tiles: int = 100) -> SegmentDirectory:
-    return SegmentDirectory(pages, slots, PAGE_TOKENS, tiles)
+    return SegmentDirectory(pages, slots, PAGE_TOKENS, tiles, policy=make_policy("lru"))
 
 
 def wanted(*keys: str) -> dict[SegmentKey, Need]:

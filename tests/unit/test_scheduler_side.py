@@ -29,7 +29,7 @@ def side(**options: Any) -> SchedulerSide:
 
 
 def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -> None:
-    plan = on.plan(Ask(name, tokens, extra or None, None, None))
+    plan = on.plan(Ask(tokens, extra or None, None, None))
     assert plan is not None
     on.admit(name, plan)
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.distributed import get_tensor_model_parallel_rank
+
 from ..config import HypicConfig
 from ..primitives.keys import Namespace
 from ..primitives.tokens import PrimitiveIds
+from ..store.build import build_store
+from ..store.eviction.flops import FlopModel
+from .fingerprint import fingerprint
 from .geometry import PoolGeometry, pool_geometry
+from .pool import DevicePool
+from .record_codec import RankPart, RecordCodec
 from .scheduler_side import SchedulerSide
+from .store_link import StoreLink
 from .worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -36,6 +44,7 @@ def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
         {
             "model": model.model,
             "revision": model.revision,
+            "weights": fingerprint(vllm_config),
             "dtype": str(model.dtype),
             "quantization": model.quantization,
             "attention": [str(a) for a in geometry.attention],
@@ -73,8 +82,28 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         namespace_of(vllm_config, geometry),
         vllm_config.model_config.max_model_len,
         lambda: primitive_ids_of(vllm_config, config),
+        _flop_model(vllm_config, geometry).prefill,
+        vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
+def _flop_model(vllm_config: VllmConfig, geometry: PoolGeometry) -> FlopModel:
+    return FlopModel.from_hf_config(
+        vllm_config.model_config.hf_text_config,
+        attention_layers=len(geometry.attention),
+        linear_layers=len(geometry.linear),
     )
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
-    return WorkerSide(geometry_of(vllm_config, kv_cache_config), config_of(vllm_config))
+    geometry, config = geometry_of(vllm_config, kv_cache_config), config_of(vllm_config)
+    namespace = namespace_of(vllm_config, geometry)
+
+    def open_store(pool: DevicePool) -> StoreLink | None:
+        store = build_store(config.store, namespace.digest)
+        if store is None:
+            return None
+        part = RankPart(get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size)
+        return StoreLink(store, RecordCodec(pool, namespace, part), pool)
+
+    return WorkerSide(geometry, config, open_store)

@@ -60,10 +60,8 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
-        metadata = HypicMetadata(
-            finished=set(scheduler_output.finished_req_ids),
-            dropped_slots=self.scheduler.directory.take_dropped_slots(),
-        )
+        metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
+        self.scheduler.instruct(metadata)
         for new in scheduler_output.scheduled_new_reqs:
             if (stream := self.scheduler.stream_plan(new.req_id)) is not None:
                 metadata.streams[new.req_id] = stream
@@ -91,6 +89,9 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return None if self.scheduler is None else HypicStats.of(self.scheduler.take_counters())
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler is not None and self.scheduler.has_orders
 
     def reset_cache(self) -> bool | None:
         return None if self.scheduler is None else self.scheduler.reset()
@@ -136,3 +137,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None if self.worker is None else self.worker.take_report()
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.close()

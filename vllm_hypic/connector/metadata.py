@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+from ..primitives.keys import SegmentKey
+from ..store.protocol import StoreStats
+from ..store.totals import add_stats
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,41 @@ class StreamPlan:
 
 
 @dataclass(frozen=True)
+class RecordPlace:
+    """A record and its place in the pool: what the worker needs to move it to the store, or from there.
+
+    ``column_slots [columns]`` int64; ``worth_tokens`` and ``worth_flops`` are those of a hit.
+    """
+
+    serial: int
+    key: SegmentKey
+    slot: int
+    column_slots: np.ndarray
+    leading: bool
+    worth_tokens: int
+    worth_flops: float
+
+
+class StoreAction(Enum):
+    """What the scheduler tells the store about a record."""
+
+    DELETE = "delete"
+    PIN = "pin"
+    UNPIN = "unpin"
+    EXPIRE = "expire"
+    CLEAR = "clear"
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """``key`` is ``None`` for CLEAR; ``at`` (Unix time, ``None``: never) is EXPIRE's."""
+
+    action: StoreAction
+    key: SegmentKey | None = None
+    at: float | None = None
+
+
+@dataclass(frozen=True)
 class CapturePlan:
     """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
 
@@ -76,6 +116,8 @@ class CapturePlan:
     leading: bool
     serial: int = 0
     """Number of the record, by which the worker reports how many tiles it took."""
+    stored: RecordPlace | None = None
+    """Given when the record goes to the store once it is complete."""
 
     def local_positions(self, start: int, stop: int) -> np.ndarray:
         """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""
@@ -93,16 +135,47 @@ class HypicMetadata(KVConnectorMetadata):
     finished: set[str] = field(default_factory=set)
     dropped_slots: list[int] = field(default_factory=list)
     """Slots whose records are gone: their tiles are free."""
+    loads: list[RecordPlace] = field(default_factory=list)
+    """Records to fetch from the store."""
+    orders: list[StoreOrder] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoadCount:
+    """How many ranks have fetched their part of a record, and how many could not."""
+
+    taken: int = 0
+    missed: int = 0
+    tier: str = ""
+    """Where it was found, of one rank."""
+
+    def __add__(self, other: LoadCount) -> LoadCount:
+        return LoadCount(self.taken + other.taken, self.missed + other.missed, self.tier or other.tier)
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """A step's news from the worker: ``tiles`` that each completed record keeps, by its number."""
+    """A step's news from the worker.
+
+    ``tiles`` that each completed record keeps and ``loads`` that ended, by the records' numbers; keys of
+    records ``handed`` to the store; what the store counted since the last report (levels: now).
+    """
 
     tiles: dict[int, int] = field(default_factory=dict)
+    loads: dict[int, LoadCount] = field(default_factory=dict)
+    handed: set[SegmentKey] = field(default_factory=set)
+    store: StoreStats | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Ranks hold different heads of a record: the scheduler counts what the fullest needs."""
         assert isinstance(other, WorkerReport)
         serials = self.tiles.keys() | other.tiles.keys()
-        return WorkerReport({s: max(self.tiles.get(s, 0), other.tiles.get(s, 0)) for s in serials})
+        return WorkerReport(
+            {s: max(self.tiles.get(s, 0), other.tiles.get(s, 0)) for s in serials},
+            {
+                s: self.loads.get(s, LoadCount()) + other.loads.get(s, LoadCount())
+                for s in self.loads.keys() | other.loads.keys()
+            },
+            self.handed & other.handed,
+            add_stats(self.store, other.store),
+        )

@@ -71,6 +71,11 @@ class DevicePool:
             for g in geometry.linear:
                 self.linear[g.layer] = LinearRecords.allocate(g, slots, tiles, device)
 
+    def offer_tiles(self, slot: int) -> None:
+        """A record is about to be filled: every head of every layer gets a tile."""
+        for records in self.linear.values():
+            records.held.offer([slot])
+
     def settle_tiles(self, slot: int) -> int:
         """A record is complete: take back the tiles of its dead heads; returns how many it keeps."""
         return sum(records.held.settle(slot) for records in self.linear.values())

@@ -1,15 +1,16 @@
 """Scheduler half: admits requests, keeps the directory, says who may run.
 
 Life of a composed request here: :meth:`admit` (plan, tokens become the stream) -> :meth:`pump`
-(pins its records, asks for segment requests) -> :meth:`ready` -> :meth:`stream_plan` on its first
-step -> :meth:`finished` (unpin).
+(pins its records, has the missing ones fetched from the store or computed by segment requests) ->
+:meth:`ready` -> :meth:`stream_plan` on its first step -> :meth:`finished` (unpin).
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,9 +20,23 @@ from ..primitives.options import link_of_request
 from ..primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
-from .directory import Entry, Lookup, Need, SegmentDirectory
+from ..store.eviction.make import make_policy
+from ..store.protocol import StoreStats
+from ..store.totals import append_stats, numbers_of
+from ..store.worth import Worth
+from .directory import Entry, Lookup, Need, SegmentDirectory, Space
 from .geometry import PoolGeometry
-from .metadata import CapturePlan, ComposePoint, StreamPlan, WorkerReport
+from .metadata import (
+    CapturePlan,
+    ComposePoint,
+    HypicMetadata,
+    LoadCount,
+    RecordPlace,
+    StoreAction,
+    StoreOrder,
+    StreamPlan,
+    WorkerReport,
+)
 from .stats import HypicCounters
 
 
@@ -29,7 +44,6 @@ from .stats import HypicCounters
 class Ask:
     """What the planner needs to know of a request."""
 
-    request_id: str
     token_ids: list[int]
     extra_args: dict | None
     salt: str | None
@@ -55,7 +69,12 @@ class _Composed:
     acquired: bool = False
     fresh: set[SegmentKey] = field(default_factory=set)
     """Records that this request itself had to have computed."""
-    hit_tokens: int = 0
+    undecided: set[SegmentKey] = field(default_factory=set)
+    """Records that this request asked the store for, and that may yet have to be computed."""
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(s.columns for s in self.plan.segments if s.key not in self.fresh)
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,29 @@ class _Capture:
 
     key: SegmentKey
     segment: CachedSegment
+
+
+class PinRefused(ValueError):
+    """Pinning the record would leave too little of the pool to others."""
+
+
+@dataclass(frozen=True)
+class RecordState:
+    """Where a record stands: complete in the pool, being made, or neither; its bytes there.  ``stored``: the
+    store was given it by this engine, or found it (a tier may have evicted it since)."""
+
+    resident: bool
+    pending: bool
+    nbytes: int
+    stored: bool
+
+
+@dataclass
+class _Load:
+    """A record being fetched from the store; how many ranks have said what."""
+
+    key: SegmentKey
+    count: LoadCount = field(default_factory=LoadCount)
 
 
 class SchedulerSide:
@@ -76,19 +118,36 @@ class SchedulerSide:
         namespace: Namespace,
         max_model_len: int,
         primitive_ids: Callable[[], PrimitiveIds],
+        prefill_flops: Callable[[int], float] = float,
+        ranks: int = 1,
     ) -> None:
+        """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
+        part of every record."""
         self.config, self.geometry, self.namespace = config, geometry, namespace
         self.max_model_len = max_model_len
         self._primitive_ids = primitive_ids
         self._ids: PrimitiveIds | None = None
+        self._prefill_flops, self._ranks = prefill_flops, ranks
         self.directory = SegmentDirectory(
-            geometry.pages, geometry.slots, geometry.page_tokens, geometry.tiles
+            geometry.pages,
+            geometry.slots,
+            geometry.page_tokens,
+            geometry.tiles,
+            policy=make_policy(config.store.eviction),
         )
         self.counters = HypicCounters()
         self._composed: dict[str, _Composed] = {}
         self._pending: OrderedDict[str, None] = OrderedDict()
         self._captures: dict[str, _Capture] = {}
         self._lost: list[SegmentKey] = []
+        self._loading: dict[int, _Load] = {}
+        self._to_load: list[RecordPlace] = []
+        self._orders: list[StoreOrder] = []
+        self._store: StoreStats | None = None
+        self._stored: set[SegmentKey] = set()
+        self._expiry: dict[SegmentKey, float] = {}
+        self._dropping: set[SegmentKey] = set()
+        """Dropped while they were being made or used."""
         self._jobs = 0
         self._held: set[str] = set()
 
@@ -121,15 +180,21 @@ class SchedulerSide:
             parse_prompt(ask.token_ids, self.ids),
             method,
             self.namespace.scoped(salt=ask.salt, lora=ask.lora),
-            PoolLimits(
-                self.geometry.pages if self.geometry.attention else 1 << 60,
-                self.geometry.slots,
-                self.geometry.page_tokens,
-                self.max_model_len - 1,
-                self.geometry.tiles,
-                self.geometry.record_tiles,
-            ),
+            self._limits(),
             min_segment_tokens=self.config.min_segment_tokens,
+        )
+
+    def _limits(self) -> PoolLimits:
+        """What a request may take: everything but what records hold that nobody may evict."""
+        kept, total = self.directory.kept_space(), self.directory.total
+        return PoolLimits(
+            total.pages - kept.pages if self.geometry.attention else 1 << 60,
+            total.slots - kept.slots,
+            self.geometry.page_tokens,
+            self.max_model_len - 1,
+            total.tiles - kept.tiles,
+            self.geometry.record_tiles,
+            self.directory.kept,
         )
 
     def admit(self, request_id: str, plan: PromptPlan) -> None:
@@ -144,7 +209,9 @@ class SchedulerSide:
     def _need(self, segment: CachedSegment) -> Need:
         """At most one tile per head of every linear layer; nothing stands before a leading segment."""
         leading = segment.role is Role.LEADING
-        return Need(segment.columns, 0 if leading else self.geometry.record_tiles)
+        need = Need(segment.columns, 0 if leading else self.geometry.record_tiles)
+        nbytes = self._bytes(self.directory.space_for(need))
+        return replace(need, worth=Worth(segment.columns, self._prefill_flops(segment.stop), nbytes))
 
     def pump(self) -> list[SegmentJob]:
         """Pin records for waiting requests, first come first served, and list the segments to compute.
@@ -152,6 +219,7 @@ class SchedulerSide:
         Strictly in order: nobody overtakes a request that waits for room, so it cannot starve, and
         every plan fits the empty pool, so it cannot wait for ever.
         """
+        self._drop_expired()
         jobs = [self._job(key, owner) for key, owner in self._take_lost()]
         for request_id in list(self._pending):
             composed = self._composed[request_id]
@@ -162,15 +230,40 @@ class SchedulerSide:
                 break
             del self._pending[request_id]
             composed.acquired = True
-            composed.fresh = {e.key for e in reserved}
-            composed.hit_tokens = sum(
-                s.columns for s in composed.plan.segments if s.key not in composed.fresh
-            )
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
-            self.counters.tokens_reused += composed.hit_tokens
-            self.counters.tokens_computed += composed.plan.n_logical - composed.hit_tokens
-            jobs += [self._job(e.key, request_id) for e in reserved]
+            missing = {e.key for e in reserved}
+            if self.config.store.tiers:
+                composed.undecided = missing
+                for entry in reserved:
+                    self._fetch(entry, composed)
+            else:
+                composed.fresh = missing
+                jobs += [self._job(e.key, request_id) for e in reserved]
+            if not composed.undecided:
+                self._count(composed)
         return jobs
+
+    def _fetch(self, entry: Entry, composed: _Composed) -> None:
+        """Ask the worker for a record; what the store does not have is computed after all."""
+        segment = next(s for s in composed.plan.segments if s.key == entry.key)
+        self._loading[entry.serial] = _Load(entry.key)
+        self._to_load.append(self._place(entry, segment.role))
+
+    def _count(self, composed: _Composed) -> None:
+        """It is known which of the request's records were reused."""
+        self.counters.tokens_reused += composed.hit_tokens
+        self.counters.tokens_computed += composed.plan.n_logical - composed.hit_tokens
+
+    def _decide(self, key: SegmentKey, *, found: bool) -> None:
+        """The store has answered."""
+        for composed in self._composed.values():
+            if key in composed.undecided:
+                composed.undecided.discard(key)
+                self.counters.segments_hit += found
+                if not found:
+                    composed.fresh.add(key)
+                if not composed.undecided:
+                    self._count(composed)
 
     def _take_lost(self) -> list[tuple[SegmentKey, str]]:
         """Records whose segment request died and for which a request still waits."""
@@ -266,6 +359,18 @@ class SchedulerSide:
             positions=positions,
             leading=segment.role is Role.LEADING,
             serial=entry.serial,
+            stored=self._place(entry, segment.role) if self.config.store.tiers else None,
+        )
+
+    def _place(self, entry: Entry, role: Role) -> RecordPlace:
+        return RecordPlace(
+            entry.serial,
+            entry.key,
+            entry.slot,
+            self._column_slots(entry),
+            role is Role.LEADING,
+            entry.worth.tokens,
+            entry.worth.flops,
         )
 
     def _column_slots(self, entry: Entry) -> np.ndarray:
@@ -290,14 +395,121 @@ class SchedulerSide:
             if composed.acquired:
                 self.directory.release(composed.wanted)
 
+    # -- the store -----------------------------------------------------------------------------
+
+    def instruct(self, metadata: HypicMetadata) -> None:
+        """Give the worker the loads and orders that came up since the last step."""
+        metadata.dropped_slots = self.directory.take_dropped_slots()
+        # A record that was being made or used when it was dropped may have reached the store since.
+        for key in self._gone():
+            self._dropping.discard(key)
+            self._order(StoreAction.DELETE, key)
+        metadata.loads, self._to_load = self._to_load, []
+        metadata.orders, self._orders = self._orders, []
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the worker must be stepped although no request runs."""
+        return bool(self._orders or self._gone())
+
+    def _gone(self) -> list[SegmentKey]:
+        return [k for k in self._dropping if self.directory.lookup(k) is Lookup.MISS]
+
     def absorb(self, report: WorkerReport) -> None:
         """Take in what the worker says of a step."""
         for serial, tiles in report.tiles.items():
-            self.directory.shrink(serial, tiles)
+            self.directory.shrink(serial, tiles, self.geometry.tile_bytes)
+        for serial, count in report.loads.items():
+            self._loaded(serial, count)
+        self._stored |= report.handed
+        if report.store is not None:
+            self._store = append_stats(self._store, report.store)
+            for tier in self._store.tiers.values():
+                tier.read_seconds = tier.write_seconds = []  # not kept: the metrics have them
+            self.counters.store = append_stats(self.counters.store, report.store)
+
+    def _loaded(self, serial: int, count: LoadCount) -> None:
+        load = self._loading[serial]
+        load.count += count
+        if load.count.taken + load.count.missed < self._ranks:
+            return
+        del self._loading[serial]
+        found = not load.count.missed
+        self._decide(load.key, found=found)
+        if found:
+            self._stored.add(load.key)
+            self.counters.segments_loaded += 1
+            self.directory.commit(load.key)
+        else:
+            self._stored.discard(load.key)
+            self._lost.append(load.key)
+
+    def pin_record(self, key: SegmentKey) -> None:
+        """The record never leaves, neither the pool nor the store; also when it comes later.
+
+        Raises :class:`PinRefused` when pinned records would take more of the pool than
+        ``max_pinned_fraction``.
+        """
+        entry = self.directory.get(key) if self.directory.lookup(key) is not Lookup.MISS else None
+        if entry is not None and key not in self.directory.kept:
+            total, kept = self.directory.total, self.directory.kept_space() + entry.space
+            share = self.config.max_pinned_fraction
+            if not Space(int(total.pages * share), int(total.slots * share), int(total.tiles * share)).covers(
+                kept
+            ):
+                raise PinRefused(
+                    f"pinned records would take {self._bytes(kept)} bytes of the pool's "
+                    f"{self.geometry.nbytes}: at most {share:.0%} of its pages, state slots and tiles may "
+                    "be pinned; unpin others, or raise max_pinned_fraction or pool_bytes"
+                )
+        self.directory.keep(key)
+        self._order(StoreAction.PIN, key)
+
+    def unpin_record(self, key: SegmentKey) -> None:
+        """Undo :meth:`pin_record`."""
+        self.directory.unkeep(key)
+        self._order(StoreAction.UNPIN, key)
+
+    def drop_record(self, key: SegmentKey) -> None:
+        """Forget the record: in the store at once, in the pool as soon as no request uses it."""
+        self._expiry.pop(key, None)
+        self.directory.unkeep(key)
+        if self.directory.lookup(key) is not Lookup.MISS:
+            self._dropping.add(key)
+        self.directory.discard(key)
+        self._stored.discard(key)
+        self._order(StoreAction.DELETE, key)
+
+    def expire_record(self, key: SegmentKey, at: float | None) -> None:
+        """The record is dropped at Unix time ``at``; ``None``: never."""
+        self._expiry.pop(key, None)
+        if at is not None:
+            self._expiry[key] = at
+        self._order(StoreAction.EXPIRE, key, at)
+
+    def _drop_expired(self) -> None:
+        now = time.time()
+        for key in [k for k, at in self._expiry.items() if at <= now]:
+            self.drop_record(key)
+
+    def record_state(self, key: SegmentKey) -> RecordState:
+        """Changes nothing."""
+        found = self.directory.lookup(key)
+        if found is Lookup.MISS:
+            return RecordState(resident=False, pending=False, nbytes=0, stored=key in self._stored)
+        nbytes = self._bytes(self.directory.get(key).space)
+        return RecordState(found is Lookup.HIT, found is Lookup.PENDING, nbytes, key in self._stored)
+
+    def _order(self, action: StoreAction, key: SegmentKey, at: float | None = None) -> None:
+        if self.config.store.tiers:
+            self._orders.append(StoreOrder(action, key, at))
 
     def reset(self) -> bool:
-        """Forget every record that nobody holds.  True when none is left."""
+        """Forget every record that no request uses, in the store as well.  True when none is left."""
         self.directory.drop_unpinned()
+        if self.config.store.tiers:
+            self._orders.append(StoreOrder(StoreAction.CLEAR))
+            self._stored.clear()
         return len(self.directory) == 0
 
     # -- reports -------------------------------------------------------------------------------
@@ -305,12 +517,27 @@ class SchedulerSide:
     @property
     def pool_bytes_used(self) -> int:
         """Bytes of the public pool that records hold."""
-        directory, geometry = self.directory, self.geometry
-        return (
-            (directory.total_pages - directory.free_pages) * geometry.page_bytes
-            + (directory.total_slots - directory.free_slots) * geometry.slot_bytes
-            + (directory.total_tiles - directory.free_tiles) * geometry.tile_bytes
+        directory = self.directory
+        return self._bytes(
+            Space(
+                directory.total_pages - directory.free_pages,
+                directory.total_slots - directory.free_slots,
+                directory.total_tiles - directory.free_tiles,
+            )
         )
+
+    def _bytes(self, space: Space) -> int:
+        geometry = self.geometry
+        return (
+            space.pages * geometry.page_bytes
+            + space.slots * geometry.slot_bytes
+            + space.tiles * geometry.tile_bytes
+        )
+
+    def store_stats(self) -> dict[str, dict[str, float]]:
+        """By tier: what it counted since the start, and its levels as last reported; empty without a store, and
+        until it has been heard of."""
+        return {} if self._store is None else {n: numbers_of(t) for n, t in self._store.tiers.items()}
 
     def take_counters(self) -> HypicCounters:
         """Counters since the last call, with the pool's present state."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from ..store.protocol import StoreStats
+from ..store.totals import COUNTS
 
 
 @dataclass
@@ -17,6 +21,7 @@ class HypicCounters:
     segments_queried: int = 0
     segments_hit: int = 0
     segments_computed: int = 0
+    segments_loaded: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
     seam_tokens: int = 0
@@ -27,13 +32,15 @@ class HypicCounters:
     records: int = 0
     pinned: int = 0
     waiting: int = 0
+    store: StoreStats | None = None
 
 
 COUNTERS = {
     "requests": "Requests with at least one primitive token.",
     "segments_queried": "Segments looked up in the public pool.",
-    "segments_hit": "Segments found resident or already being computed.",
+    "segments_hit": "Segments found in the pool or a tier, or already being computed.",
     "segments_computed": "Internal segment requests started.",
+    "segments_loaded": "Segments fetched from the store's tiers.",
     "tokens_reused": "Prompt tokens read from cached segments.",
     "tokens_computed": "Prompt tokens of such requests computed, their cold segments included.",
     "seam_tokens": "Tokens recomputed in seam windows.",
@@ -47,6 +54,38 @@ GAUGES = {
     "pinned": "Segments held by requests.",
     "waiting": "Requests waiting for segments.",
 }
+STORE_COUNTERS = {
+    "dropped_writes": "Records not yet written because writing lags behind; counted per attempt."
+}
+STORE_GAUGES = {
+    "queued_bytes": "Bytes of records on their way to tiers.",
+    "inflight": "Records being fetched.",
+}
+TIER_COUNTERS = {
+    "hits": "Records found in the tier.",
+    "misses": "Records looked for in the tier in vain.",
+    "corrupt": "Damaged or foreign objects found, and deleted.",
+    "stored": "Records written to the tier.",
+    "refused": "Records that the tier did not take: admission, or no room.",
+    "evictions": "Records evicted from the tier.",
+    "expired": "Records dropped at the end of their time to live.",
+    "errors": "Operations that failed.",
+    "timeouts": "Operations that passed their deadline.",
+    "read_bytes": "Bytes read.",
+    "written_bytes": "Bytes written.",
+}
+TIER_GAUGES = {
+    "bytes_used": "Bytes held.",
+    "bytes_budget": "Byte budget; 0: unknown or unlimited.",
+    "objects": "Records held.",
+    "up": "1, or 0 while the tier is bypassed.",
+}
+TIER_HISTOGRAMS = {
+    "read_seconds": "Time of one read.",
+    "write_seconds": "Time of one write.",
+}
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+assert set(TIER_COUNTERS) == set(COUNTS)
 
 
 class HypicStats(KVConnectorStats):
@@ -61,15 +100,36 @@ class HypicStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Counters add up, levels are the latest."""
-        merged = {k: self.data.get(k, 0) + other.data.get(k, 0) for k in COUNTERS}
+        merged: dict[str, Any] = {k: self.data.get(k, 0) + other.data.get(k, 0) for k in COUNTERS}
         merged |= {k: other.data.get(k, self.data.get(k, 0)) for k in GAUGES}
+        merged["store"] = _aggregate_stores(self.data.get("store"), other.data.get("store"))
         return HypicStats(data=merged)
 
     def reduce(self) -> dict[str, int | float]:
-        return {k: v for k, v in self.data.items() if v}
+        reduced = {k: v for k, v in self.data.items() if v and k != "store"}
+        for name, tier in tiers_of(self.data):
+            reduced |= {f"{name}_{k}": tier[k] for k in (*TIER_COUNTERS, "bytes_used") if tier[k]}
+        return reduced
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
+
+
+def tiers_of(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and ``asdict(TierStats)`` of the tiers in ``HypicStats.data``."""
+    yield from ((data.get("store") or {}).get("tiers") or {}).items()
+
+
+def _aggregate_stores(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not one or not other:
+        return one or other
+    tiers = dict(one["tiers"])
+    for name, tier in other["tiers"].items():
+        before = tiers.get(name)
+        added = (*TIER_COUNTERS, *TIER_HISTOGRAMS)
+        tiers[name] = tier if before is None else tier | {k: before[k] + tier[k] for k in added}
+    counted = {k: one[k] + other[k] for k in STORE_COUNTERS}
+    return other | counted | {"tiers": tiers}
 
 
 class HypicPromMetrics(KVConnectorPromMetrics):
@@ -92,10 +152,37 @@ class HypicPromMetrics(KVConnectorPromMetrics):
             for name, text in GAUGES.items()
         }
 
+        self._store_counters = {
+            name: self._counter_cls(
+                name=f"vllm:hypic_store_{name}", documentation=text, labelnames=labelnames
+            )
+            for name, text in STORE_COUNTERS.items()
+        }
+        self._store_gauges = {
+            name: self._gauge_cls(name=f"vllm:hypic_store_{name}", documentation=text, labelnames=labelnames)
+            for name, text in STORE_GAUGES.items()
+        }
+        by_tier = [*labelnames, "tier"]
+        self._tier_counters = {
+            name: self._counter_cls(name=f"vllm:hypic_tier_{name}", documentation=text, labelnames=by_tier)
+            for name, text in TIER_COUNTERS.items()
+        }
+        self._tier_gauges = {
+            name: self._gauge_cls(name=f"vllm:hypic_tier_{name}", documentation=text, labelnames=by_tier)
+            for name, text in TIER_GAUGES.items()
+        }
+        self._tier_histograms = {
+            name: self._histogram_cls(
+                name=f"vllm:hypic_tier_{name}", documentation=text, labelnames=by_tier, buckets=_SECONDS
+            )
+            for name, text in TIER_HISTOGRAMS.items()
+        }
+
         # A series exists from the first scrape on, at 0.
         for labels in per_engine_labelvalues.values():
-            for metric in (*self._counters.values(), *self._gauges.values()):
-                metric.labels(*labels)
+            for metrics in (self._counters, self._gauges, self._store_counters, self._store_gauges):
+                for metric in metrics.values():
+                    metric.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -104,3 +191,22 @@ class HypicPromMetrics(KVConnectorPromMetrics):
         for name, gauge in self._gauges.items():
             if name in transfer_stats_data:
                 gauge.labels(*labels).set(transfer_stats_data[name])
+        self._observe_store(transfer_stats_data, labels)
+
+    def _observe_store(self, data: dict[str, Any], labels: list[object]) -> None:
+        store = data.get("store")
+        if not store:
+            return
+        for name, counter in self._store_counters.items():
+            counter.labels(*labels).inc(store[name])
+        for name, gauge in self._store_gauges.items():
+            gauge.labels(*labels).set(store[name])
+        for tier_name, tier in tiers_of(data):
+            by_tier = [*labels, tier_name]
+            for name, counter in self._tier_counters.items():
+                counter.labels(*by_tier).inc(tier[name])
+            for name, gauge in self._tier_gauges.items():
+                gauge.labels(*by_tier).set(tier[name])
+            for name, histogram in self._tier_histograms.items():
+                for seconds in tier[name]:
+                    histogram.labels(*by_tier).observe(seconds)

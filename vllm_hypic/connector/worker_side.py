@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,23 +21,36 @@ from .step import (
     capture_row,
     composed_row,
 )
+from .store_link import StoreLink
 
 
 class WorkerSide:
-    """Live plans and the pool of one worker."""
+    """Live plans, the pool and the store of one worker.
 
-    def __init__(self, geometry: PoolGeometry, config: HypicConfig) -> None:
+    ``open_store`` is called with the pool once that is allocated; ``None`` from it: records live in the pool
+    only.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        config: HypicConfig,
+        open_store: Callable[[DevicePool], StoreLink | None] = lambda pool: None,
+    ) -> None:
         self.geometry, self.config = geometry, config
         self.runtime: HypicRuntime | None = None
+        self.store: StoreLink | None = None
+        self._open_store = open_store
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, CapturePlan] = {}
         self._absorbed: HypicMetadata | None = None
-        self._report: dict[int, int] = {}
+        self._tiles: dict[int, int] = {}
 
     def start(self, device: torch.device) -> HypicRuntime:
         """Allocate the pool.  Called once, when vLLM has allocated its own KV cache."""
         self.device = device
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
+        self.store = self._open_store(self.runtime.pool)
         return self.runtime
 
     def absorb(self, metadata: HypicMetadata) -> None:
@@ -51,6 +64,8 @@ class WorkerSide:
                 self.runtime.forget(request_id)
         if self.runtime is not None:
             self.runtime.pool.release_tiles(metadata.dropped_slots)
+        if self.store is not None:
+            self.store.absorb(metadata)
         for request_id, plan in metadata.streams.items():
             self._streams[request_id] = StreamTensors.of(plan, self.device)
         self._captures.update(metadata.captures)
@@ -89,18 +104,35 @@ class WorkerSide:
         return self.runtime.step
 
     def end_step(self) -> None:
-        """The forward pass is over: records that it completed keep the tiles that they turned out to need."""
-        if self.runtime is None or self.runtime.step is None:
-            return
-        for capture in self.runtime.step.captures:
-            if capture.last and not capture.plan.leading:
-                self._report[capture.plan.serial] = self.runtime.pool.settle_tiles(capture.plan.slot)
-        self.runtime.step = None
+        """The forward pass is over: records that it completed give spare tiles back and go to the store."""
+        if self.runtime is not None and self.runtime.step is not None:
+            for capture in self.runtime.step.captures:
+                if capture.last:
+                    self._completed(capture.plan, self.runtime.pool)
+            self.runtime.step = None
+        if self.store is not None:
+            self.store.end_step()
+
+    def _completed(self, plan: CapturePlan, pool: DevicePool) -> None:
+        if not plan.leading:
+            self._tiles[plan.serial] = pool.settle_tiles(plan.slot)
+        if self.store is not None and plan.stored is not None:
+            self.store.completed(plan.stored)
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler since the last call."""
-        report, self._report = self._report, {}
-        return WorkerReport(report) if report else None
+        report, self._tiles = WorkerReport(self._tiles), {}
+        if self.store is not None:
+            report.tiles |= self.store.take_tiles()
+            report.loads = self.store.take_ended()
+            report.handed = self.store.take_handed()
+            report.store = self.store.take_stats()
+        return report if report.tiles or report.loads or report.handed or report.store else None
+
+    def close(self) -> None:
+        """The engine ends: what the store still has to write is written, for a bounded time."""
+        if self.store is not None:
+            self.store.close()
 
 
 def logical_positions(step: StepContext) -> list[tuple[Row, np.ndarray]]:

@@ -135,7 +135,8 @@ class CachedSegment:
 @dataclass(frozen=True)
 class PoolLimits:
     """What one request may take of the public pool: pages, state slots, tokens of a segment request; and
-    tiles for transitions, of which an interior segment takes at most ``segment_tiles``."""
+    tiles for transitions, of which an interior segment takes at most ``segment_tiles``.  Records in
+    ``kept`` have their place beside these limits."""
 
     pages: int
     slots: int
@@ -143,6 +144,7 @@ class PoolLimits:
     max_request_tokens: int
     tiles: int = 0
     segment_tiles: int = 0
+    kept: frozenset[SegmentKey] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -219,14 +221,14 @@ class _Budget:
 
     def __init__(self, limits: PoolLimits) -> None:
         self.limits, self.pages, self.slots, self.tiles = limits, 0, 0, 0
-        self.seen: set[SegmentKey] = set()
+        self.seen = set(limits.kept)
 
     def take(self, segment: CachedSegment) -> bool:
-        if segment.key in self.seen:
+        too_long = segment.dummies + segment.stop > self.limits.max_request_tokens
+        if segment.key in self.seen and not too_long:
             return True
         pages = self.pages + -(-segment.columns // self.limits.page_tokens)
         tiles = self.tiles + (0 if segment.role is Role.LEADING else self.limits.segment_tiles)
-        too_long = segment.dummies + segment.stop > self.limits.max_request_tokens
         if (
             too_long
             or pages > self.limits.pages

@@ -1,0 +1,278 @@
+"""Records that come back from a tier: bit for bit those of the pool, however requests meet them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle.models import random_segments
+
+from .conftest import EngineFactory
+from .engines import Answer, Ask, Engine, audit, prompt, scheduler_of, worker_of
+
+LEAD, ONE, TWO, THREE, QUESTION = random_segments([90, 150, 200, 64, 40], seed=44)
+DOCUMENTS = (ONE, TWO, THREE)
+RECORDS = 4
+RECORDED = len(LEAD) + sum(len(d) - 16 for d in DOCUMENTS)
+"""Tokens of a request's documents that come from records."""
+
+MEMORY = {"type": "memory", "bytes": 64 << 20}
+
+
+def ask(*documents: list[int], **changes: Any) -> Ask:
+    return Ask(prompt(*(documents or DOCUMENTS), query=QUESTION, lead=LEAD), **changes)
+
+
+def empty_pool(llm: Any) -> None:
+    """Forget the pool's records and vLLM's prefix cache, as if others had pushed them out."""
+    assert worker_of(llm).store.store.drain(30), "writing to the tiers did not end"
+    assert llm.reset_prefix_cache()
+    scheduler_of(llm).hypic.directory.drop_unpinned()
+    assert not len(scheduler_of(llm).hypic.directory)
+
+
+def tier_counts(llm: Any, tier: str) -> dict[str, Any]:
+    """The tier's statistics now, and the engine's count of computed segments."""
+    link = worker_of(llm).store
+    stats = vars(link.store.stats().tiers[tier])
+    return {k: v for k, v in stats.items() if not isinstance(v, list)}
+
+
+def computed(llm: Any) -> int:
+    return scheduler_of(llm).hypic._jobs
+
+
+def same(one: Answer, other: Answer) -> bool:
+    return one.samples == other.samples and one.logprobs == other.logprobs
+
+
+def stored(*tiers: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"store": {"tiers": list(tiers), **options}}
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"type": "disk", "path": str(tmp_path_factory.mktemp("disk")), "bytes": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def _engine(module_engine: EngineFactory, hybrid_model: Path, disk: dict[str, Any]) -> Engine:
+    return module_engine(hybrid_model, options=stored(MEMORY, disk))
+
+
+@pytest.fixture
+def engine(_engine: Engine) -> Iterator[Engine]:
+    """An engine with a memory tier above a disk tier; pool, tiers and prefix cache empty."""
+    _engine.reset()
+    yield _engine
+    left = _engine.call(audit)
+    assert left.clean, f"the test left something behind: {left}"
+
+
+def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
+    (cold,) = engine.ask(ask())
+    assert cold.cached == 0
+    (warm,) = engine.ask(ask())
+    made = engine.call(computed)
+    before = engine.call(tier_counts, "memory")
+    assert before["stored"] >= RECORDS and before["objects"] == RECORDS
+    engine.call(empty_pool)
+    (loaded,) = engine.ask(ask())
+    assert same(cold, warm) and same(cold, loaded)
+    assert loaded.cached == warm.cached == RECORDED
+    assert engine.call(computed) == made, "a segment was computed again"
+    assert engine.call(tier_counts, "memory")["hits"] == before["hits"] + RECORDS
+
+
+def drop_memory(llm: Any) -> None:
+    empty_pool(llm)
+    lanes = {lane.name: lane for lane in worker_of(llm).store.store._lanes}
+    lanes["memory"].tier.clear()
+
+
+def test_a_record_from_disk_equals_the_pools_and_moves_up(engine: Engine) -> None:
+    (cold,) = engine.ask(ask())
+    engine.call(drop_memory)
+    before = engine.call(tier_counts, "disk")["hits"]
+    (loaded,) = engine.ask(ask())
+    assert same(cold, loaded) and loaded.cached == RECORDED
+    assert engine.call(tier_counts, "disk")["hits"] == before + RECORDS
+    engine.call(empty_pool)
+    hits = engine.call(tier_counts, "memory")["hits"]
+    (again,) = engine.ask(ask())
+    assert same(cold, again)
+    assert engine.call(tier_counts, "memory")["hits"] == hits + RECORDS, "nothing was promoted"
+
+
+def test_loaded_computed_and_resident_records_in_one_request(engine: Engine) -> None:
+    (expected,) = engine.ask(ask(ONE, TWO, THREE))
+    engine.reset()
+    engine.ask(ask(ONE))
+    engine.call(empty_pool)
+    engine.ask(ask(TWO))  # the leading record is loaded
+    made = engine.call(computed)
+    (mixed,) = engine.ask(ask(ONE, TWO, THREE))
+    assert same(expected, mixed)
+    assert engine.call(computed) == made + 1, "only the third document is new"
+    assert mixed.cached == RECORDED - (len(THREE) - 16)
+
+
+def test_requests_that_ask_for_the_same_absent_records_at_once(engine: Engine) -> None:
+    asks = [ask(*order) for order in ((ONE, TWO, THREE), (THREE, TWO, ONE), (TWO, ONE, THREE))]
+    cold = [engine.ask(a)[0] for a in asks]
+    engine.call(empty_pool)
+    before = engine.call(tier_counts, "memory")["hits"]
+    loaded = engine.ask(*asks, ask().plain())
+    for one, other in zip(cold, loaded, strict=False):
+        # Together they are other batches: bits may differ as they do in stock vLLM.
+        assert one.tokens[0] == other.tokens[0] or max(one.first.values()) - max(other.first.values()) < 0.5
+        assert other.cached == RECORDED
+    assert engine.call(tier_counts, "memory")["hits"] == before + RECORDS, "each is fetched once"
+
+
+def test_tenants_find_only_their_own_records_in_tiers(engine: Engine) -> None:
+    engine.ask(ask(salt="tenant-a"))
+    engine.call(empty_pool)
+    (other,) = engine.ask(ask(salt="tenant-b"))
+    assert other.cached == 0
+    engine.call(empty_pool)
+    (own,) = engine.ask(ask(salt="tenant-a"))
+    assert own.cached == RECORDED
+
+
+def test_reset_with_the_connector_empties_the_tiers(engine: Engine) -> None:
+    """Who changes the weights resets the caches: no tier may bring old records back."""
+    engine.ask(ask())
+    engine.call(empty_pool)
+    engine.reset()
+    (answer,) = engine.ask(ask())
+    assert answer.cached == 0
+
+
+def spoil(folder: str) -> int:
+    """Alter one byte in the middle of every file."""
+    files = [p for p in Path(folder).rglob("*") if p.is_file() and p.stat().st_size > 4096]
+    for path in files:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    return len(files)
+
+
+def test_damaged_records_are_computed_again(engine: Engine, disk: dict[str, Any]) -> None:
+    (cold,) = engine.ask(ask())
+    engine.call(drop_memory)
+    assert spoil(disk["path"]) == RECORDS
+    before = engine.call(tier_counts, "disk")["corrupt"]
+    (again,) = engine.ask(ask())
+    assert same(cold, again) and again.cached == 0
+    assert engine.call(tier_counts, "disk")["corrupt"] == before + RECORDS
+    engine.call(drop_memory)
+    (healed,) = engine.ask(ask())
+    assert same(cold, healed) and healed.cached == RECORDED, "the sound copies took their place"
+
+
+def start_and_abort(llm: Any, asked: Ask) -> None:
+    """A request that is aborted while its records are on their way."""
+    from .engines import sampling_params
+
+    llm.llm_engine.add_request("aborted", {"prompt_token_ids": list(asked.tokens)}, sampling_params(asked))
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request(["aborted"])
+
+
+def test_a_request_aborted_while_its_records_load(engine: Engine) -> None:
+    (cold,) = engine.ask(ask())
+    engine.call(empty_pool)
+    engine.call(start_and_abort, ask())
+    (after,) = engine.ask(ask())
+    assert same(cold, after)
+    assert engine.call(audit).clean
+
+
+def test_dropping_expiring_and_pinning_a_record(engine: Engine) -> None:
+    (cold,) = engine.ask(ask(ONE))
+    engine.call(drop_interior)
+    (again,) = engine.ask(ask(ONE))
+    assert same(cold, again) and again.cached == len(LEAD), "the dropped record was found"
+    engine.call(expire_interior)
+    (again,) = engine.ask(ask(ONE))
+    assert again.cached == len(LEAD), "the expired record was found"
+    engine.call(pin_interior)
+    engine.ask(*(ask(d) for d in random_segments([150] * 60, seed=5)))
+    made = engine.call(computed)
+    (pinned,) = engine.ask(Ask(prompt(ONE, query=QUESTION)))
+    assert engine.call(computed) == made and pinned.cached == len(ONE) - 16, "the pinned record was evicted"
+
+
+def interior_key(llm: Any) -> Any:
+    side = scheduler_of(llm).hypic
+    from vllm_hypic.connector.scheduler_side import Ask as Planned
+
+    plan = side.plan(Planned(list(prompt(ONE, query=QUESTION, lead=LEAD)), None, None, None))
+    return plan.segments[1].key
+
+
+def drop_interior(llm: Any) -> None:
+    side, key = scheduler_of(llm).hypic, interior_key(llm)
+    assert side.record_state(key).resident
+    side.drop_record(key)
+    assert not side.record_state(key).resident
+
+
+def expire_interior(llm: Any) -> None:
+    scheduler_of(llm).hypic.expire_record(interior_key(llm), 1.0)
+
+
+def pin_interior(llm: Any) -> None:
+    scheduler_of(llm).hypic.pin_record(interior_key(llm))
+
+
+def test_records_survive_a_restart_on_disk(
+    start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
+) -> None:
+    options = stored({"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"})
+    first = start_engine(hybrid_model, options=options)
+    (cold,) = first.ask(ask())
+    first.call(empty_pool)
+    first.close()
+    second = start_engine(hybrid_model, options=options)
+    (loaded,) = second.ask(ask())
+    assert same(cold, loaded) and loaded.cached == RECORDED
+    assert second.call(computed) == 0
+    second.close()
+    other = start_engine(hybrid_model, options=options | {"dead_transition": 1e-3})
+    (foreign,) = other.ask(ask())
+    assert foreign.cached == 0, "a record of another namespace was used"
+
+
+def hang(llm: Any) -> None:
+    """From now on the disk tier does not answer reads."""
+    lane = next(lane for lane in worker_of(llm).store.store._lanes if lane.name == "disk")
+    blocked = threading.Event()
+    stock = lane.tier.get
+    lane.tier.get = lambda *args: (blocked.wait(60), stock(*args))[1]
+    llm.unblock = lambda: (blocked.set(), setattr(lane.tier, "get", stock))
+
+
+def unhang(llm: Any) -> None:
+    llm.unblock()
+
+
+def test_a_tier_that_hangs_delays_its_request_until_the_deadline_only(
+    start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
+) -> None:
+    options = stored({"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}, deadline_s=1.0)
+    engine = start_engine(hybrid_model, options=options)
+    (cold,) = engine.ask(ask())
+    engine.call(empty_pool)
+    engine.call(hang)
+    (computed_again,) = engine.ask(ask())
+    assert same(cold, computed_again) and computed_again.cached == 0
+    counts = engine.call(tier_counts, "disk")
+    assert counts["timeouts"] >= 1 and not counts["up"]
+    engine.call(unhang)
+    assert engine.call(audit).clean

@@ -1,0 +1,192 @@
+"""Records to bytes and back: bit for bit, at any place, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.connector.metadata import RecordPlace
+from vllm_hypic.connector.pool import DevicePool
+from vllm_hypic.connector.record_codec import RankPart, RecordCodec
+from vllm_hypic.connector.tiles import NONE
+from vllm_hypic.primitives.keys import Namespace, SegmentKey
+from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.record import record_nbytes, seal_record
+
+PAGE, PAGES, SLOTS, HEADS = 4, 12, 3, 3
+KEY = SegmentKey("ab" * 32)
+ATTENTION = tuple(AttentionGeometry(f"layers.{i}.attn", 2, 6, torch.bfloat16) for i in (1, 3))
+LINEAR = tuple(LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat16) for i in (0, 2))
+
+
+def pool_of(attention: bool = True, linear: bool = True) -> DevicePool:
+    geometry = PoolGeometry(
+        ATTENTION if attention else (), LINEAR if linear else (), PAGE, PAGES, SLOTS, tiles=24
+    )
+    pool = DevicePool(geometry, torch.device("cpu"))
+    for tensor in tensors(pool):
+        tensor.view(torch.uint8).random_(0, 256)
+    return pool
+
+
+def tensors(pool: DevicePool) -> Iterator[torch.Tensor]:
+    for kv in pool.kv.values():
+        yield from (kv.key, kv.value)
+    for records in pool.linear.values():
+        yield from (records.state, records.conv_tail)
+    yield from [records.tiles for records in pool.linear.values()][:1]
+
+
+def place(slot: int, pages: list[int], columns: int, leading: bool = False) -> RecordPlace:
+    slots = (np.asarray(pages)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:columns]
+    return RecordPlace(7, KEY, slot, slots.astype(np.int64), leading, 10, 1e9)
+
+
+def codec_of(pool: DevicePool, part: RankPart | None = None, model: str = "m") -> RecordCodec:
+    return RecordCodec(pool, Namespace.from_config({"model": model}), part or RankPart())
+
+
+def settle(pool: DevicePool, at: RecordPlace, dead: set[int]) -> None:
+    """As a capture leaves it: a tile for every live head."""
+    if at.leading:
+        return
+    pool.offer_tiles(at.slot)
+    for records in pool.linear.values():
+        for head in dead:
+            records.tile_of[at.slot, head] = NONE
+    pool.settle_tiles(at.slot)
+
+
+def written(codec: RecordCodec, at: RecordPlace) -> memoryview:
+    header = codec.header(at)
+    buffer = memoryview(np.full(record_nbytes(header), 0xA5, np.uint8))
+    codec.write(at, header, buffer)
+    seal_record(buffer)
+    return buffer
+
+
+def contents(pool: DevicePool, at: RecordPlace) -> list[torch.Tensor]:
+    """Everything that a request reads of the record."""
+    slots = torch.from_numpy(at.column_slots)
+    parts = [t[slots] for kv in pool.kv.values() for t in (kv.key, kv.value)]
+    for records in pool.linear.values():
+        parts += [records.state[at.slot], records.conv_tail[at.slot]]
+        if not at.leading:
+            parts.append(records.transition(at.slot))
+    return parts
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@given(
+    columns=st.integers(1, 3 * PAGE),
+    dead=st.sets(st.integers(0, HEADS - 1)),
+    leading=st.booleans(),
+    kinds=st.sampled_from([(True, True), (True, False), (False, True)]),
+    pages=st.permutations(range(PAGES)),
+)
+def test_round_trip_to_another_place(
+    columns: int, dead: set[int], leading: bool, kinds: tuple[bool, bool], pages: list[int]
+) -> None:
+    pool = pool_of(*kinds)
+    source, target = place(0, pages[:3], columns, leading), place(2, pages[3:6], columns, leading)
+    settle(pool, source, dead)
+    codec = codec_of(pool)
+    data = written(codec, source)
+    expected = codec.expected(target)
+    assert len(data) <= expected.max_nbytes
+    before = contents(pool, source)
+    if not leading:
+        pool.offer_tiles(target.slot)
+    others = torch.from_numpy(place(0, pages[6:], 6 * PAGE).column_slots)
+    untouched = [kv.value[others] for kv in pool.kv.values()]
+    assert codec.reader(target, expected)(data) is Verdict.TAKEN
+    if not leading:
+        live = (HEADS - len(dead)) * len(pool.linear)
+        assert pool.settle_tiles(target.slot) == live
+    assert same(contents(pool, target), before) and same(contents(pool, source), before)
+    assert same([kv.value[others] for kv in pool.kv.values()], untouched), "pages of others were written"
+
+
+def test_dead_heads_take_no_bytes() -> None:
+    pool = pool_of()
+    settle(pool, place(0, [0], 4), set())
+    settle(pool, place(1, [1], 4), {0, 2})
+    codec = codec_of(pool)
+    tile = LINEAR[0].key_dim ** 2 * 2
+    saved = len(written(codec, place(0, [0], 4))) - len(written(codec, place(1, [1], 4)))
+    assert abs(saved - 2 * len(LINEAR) * tile) < 64 * 2 * len(LINEAR)  # but for alignment
+
+
+@pytest.mark.parametrize(
+    ("change", "codec_args"),
+    [
+        ({"key": SegmentKey("cd" * 32)}, {}),
+        ({"column_slots": np.arange(5)}, {}),
+        ({"leading": True}, {}),
+        ({}, {"part": RankPart(1, 2)}),
+        ({}, {"model": "another"}),
+    ],
+    ids=["key", "length", "role", "rank", "model"],
+)
+def test_another_record_is_refused_and_nothing_is_written(change: dict, codec_args: dict) -> None:
+    pool = pool_of()
+    source = place(0, [0], 4)
+    settle(pool, source, {1})
+    data = written(codec_of(pool), source)
+    target = replace(place(2, [3, 4], 4), **change)
+    pool.offer_tiles(target.slot)
+    reader = codec_of(pool, **codec_args)
+    before = [t.clone() for t in tensors(pool)]
+    assert reader.reader(target, reader.expected(target))(data) is Verdict.FOREIGN
+    assert same(list(tensors(pool)), before)
+
+
+def test_every_flipped_byte_is_refused_and_nothing_is_written() -> None:
+    pool = pool_of()
+    source, target = place(0, [0, 1], 6), place(2, [3, 4], 6)
+    settle(pool, source, {1})
+    codec = codec_of(pool)
+    data = written(codec, source)
+    pool.offer_tiles(target.slot)
+    before = [t.clone() for t in tensors(pool)]
+    read = codec.reader(target, codec.expected(target))
+    for at in range(0, len(data), 7):
+        data[at] ^= 0x10
+        assert read(data) is not Verdict.TAKEN, at
+        data[at] ^= 0x10
+    assert same(list(tensors(pool)), before)
+    assert read(data) is Verdict.TAKEN
+
+
+@pytest.mark.parametrize("live", [[1, 1, 1], [0, 0, 0], [2, 0, 0], [1, 0, 0]])
+def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -> None:
+    """A sealed record with two transitions a layer whose marks say otherwise."""
+    pool = pool_of()
+    source, target = place(0, [0], 4), place(2, [3], 4)
+    settle(pool, source, {1})
+    codec = codec_of(pool)
+    header = codec.header(source)
+    buffer = memoryview(np.zeros(record_nbytes(header), np.uint8))
+    codec.write(source, header, buffer)
+    raw = np.frombuffer(buffer, np.uint8).tobytes()
+    at = raw.find(bytes([1, 0, 1]))
+    assert at > 0
+    buffer[at : at + 3] = bytes(live)
+    seal_record(buffer)
+    pool.offer_tiles(target.slot)
+    before = [t.clone() for t in tensors(pool)]
+    assert codec.reader(target, codec.expected(target))(buffer) is Verdict.DAMAGED
+    assert same(list(tensors(pool)), before)
