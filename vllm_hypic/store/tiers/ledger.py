@@ -5,6 +5,7 @@ Not thread-safe: its owner locks.  Only ``in`` may be asked without the lock.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,10 +33,12 @@ class Plan:
 
 @dataclass
 class Counts:
-    """Objects that left since the tier was made.  Written by the ledger only."""
+    """Objects that left since the tier was made.  Written by the ledger, ``damaged`` by its owner."""
 
     evicted: int = 0
     expired: int = 0
+    damaged: int = 0
+    """Longer than their reader can take, or not as they were written."""
 
 
 class Ledger:
@@ -68,24 +71,36 @@ class Ledger:
         """Bytes of the objects held, without reserved ones."""
         return self._used
 
+    def worth(self, name: ObjectName) -> Worth | None:
+        """``None`` when it is not held."""
+        return self._held.get(name)
+
+    def entry(self, name: ObjectName) -> Held | None:
+        """``None`` when it is not held."""
+        worth = self._held.get(name)
+        return None if worth is None else Held(name, worth, self._expiries.get(name))
+
     def held(self) -> list[Held]:
         """Changes nothing."""
         return [Held(name, worth, self._expiries.get(name)) for name, worth in self._held.items()]
 
     # -- coming
 
-    def plan_put(self, name: ObjectName, worth: Worth) -> Plan | Refusal:
-        """Room for an object that is neither held nor reserved, or why there is none.  Changes nothing."""
+    def plan_put(self, name: ObjectName, worth: Worth, keep: Collection[ObjectName] = ()) -> Plan | Refusal:
+        """Room for an object that is neither held nor reserved, or why there is none.  Changes nothing.
+
+        ``keep``: objects that cannot leave just now, like pinned ones.
+        """
         if worth.nbytes > self.budget:
             return Refusal.TOO_LARGE
-        victims = self.victims(worth.nbytes - (self.budget - self._used - self._reserved_bytes))
+        victims = self.victims(worth.nbytes - (self.budget - self._used - self._reserved_bytes), keep)
         if victims is None:
             return Refusal.PINNED
         if not self._policy.admits(name, worth, list[str](victims)):
             return Refusal.NOT_ADMITTED
         return Plan(name, worth, tuple(victims))
 
-    def victims(self, nbytes: int) -> list[ObjectName] | None:
+    def victims(self, nbytes: int, keep: Collection[ObjectName] = ()) -> list[ObjectName] | None:
         """The worst objects, of at least ``nbytes`` together; ``None``: that much may not leave.
 
         Changes nothing.
@@ -95,7 +110,7 @@ class Ledger:
             return victims
         for key in self._policy.worst_first():
             victim = ObjectName(key)
-            if victim not in self._pins:
+            if victim not in self._pins and victim not in keep:
                 victims.append(victim)
                 nbytes -= self._held[victim].nbytes
                 if nbytes <= 0:
@@ -125,10 +140,6 @@ class Ledger:
         self._used += worth.nbytes
         self._policy.added(name, worth)
         self._soonest = min(self._soonest, self._expiries.get(name, self._soonest))
-
-    def is_reserved(self, name: ObjectName) -> bool:
-        """Whether the object is being written."""
-        return name in self._reserved
 
     # -- staying
 
@@ -163,15 +174,18 @@ class Ledger:
 
     # -- leaving
 
-    def expired(self, now: float) -> list[ObjectName]:
-        """Objects that the owner must remove at ``now``.  Forgets passed expiries of absent names."""
+    def expired(self, now: float, keep: Collection[ObjectName] = ()) -> list[ObjectName]:
+        """Objects that the owner must remove at ``now``, without those of ``keep``: they are told next time.
+
+        Forgets passed expiries of absent names.
+        """
         if now < self._soonest:
             return []
-        due = [name for name, at in self._expiries.items() if at <= now and name not in self._pins]
+        due = [n for n, at in self._expiries.items() if at <= now and n not in self._pins and n not in keep]
         for name in due:
             if name not in self._held and name not in self._reserved:
                 del self._expiries[name]
-        later = [at for name, at in self._expiries.items() if at > now]
+        later = [at for name, at in self._expiries.items() if at > now or name in keep]
         self._soonest = min(later, default=float("inf"))
         return [name for name in due if name in self._held]
 

@@ -38,7 +38,7 @@ class MemoryTier:
 
     @property
     def counts(self) -> Counts:
-        """Objects evicted and expired so far."""
+        """Objects that left so far, and why."""
         return self._ledger.counts
 
     def open(self) -> None:
@@ -58,6 +58,7 @@ class MemoryTier:
                 return None
             if data.nbytes > limit:
                 self._remove(name)
+                self.counts.damaged += 1
                 return None
             self._ledger.hit(name)
             return data
@@ -88,7 +89,7 @@ class MemoryTier:
 
     def pin(self, name: ObjectName) -> None:
         with self._lock:
-            self._drop_expired()
+            self._drop_expired()  # lest it be alive again
             self._ledger.pin(name)
 
     def unpin(self, name: ObjectName) -> None:
