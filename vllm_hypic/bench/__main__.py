@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .eviction import eviction
 from .load import load
 from .memory import memory
 from .overhead import overhead
@@ -27,6 +28,7 @@ main.add_command(memory)
 main.add_command(records)
 main.add_command(profile)
 main.add_command(load)
+main.add_command(eviction)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ class FlopAwarePolicy:
         assert self.tuner is not None
         return self.tuner.setting
 
+    @property
+    def tunings(self) -> int:
+        """Settings found so far."""
+        return self.tuner.tunings if self.tuner is not None else 0
+
     def added(self, key: str, worth: Worth) -> None:
         seen = self._sightings.forget(key)
         if key in self._worths:

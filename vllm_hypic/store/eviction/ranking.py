@@ -2,8 +2,8 @@
 
 The score is ``recency * density ** alpha``: recency is 1 over the time since the object's last use, density
 its FLOPs saved per byte relative to the densest one held.  In logarithms that is recency plus ``alpha`` times
-worth, both normalised.  Log-age rather than age, because the chance of another use falls about with 1 over the
-time since the last; ``docs/benchmarks/eviction.md`` compares the two.
+worth, both normalised.  Log-age rather than age, because the chance of another use falls about with 1 over
+the time since the last one.
 
 Densities are rounded to half octaves.  Objects of one such grade are ordered by use alone, so the worst
 object is the oldest of one of a few dozen grades, whatever ``alpha`` is: it can change at any time, and a

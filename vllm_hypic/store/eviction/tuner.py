@@ -2,8 +2,8 @@
 
 Until the first eviction nothing needs to be chosen.  If that comes after ``n`` accesses, the setting is
 tuned after ``5 n`` more, then after twice as many each time, on a window that grows to ``15 n``, and at last
-once per window.  In between it is tuned again on drift: when the share of FLOPs saved in the last quarter of a
-window is less than 0.9 of what tuning predicted.
+once per window.  In between it is tuned again on drift: when the share of FLOPs saved in the last quarter of
+a window is less than 0.9 of what tuning predicted.
 """
 
 from __future__ import annotations
