@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 
 from .activation import CONNECTOR
+from .connector.commands import COMMAND, is_command
 from .primitives.options import link_of_request
 from .primitives.policies import LinkError, ModelTraits
 from .primitives.tokens import PrimitiveIds
@@ -34,7 +35,7 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     params = request.sampling_params
     try:
         method = link_of_request(
-            None if params is None else params.extra_args,
+            None if params is None else _without_command(params.extra_args),
             default_link=config.link,
             default_seam=config.seam_tokens,
         )
@@ -48,6 +49,14 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         return
     if reason := _refusal(request, primitives):
         raise RequestRefused(f"prompts with segment separators: {reason}")
+
+
+def _without_command(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The extra arguments without a command of the cache API's own; a client's imitation stays in, and is
+    refused like any unknown option."""
+    if extra_args is None or not is_command(extra_args.get(COMMAND)):
+        return extra_args
+    return {name: value for name, value in extra_args.items() if name != COMMAND}
 
 
 def _refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:

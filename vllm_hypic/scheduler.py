@@ -7,6 +7,7 @@ synchronous or the asynchronous variant, as the engine is configured.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,9 +17,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from .connector.catalogue import Catalogue, catalogue_path
+from .connector.commands import COMMAND, Answer, AnyCommand, Compile, Failure, command_of, pack
+from .connector.desk import Desk
 from .connector.scheduler_side import Ask, SchedulerSide, SegmentJob
 from .primitives.plan import PromptError, PromptPlan
 from .primitives.policies import LinkError
+from .primitives.tokens import Marker, split_ids
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,9 +50,23 @@ class _HypicMixin(Scheduler):
         self._segment_salt = f"hypic:{self._secret}:segment"
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
+        # What ended commands of the cache API will say.
+        self._answers: dict[str, Callable[[], Answer]] = {}
+        path = catalogue_path(self.hypic.config.store)
+        self._desk = Desk(lambda: Catalogue(path), self.hypic, self._tenant)
+        self._desk.start()
+
+    def _tenant(self, salt: str | None) -> str:
+        """A tenant's name wherever its salt itself should not stand."""
+        return self.hypic.namespace.scoped(salt=salt, lora=None).digest
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests and request.prompt_token_ids is not None:
+            command = _take_command(request)
+            if command is not None and not isinstance(command, Compile):
+                self._answer(request, command)
+                super().add_request(request)
+                return
             try:
                 plan = self.hypic.plan(_ask(request))
             except (LinkError, PromptError) as e:
@@ -57,9 +76,25 @@ class _HypicMixin(Scheduler):
                 _replace_tokens(request, [0], request.cache_salt)
                 self._end_unrun(request, RequestStatus.FINISHED_ERROR)
             else:
+                if isinstance(command, Compile):
+                    self._answer_compile(request, command, plan)
                 if plan is not None:
                     self._adopt(request, plan)
         super().add_request(request)
+
+    def _answer(self, request: Request, command: AnyCommand | Failure) -> None:
+        """Execute a command and end its request."""
+        answer = command if isinstance(command, Failure) else self._desk.execute(command, request.cache_salt)
+        self._answers[request.request_id] = lambda: answer
+        self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
+
+    def _answer_compile(self, request: Request, command: Compile, plan: PromptPlan | None) -> None:
+        """The request is a warm-up prompt of one segment; it is given its id when it ends."""
+        pieces = split_ids(request.prompt_token_ids or [], self.hypic.ids)
+        [tokens] = (piece for piece in pieces if not isinstance(piece, Marker))
+        key = plan.segments[0].key if plan is not None and plan.segments else None
+        salt = request.cache_salt  # _adopt will change it
+        self._answers[request.request_id] = lambda: self._desk.compiled(command, tokens, key, salt)
 
     def _adopt(self, request: Request, plan: PromptPlan) -> None:
         """Make the plan's stream the request's tokens."""
@@ -67,8 +102,7 @@ class _HypicMixin(Scheduler):
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
         salt = request.cache_salt
         if plan.salt is not None:
-            tenant = self.hypic.namespace.scoped(salt=salt, lora=None).digest
-            salt = f"hypic:{self._secret}:{plan.salt}:{tenant}"
+            salt = f"hypic:{self._secret}:{plan.salt}:{self._tenant(salt)}"
         if request.skip_reading_prefix_cache:
             # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect.
             request.skip_reading_prefix_cache = False
@@ -97,9 +131,13 @@ class _HypicMixin(Scheduler):
                 continue
             del self._ending[request_id]
             self.hypic.unhold(request_id)
-            if request is not None and self.finish_requests(request_id, status):
-                output = EngineCoreOutput(request_id, [], finish_reason=request.get_finished_reason())
-                finished.append((output, request.client_index))
+            answer = self._answers.pop(request_id, None)
+            if request is not None:
+                params = None if answer is None else pack(answer())
+                if self.finish_requests(request_id, status):
+                    reason = request.get_finished_reason()
+                    output = EngineCoreOutput(request_id, [], finish_reason=reason, kv_transfer_params=params)
+                    finished.append((output, request.client_index))
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -155,10 +193,22 @@ class _HypicMixin(Scheduler):
         return outputs
 
 
+def _take_command(request: Request) -> AnyCommand | Failure | None:
+    """Take the command of the cache API, if any, out of the request: what remains is an ordinary one."""
+    params = request.sampling_params
+    if params is None or not params.extra_args or COMMAND not in params.extra_args:
+        return None
+    try:
+        return command_of(params.extra_args)
+    except ValueError as e:
+        return Failure(400, str(e))
+    finally:
+        params.extra_args = {k: v for k, v in params.extra_args.items() if k != COMMAND}
+
+
 def _ask(request: Request) -> Ask:
     params = request.sampling_params
     return Ask(
-        request_id=request.request_id,
         token_ids=request.prompt_token_ids or [],
         extra_args=None if params is None else params.extra_args,
         salt=request.cache_salt,

@@ -27,6 +27,7 @@ from vllm.tokenizers.registry import (
     tokenizer_args_from_config,
 )
 
+from .api.forms import WrittenTokens, has_forms, split_forms
 from .primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
 MODE = "hypic"
@@ -250,7 +251,7 @@ class HypicTokenizer(_Base):
 
     def _has_primitives(self, value: Any) -> bool:
         if isinstance(value, str):
-            return self.hypic_texts.contains(value)
+            return self.hypic_texts.contains(value) or has_forms(value)
         if isinstance(value, dict):
             return any(self._has_primitives(v) for v in value.values())
         # Lists of ids (a slow tokenizer takes them) are told by their first element: no scan.
@@ -262,7 +263,11 @@ class HypicTokenizer(_Base):
         self, text: str, add_special_tokens: bool, keep: int | None, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Tokenise one text piece by piece; ``keep`` is the length to truncate to, if any."""
-        parts = split_text(text, self.hypic_texts)
+        parts = [
+            piece
+            for part in split_text(text, self.hypic_texts)
+            for piece in ([part] if isinstance(part, Marker) else split_forms(part))
+        ]
         pieces = [part for part in parts if isinstance(part, str)]
         # One call for all: a fast tokenizer takes the pieces of a batch in parallel, each as if alone.
         # The probe shows which keys there are, also in a text of primitives only.
@@ -282,6 +287,16 @@ class HypicTokenizer(_Base):
                 }
                 for key in keys:
                     row[key].append(fill.get(key, 0))
+                at = end
+            elif isinstance(part, WrittenTokens):
+                n, end = len(part.ids), at + part.n_chars
+                given: dict[str, list[Any]] = {
+                    "input_ids": list(part.ids),
+                    "attention_mask": [1] * n,
+                    "offset_mapping": [(at, end)] * n,
+                }
+                for key in keys:
+                    row[key].extend(given.get(key, [0] * n))
                 at = end
             else:
                 piece = next(encoded)

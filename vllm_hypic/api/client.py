@@ -1,0 +1,232 @@
+"""Python client of the cache API.
+
+    with SegmentCache("http://localhost:8000") as cache:
+        document = cache.compile(text="...", ttl_s=3600)
+        prompt = f"You are helpful.{document.form}Who wrote it?"   # for /v1/completions and chat messages
+
+Needs httpx alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+from urllib.parse import quote
+
+import httpx
+
+from .forms import id_form
+
+Role = Literal["leading", "interior"]
+
+
+class Keep(Enum):
+    """Marks what a call leaves as it is."""
+
+    AS_IT_IS = "as it is"
+
+
+AS_IT_IS: Final = Keep.AS_IT_IS
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A compiled segment.  Times are Unix times; ``expires`` ``None``: it lives until it is deleted."""
+
+    id: str
+    role: Role
+    place: Literal["interior", "prompt", "chat"]
+    tokens: int
+    bytes: int
+    """What its record takes of the pool now."""
+    key: str | None
+    """Name of its record; ``None``: it has none, being too short or too long for the pool."""
+    created: float
+    last_used: float
+    expires: float | None
+    pinned: bool
+    resident: bool
+    stored: bool
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def form(self) -> str:
+        """What stands for the segment in prompts and messages."""
+        return id_form(self.id)
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Numbers of each tier by name; ``catalogue`` is ``memory`` or ``file``."""
+
+    tiers: Mapping[str, Mapping[str, float]]
+    segments: int
+    catalogue: str
+
+
+class CacheError(Exception):
+    """The server refused a call.  ``status``: HTTP status; ``segment_id``: the id that the call was about."""
+
+    def __init__(self, status: int, message: str, segment_id: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.segment_id = status, segment_id
+
+
+class SegmentNotFound(CacheError):
+    """The id is unknown to this tenant, deleted or expired."""
+
+
+class PinRefused(CacheError):
+    """The record cannot be pinned: the pool could not serve others then, or there is no record."""
+
+
+class NotAuthorized(CacheError):
+    """The server wants another API key."""
+
+
+class SegmentCache:
+    """Segments of one tenant (``cache_salt``) on one server.
+
+    Every method raises :class:`CacheError` when the server refuses, ``httpx.TransportError`` when it cannot
+    be reached or takes longer than ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        cache_salt: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        if cache_salt is not None:
+            headers["X-Cache-Salt"] = cache_salt
+        self._http = httpx.Client(base_url=url.rstrip("/") + "/v1/hypic", headers=headers, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def compile(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        message: Mapping[str, Any] | None = None,
+        role: Role | None = None,
+        ttl_s: float | Keep | None = AS_IT_IS,
+        pinned: bool = False,
+    ) -> Segment:
+        """Compute a segment's record; returns when it is resident.  Give exactly one of the first three.
+
+        ``message`` is a chat message (``{"role": ..., "content": ...}``).  The same tokens in the same role
+        have the same id each time.  ``ttl_s``: seconds to live from now; ``None``: until deleted, like a new
+        segment without it.
+        """
+        body: dict[str, Any] = {"pinned": pinned}
+        body |= {} if text is None else {"text": text}
+        body |= {} if tokens is None else {"tokens": list(tokens)}
+        body |= {} if message is None else {"message": dict(message)}
+        body |= {} if role is None else {"role": role}
+        body |= {} if ttl_s is AS_IT_IS else {"ttl_s": ttl_s}
+        return _segment(self._call("POST", "/segments", body=body))
+
+    def get(self, segment_id: str, *, content: bool = False) -> Segment:
+        """One segment; ``content``: with its text and tokens.  Raises :class:`SegmentNotFound`."""
+        params = {"content": "true"} if content else {}
+        return _segment(self._call("GET", _path(segment_id), params=params, segment_id=segment_id))
+
+    def list(self, page_size: int = 100) -> Iterator[Segment]:
+        """All segments of the tenant in the order of their ids, fetched page by page."""
+        after: str | None = ""
+        while after is not None:
+            page = self._call("GET", "/segments", params={"after": after, "limit": str(page_size)})
+            yield from map(_segment, page["segments"])
+            after = page["next"]
+
+    def pin(self, segment_id: str) -> Segment:
+        """Keep the record in the pool.  Raises :class:`PinRefused`, :class:`SegmentNotFound`."""
+        return self._change(segment_id, {"pinned": True})
+
+    def unpin(self, segment_id: str) -> Segment:
+        """Let the record be evicted.  Raises :class:`SegmentNotFound`."""
+        return self._change(segment_id, {"pinned": False})
+
+    def set_ttl(self, segment_id: str, ttl_s: float | None) -> Segment:
+        """Let it live so many seconds from now; ``None``: until deleted.  Raises :class:`SegmentNotFound`."""
+        return self._change(segment_id, {"ttl_s": ttl_s})
+
+    def delete(self, segment_id: str) -> Segment:
+        """Forget the id and the record everywhere; returns it as it was.  Raises :class:`SegmentNotFound`."""
+        return _segment(self._call("DELETE", _path(segment_id), segment_id=segment_id))
+
+    def stats(self) -> CacheStats:
+        """Numbers of the whole engine, all tenants together."""
+        found = self._call("GET", "/stats")
+        return CacheStats(found["tiers"], found["segments"], found["catalogue"])
+
+    def check_health(self) -> None:
+        """Returns when the engine answered a command."""
+        self._call("GET", "/health")
+
+    def _change(self, segment_id: str, body: dict[str, Any]) -> Segment:
+        return _segment(self._call("PATCH", _path(segment_id), body=body, segment_id=segment_id))
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        segment_id: str | None = None,
+    ) -> dict[str, Any]:
+        response = self._http.request(method, path, params=params, json=body)
+        if response.is_success:
+            answer: dict[str, Any] = response.json()
+            return answer
+        kinds = {401: NotAuthorized, 404: SegmentNotFound, 409: PinRefused}
+        # 404 without an id: the server has no such route.
+        kind = (
+            CacheError
+            if segment_id is None and response.status_code == 404
+            else kinds.get(response.status_code, CacheError)
+        )
+        raise kind(response.status_code, _message(response), segment_id)
+
+
+def _path(segment_id: str) -> str:
+    return f"/segments/{quote(segment_id, safe='')}"
+
+
+def _segment(answer: Mapping[str, Any]) -> Segment:
+    """Unknown fields, of a newer server, are left out."""
+    known = {f.name: answer[f.name] for f in fields(Segment) if f.name in answer}
+    if known.get("token_ids") is not None:
+        known["token_ids"] = tuple(known["token_ids"])
+    return Segment(**known)
+
+
+def _message(response: httpx.Response) -> str:
+    """The server's own words, where it has some."""
+    try:
+        error = response.json()["error"]
+        message = error if isinstance(error, str) else error["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:500]
+    if response.status_code == 404 and "segment" not in message:
+        message += " (is the server started with VLLM_PLUGINS=hypic,hypic_cache?)"
+    return f"HTTP {response.status_code}: {message}"
