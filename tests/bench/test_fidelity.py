@@ -67,9 +67,9 @@ def test_one_bit_of_difference_is_seen() -> None:
 
 
 def test_reuse_is_required() -> None:
-    gate.require_reuse(answer(cached=2 * (64 - 16)), 2, 64)
+    gate.require_reuse(answer(cached=2 * (64 - 16)), 2, 64, 8)
     with pytest.raises(gate.GateFailed, match="95 of 100 tokens were reused, expected at least 96"):
-        gate.require_reuse(answer(cached=95), 2, 64)
+        gate.require_reuse(answer(cached=95), 2, 64, 8)
 
 
 def test_what_should_be_fresh_must_not_come_from_a_cache() -> None:

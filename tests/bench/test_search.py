@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from vllm_hypic.bench.search import RateSearch, misses_allowed, percentile
+from vllm_hypic.bench.search import RateSearch
 
 
 def run(search: RateSearch, capacity: float) -> RateSearch:
@@ -51,25 +50,3 @@ def test_a_lower_failure_counts():
 def test_bad_settings_are_refused(start, precision):
     with pytest.raises(ValueError, match="expected"):
         RateSearch(start, precision)
-
-
-@pytest.mark.parametrize("p", [1, 50, 90, 99, 100])
-@pytest.mark.parametrize("n", [1, 2, 7, 60, 100, 101])
-def test_percentile_is_numpys_inverted_cdf(n: int, p: int):
-    values = np.random.default_rng(n).normal(size=n).tolist()
-    assert percentile(values, p) == np.percentile(values, p, method="inverted_cdf")
-
-
-@pytest.mark.parametrize("p", [50, 90, 99, 100])
-@pytest.mark.parametrize("n", [1, 7, 60, 100, 250])
-def test_misses_allowed_agrees_with_the_percentile(n: int, p: int):
-    most = misses_allowed(n, p)
-    within = [0.0] * n
-    assert percentile([1.0] * most + within[most:], p) == 0.0
-    if most < n:
-        assert percentile([1.0] * (most + 1) + within[most + 1 :], p) == 1.0
-
-
-def test_percentile_needs_values():
-    with pytest.raises(ValueError, match="0 values"):
-        percentile([], 50)

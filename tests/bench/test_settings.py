@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from vllm_hypic.bench.__main__ import main
 from vllm_hypic.bench.engines import engine_environment
 from vllm_hypic.bench.settings import CONTEXT, EngineSettings, model_context
+from vllm_hypic.config import HypicConfig
 
 
 def refused(*arguments: str) -> str:
@@ -42,9 +43,11 @@ def test_every_command_has_help() -> None:
         (["ttft", "--model", "/nowhere"], "does not exist"),
         (["ttft", "--hypic", '{"seams": 3}'], "unknown option 'seams'"),
         (["ttft", "--hypic", "seam"], "Expecting value"),
-        (["ttft-length", "--tokens", "1024,12"], "12 is not between 64 and 65536"),
-        (["ttft-length", "--tokens", "1k"], "expected integers with commas between"),
+        (["ttft-length", "--tokens", "1024,12"], "12 is not in the range 64<=x<=65536"),
+        (["ttft-length", "--tokens", "1k"], "expected numbers with commas between"),
         (["ttft-segments", "--segments", "4,4"], "a number stands there twice"),
+        (["records", "--bounds", "1e-8,0"], "0.0 is not in the range 0<x<1"),
+        (["records", "--bounds", "nan"], "'nan': expected finite numbers"),
         (["overhead", "--grid", "4x"], "expected segments x tokens"),
         (["overhead", "--grid", "4x10"], "expected 1 to 256 segments of 64 to 65536"),
         (["memory", "--requests", "0"], "0 is not in the range"),
@@ -92,6 +95,11 @@ def test_given_options_reach_the_engine(model: Path) -> None:
     assert arguments["max_num_batched_tokens"] == 512
     assert arguments["additional_config"] == {"hypic": {"seam_tokens": 4}}
     assert arguments["enable_prefix_caching"] is False
+
+
+def test_the_gate_expects_the_seams_that_were_asked_for(model: Path) -> None:
+    assert EngineSettings(model, 1).seam_tokens == HypicConfig().seam_tokens
+    assert EngineSettings(model, 1, hypic={"seam_tokens": 16}).seam_tokens == 16
 
 
 def test_context_is_the_same_for_short_benchmarks_of_long_models(model: Path) -> None:

@@ -1,8 +1,9 @@
-"""Medians, ranges, ratios and slopes."""
+"""Medians, ranges, ratios, slopes and percentiles."""
 
+import numpy as np
 import pytest
 
-from vllm_hypic.bench.stats import Spread, slope, slopes
+from vllm_hypic.bench.stats import Spread, misses_allowed, percentile, slope, slopes
 
 
 def test_spread_keeps_order_and_range() -> None:
@@ -43,3 +44,25 @@ def test_undefined_slopes_are_refused(x: list[float], y: list[float]) -> None:
 def test_slopes_fit_every_repeat() -> None:
     points = [Spread.of([1.0, 2.0]), Spread.of([3.0, 6.0])]
     assert slopes([1, 2], points).values == (2.0, 4.0)
+
+
+@pytest.mark.parametrize("p", [1, 50, 90, 99, 100])
+@pytest.mark.parametrize("n", [1, 2, 7, 60, 100, 101])
+def test_percentile_is_numpys_inverted_cdf(n: int, p: int) -> None:
+    values = np.random.default_rng(n).normal(size=n).tolist()
+    assert percentile(values, p) == np.percentile(values, p, method="inverted_cdf")
+
+
+@pytest.mark.parametrize("p", [50, 90, 99, 100])
+@pytest.mark.parametrize("n", [1, 7, 60, 100, 250])
+def test_misses_allowed_agrees_with_the_percentile(n: int, p: int) -> None:
+    most = misses_allowed(n, p)
+    within = [0.0] * n
+    assert percentile([1.0] * most + within[most:], p) == 0.0
+    if most < n:
+        assert percentile([1.0] * (most + 1) + within[most + 1 :], p) == 1.0
+
+
+def test_percentile_needs_values() -> None:
+    with pytest.raises(ValueError, match="0 values"):
+        percentile([], 50)

@@ -310,10 +310,12 @@ class RecordBytes:
         )
 
 
-def interior_records(llm: Any) -> list[RecordBytes]:
-    """All resident records but leading ones, which have no transition."""
+def records_held(llm: Any) -> list[RecordBytes]:
+    """All resident records; none where the model has no linear-attention layers."""
     side = scheduler_of(llm).hypic
     geometry = side.geometry
+    if not geometry.record_tiles:
+        return []
     return [
         RecordBytes(
             len(entry.pages) * geometry.page_bytes,
@@ -322,5 +324,4 @@ def interior_records(llm: Any) -> list[RecordBytes]:
             entry.tiles / geometry.record_tiles,
         )
         for entry in side.directory.resident()
-        if entry.reserved_tiles
     ]

@@ -14,8 +14,6 @@ from .beside import Answer, Ask
 from .engines import Engine, EngineError
 from .fidelity import Distance, distance, top
 
-SEAM = 8
-"""The plugin's default seam window."""
 GROSS_KL = 3.0
 """Nats: a first-token distribution this far from stock vLLM's has nothing to do with it. Reuse with
 separators is an approximation, and how good a one depends on the model: only gross errors are refused."""
@@ -51,8 +49,8 @@ def require_same(what: str, one: Answer, other: Answer) -> None:
         )
 
 
-def require_reuse(answer: Answer, documents: int, tokens: int, seam: int = SEAM) -> None:
-    """All but the seams of ``documents`` documents of ``tokens`` tokens was read from records."""
+def require_reuse(answer: Answer, documents: int, tokens: int, seam: int) -> None:
+    """``documents`` documents of ``tokens`` tokens were read from records, but for ``seam`` at either end."""
     least = documents * (tokens - 2 * seam)
     if answer.cached < least:
         raise GateFailed(

@@ -48,10 +48,9 @@ from .client import Client, ClientError, End
 from .gate import reporting_failures
 from .rates import LoadSettings, Measurement, Point, Result, connect
 from .report import percent, seconds
-from .search import percentile
 from .servers import HYPIC, STOCK, ServeSettings, Spec, serving, token_counter
-from .settings import FOLDER, HypicOptions
-from .sizes import SIZES, random_model
+from .settings import Numbers, Served, served_options, with_options
+from .stats import percentile
 from .trace import Trace, TraceError, TraceSettings
 
 SPARE_IDS = 64
@@ -78,25 +77,6 @@ class Named(click.ParamType):
         return name, rest
 
 
-class Rates(click.ParamType):
-    """Rates > 0, comma-separated."""
-
-    name = "rates"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            rates = tuple(float(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r}: expected numbers with commas between, like 0.1,0.2,0.4", param, ctx)
-        if not all(0 < rate < float("inf") for rate in rates):
-            self.fail(f"{value!r}: expected rates above 0", param, ctx)
-        return rates
-
-
 TRACE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 POSITIVE = click.IntRange(1)
@@ -121,25 +101,20 @@ def _trace_options(command: Any) -> Any:
         ("--form", click.Choice(["tokens", "text"]), d.form, "Prompts as token ids or as text."),
         ("--seed", click.IntRange(0), d.seed, "Seed of everything drawn."),
     ]
-    for flag, kind, default, text in reversed(options):
-        command = click.option(flag, type=kind, default=default, show_default=True, help=text)(command)
-    return command
+    return with_options(
+        command,
+        *(
+            click.option(flag, type=kind, default=default, show_default=True, help=text)
+            for flag, kind, default, text in options
+        ),
+    )
 
 
 TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "vocabulary"}
 
 
 @click.command(help="A RAG trace against vllm serve: first token over request rates, sustainable rates.")
-@click.option("--model", type=FOLDER, help="A model's folder.")
-@click.option(
-    "--size",
-    type=click.Choice(list(SIZES)),
-    default="150m",
-    show_default=True,
-    help="Size of the random Qwen3.5-shaped model when no model is given.",
-)
-@click.option("--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all usable cores.")
-@click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles).")
+@served_options(timeout_s=600.0)
 @click.option(
     "--cache-gib",
     type=click.FloatRange(0.05, 4096),
@@ -153,9 +128,6 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
     default=0.5,
     show_default=True,
     help="Of it, the share of the plugin's pool of records.",
-)
-@click.option(
-    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="The plugin's options, as JSON."
 )
 @click.option(
     "--url",
@@ -198,7 +170,10 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
     "--warm-up-at-once", type=POSITIVE, default=4, show_default=True, help="How many of those at a time."
 )
 @click.option(
-    "--rates", type=Rates(), default=(), help="Measure these rates (0.1,0.2,0.4) instead of searching."
+    "--rates",
+    type=Numbers(click.FloatRange(0, min_open=True)),
+    default=(),
+    help="Measure these rates (0.1,0.2,0.4) instead of searching.",
 )
 @click.option(
     "--limit",
@@ -233,13 +208,6 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
 @click.option(
     "--finish", is_flag=True, help="In a search, measure to the end what has missed the limit already."
 )
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
-    default=600.0,
-    show_default=True,
-    help="Longest time of one request.",
-)
 @report.output_options
 @click.pass_context
 @reporting_failures
@@ -247,13 +215,9 @@ def load(
     context: click.Context,
     /,
     *,
-    model: Path | None,
-    size: str,
-    threads: int | None,
-    eager: bool,
+    served: Served,
     cache_gib: float,
     pool_share: float,
-    hypic: dict[str, Any],
     urls: tuple[tuple[str, str], ...],
     separators: tuple[tuple[str, str], ...],
     api_key_env: str,
@@ -266,9 +230,9 @@ def load(
 ) -> None:
     report.check_outputs(json_path, plot_path)
     drawn = {name: options.pop(name) for name in TRACE_OPTIONS}
-    settings = LoadSettings(**options)
+    settings = LoadSettings(**options, timeout_s=served.timeout_s)
     console = report.console()
-    folder = None if urls else model or random_model(size)
+    folder = None if urls else served.folder()
     try:
         if trace_path is not None:
             _refuse_trace_options(context)
@@ -286,9 +250,7 @@ def load(
     if folder is not None:
         if separators:
             raise click.UsageError("--separator is for servers that --url names")
-        serve = _serve_settings(
-            folder, threads or len(os.sched_getaffinity(0)), eager, cache_gib, pool_share, hypic, trace
-        )
+        serve = _serve_settings(served, folder, cache_gib, pool_share, trace)
     try:
         with ExitStack() as stack:
             if serve is not None:
@@ -340,27 +302,21 @@ async def _measure(
 
 
 def _serve_settings(
-    model: Path,
-    threads: int,
-    eager: bool,
-    cache_gib: float,
-    share: float,
-    hypic: dict[str, Any],
-    trace: Trace,
+    served: Served, model: Path, cache_gib: float, share: float, trace: Trace
 ) -> ServeSettings:
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise click.UsageError(
             "VLLM_CPU_KVCACHE_SPACE is set and would win over what both servers are given: "
             "unset it and use --cache-gib"
         )
-    if given := {"pool_bytes", "pool_fraction"} & hypic.keys():
+    if given := {"pool_bytes", "pool_fraction"} & served.hypic.keys():
         raise click.UsageError(f"--hypic: {given.pop()} is decided by --cache-gib and --pool-share")
     count = token_counter(model, trace)
     # What an operator who knows the corpus would set: pages and state slots run out together.
     mean = round(statistics.mean(count(content) for content in trace.documents.values()))
     cache = int(cache_gib * 2**30)
-    options = {"expected_segment_tokens": mean, **hypic}
-    return ServeSettings(model, threads, eager, cache, int(cache * share), options)
+    options = {"expected_segment_tokens": mean, **served.hypic}
+    return ServeSettings(model, served.threads, served.eager, cache, int(cache * share), options)
 
 
 def _tell_memory(serve: ServeSettings, console: Console) -> None:

@@ -99,7 +99,8 @@ def _measure(
         ]
         steps.show("gate")
         marked = [p.marked(hypic.separator) for p in prompts]
-        gate.require_reuse(gate.require_cold_equals_warm(hypic, marked[-1]), shape.segments, shape.tokens)
+        warm = gate.require_cold_equals_warm(hypic, marked[-1])
+        gate.require_reuse(warm, shape.segments, shape.tokens, hypic.seam_tokens)
         hypic.call(beside.reset)
         steps.done()
         crowds = {}

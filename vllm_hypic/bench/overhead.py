@@ -26,8 +26,8 @@ from .prompts import Writer
 from .report import Steps, check_outputs, console, output_options, seconds
 from .settings import (
     SHORTEST,
-    Counts,
     EngineSettings,
+    Numbers,
     Shapes,
     engine_options,
     needed_context,
@@ -71,7 +71,7 @@ class Overheads:
 @repeat_options
 @click.option(
     "--lengths",
-    type=Counts(16, 131072),
+    type=Numbers(click.IntRange(16, 131072)),
     default="512,2048,8192",
     show_default=True,
     help="Lengths of plain prompts.",
@@ -210,7 +210,7 @@ class _Bench:
         prompt = self.writer.prompt(shape.segments, shape.tokens, head=HEAD, question=QUESTION)
         marked = prompt.marked(self.hypic.separator)
         warm = gate.require_cold_equals_warm(self.hypic, marked)
-        gate.require_reuse(warm, shape.segments, shape.tokens)
+        gate.require_reuse(warm, shape.segments, shape.tokens, self.hypic.seam_tokens)
 
         def turn() -> tuple[Callable[[], Answer], Callable[[], Answer]]:
             prompt = self.writer.prompt(shape.segments, shape.tokens, head=HEAD, question=QUESTION)
@@ -236,7 +236,7 @@ class _Bench:
             return lambda: self.stock.ask(plain), lambda: self.hypic.ask(marked)
 
         def check(stock: Answer, hypic: Answer) -> None:
-            gate.require_reuse(hypic, shape.segments, shape.tokens)
+            gate.require_reuse(hypic, shape.segments, shape.tokens, self.hypic.seam_tokens)
 
         pairs = self._repeat(f"decode, {shape}", turn, check)
         return Pair.of(f"decode over {shape} cached", *_decode(pairs))

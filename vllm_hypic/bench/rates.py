@@ -16,8 +16,9 @@ from . import report
 from .client import Client, ClientError, Complete, End, Load, Outcome, run_closed, run_schedule
 from .gate import GateFailed
 from .report import seconds
-from .search import RateSearch, misses_allowed, percentile
+from .search import RateSearch
 from .servers import STOCK, Spec
+from .stats import misses_allowed, percentile
 from .trace import Trace, TraceRequest
 
 OURS = PrimitiveTexts().sep

@@ -15,10 +15,10 @@ from . import beside, gate, report
 from .beside import Ask, RecordBytes
 from .engines import Engine, running
 from .fidelity import Distance, Fidelity, top
-from .points import BESIDE, HEAD, QUESTION, Shape
+from .points import BESIDE, QUESTION
 from .prompts import Writer
 from .report import check_outputs, console, output_options, size
-from .settings import SHORTEST, Counts, EngineSettings, engine_options, needed_context
+from .settings import SHORTEST, EngineSettings, Numbers, engine_options, needed_context
 
 KEEP_ALL = 0.0
 SEGMENTS = 4
@@ -38,12 +38,18 @@ class Kept:
 @engine_options()
 @click.option(
     "--lengths",
-    type=Counts(SHORTEST, 65536),
+    type=Numbers(click.IntRange(SHORTEST, 65536)),
     default="256,1024,4096",
     show_default=True,
     help="Lengths of segments.",
 )
-@click.option("--bounds", default="2.98e-8,1e-6,1e-4", show_default=True, help="Values of dead_transition.")
+@click.option(
+    "--bounds",
+    type=Numbers(click.FloatRange(0, 1, min_open=True, max_open=True)),
+    default="2.98e-8,1e-6,1e-4",
+    show_default=True,
+    help="Values of dead_transition, beside 0.",
+)
 @click.option("--prompts", type=click.IntRange(1, 1000), default=3, show_default=True, help="Per length.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the documents.")
 @output_options
@@ -51,14 +57,14 @@ class Kept:
 def records(
     engine: EngineSettings,
     lengths: tuple[int, ...],
-    bounds: str,
+    bounds: tuple[float, ...],
     prompts: int,
     seed: int,
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
     check_outputs(json_path, plot_path)
-    found = _measure(engine, lengths, _bounds(bounds), prompts, seed)
+    found = _measure(engine, lengths, (KEEP_ALL, *bounds), prompts, seed)
     to = console()
     title = f"a segment's record, {engine.model.name}"
     columns = ("tokens", "dead_transition", "live heads", "bytes", "of all", "max |dlogprob|", "KL")
@@ -84,17 +90,8 @@ def records(
         plot_bars(plot_path, bars, title=title, label="MiB", stacked=True)
 
 
-def _bounds(text: str) -> list[float]:
-    try:
-        return [KEEP_ALL, *(float(part) for part in text.split(","))]
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}: expected numbers like 3e-8,1e-4", param_hint="--bounds"
-        ) from None
-
-
 def _measure(
-    engine: EngineSettings, lengths: tuple[int, ...], bounds: list[float], prompts: int, seed: int
+    engine: EngineSettings, lengths: tuple[int, ...], bounds: tuple[float, ...], prompts: int, seed: int
 ) -> list[Kept]:
     context = needed_context([(SEGMENTS, n) for n in lengths], BESIDE)
     answers: dict[tuple[int, int], dict[int, float]] = {}
@@ -110,11 +107,12 @@ def _measure(
                     distances: list[Distance] = []
                     held: list[RecordBytes] = []
                     for number in range(prompts):
-                        prompt = writer.prompt(SEGMENTS, tokens, head=HEAD, question=QUESTION)
+                        # No leading segment: its record has no transition.
+                        prompt = writer.prompt(SEGMENTS, tokens, head=0, question=QUESTION)
                         marked = prompt.marked(one.separator)
                         warm = gate.require_cold_equals_warm(one, marked)
-                        gate.require_reuse(warm, Shape(SEGMENTS, tokens).segments, tokens)
-                        held += one.call(beside.interior_records)
+                        gate.require_reuse(warm, SEGMENTS, tokens, one.seam_tokens)
+                        held += one.call(beside.records_held)
                         key = tokens, number
                         if bound == KEEP_ALL:
                             answers[key] = warm.logprobs

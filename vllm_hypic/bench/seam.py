@@ -22,7 +22,7 @@ from .fidelity import Distance, Fidelity, distance, top
 from .points import BESIDE, HEAD, QUESTION, Shape
 from .prompts import Writer
 from .report import check_outputs, console, output_options, percent, seconds
-from .settings import SHORTEST, Counts, EngineSettings, engine_options, needed_context, repeat_options
+from .settings import SHORTEST, EngineSettings, Numbers, engine_options, needed_context, repeat_options
 from .stats import Spread
 
 NOISE_CHUNK = 1024
@@ -57,7 +57,7 @@ class Row:
 @repeat_options
 @click.option("--segments", type=click.IntRange(2, 256), default=4, show_default=True)
 @click.option("--tokens", type=click.IntRange(SHORTEST, 65536), default=1024, show_default=True)
-@click.option("--windows", type=Counts(0, 1024), default="0,4,8,16,32", show_default=True)
+@click.option("--windows", type=Numbers(click.IntRange(0, 1024)), default="0,4,8,16,32", show_default=True)
 @click.option(
     "--naive-window", type=click.IntRange(0, 1024), default=8, show_default=True, help="Window of naive."
 )

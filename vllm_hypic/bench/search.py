@@ -57,18 +57,3 @@ class RateSearch:
 
     def record(self, rate: float, within: bool) -> None:
         self.tried.append((rate, within))
-
-
-def percentile(values: list[float], p: int) -> float:
-    """The smallest of ``values`` that at least ``p`` percent of them do not exceed.
-
-    Raises ``ValueError`` without values.
-    """
-    if not values or not 1 <= p <= 100:
-        raise ValueError(f"percentile {p} of {len(values)} values: expected 1 to 100, and a value")
-    return sorted(values)[-(-p * len(values) // 100) - 1]
-
-
-def misses_allowed(n: int, p: int) -> int:
-    """How many of ``n`` values may exceed a limit that their :func:`percentile` ``p`` does not exceed."""
-    return n - -(-p * n // 100)

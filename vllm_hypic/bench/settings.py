@@ -1,8 +1,9 @@
-"""Options that every benchmark with engines shares."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,11 @@ class EngineSettings:
     """The plugin's options."""
     timeout_s: float = 3600.0
     """Longest time that one request, or an engine's start, may take."""
+
+    @property
+    def seam_tokens(self) -> int:
+        """Seam window of a hypic engine's requests that name none."""
+        return HypicConfig.from_mapping(self.hypic).seam_tokens
 
     def arguments(self, context: int, *, hypic: bool, **more: Any) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` for prompts of up to ``context`` tokens.
@@ -97,26 +103,25 @@ class HypicOptions(click.ParamType):
         return dict(options)
 
 
-class Counts(click.ParamType):
-    """Positive integers, comma-separated: ``4,8,12,16``."""
+class Numbers(click.ParamType):
+    """Different finite numbers with commas between, ``4,8,12,16``, each of which ``each`` takes."""
 
-    name = "integers"
+    name = "numbers"
 
-    def __init__(self, low: int, high: int) -> None:
-        self.low, self.high = low, high
+    def __init__(self, each: click.IntRange | click.FloatRange) -> None:
+        self.each = each
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
+    ) -> tuple[float, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            numbers = tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r}: expected integers with commas between, like 4,8,16", param, ctx)
-        for number in numbers:
-            if not self.low <= number <= self.high:
-                self.fail(f"{number} is not between {self.low} and {self.high}", param, ctx)
+            numbers = tuple(self.each.convert(part, param, ctx) for part in value.split(","))
+        except click.BadParameter as e:
+            self.fail(f"{e.message.rstrip('.')}; expected numbers with commas between", param, ctx)
+        if not all(map(math.isfinite, numbers)):
+            self.fail(f"{value!r}: expected finite numbers", param, ctx)
         if len(set(numbers)) < len(numbers):
             self.fail(f"{value!r}: a number stands there twice", param, ctx)
         return numbers
@@ -153,40 +158,49 @@ def _shape(text: str) -> tuple[int, int]:
     return int(segments), int(tokens)
 
 
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+@dataclass(frozen=True)
+class Served:
+    """What engines and servers run alike."""
+
+    model: Path | None
+    """``None``: the random one of ``size``."""
+    size: str
+    threads: int
+    eager: bool
+    hypic: dict[str, Any]
+    """The plugin's options."""
+    timeout_s: float
+
+    def folder(self) -> Path:
+        """The model's folder; makes the random model where it is not there yet."""
+        return self.model or random_model(self.size)
 
 
-def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options of the engines; they reach the command as one ``engine: EngineSettings``."""
+def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of :class:`Served`; they reach the command as one ``served``."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
-        def with_settings(
+        def with_served(
             *,
             model: Path | None,
             size: str,
             threads: int | None,
             eager: bool,
-            max_num_batched_tokens: int | None,
-            kv_gib: float,
             hypic: dict[str, Any],
             timeout_s: float,
             **options: Any,
         ) -> Any:
-            engine = EngineSettings(
-                model=model or random_model(size),
-                threads=threads or len(os.sched_getaffinity(0)),
-                eager=eager,
-                max_num_batched_tokens=max_num_batched_tokens,
-                kv_gib=kv_gib,
-                hypic=hypic,
-                timeout_s=timeout_s,
-            )
-            return command(engine=engine, **options)
+            threads = threads or len(os.sched_getaffinity(0))
+            return command(served=Served(model, size, threads, eager, hypic, timeout_s), **options)
 
-        return _with(
-            with_settings,
-            click.option("--model", type=FOLDER, help="A model's folder."),
+        return with_options(
+            with_served,
+            click.option(
+                "--model",
+                type=click.Path(exists=True, file_okay=False, path_type=Path),
+                help="A model's folder.",
+            ),
             click.option(
                 "--size",
                 type=click.Choice(list(SIZES)),
@@ -199,6 +213,46 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
             ),
             click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles)."),
             click.option(
+                "--hypic",
+                type=HypicOptions(),
+                default="{}",
+                show_default=True,
+                help="The plugin's options, as JSON.",
+            ),
+            click.option(
+                "--timeout-s",
+                type=click.FloatRange(0, min_open=True),
+                default=timeout_s,
+                show_default=True,
+                help="Give up when one request takes longer.",
+            ),
+        )
+
+    return decorate
+
+
+def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of the engines; they reach the command as one ``engine: EngineSettings``."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_settings(
+            *, served: Served, max_num_batched_tokens: int | None, kv_gib: float, **options: Any
+        ) -> Any:
+            engine = EngineSettings(
+                model=served.folder(),
+                threads=served.threads,
+                eager=served.eager,
+                max_num_batched_tokens=max_num_batched_tokens,
+                kv_gib=kv_gib,
+                hypic=served.hypic,
+                timeout_s=served.timeout_s,
+            )
+            return command(engine=engine, **options)
+
+        engine_only = with_options(
+            with_settings,
+            click.option(
                 "--max-num-batched-tokens",
                 type=click.IntRange(64, 1 << 20),
                 help="vLLM's option of this name; default: vLLM's.",
@@ -210,28 +264,15 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
                 show_default=True,
                 help="vLLM's KV cache of each engine; the public pool comes beside it.",
             ),
-            click.option(
-                "--hypic",
-                type=HypicOptions(),
-                default="{}",
-                show_default=True,
-                help="The plugin's options, as JSON.",
-            ),
-            click.option(
-                "--timeout-s",
-                type=click.FloatRange(1),
-                default=3600.0,
-                show_default=True,
-                help="Give up when one request takes longer.",
-            ),
         )
+        return served_options(timeout_s=3600.0)(engine_only)
 
     return decorate
 
 
 def repeat_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--repeats`` and ``--seed``."""
-    return _with(
+    return with_options(
         command,
         click.option(
             "--repeats",
@@ -244,7 +285,8 @@ def repeat_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _with(command: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+def with_options(command: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    """``command`` with click's ``options``, told in this order by ``--help``."""
     for option in reversed(options):
         command = option(command)
     return command

@@ -1,4 +1,4 @@
-"""Statistics of repeated measurements."""
+"""Statistics of measurements."""
 
 from __future__ import annotations
 
@@ -44,3 +44,18 @@ def slopes(x: Sequence[float], y: Sequence[Spread]) -> Spread:
     """The slope of every repeat, as a spread."""
     repeats = zip(*(one.values for one in y), strict=True)
     return Spread.of([slope(x, values) for values in repeats])
+
+
+def percentile(values: list[float], p: int) -> float:
+    """The smallest of ``values`` that at least ``p`` percent of them do not exceed.
+
+    Raises ``ValueError`` without values.
+    """
+    if not values or not 1 <= p <= 100:
+        raise ValueError(f"percentile {p} of {len(values)} values: expected 1 to 100, and a value")
+    return sorted(values)[-(-p * len(values) // 100) - 1]
+
+
+def misses_allowed(n: int, p: int) -> int:
+    """How many of ``n`` values may exceed a limit that their :func:`percentile` ``p`` does not exceed."""
+    return n - -(-p * n // 100)

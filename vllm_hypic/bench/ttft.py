@@ -15,7 +15,7 @@ from .engines import Engine, described, running
 from .points import BESIDE, COLUMNS, KINDS, LABELS, Point, Shape, gate_text, measure, rounds, rows
 from .prompts import Writer
 from .report import check_outputs, console, output_options, percent, seconds
-from .settings import SHORTEST, Counts, EngineSettings, engine_options, needed_context, repeat_options
+from .settings import SHORTEST, EngineSettings, Numbers, engine_options, needed_context, repeat_options
 from .stats import Spread, slope, slopes
 
 SEGMENTS = click.IntRange(1, 256)
@@ -81,7 +81,12 @@ def ttft(
 @engine_options()
 @repeat_options
 @click.option("--segments", type=SEGMENTS, default=4, show_default=True)
-@click.option("--tokens", type=Counts(SHORTEST, 65536), default="1024,2048,3072,4096", show_default=True)
+@click.option(
+    "--tokens",
+    type=Numbers(click.IntRange(SHORTEST, 65536)),
+    default="1024,2048,3072,4096",
+    show_default=True,
+)
 @output_options
 @gate.reporting_failures
 def ttft_length(
@@ -109,7 +114,7 @@ def ttft_length(
 @click.command("ttft-segments", help="First token over the number of segments (HYPIC's figure 12b).")
 @engine_options()
 @repeat_options
-@click.option("--segments", type=Counts(1, 256), default="4,8,12,16", show_default=True)
+@click.option("--segments", type=Numbers(click.IntRange(1, 256)), default="4,8,12,16", show_default=True)
 @click.option("--tokens", type=TOKENS, default=1024, show_default=True)
 @output_options
 @gate.reporting_failures

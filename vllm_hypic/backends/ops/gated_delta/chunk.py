@@ -29,7 +29,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta.reference import l2_eps
+from .reference import l2_eps
 
 _CHUNK_CPU = 32
 _CHUNK_DEVICE = 64
