@@ -535,8 +535,8 @@ class SchedulerSide:
         )
 
     def store_stats(self) -> dict[str, dict[str, float]]:
-        """By tier: what it counted since the start, and its levels as last reported; empty without a store, and
-        until it has been heard of."""
+        """By tier: what it counted since the start, and its levels as last reported; empty without a store
+        and until it has been heard of."""
         return {} if self._store is None else {n: numbers_of(t) for n, t in self._store.tiers.items()}
 
     def take_counters(self) -> HypicCounters:
