@@ -236,10 +236,10 @@ def _print(to: Console, found: Found) -> None:
         f"{percent(found.unlimited.tokens / asked.tokens)} of the tokens, "
         f"{percent(found.unlimited.flops / asked.flops)} of the FLOPs"
     )
-    columns = ("cache", "contention", "lru", "flop-aware", "gain", "no admission", "offline greedy")
-    to.print(report.table("token hit rate", columns, [_tokens(found, row) for row in found.rows]))
-    columns = (*columns[:1], *columns[2:], "bound", "alpha, patience")
-    to.print(report.table("FLOPs saved", columns, [_flops(found, row) for row in found.rows]))
+    rates = ("lru", "flop-aware", "gain", "no admission", "offline greedy")
+    columns = [("cache", "contention", *rates), ("cache", *rates, "bound", "alpha, patience")]
+    to.print(report.table("token hit rate", columns[0], [_tokens(found, row) for row in found.rows]))
+    to.print(report.table("FLOPs saved", columns[1], [_flops(found, row) for row in found.rows]))
     for tuning in found.tuning:
         to.print(
             f"tuning on a window of {tuning.accesses} accesses: {seconds(tuning.seconds)} "

@@ -1,0 +1,139 @@
+"""FLOPs of a prefill against the models' own layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vllm_hypic.store.eviction.flops import (
+    Attention,
+    Experts,
+    FlopModel,
+    GatedDelta,
+    Mamba2,
+    Mlp,
+    UnknownLinear,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+}
+LINEAR = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 4,
+}
+TYPES = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+
+
+def products(layers: nn.Module) -> float:
+    """FLOPs a token of everything that multiplies it with a weight; of stacked experts, all of them."""
+    total = 0.0
+    for module in layers.modules():
+        for weight in module.parameters(recurse=False):
+            if isinstance(module, (nn.Linear, nn.Conv1d)) and weight.dim() > 1:
+                total += 2 * weight.numel()
+    return total
+
+
+def meta(name: str, **fields: Any) -> tuple[Any, nn.Module]:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**SMALL, **fields)
+    with torch.device("meta"):
+        return config, transformers.AutoModel.from_config(config)
+
+
+def test_gdn_and_gated_attention_are_those_of_qwen3_5():
+    config, model = meta(
+        "Qwen3_5Text", intermediate_size=224, num_hidden_layers=4, layer_types=TYPES, **LINEAR
+    )
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
+    assert isinstance(flops.linear, GatedDelta) and flops.attention.gated
+    states = 3 * 7 * 6 * 32 * 16
+    assert flops.per_token == pytest.approx(products(model.layers) + states, rel=1e-9)
+
+
+def test_experts_are_those_of_qwen3_5_moe():
+    config, model = meta(
+        "Qwen3_5MoeText",
+        num_hidden_layers=4,
+        layer_types=TYPES,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=72,
+        num_experts=8,
+        num_experts_per_tok=3,
+        **LINEAR,
+    )
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
+    assert flops.mlp == Experts(total=8, active=3, intermediate=40, shared_intermediate=72)
+    stacked = [p for name, p in model.layers.named_parameters() if "experts" in name and p.dim() == 3]
+    active = 2 * sum(p.numel() for p in stacked) * 3 / 8
+    routers = 2 * sum(
+        p.numel() for name, p in model.layers.named_parameters() if name.endswith("mlp.gate.weight")
+    )
+    expected = products(model.layers) + active + routers + 3 * 7 * 6 * 32 * 16
+    assert routers > 0 and flops.per_token == pytest.approx(expected, rel=1e-9)
+
+
+def test_mamba2_is_that_of_bamba():
+    config, model = meta(
+        "Bamba",
+        intermediate_size=224,
+        num_hidden_layers=2,
+        attn_layer_indices=[1],
+        mamba_n_heads=8,
+        mamba_d_head=24,
+        mamba_d_state=16,
+        mamba_n_groups=2,
+        mamba_expand=2,
+    )
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=1)
+    assert flops.linear == Mamba2(heads=8, head_size=24, state_size=16, groups=2, conv_width=4)
+    [attention] = [layer.self_attn for layer in model.layers if hasattr(layer, "self_attn")]
+    assert attention.head_dim == 48 and not flops.attention.gated
+    assert flops.per_token == pytest.approx(products(model.layers) + 5 * 8 * 24 * 16, rel=1e-9)
+
+
+def test_attention_counts_causal_pairs_only():
+    """A counter of what a dense model really runs sees every pair: the other half is masked out."""
+    import transformers
+
+    config = transformers.Qwen3Config(**SMALL, intermediate_size=224, num_hidden_layers=2)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    flops = FlopModel.from_hf_config(config, attention_layers=2, linear_layers=0)
+    tokens, counter = 40, FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.arange(tokens)[None])
+    masked = 2 * 4 * 4 * 48 * tokens * (tokens - 1) / 2
+    assert flops.prefill(tokens) == pytest.approx(counter.get_total_flops() - masked, rel=1e-3)
+
+
+def test_prefill_is_linear_plus_quadratic():
+    flops = FlopModel(64, 2, 6, Attention(4, 2, 16), GatedDelta(2, 2, 16, 16), Mlp(128))
+    assert flops.prefill(0) == 0
+    assert flops.prefill(1) == flops.per_token + 2 * 4 * 4 * 16
+    third = flops.prefill(300) - 3 * flops.prefill(100)
+    assert third == pytest.approx(2 * 4 * 4 * 16 * (300 * 301 - 3 * 100 * 101) / 2)
+
+
+def test_missing_fields_fall_back_as_documented():
+    nothing = FlopModel.from_hf_config(SimpleNamespace(), 1, 1)
+    assert nothing.hidden == 4096
+    assert nothing.attention == Attention(heads=32, kv_heads=32, head_size=128, gated=False)
+    assert nothing.linear == UnknownLinear(128) and nothing.mlp == Mlp(4 * 4096)
+    odd = SimpleNamespace(hidden_size=256, num_attention_heads=None, head_dim="auto", intermediate_size=0)
+    some = FlopModel.from_hf_config(odd, 1, 0)
+    assert some.attention == Attention(heads=2, kv_heads=2, head_size=128) and some.mlp == Mlp(1024)
+    assert FlopModel.from_hf_config(SimpleNamespace(), 0, 2).prefill(10) > 0

@@ -1,0 +1,198 @@
+"""Laws of the eviction policies: what they may say, and when they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.store.eviction.base import EvictionPolicy
+from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
+from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.make import make_policy
+from vllm_hypic.store.eviction.ranking import Ranking
+from vllm_hypic.store.eviction.replay import Setting, Window
+from vllm_hypic.store.worth import Worth
+
+KEYS = "abcdefgh"
+WORTHS = st.builds(
+    Worth,
+    tokens=st.integers(0, 9),
+    flops=st.integers(0, 10**6).map(float),
+    nbytes=st.integers(0, 10**4),
+)
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["added", "resized", "hit", "evicted", "deleted", "missed"]),
+        st.sampled_from(KEYS),
+        WORTHS,
+    ),
+    max_size=60,
+)
+Calls = list[tuple[str, str, Worth]]
+
+
+def tell(policy: EvictionPolicy, calls: Calls, worth: Callable[[Worth], Worth] = lambda w: w) -> set[str]:
+    """Make these calls; the keys held at the end."""
+    held: set[str] = set()
+    for what, key, given_worth in calls:
+        if what in ("added", "resized", "missed"):
+            getattr(policy, what)(key, worth(given_worth))
+            held |= {key} if what == "added" else set()
+        elif what == "hit":
+            policy.hit(key)
+        else:
+            policy.removed(key, evicted=what == "evicted")
+            held.discard(key)
+    return held
+
+
+def fixed(alpha: float, patience: float = 0.0) -> FlopAwarePolicy:
+    return FlopAwarePolicy(setting=Setting(alpha, patience))
+
+
+@pytest.mark.parametrize(
+    "make", [LruPolicy, lambda: fixed(0), lambda: fixed(1.5), lambda: FlopAwarePolicy(tuner="inline")]
+)
+@given(calls=CALLS)
+def test_worst_first_is_a_permutation_of_what_is_held(make, calls):
+    policy = make()
+    held = tell(policy, calls)
+    first = list(policy.worst_first())
+    assert sorted(first) == sorted(held)
+    assert list(policy.worst_first()) == first, "a walk changed something"
+
+
+@given(calls=CALLS)
+def test_alpha_0_is_lru(calls):
+    aware, lru = fixed(0), LruPolicy()
+    tell(aware, calls)
+    tell(lru, calls)
+    assert list(aware.worst_first()) == list(lru.worst_first())
+
+
+@given(calls=CALLS, worth=WORTHS, alpha=st.floats(0, 10))
+def test_equal_worth_is_lru(calls, worth, alpha):
+    aware, lru = fixed(alpha), LruPolicy()
+    tell(aware, calls, lambda _: worth)
+    tell(lru, calls)
+    assert list(aware.worst_first()) == list(lru.worst_first())
+
+
+@given(
+    calls=CALLS.filter(lambda calls: all(w.flops and w.nbytes for _, _, w in calls)),
+    alpha=st.floats(0, 10),
+    flops=st.integers(-20, 20),
+    nbytes=st.integers(0, 20),
+)
+def test_units_of_flops_and_bytes_do_not_matter(calls, alpha, flops, nbytes):
+    one, other = fixed(alpha, 5), fixed(alpha, 5)
+    held = tell(one, calls)
+    tell(other, calls, lambda w: Worth(w.tokens, w.flops * 2.0**flops, w.nbytes << nbytes))
+    assert list(one.worst_first()) == list(other.worst_first())
+    new = Worth(1, 100.0, 10)
+    for policy, scaled in ((one, new), (other, Worth(1, 100.0 * 2.0**flops, 10 << nbytes))):
+        policy.missed("new", scaled)
+        assert policy.admits("new", scaled, sorted(held)) == one.admits("new", new, sorted(held))
+
+
+def test_of_two_as_old_the_denser_stays_and_age_outweighs_density_in_time():
+    policy = fixed(1.0)
+    policy.added("dense", Worth(1, 400.0, 10))
+    policy.added("thin", Worth(1, 100.0, 10))
+    assert next(policy.worst_first()) == "thin"
+    for i in range(10):
+        policy.added("x", Worth(1, 1.0, 10))
+        policy.removed("x", evicted=False)
+        policy.hit("thin")
+        if i == 0:
+            assert next(policy.worst_first()) == "dense", "4 times as dense, more than 4 times as old"
+
+
+@given(calls=CALLS, key=st.sampled_from(KEYS), worth=WORTHS)
+def test_another_worth_is_no_use(calls, key, worth):
+    resized, lru = fixed(0), LruPolicy()
+    tell(lru, calls)
+    tell(resized, calls)
+    resized.resized(key, worth)
+    assert list(resized.worst_first()) == list(lru.worst_first())
+    # The order within a grade is by use, too: put everything into one.
+    for other in list(resized.worst_first()):
+        resized.resized(other, worth)
+    assert list(resized.worst_first()) == list(lru.worst_first())
+
+
+@pytest.mark.parametrize("make", [LruPolicy, lambda: fixed(1.0)])
+def test_changing_a_policy_that_is_walked_is_an_error(make):
+    policy = make()
+    for key in "abc":
+        policy.added(key, Worth(1, 1.0, 1))
+    walk = policy.worst_first()
+    policy.removed(next(walk), evicted=True)
+    with pytest.raises(RuntimeError):
+        list(walk)
+
+
+def test_ranking_forgets_empty_grades():
+    ranking = Ranking()
+    for i in range(100):
+        ranking.put("a", i, now=i + 1)
+    assert len(ranking) == 1 and len(ranking._orders) == 1
+    ranking.drop("a")
+    assert list(ranking.worst_first(100, 1.0)) == [] and not ranking._orders
+
+
+@given(
+    accesses=st.lists(st.sampled_from(KEYS), max_size=80),
+    worths=st.lists(WORTHS.filter(lambda w: w.nbytes > 0), min_size=len(KEYS), max_size=len(KEYS)),
+    budget=st.integers(0, 20_000),
+    alpha=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    patience=st.sampled_from([0.0, 3.0, 30.0, float("inf")]),
+)
+def test_the_tuners_replay_is_the_policy(accesses, worths, budget, alpha, patience):
+    """Same hits as the policy behind a cache that keeps to the protocol."""
+    setting = Setting(alpha, patience)
+    policy, table = FlopAwarePolicy(setting=setting), dict(zip(KEYS, worths, strict=True))
+    held: set[str] = set()
+    saved = 0.0
+    for key in accesses:
+        worth = table[key]
+        if key in held:
+            policy.hit(key)
+            saved += worth.flops
+            continue
+        policy.missed(key, worth)
+        room = budget - sum(table[k].nbytes for k in held)
+        victims: list[str] = []
+        for victim in policy.worst_first():
+            if room >= worth.nbytes:
+                break
+            victims.append(victim)
+            room += table[victim].nbytes
+        if worth.nbytes <= budget and policy.admits(key, worth, victims):
+            for victim in victims:
+                policy.removed(victim, evicted=True)
+            held = held - set(victims) | {key}
+            policy.added(key, worth)
+    window = Window.of([(key, table[key]) for key in accesses])
+    assert window.saved(budget, setting) == saved
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fifo",), "eviction='fifo': expected lru or flop-aware"),
+        (("lru", "never"), "admission='never': expected worth or always"),
+        (("lru", "worth", "thread"), "tuner='thread': expected background or inline"),
+    ],
+)
+def test_unknown_names_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy(*arguments)
+
+
+def test_policies_by_name():
+    assert isinstance(make_policy("lru"), LruPolicy)
+    assert isinstance(make_policy("flop-aware"), FlopAwarePolicy)
