@@ -16,8 +16,8 @@ from .config import (
     TierConfig,
 )
 from .eviction.make import make_policy
-from .record import PEEK_BYTES, Fault, peek_worth
-from .settings import StoreSettings, plain_memory
+from .record import PEEK_BYTES, Fault, aligned_buffer, peek_worth
+from .settings import StoreSettings
 from .tiered import TieredStore
 from .tiers.base import Tier
 from .worth import Worth
@@ -38,7 +38,7 @@ def build_store(
         deadline_s=config.deadline_s,
         queue_bytes=config.queue_bytes,
         ttl_s=config.ttl_s,
-        allocate=allocate or plain_memory,
+        allocate=allocate or aligned_buffer,
     )
     tiers = [_build(i, tier, config, namespace) for i, tier in enumerate(config.tiers)]
     store = TieredStore(tiers, settings, appraise=_worth_of_record)
@@ -67,7 +67,9 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
             from .tiers.disk import DiskTier
 
             policy = make_policy(config.eviction, config.admission)
-            return DiskTier(tier.name, Path(tier.path), tier.bytes, policy, durable=tier.durable)
+            return DiskTier(
+                tier.name, Path(tier.path), tier.bytes, policy, durable=tier.durable, shared=tier.shared
+            )
         case RedisConfig():
             from .tiers.redis import RedisTier
 
@@ -75,7 +77,7 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
         case LMCacheConfig():
             from .tiers.lmcache import LMCacheTier
 
-            return LMCacheTier(tier.name, tier.l1_bytes, tier.l2, namespace)
+            return LMCacheTier(tier.name, tier.l1_bytes, [dict(adapter) for adapter in tier.l2], namespace)
         case LMCacheServerConfig():
             from .tiers.lmcache import LMCacheServerTier
 

@@ -19,7 +19,7 @@ _UNITS = {
     for power, unit in enumerate(("", "k", "m", "g", "t"))
     for suffix, factor in (("b", 1000**power), ("ib", 1024**power), ("", 1000**power))
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class DiskConfig(TierConfig):
     bytes: int = field(kw_only=True)
     durable: bool = field(default=True, kw_only=True)
     """Survive a power cut, not only a killed process."""
+    shared: bool = field(default=False, kw_only=True)
+    """Also find what other engines write there from now on.  Each look-up then asks the file system, and the
+    engine waits for it; without, what the folder held at the start and what this engine wrote is found."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,12 @@ class StoreConfig:
     """Records expire so many seconds after they were written; ``None``: never."""
 
     def __post_init__(self) -> None:
+        for i, tier in enumerate(self.tiers):
+            if not isinstance(tier, TierConfig):
+                _refuse(f"tiers[{i}]", tier, "a TierConfig")
+            _tier(f"tiers[{i}]", _plain_tier(tier))
         names = [tier.name for tier in self.tiers]
         for i, name in enumerate(names):
-            _text(f"tiers[{i}].name", name)
             if name in names[:i]:
                 _refuse(f"tiers[{i}].name", name, "a name that no other tier has (set name)")
             if name == "queue" or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
@@ -136,7 +142,10 @@ class StoreConfig:
         tiers = values.get("tiers", ())
         if isinstance(tiers, (str, Mapping)) or not isinstance(tiers, Sequence):
             _refuse("tiers", tiers, "a list of objects, fastest tier first")
-        values["tiers"] = tuple(_tier(f"tiers[{i}]", tier) for i, tier in enumerate(tiers))
+        values["tiers"] = tuple(
+            tier if isinstance(tier, TierConfig) else _tier(f"tiers[{i}]", tier)
+            for i, tier in enumerate(tiers)
+        )
         if "queue_bytes" in values:
             values["queue_bytes"] = _size("queue_bytes", values["queue_bytes"])
         return StoreConfig(**values)
@@ -155,8 +164,6 @@ def _plain_tier(tier: TierConfig) -> dict[str, Any]:
 
 
 def _tier(where: str, options: object) -> TierConfig:
-    if isinstance(options, TierConfig):
-        return options
     if not isinstance(options, Mapping):
         _refuse(where, options, 'an object like {"type": "memory", "bytes": "20GB"}')
     values = dict(options)
@@ -170,12 +177,14 @@ def _tier(where: str, options: object) -> TierConfig:
     for f in fields:
         if f.name not in values:
             if f.default is dataclasses.MISSING:
-                raise ConfigError(f"hypic config: store.{where}: {f.name} is missing of the {kind} tier")
+                raise ConfigError(
+                    f"hypic config: store.{where}.{f.name} is missing: the {kind} tier needs it"
+                )
             continue
         path, value = f"{where}.{f.name}", values[f.name]
         if f.name in ("bytes", "l1_bytes"):
             values[f.name] = _size(path, value)
-        elif f.name == "durable":
+        elif f.name in ("durable", "shared"):
             if not isinstance(value, bool):
                 _refuse(path, value, "true or false")
         elif f.name == "ttl_s":

@@ -55,7 +55,13 @@ class Lane:
     """
 
     def __init__(
-        self, tier: Tier, settings: StoreSettings, lock: threading.RLock, *, clock: Clock = time.monotonic
+        self,
+        tier: Tier,
+        settings: StoreSettings,
+        lock: threading.RLock,
+        *,
+        clock: Clock = time.monotonic,
+        wall: Clock = time.time,
     ) -> None:
         self.name = tier.name
         self.tier = tier
@@ -63,6 +69,7 @@ class Lane:
         self._settings = settings
         self._lock = lock
         self._clock = clock
+        self._wall = wall
         self.reads = self._crew("reads", settings.readers)
         self.writes = self._crew("writes", 1)
         self.opened = False
@@ -100,6 +107,7 @@ class Lane:
         try:
             self.tier.open()
             tells = not self.tier.may_hold(UNHELD)
+            self._limit_lives()
         except Exception as e:
             with self._lock:
                 self.stats.errors += 1
@@ -121,6 +129,15 @@ class Lane:
         if closed:  # while it was opening
             self.close()
         return True
+
+    def _limit_lives(self) -> None:
+        """Tiers forget expiries when the process ends: what they bring along expires as if written now."""
+        if self._settings.ttl_s is None:
+            return
+        latest = self._wall() + self._settings.ttl_s
+        for held in list(self.tier.held() or ()):
+            if held.expires is None or held.expires > latest:
+                self.tier.expire(held.name, latest)
 
     def _keep_opening(self) -> None:
         back_off = self._settings.back_off_s
@@ -456,6 +473,8 @@ class _Put(Job):
 
     def work(self) -> None:
         if not self._lane._wanted(self._name):
+            return
+        if self._expires is not None and self._expires <= self._lane._wall():
             return
         started = time.perf_counter()
         self._lane.tier.put(self._name, self._data, self._worth)

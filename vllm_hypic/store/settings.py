@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-
-def plain_memory(nbytes: int) -> memoryview:
-    """Writable memory whose pages are not touched until they are filled."""
-    return np.empty(nbytes, np.uint8).data
+from .record import aligned_buffer
 
 
 @dataclass(frozen=True)
@@ -37,5 +32,5 @@ class StoreSettings:
     """Threads of a tier that read; one writes."""
     most_hung: int = 4
     """Threads of either kind that may hang in a tier before it is left alone until one returns."""
-    allocate: Callable[[int], memoryview] = plain_memory
+    allocate: Callable[[int], memoryview] = aligned_buffer
     """Memory of that many bytes for a reservation; the memory tier keeps it.  Runs on the caller's thread."""

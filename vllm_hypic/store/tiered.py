@@ -53,10 +53,10 @@ class TieredStore:
         self._wall = wall
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
-        self._lanes = [Lane(tier, self._settings, self._lock, clock=clock) for tier in tiers]
-        self._writes = WriteBehind(self._lanes, self._settings, self._lock, clock=clock, wall=wall)
+        self._lanes = [Lane(tier, self._settings, self._lock, clock=clock, wall=wall) for tier in tiers]
+        self._writes = WriteBehind(self._lanes, self._settings, self._lock, clock=clock)
         self._fetches: dict[ObjectName, Fetch] = {}
-        self._expiries: dict[ObjectName, float] = {}
+        self._expiries: dict[ObjectName, float | None] = {}
         self._threaded = False
         self._closed = False
 
@@ -122,11 +122,9 @@ class TieredStore:
         return self._writes.reserve(name, worth)
 
     def commit(self, reservation: Reservation, finish: Callable[[memoryview], None] | None = None) -> None:
-        self._remember_expiry(
-            reservation.name,
-            None if self._settings.ttl_s is None else self._wall() + self._settings.ttl_s,
-        )
-        self._writes.commit(reservation, finish)
+        expires = self._latest()
+        if self._writes.commit(reservation, finish, expires):
+            self._remember_expiry(reservation.name, expires)
         self._busy()
 
     def abort(self, reservation: Reservation) -> None:
@@ -185,12 +183,14 @@ class TieredStore:
         worth = self._appraise(data) if self._appraise else None
         if worth is None:
             worth = Worth(data.nbytes, float(data.nbytes), data.nbytes)
-        self._writes.promote(fetch.name, data, worth, self._expiries.get(fetch.name), above)
+        self._writes.promote(fetch.name, data, worth, self._expiries.get(fetch.name, self._latest()), above)
 
     # -- managing
 
     def delete(self, name: ObjectName) -> None:
         with self._lock:
+            if self._closed:
+                return
             self._expiries.pop(name, None)
             self._writes.withdraw(name)
             if fetch := self._fetches.get(name):
@@ -200,17 +200,19 @@ class TieredStore:
         self._busy()
 
     def pin(self, name: ObjectName) -> None:
-        for lane in self._lanes:
+        for lane in self._lanes if not self._closed else ():
             lane.pin(name)
         self._busy()
 
     def unpin(self, name: ObjectName) -> None:
-        for lane in self._lanes:
+        for lane in self._lanes if not self._closed else ():
             lane.unpin(name)
         self._busy()
 
     def expire(self, name: ObjectName, at: float | None) -> None:
         with self._lock:
+            if self._closed:
+                return
             self._remember_expiry(name, at)
             self._writes.set_expiry(name, at)
             for lane in self._lanes:
@@ -219,6 +221,8 @@ class TieredStore:
 
     def clear(self) -> None:
         with self._lock:
+            if self._closed:
+                return
             self._expiries.clear()
             self._writes.withdraw_all()
             for fetch in self._fetches.values():
@@ -238,13 +242,16 @@ class TieredStore:
 
     def _remember_expiry(self, name: ObjectName, at: float | None) -> None:
         """For copies that move up later: a tier does not say when its object expires."""
-        if at is None:
+        if at is None and self._settings.ttl_s is None:
             self._expiries.pop(name, None)
             return
         self._expiries[name] = at
         if len(self._expiries) > _EXPIRIES_KEPT:
-            now = self._wall()
-            self._expiries = {n: t for n, t in self._expiries.items() if t > now}
+            del self._expiries[next(iter(self._expiries))]
+
+    def _latest(self) -> float | None:
+        """When an object written now expires, if nobody says otherwise."""
+        return None if self._settings.ttl_s is None else self._wall() + self._settings.ttl_s
 
     # -- deadlines
 

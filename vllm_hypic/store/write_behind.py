@@ -57,6 +57,7 @@ class Writing:
 
     def damaged(self, name: ObjectName) -> None:
         self._owner.withdraw(name)
+        self._owner.delete_written(name)
 
 
 class WriteBehind:
@@ -69,7 +70,6 @@ class WriteBehind:
         lock: threading.RLock,
         *,
         clock: Clock = time.monotonic,
-        wall: Clock = time.time,
     ) -> None:
         self.dropped = 0
         self.nbytes = 0
@@ -79,7 +79,6 @@ class WriteBehind:
         self._lanes = lanes
         self._settings = settings
         self._lock = lock
-        self._wall = wall
         self._reserved: dict[int, Reservation] = {}
         self._writing: dict[ObjectName, Writing] = {}
         self._under_way = 0
@@ -124,7 +123,8 @@ class WriteBehind:
             self._reserved[id(reservation)] = reservation
         return reservation
 
-    def commit(self, reservation: Reservation, finish: Finish | None) -> None:
+    def commit(self, reservation: Reservation, finish: Finish | None, expires: float | None) -> bool:
+        """Whether the object is new."""
         name = reservation.name
         lanes = [lane for lane in self._lanes if lane.opened]
         held = bool(lanes) and all(lane.holds(name) for lane in lanes)
@@ -132,14 +132,14 @@ class WriteBehind:
             self._forget(reservation)
             if held or name in self._writing or self._closing:
                 self.nbytes -= reservation.worth.nbytes
-                return
-            ttl = self._settings.ttl_s
-            writing = Writing(self, reservation, None if ttl is None else self._wall() + ttl)
+                return False
+            writing = Writing(self, reservation, expires)
             self._writing[name] = writing
             self._under_way += 1
             self.queued += reservation.worth.nbytes
             if not self.finisher.submit(_Finish(self, writing, finish)):
                 self.finish_failed(writing)
+            return True
 
     def abort(self, reservation: Reservation) -> None:
         with self._lock:
@@ -163,6 +163,11 @@ class WriteBehind:
             if writing is not None:
                 writing.withdrawn = True
                 self._turn_away(writing)
+
+    def delete_written(self, name: ObjectName) -> None:
+        """Where it has reached a tier, or is about to."""
+        for lane in self._lanes:
+            lane.delete(name)
 
     def withdraw_all(self) -> None:
         with self._lock:
