@@ -22,7 +22,7 @@ from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
 from ..store.eviction.make import make_policy
 from ..store.protocol import StoreStats
-from ..store.totals import append_stats, numbers_of
+from ..store.totals import append_stats, numbers_of, without_latencies
 from ..store.worth import Worth
 from .directory import Entry, Lookup, Need, SegmentDirectory, Space
 from .geometry import PoolGeometry
@@ -423,9 +423,8 @@ class SchedulerSide:
             self._loaded(serial, count)
         self._stored |= report.handed
         if report.store is not None:
-            self._store = append_stats(self._store, report.store)
-            for tier in self._store.tiers.values():
-                tier.read_seconds = tier.write_seconds = []  # not kept: the metrics have them
+            # The metrics have the latencies.
+            self._store = append_stats(self._store, without_latencies(report.store))
             self.counters.store = append_stats(self.counters.store, report.store)
 
     def _loaded(self, serial: int, count: LoadCount) -> None:

@@ -53,6 +53,15 @@ def numbers_of(tier: TierStats) -> dict[str, float]:
     return {f: float(getattr(tier, f)) for f in (*COUNTS, *LEVELS, "up")}
 
 
+def without_latencies(stats: StoreStats) -> StoreStats:
+    """Counts and levels only."""
+    tiers = {
+        name: dataclasses.replace(tier, read_seconds=[], write_seconds=[])
+        for name, tier in stats.tiers.items()
+    }
+    return dataclasses.replace(stats, tiers=tiers)
+
+
 def append_stats(before: StoreStats | None, now: StoreStats) -> StoreStats:
     """Two reports of one store in a row: counts and latencies add up, levels are the later ones."""
     if before is None:

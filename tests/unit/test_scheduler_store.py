@@ -1,0 +1,236 @@
+"""The scheduler side with a store behind the pool: loads, misses, ranks, pins, drops, expiry."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.connector.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, StoreAction, WorkerReport
+from vllm_hypic.connector.scheduler_side import Ask, PinRefused, SchedulerSide
+from vllm_hypic.primitives.keys import Namespace, SegmentKey
+from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.store.protocol import StoreStats, TierStats
+
+IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
+DOCUMENTS = [list(range(start, start + 40)) for start in (100, 200, 300, 400)]
+QUERY = [900, 901]
+PAGES_EACH = 10
+STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
+
+
+def side(*, ranks: int = 1, store: bool = True, segments: int = 8, **options: Any) -> SchedulerSide:
+    config = HypicConfig.from_mapping(
+        {"min_segment_tokens": 8, "seam_tokens": 0, **({"store": STORE} if store else {}), **options}
+    )
+    attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
+    geometry = PoolGeometry(attention, (), page_tokens=4, pages=segments * PAGES_EACH, slots=segments)
+    return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS, ranks=ranks)
+
+
+def admit(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
+    tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])]
+    plan = on.plan(Ask([*tokens, IDS.sep, *QUERY], None, None, None))
+    assert plan is not None
+    on.admit(name, plan)
+    return [s.key for s in plan.segments]
+
+
+def step(on: SchedulerSide) -> HypicMetadata:
+    metadata = HypicMetadata()
+    on.instruct(metadata)
+    return metadata
+
+
+def say(on: SchedulerSide, *, taken: tuple[int, ...] = (), missed: tuple[int, ...] = ()) -> None:
+    on.absorb(
+        WorkerReport(loads={s: LoadCount(taken=1) for s in taken} | {s: LoadCount(missed=1) for s in missed})
+    )
+
+
+def test_missing_records_are_fetched_before_anything_is_computed() -> None:
+    on = side()
+    first, second = admit(on, "r", 0, 1)
+    assert on.pump() == []
+    places = step(on).loads
+    assert [p.key for p in places] == [first, second] and step(on).loads == []
+    assert not on.ready("r")
+    say(on, taken=(places[0].serial,))
+    assert not on.ready("r")
+    say(on, missed=(places[1].serial,))
+    (job,) = on.pump()
+    assert job.token_ids == DOCUMENTS[1] and job.for_request == "r"
+    assert on.hit_tokens("r") == 40
+    plan = on.capture_plan(job.request_id)
+    assert plan is not None and plan.stored is not None and plan.stored.key == second
+    on.finished(job.request_id, completed=True)
+    assert on.ready("r")
+    counters = on.take_counters()
+    assert (counters.segments_loaded, counters.segments_hit, counters.segments_computed) == (1, 1, 1)
+    assert (counters.tokens_reused, counters.tokens_computed) == (40, 42)
+    on.finished("r", completed=True)
+    on.directory.check_integrity()
+
+
+def test_without_a_store_nothing_is_fetched_or_stored() -> None:
+    on = side(store=False)
+    admit(on, "r", 0)
+    (job,) = on.pump()
+    plan = on.capture_plan(job.request_id)
+    assert plan is not None and plan.stored is None
+    on.drop_record(plan_key(on, "r"))
+    assert step(on).loads == [] and not on.has_orders
+
+
+def plan_key(on: SchedulerSide, name: str) -> SegmentKey:
+    plan = on.plan_of(name)
+    assert plan is not None
+    return plan.segments[0].key
+
+
+def test_a_record_is_there_when_all_ranks_have_it() -> None:
+    on = side(ranks=2)
+    admit(on, "r", 0)
+    on.pump()
+    (place,) = step(on).loads
+    say(on, taken=(place.serial,))
+    assert not on.ready("r"), "one rank of two"
+    say(on, taken=(place.serial,))
+    assert on.ready("r")
+
+
+def test_a_record_that_one_rank_lacks_is_computed_by_all() -> None:
+    on = side(ranks=2)
+    admit(on, "r", 0)
+    on.pump()
+    (place,) = step(on).loads
+    one, other = (
+        WorkerReport(loads={place.serial: LoadCount(taken=1)}),
+        WorkerReport(loads={place.serial: LoadCount(missed=1)}),
+    )
+    merged = one.aggregate(other)
+    assert isinstance(merged, WorkerReport)
+    on.absorb(merged)
+    assert len(on.pump()) == 1 and on.hit_tokens("r") == 0
+
+
+def test_two_requests_for_one_absent_record_fetch_it_once() -> None:
+    on = side()
+    admit(on, "a", 0)
+    admit(on, "b", 0)
+    on.pump()
+    (place,) = step(on).loads
+    on.finished("a", completed=False)  # the one that asked is gone
+    say(on, missed=(place.serial,))
+    (job,) = on.pump()
+    assert job.for_request == "b"
+    on.finished(job.request_id, completed=True)
+    assert on.ready("b")
+
+
+def test_a_load_for_nobody_ends_quietly() -> None:
+    for found in (True, False):
+        on = side()
+        admit(on, "r", 0)
+        on.pump()
+        (place,) = step(on).loads
+        on.finished("r", completed=False)
+        say(on, **({"taken": (place.serial,)} if found else {"missed": (place.serial,)}))
+        assert on.pump() == []
+        assert len(on.directory) == found
+        on.directory.check_integrity()
+
+
+def resident(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
+    """A request whose records were all found."""
+    keys = admit(on, name, *documents)
+    on.pump()
+    say(on, taken=tuple(p.serial for p in step(on).loads))
+    assert on.ready(name)
+    return keys
+
+
+def test_a_dropped_record_leaves_when_nobody_uses_it_and_leaves_the_store_twice() -> None:
+    """Once at once; and again when it is gone here: it may have been written meanwhile."""
+    on = side()
+    (key,) = resident(on, "r", 0)
+    on.drop_record(key)
+    assert [(o.action, o.key) for o in step(on).orders] == [(StoreAction.DELETE, key)]
+    assert on.record_state(key).resident and not on.has_orders
+    on.finished("r", completed=True)
+    assert not on.record_state(key).resident and on.has_orders
+    assert [(o.action, o.key) for o in step(on).orders] == [(StoreAction.DELETE, key)]
+    assert not on.has_orders
+    on.directory.check_integrity()
+
+
+def test_an_expired_record_is_dropped() -> None:
+    on = side()
+    (key,) = resident(on, "r", 0)
+    on.finished("r", completed=True)
+    on.expire_record(key, time.time() + 3600)
+    on.pump()
+    assert on.record_state(key).resident
+    on.expire_record(key, None)
+    on.expire_record(key, time.time() - 1)
+    on.pump()
+    assert not on.record_state(key).resident
+
+
+def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
+    on = side(segments=4, max_pinned_fraction=0.5)
+    keys = resident(on, "r", 0, 1, 2)
+    on.finished("r", completed=True)
+    on.pin_record(keys[0])
+    on.pin_record(keys[1])
+    with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and tiles"):
+        on.pin_record(keys[2])
+    # Three new documents beside two pinned ones do not fit in four places: one is computed in the stream.
+    DOCUMENTS.append(list(range(500, 540)))
+    try:
+        admit(on, "s", 2, 3, 4)
+    finally:
+        DOCUMENTS.pop()
+    plan = on.plan_of("s")
+    assert plan is not None and len(plan.segments) == 2
+    on.pump()
+    assert all(on.record_state(k).resident for k in keys[:2])
+    say(on, taken=tuple(p.serial for p in step(on).loads))
+    on.finished("s", completed=True)
+    # Pinned documents themselves cost a request nothing.
+    admit(on, "t", 0, 1, 2, 3)
+    plan = on.plan_of("t")
+    assert plan is not None and len(plan.segments) == 4
+    on.unpin_record(keys[0])
+    on.pin_record(keys[2])
+
+
+def test_a_request_planned_before_a_pin_still_runs() -> None:
+    """Its records need the whole pool: pinned ones give way rather than block it for ever."""
+    on = side(segments=2)
+    key, _ = resident(on, "earlier", 2, 3)
+    admit(on, "r", 0, 1)
+    on.pin_record(key)
+    on.pump()
+    assert step(on).loads == [], "records in use give no room"
+    on.finished("earlier", completed=True)
+    on.pump()
+    say(on, taken=tuple(p.serial for p in step(on).loads))
+    assert on.ready("r") and not on.record_state(key).resident
+    on.directory.check_integrity()
+
+
+def test_reports_add_up() -> None:
+    on = side()
+    tier = TierStats(hits=2, read_seconds=[0.1], bytes_used=10, objects=1)
+    for _ in range(2):
+        on.absorb(WorkerReport(store=StoreStats({"disk": tier}, dropped_writes=1)))
+    assert on.store_stats()["disk"]["hits"] == 4 and on.store_stats()["disk"]["bytes_used"] == 10
+    counters = on.take_counters()
+    assert counters.store is not None
+    assert counters.store.tiers["disk"].read_seconds == [0.1, 0.1] and counters.store.dropped_writes == 2
+    assert on.take_counters().store is None
