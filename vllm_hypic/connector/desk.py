@@ -219,8 +219,8 @@ class Desk:
             self._records.unpin_record(before.key)
         if not claims:
             self._records.drop_record(before.key)
-        elif (end := _end(claims)) is not None or before.expires is not None:
-            self._records.expire_record(before.key, end)
+        elif before.expires is not None or any(claim.expires is not None for claim in claims):
+            self._records.expire_record(before.key, _end(claims))
 
     def _sweep(self) -> None:
         for entry in self._catalogue.take_expired():

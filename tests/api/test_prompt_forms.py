@@ -1,0 +1,153 @@
+"""Ids and tokens written in texts, and ids replaced in requests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.api import forms
+from vllm_hypic.api.expand import CHAT, COMPLETIONS, MisplacedId, expand, ids_in
+from vllm_hypic.api.forms import (
+    MAX_TOKEN_ID,
+    UnresolvedId,
+    WrittenTokens,
+    has_forms,
+    id_form,
+    split_forms,
+    tokens_form,
+)
+from vllm_hypic.connector.catalogue import Place
+from vllm_hypic.connector.commands import Content
+from vllm_hypic.primitives.tokens import PrimitiveTexts
+
+SEP = PrimitiveTexts().sep
+A, B, LEAD, CHAT_LEAD, TOKENS = (id_form(name) for name in ("a", "b", "lead", "chat", "tokens"))
+CONTENTS = {
+    "a": Content(Place.INTERIOR, "text a", []),
+    "b": Content(Place.INTERIOR, "text b", []),
+    "lead": Content(Place.PROMPT, "system", []),
+    "chat": Content(Place.CHAT, "system", []),
+    "tokens": Content(Place.INTERIOR, None, [5, 6]),
+}
+
+
+@given(st.lists(st.integers(0, MAX_TOKEN_ID)), st.text(max_size=5), st.text(max_size=5))
+def test_tokens_come_back(tokens, before, after):
+    written = tokens_form(tokens)
+    assert has_forms(before + written + after)
+    expected = [before, WrittenTokens(tuple(tokens), len(written)), after]
+    assert split_forms(before + written + after) == [part for part in expected if part != ""]
+    assert len(written) <= 4 * len(tokens) + 60, "vLLM bounds the characters of a prompt"
+
+
+def test_nobody_else_can_write_tokens(monkeypatch):
+    written = tokens_form([1, 2, 3])
+    altered = written.replace(written[-6:-2], "AAAA")
+    monkeypatch.setattr(forms, "_KEY", b"another process")
+    foreign = tokens_form([1, 2, 3])
+    monkeypatch.undo()
+    for text in (altered, foreign, written[:-2], written[1:]):
+        assert text != written and split_forms(text) == [text]
+
+
+def test_an_id_that_nobody_replaced_is_refused():
+    with pytest.raises(UnresolvedId, match="segment id 'a' is not known here"):
+        split_forms(f"x{A}y")
+    assert split_forms("about <|hypic_segment") == ["about <|hypic_segment"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (f"sys{A}question", f"sys{SEP}text a{SEP}question"),
+        (f"sys{A}{B}question", f"sys{SEP}text a{SEP}text b{SEP}question"),
+        (f"sys{SEP}{A}{SEP}{B}{SEP}question", f"sys{SEP}text a{SEP}text b{SEP}question"),
+        (f"{A}question", f"{SEP}text a{SEP}question"),
+        (f"sys{A} and {A}question", f"sys{SEP}text a{SEP} and {SEP}text a{SEP}question"),
+        (f"{LEAD}{A}question", f"system{SEP}text a{SEP}question"),
+        (f"{LEAD}{SEP}question", f"system{SEP}question"),
+        (f"sys{A}", f"sys{SEP}text a{SEP}"),
+        ("nothing", "nothing"),
+    ],
+)
+def test_an_id_stands_for_its_segment_with_separators(prompt, expected):
+    body = {"prompt": prompt, "max_tokens": 3}
+    assert expand(COMPLETIONS, body, CONTENTS, SEP) == {"prompt": expected, "max_tokens": 3}
+    assert body["prompt"] == prompt, "the caller's is left as it was"
+
+
+def test_prompts_in_a_list_and_ids_of_all_of_them():
+    body = {"prompt": [f"x{A}y", f"x{B}{A}y", [1, 2]]}
+    assert ids_in(COMPLETIONS, body) == ["a", "b"]
+    assert expand(COMPLETIONS, body, CONTENTS, SEP)["prompt"] == [
+        f"x{SEP}text a{SEP}y",
+        f"x{SEP}text b{SEP}text a{SEP}y",
+        [1, 2],
+    ]
+
+
+def test_chat_messages_and_their_parts():
+    body = {
+        "messages": [
+            {"role": "system", "content": CHAT_LEAD},
+            {"role": "user", "content": [{"type": "text", "text": f"{A}q"}, {"type": "image_url"}]},
+            {"role": "assistant", "content": None},
+            {"role": "user", "content": f"{B}q"},
+        ]
+    }
+    assert ids_in(CHAT, body) == ["chat", "a", "b"]
+    assert expand(CHAT, body, CONTENTS, SEP)["messages"] == [
+        {"role": "system", "content": "system"},
+        {"role": "user", "content": [{"type": "text", "text": f"{SEP}text a{SEP}q"}, {"type": "image_url"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": f"{SEP}text b{SEP}q"},
+    ]
+
+
+def test_a_segment_of_tokens_is_written_as_tokens():
+    [prompt] = [expand(COMPLETIONS, {"prompt": f"x{TOKENS}y"}, CONTENTS, SEP)["prompt"]]
+    before, written, after = prompt.split(SEP)
+    assert (before, after) == ("x", "y") and split_forms(written) == [WrittenTokens((5, 6), len(written))]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (COMPLETIONS, {"prompt": f"x{LEAD}"}, "segment 'lead' was compiled as the leading one"),
+        (COMPLETIONS, {"prompt": CHAT_LEAD + "x"}, "segment 'chat' leads a chat"),
+        (CHAT, {"messages": [{"role": "user", "content": LEAD}]}, "segment 'lead' leads a completion prompt"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": CHAT_LEAD}]},
+            "must be the first thing in its first message",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": TOKENS + "x", "echo": True},
+            "echo cannot be combined with segment 'tokens'",
+        ),
+        (COMPLETIONS, {"prompt": TOKENS + "x", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens cannot"),
+    ],
+)
+def test_misplaced_ids_are_refused_by_name(path, body, reason):
+    with pytest.raises(MisplacedId, match=reason):
+        expand(path, body, CONTENTS, SEP)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from([A, "x" + A]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.sampled_from([COMPLETIONS, CHAT]),
+    st.fixed_dictionaries({}, optional={"prompt": json_values, "messages": json_values, "echo": json_values}),
+)
+def test_any_json_object_passes(path, body):
+    """What is no request at all is vLLM's to refuse."""
+    assert set(ids_in(path, body)) <= {"a"}
+    changed = expand(path, body, CONTENTS, SEP)
+    assert ids_in(path, changed) == [] and changed.keys() == body.keys()

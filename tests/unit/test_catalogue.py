@@ -1,0 +1,435 @@
+"""The catalogue of compiled segments, and the desk that keeps records in step with it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from vllm_hypic.connector.catalogue import Catalogue, CatalogueError, Place, catalogue_path
+from vllm_hypic.connector.commands import (
+    Change,
+    Command,
+    Compile,
+    Delete,
+    Failure,
+    Page,
+    Report,
+    Resolve,
+    Resolved,
+    Segment,
+    Segments,
+    Show,
+    State,
+    command_of,
+    is_command,
+    pack,
+    unpack,
+)
+from vllm_hypic.connector.desk import Desk
+from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.store.config import StoreConfig
+
+KEY, OTHER_KEY = SegmentKey("k" * 64), SegmentKey("o" * 64)
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["memory", "file"])
+def catalogue(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[Catalogue]:
+    path = None if request.param == "memory" else tmp_path / "folder" / "catalogue.sqlite"
+    opened = Catalogue(path, clock)
+    yield opened
+    opened.close()
+
+
+# -- catalogue -------------------------------------------------------------------------------------
+
+
+def test_the_same_segment_has_the_same_id(catalogue, clock):
+    first = catalogue.add("me", Place.INTERIOR, [1, 2, 3], key=KEY)
+    clock.now += 5
+    again = catalogue.add("me", Place.INTERIOR, [1, 2, 3], text="abc", key=OTHER_KEY)
+    assert again.id == first.id and again.created == 1000 and again.last_used == 1005
+    assert again.key == OTHER_KEY, "the record of today's configuration"
+    assert catalogue.content("me", first.id).text == "abc"
+    catalogue.add("me", Place.INTERIOR, [1, 2, 3])
+    assert catalogue.content("me", first.id).text == "abc", "a text once given stays"
+    others = [
+        catalogue.add("you", Place.INTERIOR, [1, 2, 3]),
+        catalogue.add("me", Place.PROMPT, [1, 2, 3]),
+        catalogue.add("me", Place.CHAT, [1, 2, 3]),
+        catalogue.add("me", Place.INTERIOR, [1, 2]),
+    ]
+    assert len({first.id, *(e.id for e in others)}) == 5
+
+
+def test_ids_are_long_and_random(catalogue):
+    ids = [catalogue.add("me", Place.INTERIOR, [i]).id for i in range(50)]
+    assert all(len(i) == 32 for i in ids)  # 192 bits in base64
+    assert len({i[:6] for i in ids}) > 45, "no common beginning"
+
+
+def test_content_comes_back(catalogue):
+    tokens = [0, 7, 250_000, 2**24 - 1]
+    entry = catalogue.add("me", Place.PROMPT, tokens, bare_from=1)
+    content = catalogue.content("me", entry.id)
+    assert (content.place, content.tokens, content.text, content.bare_from) == (
+        Place.PROMPT,
+        tuple(tokens),
+        None,
+        1,
+    )
+    assert entry.n_tokens == 4
+
+
+def test_an_id_of_somebody_else_is_an_unknown_id(catalogue):
+    entry = catalogue.add("me", Place.INTERIOR, [1], text="mine")
+    for owner, segment_id in (("you", entry.id), ("me", "nonsense"), ("me", entry.id + "\x00"), ("", "")):
+        assert catalogue.get(owner, segment_id) is None
+        assert catalogue.content(owner, segment_id) is None
+        assert catalogue.remove(owner, segment_id) is None
+        catalogue.set_pinned(owner, segment_id, True)
+        catalogue.set_expires(owner, segment_id, 1.0)
+    mine = catalogue.get("me", entry.id)
+    assert mine is not None and not mine.pinned and mine.expires is None
+    assert catalogue.page("you", "", 10) == []
+
+
+def test_lookups_of_foreign_and_unknown_ids_have_the_same_plan(catalogue):
+    """One search of one index by (owner, id): nothing about a foreign row is read before the answer."""
+    plan = catalogue._db.execute(
+        "EXPLAIN QUERY PLAN SELECT id FROM segments WHERE owner = ? AND id = ?", ("you", "x")
+    ).fetchall()
+    assert [row[3] for row in plan] == ["SEARCH segments USING PRIMARY KEY (owner=? AND id=?)"]
+
+
+def test_expired_entries_are_gone_and_taken_once(catalogue, clock):
+    entry = catalogue.add("me", Place.INTERIOR, [1], key=KEY)
+    stays = catalogue.add("me", Place.INTERIOR, [2])
+    catalogue.set_expires("me", entry.id, 1010.0)
+    clock.now = 1009.9
+    assert catalogue.get("me", entry.id) is not None and catalogue.take_expired() == []
+    clock.now = 1010.0
+    assert catalogue.get("me", entry.id) is None and catalogue.content("me", entry.id) is None
+    assert [e.id for e in catalogue.page("me", "", 10)] == [stays.id]
+    assert catalogue.claims(KEY) == []
+    assert [e.id for e in catalogue.take_expired()] == [entry.id]
+    assert catalogue.take_expired() == []
+    assert catalogue.add("me", Place.INTERIOR, [1]).id != entry.id, "an id that expired never comes back"
+
+
+def test_pages_cover_everything_once(catalogue):
+    ids = {catalogue.add("me", Place.INTERIOR, [i]).id for i in range(7)}
+    catalogue.add("you", Place.INTERIOR, [1])
+    seen: list[str] = []
+    while page := catalogue.page("me", seen[-1] if seen else "", 3):
+        seen += [e.id for e in page]
+    assert len(seen) == 7 and set(seen) == ids
+
+
+def test_a_restart_keeps_everything(tmp_path, clock):
+    path = tmp_path / "catalogue.sqlite"
+    first = Catalogue(path, clock)
+    entry = first.add("me", Place.INTERIOR, [1, 2], text="ab", key=KEY)
+    first.set_pinned("me", entry.id, True)
+    clock.now = 2000
+    first.content("me", entry.id)
+    first.close()
+    second = Catalogue(path, clock)
+    found = second.get("me", entry.id)
+    assert found.pinned and found.key == KEY and found.last_used == 2000
+    assert second.content("me", entry.id).text == "ab"
+    assert second.set_aside is None
+    second.close()
+    assert os.stat(path).st_mode & 0o077 == 0, "texts of tenants are for this user alone"
+
+
+def test_a_killed_process_loses_no_answered_change(tmp_path):
+    """Killed without closing, again and again: what was told is there."""
+    path = tmp_path / "catalogue.sqlite"
+    program = textwrap.dedent("""
+        import os, signal, sys
+        from pathlib import Path
+        from vllm_hypic.connector.catalogue import Catalogue, Place
+        catalogue = Catalogue(Path(sys.argv[1]))
+        for i in range(20):
+            print(catalogue.add("me", Place.INTERIOR, [int(sys.argv[2]), i]).id, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    told: list[str] = []
+    for run in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(path), str(run)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == -9, done.stderr
+        told += done.stdout.split()
+    catalogue = Catalogue(path)
+    assert len(told) == 60 and all(catalogue.get("me", i) is not None for i in told)
+    assert len(catalogue) == 60
+    catalogue.close()
+
+
+def test_a_damaged_file_is_set_aside(tmp_path):
+    path = tmp_path / "catalogue.sqlite"
+    path.write_bytes(b"this is no database" * 100)
+    catalogue = Catalogue(path)
+    assert catalogue.set_aside is not None and catalogue.set_aside.read_bytes().startswith(b"this is no")
+    entry = catalogue.add("me", Place.INTERIOR, [1])
+    assert catalogue.get("me", entry.id) is not None
+    catalogue.close()
+
+
+def test_a_newer_file_is_left_alone(tmp_path):
+    path = tmp_path / "catalogue.sqlite"
+    Catalogue(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(CatalogueError, match=r"version 99; this program reads up to 1"):
+        Catalogue(path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CatalogueError, match=r"file/catalogue\.sqlite"):
+        Catalogue(tmp_path / "file" / "catalogue.sqlite")
+
+
+def test_the_catalogue_lives_beside_the_first_disk_tier(tmp_path):
+    memory = {"type": "memory", "bytes": "1MB"}
+    disks = [{"type": "disk", "path": f"{tmp_path}/{n}", "bytes": "1MB", "name": n} for n in ("a", "b")]
+    assert catalogue_path(StoreConfig.from_mapping({"tiers": [memory]})) is None
+    found = catalogue_path(StoreConfig.from_mapping({"tiers": [memory, *disks]}))
+    assert found == tmp_path / "a" / "catalogue.sqlite"
+
+
+# -- desk ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Where:
+    resident: bool
+    pending: bool = False
+    nbytes: int = 100
+    stored: bool = False
+
+
+@dataclass
+class Records:
+    """Records of a store that notes what is done to it."""
+
+    present: set[str] = field(default_factory=lambda: {KEY, OTHER_KEY})
+    pinned: set[str] = field(default_factory=set)
+    expiry: dict[str, float | None] = field(default_factory=dict)
+    room: int = 1
+
+    def pin_record(self, key):
+        if key not in self.pinned and len(self.pinned) >= self.room:
+            raise ValueError("the pool is full of pinned records")
+        self.pinned.add(key)
+
+    def unpin_record(self, key):
+        self.pinned.discard(key)
+
+    def drop_record(self, key):
+        self.present.discard(key)
+        self.pinned.discard(key)
+        self.expiry.pop(key, None)
+
+    def expire_record(self, key, at):
+        self.expiry[key] = at
+
+    def record_state(self, key):
+        return Where(resident=key in self.present)
+
+    def store_stats(self):
+        return {"disk": {"hits": 1.0}}
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records()
+
+
+@pytest.fixture
+def desk(catalogue: Catalogue, records: Records, clock: Clock) -> Desk:
+    return Desk(lambda: catalogue, records, str, clock)
+
+
+def compiled(desk: Desk, tokens: list[int], key: SegmentKey | None = KEY, salt: str = "me", **options):
+    place = options.pop("place", Place.INTERIOR)
+    return desk.compiled(Compile(place, **options), tokens, key, salt)
+
+
+def test_compile_show_list_resolve_delete(desk, records):
+    segment = compiled(desk, [1, 2, 3], text="abc")
+    assert isinstance(segment, Segment) and segment.resident and segment.bytes == 100
+    assert desk.execute(Show(segment.id), "me") == segment
+    shown = desk.execute(Show(segment.id, content=True), "me")
+    assert (shown.text, shown.token_ids) == ("abc", [1, 2, 3])
+    assert desk.execute(Page("", 10), "me") == Segments([segment], more=False)
+    resolved = desk.execute(Resolve([segment.id, "nobody", segment.id]), "me")
+    assert isinstance(resolved, Resolved) and resolved.unknown == ["nobody"]
+    assert resolved.contents[segment.id].text == "abc"
+    assert desk.execute(Report(), None) == State(
+        {"disk": {"hits": 1.0}}, 1, desk.execute(Report(), None).catalogue
+    )
+    gone = desk.execute(Delete(segment.id), "me")
+    assert gone.id == segment.id and KEY not in records.present
+    assert desk.execute(Show(segment.id), "me").status == 404
+
+
+@pytest.mark.parametrize(
+    "command", [Show("ID"), Change("ID", 5.0), Delete("ID")], ids=lambda c: type(c).__name__
+)
+def test_foreign_and_unknown_ids_get_the_same_answer(desk, records, command):
+    segment = compiled(desk, [1])
+    answers = []
+    for segment_id in (segment.id, "A" * 32):
+        refused = desk.execute(type(command)(segment_id), "you")
+        assert isinstance(refused, Failure) and refused.id == segment_id
+        answers.append((refused.status, refused.message.replace(segment_id, "ID")))
+    assert answers == [(404, "segment 'ID' is unknown or has expired")] * 2
+    assert KEY in records.present
+    assert desk.execute(Resolve([segment.id]), "you").unknown == [segment.id]
+
+
+def test_time_to_live(desk, records, clock):
+    segment = compiled(desk, [1], ttl_s=60.0)
+    assert segment.expires == 1060 and records.expiry == {KEY: 1060}
+    clock.now = 1030
+    assert compiled(desk, [1]).expires == 1060, "compiling again without a ttl leaves it"
+    assert desk.execute(Change(segment.id, ttl_s=100.0), "me").expires == records.expiry[KEY] == 1130
+    assert desk.execute(Change(segment.id, ttl_s=None), "me").expires is None and records.expiry[KEY] is None
+    desk.execute(Change(segment.id, ttl_s=1.0), "me")
+    clock.now = 1031
+    assert desk.execute(Show(segment.id), "me").status == 404
+    assert KEY not in records.present
+
+
+def test_without_a_ttl_the_stores_own_rules_hold(desk, records):
+    compiled(desk, [1])
+    assert records.expiry == {}
+
+
+def test_pins(desk, records, clock):
+    segment = compiled(desk, [1], pin=True, ttl_s=10.0)
+    assert segment.pinned and records.pinned == {KEY}
+    refused = compiled(desk, [2], OTHER_KEY, pin=True)
+    assert isinstance(refused, Failure) and refused.status == 409
+    assert "the pool is full of pinned records" in refused.message
+    assert refused.id in refused.message
+    assert not desk.execute(Show(refused.id), "me").pinned, "compiled, but not pinned"
+    assert not desk.execute(Change(segment.id, unpin=True), "me").pinned and records.pinned == set()
+    compiled(desk, [1], pin=True)
+    clock.now += 10
+    desk.execute(Report(), None)
+    assert records.pinned == set(), "an expired segment pins nothing"
+
+
+def test_what_has_no_record_cannot_be_pinned(desk):
+    segment = compiled(desk, [1], key=None)
+    assert isinstance(segment, Segment) and segment.key is None and not segment.resident
+    assert "it has no record" in compiled(desk, [1], key=None, pin=True).message
+
+
+def test_a_record_stays_while_another_entry_wants_it(desk, records):
+    """The same tokens leading a prompt and a chat are one record."""
+    prompt = compiled(desk, [1, 2], place=Place.PROMPT, pin=True, ttl_s=50.0)
+    chat = compiled(desk, [1, 2], place=Place.CHAT)
+    assert records.expiry[KEY] is None, "the one without a ttl decides"
+    desk.execute(Delete(chat.id), "me")
+    assert KEY in records.present and records.pinned == {KEY}
+    desk.execute(Delete(prompt.id), "me")
+    assert KEY not in records.present and records.pinned == set()
+
+
+def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock):
+    path = tmp_path / "catalogue.sqlite"
+    desk = Desk(lambda: Catalogue(path, clock), Records(room=2), str, clock)
+    first = compiled(desk, [1], KEY, pin=True, ttl_s=500.0)
+    clock.now += 1
+    second = compiled(desk, [2], OTHER_KEY, pin=True)
+    records = Records()  # of a smaller pool: room for one
+    desk = Desk(lambda: Catalogue(path, clock), records, str, clock)
+    desk.start()
+    assert records.pinned == {KEY} and records.expiry == {KEY: 1500}
+    assert desk.execute(Show(first.id), "me").pinned
+    assert not desk.execute(Show(second.id), "me").pinned, "a pin that is not in force is not shown"
+
+
+def test_a_failing_catalogue_fails_commands_only_and_is_tried_again(clock, caplog):
+    broken = True
+
+    def opened() -> Catalogue:
+        if broken:
+            raise CatalogueError("disk on fire")
+        return Catalogue(None, clock)
+
+    desk = Desk(opened, Records(), str, clock)
+    desk.start()
+    assert "disk on fire" in caplog.text
+    for answer in (desk.execute(Page("", 1), None), compiled(desk, [1])):
+        assert isinstance(answer, Failure) and answer.status == 503 and "disk on fire" in answer.message
+    broken = False
+    assert isinstance(compiled(desk, [1]), Segment)
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def test_commands_survive_the_way_to_the_engine():
+    import msgspec
+
+    commands: list[Command] = [
+        Compile(Place.CHAT, text="x", bare_from=1, ttl_s=None, pin=True),
+        Compile(Place.INTERIOR),
+        Show("a", content=True),
+        Page("", 3),
+        Change("a"),
+        Change("a", ttl_s=None, unpin=True),
+        Delete("a"),
+        Resolve(["a", "b"]),
+        Report(),
+    ]
+    for command in commands:
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode({"hypic_command": command}))
+        assert command_of(sent) == command
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["report", 7, {"op": "fire"}, {"op": "show"}, {"op": "show", "id": 5}, {"op": "report", "x": 1}],
+)
+def test_damaged_commands_are_refused(damaged):
+    assert not is_command(damaged)
+    with pytest.raises(ValueError, match="hypic_command"):
+        command_of({"hypic_command": damaged})
+
+
+def test_answers_survive_the_way_back(desk):
+    segment = compiled(desk, [1])
+    assert unpack(pack(segment), Segment) == segment
+    failure = Failure(404, "gone", "a")
+    assert unpack(pack(failure), Segment) == failure
+    with pytest.raises(RuntimeError, match="expected Resolved"):
+        unpack(pack(segment), Resolved)
