@@ -59,7 +59,7 @@ class Ledger:
         self._reserved: dict[ObjectName, Plan] = {}
         self._pins: set[ObjectName] = set()
         self._expiries: dict[ObjectName, float] = {}
-        self._soonest = float("inf")  # no expiry is before it
+        self._soonest = float("inf")  # no expiry of an unpinned name is before it
         self._used = 0
         self._reserved_bytes = 0
 
@@ -139,7 +139,6 @@ class Ledger:
         self._held[name] = worth
         self._used += worth.nbytes
         self._policy.added(name, worth)
-        self._soonest = min(self._soonest, self._expiries.get(name, self._soonest))
 
     # -- staying
 
@@ -175,19 +174,19 @@ class Ledger:
     # -- leaving
 
     def expired(self, now: float, keep: Collection[ObjectName] = ()) -> list[ObjectName]:
-        """Objects that the owner must remove at ``now``, without those of ``keep``: they are told next time.
+        """Objects that the owner must remove at ``now``, but for those of ``keep``.
 
         Forgets passed expiries of absent names.
         """
         if now < self._soonest:
             return []
-        due = [n for n, at in self._expiries.items() if at <= now and n not in self._pins and n not in keep]
+        due = [n for n, at in self._expiries.items() if at <= now and n not in self._pins]
         for name in due:
             if name not in self._held and name not in self._reserved:
                 del self._expiries[name]
-        later = [at for name, at in self._expiries.items() if at > now or name in keep]
-        self._soonest = min(later, default=float("inf"))
-        return [name for name in due if name in self._held]
+        heeded = (at for name, at in self._expiries.items() if name not in self._pins)
+        self._soonest = min(heeded, default=float("inf"))
+        return [name for name in due if name in self._held and name not in keep]
 
     def remove(self, name: ObjectName, *, evicted: bool = False, expired: bool = False) -> bool:
         """The object is gone, pinned or not; with it goes its expiry.  Whether it was held."""
