@@ -168,7 +168,7 @@ def _tier(where: str, options: object) -> TierConfig:
         _refuse(where, options, 'an object like {"type": "memory", "bytes": "20GB"}')
     values = dict(options)
     kind = values.pop("type", None)
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         _refuse(f"{where}.type", kind, f"one of {', '.join(_TYPES)}")
     embedded, *others = _TYPES[kind]
     made = others[0] if others and "url" in values else embedded
