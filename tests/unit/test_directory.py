@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_hypic.connector.directory import Lookup, Need, SegmentDirectory
+from vllm_hypic.connector.directory import Lookup, Need, SegmentDirectory, Space
 from vllm_hypic.primitives.keys import SegmentKey
-from vllm_hypic.store.eviction.make import make_policy
+from vllm_hypic.store.eviction.make import PolicyName, make_policy
 
 PAGES, SLOTS, PAGE_TOKENS, TILES = 12, 5, 4, 10
 NEEDS = {
@@ -21,8 +21,10 @@ NEEDS = {
 """Every record that the machine asks for; a key always needs the same."""
 
 
-def directory(pages: int = PAGES, slots: int = SLOTS, tiles: int = 100) -> SegmentDirectory:
-    return SegmentDirectory(pages, slots, PAGE_TOKENS, tiles, policy=make_policy("lru"))
+def directory(
+    pages: int = PAGES, slots: int = SLOTS, tiles: int = 100, policy: PolicyName = "lru"
+) -> SegmentDirectory:
+    return SegmentDirectory(pages, slots, PAGE_TOKENS, tiles, policy=make_policy(policy))
 
 
 def wanted(*keys: str) -> dict[SegmentKey, Need]:
@@ -38,13 +40,19 @@ def fill(books: SegmentDirectory, *keys: str) -> None:
 
 
 class DirectoryMachine(RuleBasedStateMachine):
-    """Requests acquire sets of records; segment requests commit or die; requests end at any time."""
+    """Requests acquire sets of records; segment requests commit or die; requests end at any time; records are
+    kept, let go and discarded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.books = directory(tiles=TILES)
+        self.kept: set[SegmentKey] = set()
+        self.doomed: set[SegmentKey] = set()
         self.holders: list[dict[SegmentKey, Need]] = []
         self.computing: set[SegmentKey] = set()
+
+    @initialize(policy=st.sampled_from(["lru", "flop-aware"]))
+    def start(self, policy: PolicyName) -> None:
+        self.books = directory(tiles=TILES, policy=policy)
 
     @rule(keys=st.sets(st.sampled_from(sorted(NEEDS)), min_size=1, max_size=4))
     def acquire(self, keys: set[SegmentKey]) -> None:
@@ -63,8 +71,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.computing |= missing
 
     def fits_beside_held(self, asked: dict[SegmentKey, Need]) -> bool:
-        """Whether ``asked`` fits when everything that nobody holds or computes is evicted."""
+        """Whether ``asked`` fits when everything that nobody uses, computes or keeps is evicted; kept records
+        go too when nothing runs."""
         kept = {k for h in self.holders for k in h} | self.computing | set(asked)
+        if self.holders or self.computing:
+            kept |= {k for k in self.kept if self.books.lookup(k) is not Lookup.MISS}
         pages = sum(self.books.pages_for(NEEDS[k].columns) for k in kept)
         held = [k for k in kept if self.books.lookup(k) is not Lookup.MISS]
         tiles = sum(self.books.get(k).tiles for k in held) + sum(NEEDS[k].tiles for k in kept - set(held))
@@ -93,7 +104,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.computing)))
         self.books.commit(key)
         self.computing.discard(key)
-        assert self.books.lookup(key) is Lookup.HIT
+        gone = key in self.doomed and not any(key in h for h in self.holders)
+        assert self.books.lookup(key) is (Lookup.MISS if gone else Lookup.HIT)
+        self.doomed -= {key} if gone else set()
 
     @precondition(lambda self: self.computing)
     @rule(data=st.data())
@@ -106,12 +119,37 @@ class DirectoryMachine(RuleBasedStateMachine):
         else:
             assert self.books.lookup(key) is Lookup.MISS
             self.computing.discard(key)
+            self.doomed.discard(key)
+
+    @rule(key=st.sampled_from(sorted(NEEDS)))
+    def keep(self, key: SegmentKey) -> None:
+        self.books.keep(key)
+        self.kept.add(key)
+
+    @rule(key=st.sampled_from(sorted(NEEDS)))
+    def unkeep(self, key: SegmentKey) -> None:
+        self.books.unkeep(key)
+        self.kept.discard(key)
+
+    @rule(key=st.sampled_from(sorted(NEEDS)))
+    def discard(self, key: SegmentKey) -> None:
+        self.books.discard(key)
+        if any(key in h for h in self.holders) or key in self.computing:
+            assert self.books.lookup(key) is not Lookup.MISS
+            self.doomed.add(key)
+        else:
+            assert self.books.lookup(key) is Lookup.MISS
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.holders) - 1))
-        self.books.release(self.holders.pop(index))
+        released = self.holders.pop(index)
+        self.books.release(released)
+        held = {k for h in self.holders for k in h}
+        for key in self.doomed & released.keys() - held - self.computing:
+            assert self.books.lookup(key) is Lookup.MISS
+            self.doomed.discard(key)
 
     @rule()
     def drop_unpinned(self) -> None:
@@ -153,6 +191,20 @@ def test_pinned_and_pending_records_are_never_evicted() -> None:
     books.commit(SegmentKey("c"))  # resident and held
     assert books.acquire(wanted("d", "a")) is None, "only a is free to go, and it is wanted itself"
     assert books.acquire(wanted("d")) is not None
+    assert books.lookup(SegmentKey("a")) is Lookup.MISS
+
+
+def test_kept_records_leave_last_and_only_when_nothing_runs() -> None:
+    books = directory(slots=3)
+    fill(books, "a", "b", "c")
+    books.keep(SegmentKey("a"))
+    fill(books, "d", "e")
+    assert books.lookup(SegmentKey("a")) is Lookup.HIT
+    assert books.kept_space() == Space(1, 1, 3)
+    books.acquire(wanted("d"))
+    assert books.acquire(wanted("f", "g")) is None, "d's request will end, and a may stay"
+    books.release(wanted("d"))
+    assert books.acquire(wanted("b", "f", "g")) is not None
     assert books.lookup(SegmentKey("a")) is Lookup.MISS
 
 
