@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -179,6 +180,7 @@ def test_files_of_others_are_not_touched(tier, tmp_path, clock):
     tier.close()
     tier = opened(tmp_path, 1000, clock)
     assert got(tier, 2) is None and got(tier, 3) is None
+    assert not tier.may_hold(name(2)) and not tier.may_hold(name(3))
     assert {h.name for h in tier.held()} == {name(1)}
     tier.clear()
     assert [other.read_bytes() for other in others] == [b"not ours"] * len(others)
@@ -439,6 +441,15 @@ def test_two_processes_at_once(tmp_path, clock):
     tiers[0].close()
     fresh = opened(tmp_path, 1 << 20, clock)
     fresh.check_integrity()
+
+
+def test_a_folder_that_somebody_emptied(tier, tmp_path):
+    put(tier, 1, 300)
+    shutil.rmtree(tmp_path)
+    assert got(tier, 1) is None and tier.used()[0] == 0
+    data = put(tier, 2, 300)
+    assert got(tier, 2) == data
+    tier.check_integrity()
 
 
 # -- a failing disk

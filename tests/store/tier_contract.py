@@ -473,6 +473,13 @@ class BudgetContract:
         put(small, 4, 250)
         assert self.held(small) == [0, 1, 2, 4]
 
+    def test_expiry_set_before_the_object_comes(self, small: Tier, clock):
+        small.expire(name(0), clock() + 1)
+        data = put(small, 0, 250)
+        assert got(small, 0) == data
+        clock.advance(2)
+        assert not small.may_hold(name(0)) and got(small, 0) is None
+
     def test_threads_in_a_tight_budget(self, small: Tier):
         faults: list[BaseException] = []
 

@@ -61,7 +61,8 @@ class DiskTier:
     - **Several processes** may use one folder.  They see each other's objects: :meth:`get` looks for the file
       whatever the books say, and so does :meth:`may_hold` (one ``stat``) unless ``shared`` is false.  Each
       keeps what it knows of within its own budget, so the folder holds no more than all budgets together.
-      What one evicts or deletes is gone for all, pinned by another or not.
+      What one evicts or deletes is gone for all.  Pins and expiries are each process' own, for objects
+      that it put, read, or found at its opening.
     - **Budget.**  An object counts with its own bytes, without the head and the file system's blocks.
     - **Faults.**  A full disk: objects are evicted and the write is tried once more, then :class:`TierFull`.
       Anything else is a :class:`TierError`.  Files of other kinds in the folder are never touched.
@@ -178,7 +179,7 @@ class DiskTier:
         # Without the lock: two looks into dicts, and one at the folder for objects of other processes.
         if name in self._ledger:
             return not self._ledger.is_expired(name, self._clock())
-        return self._shared and os.path.isfile(self._place(name))
+        return self._shared and _is_file(self._place(name))
 
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
         self._drop_expired()
@@ -241,7 +242,8 @@ class DiskTier:
             if self._ledger.worth(name) == worth:
                 self._ledger.hit(name)
                 return
-            self._ledger.remove(name)
+            if name in self._ledger:  # another process replaced its file
+                self._ledger.remove(name)
             plan = self._ledger.plan_put(name, worth, self._busy)
             if isinstance(plan, Refusal):
                 return
@@ -257,7 +259,7 @@ class DiskTier:
                 return
             self._busy.add(name)
         try:
-            if not os.path.isfile(self._place(name)):
+            if not _is_file(self._place(name)):
                 with self._free:
                     self._ledger.remove(name)
         finally:
@@ -270,10 +272,11 @@ class DiskTier:
         worth = replace(worth, nbytes=data.nbytes)
         self._drop_expired()
         with self._claim(name), self._errors(f"put {name}"):
-            if os.path.isfile(place):
+            if _is_file(place):
                 return  # also when another process put it: get will find it
             with self._free:
-                self._ledger.remove(name)  # held only if another process removed its file
+                if name in self._ledger:  # another process removed its file
+                    self._ledger.remove(name)
                 self._ledger.missed(name, worth)
                 plan = self._ledger.plan_put(name, worth, self._busy)
                 if isinstance(plan, Refusal):
@@ -342,6 +345,7 @@ class DiskTier:
 
     def _begin_partial(self, name: str) -> tuple[Path, int]:
         """A new file, locked as long as its descriptor is open: a sign that its writer lives."""
+        self._make_folder(self.path / PARTIAL)  # somebody may have emptied the folder
         while True:
             partial = self.path / PARTIAL / f"{name}.{secrets.token_hex(8)}"
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -509,6 +513,14 @@ class DiskTier:
         if _NAME.fullmatch(name) is None:
             raise ValueError(f"{name[:120]!r}: expected two hex digits, then at most 94 of [0-9a-f.-]")
         return self.path / name[0] / name[1] / (name + SUFFIX)
+
+
+def _is_file(place: Path) -> bool:
+    """Not a link: that would be somebody else's."""
+    try:
+        return stat.S_ISREG(os.lstat(place).st_mode)
+    except OSError:
+        return False
 
 
 def _head(worth: Worth) -> bytes:
