@@ -378,10 +378,8 @@ def _decode(body: bytes) -> RecordHeader | None:
     """The header that is written as ``body``, if there is one."""
     try:
         fields = json.loads(body.decode("ascii"))
-    except (
-        ValueError,
-        RecursionError,
-    ):  # ValueError also for non-ASCII bytes and integers of thousands of digits
+    except (ValueError, RecursionError):
+        # ValueError also for bytes that are not ASCII, and for integers of thousands of digits.
         return None
     header = _from_fields(fields)
     if header is None or _problem(header) is not None:
