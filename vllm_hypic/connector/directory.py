@@ -161,7 +161,8 @@ class SegmentDirectory:
             self._reserve(key, what)
         for key in wanted:
             self._entries[key].pins += 1
-            self.policy.hit(key)
+            if key not in missing:
+                self.policy.hit(key)
         return [self._entries[k] for k in missing]
 
     def space_for(self, need: Need) -> Space:
@@ -230,7 +231,7 @@ class SegmentDirectory:
         self.free_tiles += spare
         entry.tiles = tiles
         entry.worth = replace(entry.worth, nbytes=max(0, entry.worth.nbytes - spare * tile_bytes))
-        self.policy.added(entry.key, entry.worth)
+        self.policy.resized(entry.key, entry.worth)
 
     def take_dropped_slots(self) -> list[int]:
         """Slots given up since the last call: their tiles are free for others."""

@@ -511,6 +511,10 @@ class SchedulerSide:
             self._stored.clear()
         return len(self.directory) == 0
 
+    def close(self) -> None:
+        """The engine ends."""
+        self.directory.policy.close()
+
     # -- reports -------------------------------------------------------------------------------
 
     @property
