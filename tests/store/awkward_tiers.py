@@ -44,7 +44,10 @@ class Hang:
 
 
 class AwkwardTier:
-    """A dictionary.  ``before[operation]`` runs before an operation takes effect, and may block or raise."""
+    """A dictionary.  ``before[operation]`` runs before an operation takes effect, and may block or raise.
+
+    A ``get`` that hangs has its answer already.
+    """
 
     def __init__(self, name: str = "tier", *, tells: bool = True) -> None:
         self.name = name
@@ -93,8 +96,9 @@ class AwkwardTier:
         return name in self.objects if self.tells else True
 
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
+        data = self.objects.get(name)
         self._begin("get")
-        return self.objects.get(name)
+        return data
 
     def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
         self._begin("put")

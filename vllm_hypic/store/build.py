@@ -79,7 +79,7 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
 
             return LMCacheTier(tier.name, tier.l1_bytes, [dict(adapter) for adapter in tier.l2], namespace)
         case LMCacheServerConfig():
-            from .tiers.lmcache import LMCacheServerTier
+            from .tiers.lmcache_server import LMCacheServerTier
 
             return LMCacheServerTier(tier.name, tier.url, namespace)
     raise TypeError(f"{type(tier).__name__} is no tier's configuration")
