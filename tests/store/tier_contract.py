@@ -272,6 +272,15 @@ class TierContract:
         tier.unpin(name(1))
         self.assert_absent(tier, 1)
 
+    def test_a_pin_revives_nothing(self, tier: Tier, clock):
+        if not self.heeds_expiry:
+            pytest.skip("this tier knows no expiry")
+        put(tier, 1, 100)
+        tier.expire(name(1), clock() + self.tick)
+        clock.advance(2 * self.tick)
+        tier.pin(name(1))
+        self.assert_absent(tier, 1)
+
     # -- life
 
     def test_restart(self, tier: Tier, reopen: Callable[[Tier], Tier]):
