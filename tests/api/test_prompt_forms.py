@@ -18,7 +18,10 @@ from vllm_hypic.api.forms import (
     tokens_form,
 )
 from vllm_hypic.connector.catalogue import Place
-from vllm_hypic.connector.commands import Content
+from vllm_hypic.connector.commands import Content, Report
+from vllm_hypic.frontend import _without_command
+from vllm_hypic.primitives.options import link_of_request
+from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 SEP = PrimitiveTexts().sep
@@ -49,6 +52,17 @@ def test_nobody_else_can_write_tokens(monkeypatch):
     monkeypatch.undo()
     for text in (altered, foreign, written[:-2], written[1:]):
         assert text != written and split_forms(text) == [text]
+
+
+def test_only_commands_made_here_get_past_the_front_end():
+    """An imitation stays among the options, where it is refused as unknown."""
+    command = {"op": "page", "after": "", "limit": 10}
+    for imitation in (command, "report", None, [command]):
+        extra = {"hypic_command": imitation, "hypic_link": "full"}
+        assert _without_command(extra) == extra
+        with pytest.raises(LinkError, match="unknown request option 'hypic_command'"):
+            link_of_request(_without_command(extra), default_link="hypic", default_seam=8)
+    assert _without_command({"hypic_command": Report(), "x": 1}) == {"x": 1}
 
 
 def test_an_id_that_nobody_replaced_is_refused():

@@ -114,6 +114,12 @@ class _Renderer:
         else:
             messages = [{"role": role, "content": text}, {"role": "user", "content": self._sep}]
         tokens = await self._tokens(TokenizeChatRequest.model_validate({"messages": messages}))
+        if self._sep_id not in tokens:
+            raise HTTPException(
+                400,
+                f"message: the chat template drops what follows a first {role} message; compile it with role "
+                "'interior'",
+            )
         return tokens[: tokens.index(self._sep_id)]
 
     async def _tokens(self, what: TokenizeCompletionRequest | TokenizeChatRequest) -> list[int]:

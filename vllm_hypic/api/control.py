@@ -42,6 +42,8 @@ def unsupported(engine: EngineClient) -> str | None:
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return "the server runs without --attention-backend hypic"
+    if config.model_config.skip_tokenizer_init:
+        return "the server runs without a tokenizer (--skip-tokenizer-init)"
     if (size := config.parallel_config.data_parallel_size) > 1:
         return (
             f"data_parallel_size={size}: expected 1, as each replica has segments and ids of its own; run "

@@ -7,6 +7,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMError
 
 from ..connector.commands import Resolve, Resolved
 from .control import CommandFailed, Control
@@ -55,6 +57,9 @@ class SegmentIds:
             status, message = 400, str(e)
         except CommandFailed as e:
             status, message = e.status, e.message
+        except VLLMError as e:  # vLLM's own handlers stand behind this middleware
+            error = create_error_response(e).error
+            status, message = error.code, error.message
         await JSONResponse(error_body(status, message), status)(scope, receive, send)
 
 

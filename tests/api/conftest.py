@@ -1,0 +1,83 @@
+"""Two servers on one folder, one after the other: the second starts where the first ended, with an API key.
+
+Each lives as long as a class of tests.  Tests keep out of each other's way by salts and texts of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.serving import Server
+
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "hypic,hypic_cache"}
+TOKENS, SEAM = 96, 8
+REUSED = TOKENS - 2 * SEAM
+"""Tokens of one segment that come from its record."""
+POOL_SEGMENTS = 12
+MAX_MODEL_LEN = 2048
+
+
+def make_server(folder: Path, name: str, *options: str) -> Server:
+    # A segment's states take 308,736 bytes and a token's K and V 512 (as in tests/server).
+    pool = POOL_SEGMENTS * (3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512)
+    hypic = {
+        "pool_bytes": pool,
+        "expected_segment_tokens": TOKENS,
+        "expected_live_heads": 1.0,
+        "store": {"tiers": [{"type": "disk", "path": str(folder / "store"), "bytes": "200MB"}]},
+    }
+    return Server(
+        EXAMPLE / "model",
+        *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": hypic})),
+        *("--chat-template", str(EXAMPLE / "chat_template.jinja"), "--enforce-eager"),
+        *("--enable-prompt-tokens-details", "--kv-cache-memory-bytes", "128M"),
+        *("--max-model-len", str(MAX_MODEL_LEN), *options),
+        env=ENV,
+        log=folder / f"{name}.log",
+    )
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="class")
+def server(folder: Path) -> Iterator[Server]:
+    """The first server; it must be well after each class of tests."""
+    with make_server(folder, "first") as running:
+        yield running
+        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+
+
+def words(seed: int | str, n: int = TOKENS) -> str:
+    """A text of ``n`` tokens of the tiny model that no other seed has."""
+    rng = random.Random(f"api {seed}")
+    return " ".join(f"w{rng.randrange(96)}" for _ in range(n))
+
+
+def post(server: Server, body: dict[str, Any], *, chat: bool = False, **options: Any) -> httpx.Response:
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    return httpx.post(
+        server.url + path, json={"max_tokens": 8, "temperature": 0, **body}, timeout=120, **options
+    )
+
+
+def choices(response: httpx.Response) -> list[str]:
+    assert response.status_code == 200, response.text
+    found = response.json()["choices"]
+    return [c["text"] if "text" in c else c["message"]["content"] for c in found]
+
+
+def usage(response: httpx.Response) -> tuple[int, int]:
+    """Prompt tokens, and how many of them were cached."""
+    found = response.json()["usage"]
+    return found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]

@@ -1,0 +1,400 @@
+"""The cache API of a real server: ids in completions and chat, tenants, expiry, pins, restart, API key."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance
+
+from vllm_hypic.api.client import (
+    CacheError,
+    NotAuthorized,
+    PinRefused,
+    Segment,
+    SegmentCache,
+    SegmentNotFound,
+)
+from vllm_hypic.api.forms import id_form
+from vllm_hypic.cli import main
+from vllm_hypic.demo import make_tasks
+from vllm_hypic.primitives.tokens import PrimitiveTexts
+from vllm_hypic.serving import Server, ask
+
+from .conftest import MAX_MODEL_LEN, REUSED, TOKENS, choices, make_server, post, usage, words
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+SEP = PrimitiveTexts().sep
+KEEP = "kept over the restart"
+"""Salt of what the second server must still know."""
+
+
+@pytest.fixture
+def cache(server: Server) -> Iterator[SegmentCache]:
+    """The unsalted tenant's."""
+    with SegmentCache(server.url, timeout_s=120) as client:
+        yield client
+
+
+def tenant(server: Server, salt: str) -> SegmentCache:
+    return SegmentCache(server.url, cache_salt=salt, timeout_s=120)
+
+
+class TestServer:
+    def test_ids_in_prompts_are_the_texts_in_prompts(self, server, cache):
+        [task] = make_tasks(1, 1, 4, TOKENS)
+        system = f"<bos> <sys> {task.system}"
+        segments = [cache.compile(document) for document in task.documents]
+        assert all(
+            s.tokens == TOKENS and s.resident and s.bytes > 0 and s.role == "interior" for s in segments
+        )
+        by_id = post(server, {"prompt": system + "".join(s.form for s in segments) + task.question})
+        literal = post(server, {"prompt": SEP.join([system, *task.documents, task.question])})
+        assert choices(by_id)[0].strip() == task.answer
+        assert choices(by_id) == choices(literal)
+        assert usage(by_id) == usage(literal) and usage(by_id)[1] == 4 * REUSED
+        order = [segments[i] for i in (2, 0, 3, 1)]
+        shuffled = post(
+            server, {"prompt": system + "".join(s.form for s in order) + task.question, "logprobs": 1}
+        )
+        assert choices(shuffled)[0].strip() == task.answer and usage(shuffled)[1] == 4 * REUSED
+
+    def test_ids_in_chat(self, server, cache):
+        [task] = make_tasks(2, 1, 4, TOKENS)
+        segments = [cache.compile(message={"role": "user", "content": d}) for d in task.documents]
+        system = {"role": "system", "content": task.system}
+        content = "".join(s.form for s in segments) + task.question
+        by_id = post(server, {"messages": [system, {"role": "user", "content": content}]}, chat=True)
+        parts = [{"type": "text", "text": content}]
+        by_part = post(server, {"messages": [system, {"role": "user", "content": parts}]}, chat=True)
+        text = SEP + SEP.join([*task.documents, task.question])
+        literal = post(server, {"messages": [system, {"role": "user", "content": text}]}, chat=True)
+        assert choices(by_id)[0].strip() == task.answer
+        assert choices(by_id) == choices(by_part) == choices(literal)
+        assert usage(by_id) == usage(by_part) == usage(literal) and usage(by_id)[1] == 4 * REUSED
+
+    def test_streaming_several_choices_several_prompts(self, server, cache):
+        [task] = make_tasks(3, 1, 2, TOKENS)
+        a, b = (cache.compile(document) for document in task.documents)
+        prompt = f"<bos> <sys> {task.system}{a.form}{b.form}{task.question}"
+        [once] = choices(post(server, {"prompt": prompt}))
+        streamed = ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0})
+        assert streamed.text == once and streamed.cached_tokens == 2 * REUSED
+        chat = {
+            "messages": [{"role": "user", "content": f"{a.form}{b.form}{task.question}"}],
+            "max_tokens": 8,
+        }
+        assert ask(server, "/v1/chat/completions", chat).cached_tokens == 2 * REUSED
+        several = choices(post(server, {"prompt": [prompt, "w1 w2", prompt], "n": 2, "temperature": 0.001}))
+        assert [several[i] for i in (0, 1, 4, 5)] == [once] * 4
+
+    def test_a_segment_of_tokens_keeps_its_tokens(self, server, cache):
+        """``w7`` twice without the blank that a text would have between: no text has these tokens."""
+        text = cache.compile(words("tokens"))
+        ids = list(cache.get(text.id, content=True).token_ids or ())
+        assert cache.compile(tokens=ids).id == text.id, "the same tokens are the same segment"
+        odd = [*ids[::-1], 5, 5, 5]
+        segment = cache.compile(tokens=odd)
+        assert segment.tokens == len(odd) and segment.text is None
+        assert cache.get(segment.id, content=True).token_ids == tuple(odd)
+        answer = post(server, {"prompt": f"w1 w2{segment.form}w3", "logprobs": 1, "return_token_ids": True})
+        [choice] = answer.json()["choices"]
+        tokens = choice["prompt_token_ids"]
+        sep = tokens[-2]
+        assert tokens[-len(odd) - 3 : -1] == [sep, *odd, sep]
+        assert usage(answer)[1] == len(odd) - 16
+        literal = post(server, {"prompt": tokens, "logprobs": 1})
+        assert literal.json()["choices"][0]["logprobs"] == choice["logprobs"]
+        refused = post(server, {"prompt": f"{segment.form}w3", "echo": True})
+        assert refused.status_code == 400 and segment.id in refused.text
+
+    def test_leading_segments(self, server, cache):
+        lead = cache.compile(f"<bos> <sys> {words('lead')}", role="leading")
+        assert (lead.role, lead.place, lead.tokens) == ("leading", "prompt", TOKENS + 2)
+        answer = post(server, {"prompt": f"{lead.form}w1 w2 w3"})
+        assert usage(answer)[1] == TOKENS + 2, "cached whole"
+        same = cache.compile(tokens=cache.get(lead.id, content=True).token_ids, role="leading")
+        assert same.id == lead.id
+        misplaced = post(server, {"prompt": f"w1{lead.form}w2"})
+        assert misplaced.status_code == 400 and lead.id in misplaced.json()["error"]["message"]
+        system = cache.compile(message={"role": "system", "content": words("system")})
+        assert (system.role, system.place) == ("leading", "chat") and system.tokens > TOKENS
+        user = {"role": "user", "content": f"{SEP}w1 w2"}
+        for first in (system.form, words("system")):
+            chat = post(server, {"messages": [{"role": "system", "content": first}, user]}, chat=True)
+            assert usage(chat)[1] == system.tokens
+
+    def test_another_tenant_sees_nothing(self, server, cache):
+        mine, yours = tenant(server, "mine"), tenant(server, "yours")
+        segment = mine.compile(words("tenant"), ttl_s=1000)
+        assert yours.compile(words("tenant")).id != segment.id
+        assert cache.compile(words("tenant")).id != segment.id
+        assert [s.id for s in mine.list()] == [segment.id]
+        assert segment.id not in {s.id for s in yours.list()} | {s.id for s in cache.list()}
+        for stranger in (yours, cache):
+            for call in (stranger.get, stranger.pin, stranger.unpin, stranger.delete):
+                with pytest.raises(SegmentNotFound) as refused:
+                    call(segment.id)
+                assert refused.value.segment_id == segment.id and segment.id in str(refused.value)
+                with pytest.raises(SegmentNotFound) as unknown:
+                    call("A" * 32)
+                assert str(unknown.value).replace("A" * 32, segment.id) == str(refused.value)
+        for salt in ({"cache_salt": "yours"}, {}):
+            for chat in (False, True):
+                body = (
+                    {"messages": [{"role": "user", "content": segment.form}]}
+                    if chat
+                    else {"prompt": segment.form}
+                )
+                refused = post(server, {**body, **salt}, chat=chat)
+                assert refused.status_code == 404 and segment.id in refused.json()["error"]["message"]
+        warm = post(server, {"prompt": f"{segment.form}w1", "cache_salt": "mine"})
+        assert usage(warm)[1] == REUSED
+
+    def test_listing_in_pages(self, server):
+        pages = tenant(server, "pages")
+        ids = {pages.compile(words(f"page {i}", 40)).id for i in range(5)}
+        listed = [s.id for s in pages.list(page_size=2)]
+        assert len(listed) == 5 and set(listed) == ids
+
+    def test_time_to_live(self, server, cache):
+        segment = cache.compile(words("ttl"), ttl_s=2)
+        assert segment.expires is not None and 0 < segment.expires - time.time() <= 2
+        assert usage(post(server, {"prompt": f"{segment.form}w1"}))[1] == REUSED
+        cache.set_ttl(segment.id, 0.5)
+        time.sleep(0.6)
+        with pytest.raises(SegmentNotFound, match=segment.id):
+            cache.get(segment.id)
+        refused = post(server, {"prompt": f"{segment.form}w1"})
+        assert refused.status_code == 404 and segment.id in refused.json()["error"]["message"]
+        literal = post(server, {"prompt": f"{SEP}{words('ttl')}{SEP}w1"})
+        assert usage(literal)[1] == 0, "its record has gone too, from the pool and the disk"
+
+    def test_a_deleted_segment_is_gone(self, server, cache):
+        segment = cache.compile(words("delete"))
+        assert cache.delete(segment.id).id == segment.id
+        with pytest.raises(SegmentNotFound):
+            cache.delete(segment.id)
+        assert post(server, {"prompt": f"{segment.form}w1"}).status_code == 404
+        assert usage(post(server, {"prompt": f"{SEP}{words('delete')}{SEP}w1"}))[1] == 0
+        assert cache.compile(words("delete")).id != segment.id
+
+    def test_pinned_records_stay_in_the_pool(self, server):
+        pins = tenant(server, "pins")
+        kept, left = pins.compile(words("kept"), pinned=True), pins.compile(words("left"))
+        assert kept.pinned and not left.pinned
+        for i in range(14):
+            pins.compile(words(f"filler {i}"))
+        assert pins.get(kept.id).resident and not pins.get(left.id).resident
+        assert pins.pin(left.id).resident, "pinning brings it back"
+        with pytest.raises(PinRefused, match="may be pinned"):
+            self._pin_many(pins)
+        assert usage(post(server, {"prompt": f"{SEP}{words('others')}{SEP}w1"}))[0] > 0, "others are served"
+        for segment in pins.list():
+            pins.unpin(segment.id)
+        assert not any(s.pinned for s in pins.list())
+
+    @staticmethod
+    def _pin_many(pins: SegmentCache) -> None:
+        for i in range(14):
+            pins.compile(words(f"filler {i}"), pinned=True)
+
+    def test_short_segments_have_ids_but_no_records(self, server, cache):
+        segment = cache.compile("w1 w2 w3")
+        assert (segment.tokens, segment.key, segment.bytes, segment.resident) == (3, None, 0, False)
+        assert choices(post(server, {"prompt": f"w5{segment.form}w6"}))
+        with pytest.raises(PinRefused, match="it has no record"):
+            cache.pin(segment.id)
+
+    @pytest.mark.parametrize(
+        ("body", "reason"),
+        [
+            ({}, "expected exactly one of text, tokens, message; got none"),
+            ({"text": "w1", "tokens": [1]}, "got text, tokens"),
+            ({"text": ""}, "text"),
+            ({"text": "w1", "ttl_s": 0}, "greater than 0"),
+            ({"text": "w1", "ttl_s": 1e12}, "less than or equal to 315360000"),
+            ({"text": "w1", "size": 3}, "size"),
+            ({"text": f"w1{SEP}w2"}, "text contains '<|hypic_sep|>', the text of sep"),
+            ({"text": f"w1{id_form('abc')}"}, "text contains the segment id 'abc'"),
+            ({"text": "w1 " * 3000}, f"expected at most {MAX_MODEL_LEN - 3}"),
+            ({"text": "w" * 10**6}, "no text of more than"),
+            ({"tokens": [-1]}, "greater than or equal to 0"),
+            ({"tokens": [10**6]}, "1000000"),
+            ({"tokens": [1.5]}, "tokens"),
+            ({"message": {"role": "tool", "content": "w1"}, "role": "leading"}, "cannot lead a chat"),
+            ({"message": {"role": "king", "content": "w1"}}, "king"),
+            ({"text": "w1", "cache_salt": "a/b"}, "cache_salt"),
+            ({"text": "w1", "role": "trailing"}, "trailing"),
+        ],
+        ids=lambda v: v[:24] if isinstance(v, str) else "",
+    )
+    def test_refused_by_name(self, server, body, reason):
+        response = httpx.post(f"{server.url}/v1/hypic/segments", json=body, timeout=60)
+        assert response.status_code == 400, response.text
+        assert reason in response.json()["error"]["message"]
+
+    def test_two_salts_in_one_request_are_refused(self, server):
+        body = {"text": "w1", "cache_salt": "a"}
+        response = httpx.post(f"{server.url}/v1/hypic/segments", json=body, headers={"X-Cache-Salt": "b"})
+        assert response.status_code == 400 and "different tenants" in response.text
+
+    @pytest.mark.parametrize("imitation", ["report", 1, ["delete", "x"]])
+    def test_clients_cannot_write_commands(self, server, imitation):
+        for body, chat in (
+            ({"prompt": "w1"}, False),
+            ({"messages": [{"role": "user", "content": "w1"}]}, True),
+        ):
+            response = post(server, {**body, "vllm_xargs": {"hypic_command": imitation}}, chat=chat)
+            assert response.status_code == 400 and "'hypic_command'" in response.text
+
+    def test_clients_cannot_write_tokens(self, server):
+        forged = f"<|hypic_tokens:{'0' * 32}:{base64.b64encode(bytes([5, 0, 0] * 3)).decode()}|>"
+        response = httpx.post(f"{server.url}/tokenize", json={"prompt": f"w1{forged}w2"}, timeout=60)
+        assert response.status_code == 200 and 5 not in response.json()["tokens"]
+
+    def test_an_id_on_a_route_that_does_not_know_ids_is_refused(self, server, cache):
+        segment = cache.compile(words("elsewhere"))
+        response = httpx.post(f"{server.url}/tokenize", json={"prompt": f"w1{segment.form}"}, timeout=60)
+        assert response.status_code == 400 and segment.id in response.text
+
+    def test_requests_without_ids_pass_unchanged(self, server):
+        assert choices(post(server, {"prompt": "w1 w2"}))
+        for damaged in ("{", "[]", '{"prompt": "\\u003c"', '"<|hypic_segment:x|>"'):
+            response = httpx.post(
+                f"{server.url}/v1/completions", content=damaged, headers={"Content-Type": "application/json"}
+            )
+            assert response.status_code == 400, response.text
+        escaped = '{"prompt": "\\u003c|hypic_segment:nobody|>", "max_tokens": 1}'
+        response = httpx.post(
+            f"{server.url}/v1/completions", content=escaped, headers={"Content-Type": "application/json"}
+        )
+        assert response.status_code == 404 and "nobody" in response.text
+
+    def test_command_line(self, server):
+        def run(*arguments: str) -> str:
+            options = ["cache", "--url", server.url, "--salt", "cli", *arguments]
+            done = CliRunner().invoke(main, options, catch_exceptions=False)
+            assert done.exit_code == 0, done.output
+            return done.output
+
+        segment = json.loads(run("--json", "compile", words("cli"), "--ttl", "600"))
+        assert segment["tokens"] == TOKENS
+        assert segment["id"] in run("list") and id_form(segment["id"]) in run("show", segment["id"])
+        assert json.loads(run("--json", "show", "--content", segment["id"]))["text"] == words("cli")
+        assert json.loads(run("--json", "pin", segment["id"]))["pinned"]
+        assert not json.loads(run("--json", "unpin", segment["id"]))["pinned"]
+        assert json.loads(run("--json", "ttl", segment["id"], "never"))["expires"] is None
+        assert "disk" in run("stats")
+        assert f"deleted {segment['id']}" in run("delete", segment["id"])
+        gone = CliRunner().invoke(main, ["cache", "--url", server.url, "show", segment["id"]])
+        assert gone.exit_code == 1 and segment["id"] in gone.output
+
+    def test_example(self, server):
+        example = Path(__file__).parents[2] / "examples" / "cached_documents.py"
+        done = subprocess.run(
+            [sys.executable, str(example), server.url],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        first, *lines = done.stdout.splitlines()
+        assert first.startswith("<|hypic_segment:") and len(lines) == 2
+        for line in lines:
+            answer, expected = line.split("answer:")[1].split("(expected: ")
+            assert answer.split() == expected.split(")")[0].split() and line.endswith("reused tokens: 896")
+
+    def test_stats_and_health(self, cache):
+        cache.compile(words("stats"))
+        stats = cache.stats()
+        assert stats.catalogue == "file" and stats.segments > 0 and "disk" in stats.tiers
+        cache.check_health()
+
+    def test_no_request_breaks_the_server(self, server):
+        """Requests made up from the server's own OpenAPI description."""
+        schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        operations = [found.ok() for found in schema.include(path_regex="^/v1/hypic").get_all_operations()]
+        assert len(operations) == 7
+
+        for operation in operations:
+
+            @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+            @given(operation.as_strategy())
+            def check(case: schemathesis.Case) -> None:
+                response = case.call(timeout=60)
+                case.validate_response(response, checks=[not_a_server_error, response_schema_conformance])
+
+            check()
+
+    def test_something_to_keep(self, server):
+        keeper = tenant(server, KEEP)
+        keeper.compile(words("keep"), pinned=True)
+        keeper.compile(words("keep ttl"), ttl_s=3600)
+
+
+KEY = "sesame"
+
+
+@pytest.fixture(scope="class")
+def locked_server(folder: Path) -> Iterator[Server]:
+    with make_server(folder, "second", "--api-key", KEY) as running:
+        yield running
+
+
+class TestSecondServer:
+    """A new server on the same folder, with an API key."""
+
+    def client(self, server: Server, api_key: str | None) -> SegmentCache:
+        return SegmentCache(server.url, api_key, KEEP, timeout_s=120)
+
+    def test_the_key_protects_all_routes(self, locked_server):
+        for api_key in (None, "wrong"):
+            locked = self.client(locked_server, api_key)
+            for call in (
+                lambda c=locked: c.compile("w1"),
+                lambda c=locked: list(c.list()),
+                lambda c=locked: c.get("x"),
+                lambda c=locked: c.pin("x"),
+                lambda c=locked: c.delete("x"),
+                locked.stats,
+                locked.check_health,
+            ):
+                with pytest.raises(NotAuthorized):
+                    call()
+            headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+            refused = post(locked_server, {"prompt": id_form("x")}, headers=headers)
+            assert refused.status_code == 401, "asked before ids are looked up"
+
+    def test_ids_survive_the_restart(self, locked_server):
+        with self.client(locked_server, KEY) as keeper:
+            kept: dict[str | None, Segment] = {
+                (s := keeper.get(found.id, content=True)).text: s for found in keeper.list()
+            }
+            assert kept.keys() == {words("keep"), words("keep ttl")}
+            pinned, mortal = kept[words("keep")], kept[words("keep ttl")]
+            assert pinned.pinned and pinned.expires is None
+            assert mortal.expires is not None and mortal.expires > time.time()
+            answer = post(
+                locked_server,
+                {"prompt": f"w1{pinned.form}{mortal.form}w2", "cache_salt": KEEP},
+                headers={"Authorization": f"Bearer {KEY}"},
+            )
+            assert usage(answer)[1] == 2 * REUSED, "read from the disk"
+            assert keeper.get(pinned.id).resident
+            assert keeper.compile(words("keep")).id == pinned.id
+            with pytest.raises(CacheError):
+                self.client(locked_server, KEY).get("x")
