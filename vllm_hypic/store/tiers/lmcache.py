@@ -35,6 +35,7 @@ from .base import Held, TierError, TierFull
 
 if TYPE_CHECKING:
     from lmcache.v1.distributed.api import ObjectKey, PrefetchHandle, PrefetchResult
+    from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
     from lmcache.v1.distributed.storage_manager import StorageManager
 
 RELEASE = "0.5.6"
@@ -101,15 +102,18 @@ class _Head:
 class LMCacheObjects:
     """Objects of one namespace in a storage manager that others may use, too.  Methods block; any thread."""
 
-    def __init__(self, manager: StorageManager, namespace: str, timeout_s: float) -> None:
-        """``timeout_s`` bounds each wait for L2."""
+    def __init__(self, manager: StorageManager, namespace: str, timeout_s: float, own: bool = False) -> None:
+        """``timeout_s`` bounds each wait for L2.  ``own``: the manager is ours, and L2 adapters that fail may
+        be replaced."""
         from lmcache.v1.distributed.api import ObjectKey
 
         self._manager = manager
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)  # the rank is part of our names
-        self._stores = _StoreWatch(manager)
+        self._l2 = _Adapters(manager, timeout_s, renew=own)
+        # LMCache makes one batch of what is written at the same time; of unequal sizes, that fails (``resp``).
+        self._writing = threading.Lock()
         # One operation on a name at a time: what a reader has locked in L1 could not be replaced.
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._lock = threading.Lock()
@@ -146,7 +150,9 @@ class LMCacheObjects:
         with self._stripe(name):
             if self._head(name) is not None:
                 return  # put by another thread just now
-            self._drop_from_memory(name)
+            # LMCache would not write to L2 what is in L1, nor replace what an L2 has: half an object of a
+            # former process, or a damaged one.
+            self._delete(name)
             self._write(self._key(name, _BODY), data)
             head = _Head(data.nbytes, zlib.crc32(data), expires)
             self._write(self._key(name, _HEAD), memoryview(head.encode()))
@@ -155,7 +161,8 @@ class LMCacheObjects:
     def delete(self, name: ObjectName) -> bool:
         with self._stripe(name):
             head = self._head(name)
-            self._delete(name)
+            with self._l2_complete():
+                self._delete(name)
             return head is not None and not head.expired()
 
     def expire(self, name: ObjectName, at: float | None) -> None:
@@ -252,12 +259,21 @@ class LMCacheObjects:
                 self._manager.finish_read_prefetched([key])
 
     def _write(self, key: ObjectKey, data: memoryview) -> None:
-        place = self._reserve(key, data.nbytes)
-        np.frombuffer(place, np.uint8)[:] = np.frombuffer(data, np.uint8)
-        with self._stores.expecting(key) as stored:
-            self._manager.finish_write([key])
-            if not stored.wait(self._timeout_s):
-                raise TierError(f"an L2 of LMCache did not confirm a write within {self._timeout_s:g} s")
+        with self._l2_complete():
+            place = self._reserve(key, data.nbytes)
+            np.frombuffer(place, np.uint8)[:] = np.frombuffer(data, np.uint8)
+            self._l2.finish_write(key)
+
+    @contextmanager
+    def _l2_complete(self) -> Iterator[None]:
+        """All adapters are there, and no other thread writes."""
+        if not self._writing.acquire(timeout=self._timeout_s):
+            raise TierError(f"LMCache is still writing another object after {self._timeout_s:g} s")
+        try:
+            self._l2.renew()
+            yield
+        finally:
+            self._writing.release()
 
     def _reserve(self, key: ObjectKey, nbytes: int) -> memoryview:
         """Room in L1.  LMCache's own eviction begins above a share of L1 and runs now and then: too late for
@@ -298,10 +314,6 @@ class LMCacheObjects:
         for _, adapter in self._manager.l2_adapters():
             adapter.delete(keys)
 
-    def _drop_from_memory(self, name: ObjectName) -> None:
-        """Of what is in L1 already, LMCache would write nothing to L2."""
-        self._drop_keys_from_memory([self._key(name, _HEAD), self._key(name, _BODY)])
-
     def _drop_keys_from_memory(self, keys: list[ObjectKey]) -> None:
         deadline = time.monotonic() + self._timeout_s
         while self._manager.delete_l1_keys(keys)[1]:
@@ -311,43 +323,68 @@ class LMCacheObjects:
             time.sleep(0.005)
 
 
-class _StoreWatch:
-    """Tells when every L2 has a key: LMCache writes there behind the caller, and reports success only."""
+class _Adapters:
+    """The L2 of a storage manager: tells when all have an object, and renews those that do not.
 
-    def __init__(self, manager: StorageManager) -> None:
-        self._manager = manager
+    LMCache writes to them behind the caller and reports success only; and some never connect again to a
+    server that was restarted (``resp`` to Redis).
+    """
+
+    def __init__(self, manager: StorageManager, timeout_s: float, renew: bool) -> None:
+        self._manager, self._timeout_s, self._renew = manager, timeout_s, renew
         self._lock = threading.Lock()
-        self._left: dict[ObjectKey, set[int]] = {}
-        """L2 adapters that have not told yet."""
-        self._done: dict[ObjectKey, threading.Event] = {}
+        self._left: set[int] = set()
+        """Adapters that have not told yet of the object that is being written."""
+        self._key: ObjectKey | None = None
+        self._stored = threading.Event()
+        self._suspect: set[int] = set()
+        self._missing: list[L2AdapterConfigBase] = []
+        """Taken out, and not yet back."""
         self._watched: set[int] = set()
-        for descriptor, adapter in manager.l2_adapters():
-            self._watched.add(descriptor.index)
-            adapter.register_listener(_listener(partial(self._stored, descriptor.index)))
+        for descriptor, _ in manager.l2_adapters():
+            self._watch(descriptor.index)
 
-    @contextmanager
-    def expecting(self, key: ObjectKey) -> Iterator[threading.Event]:
-        """Set once every adapter has stored ``key``.  One at a time may expect it."""
-        done = threading.Event()
-        left = self._watched & {descriptor.index for descriptor, _ in self._manager.l2_adapters()}
-        if not left:
-            done.set()
+    def _watch(self, index: int) -> None:
+        adapter = next(a for d, a in self._manager.l2_adapters() if d.index == index)
+        adapter.register_listener(_listener(partial(self._told, index)))
+        self._watched.add(index)
+
+    def finish_write(self, key: ObjectKey) -> None:
+        """Returns when every adapter has it; raises :class:`TierError` when one does not tell in time.  One
+        thread at a time."""
+        present = {descriptor.index for descriptor, _ in self._manager.l2_adapters()}
         with self._lock:
-            self._left[key], self._done[key] = left, done
-        try:
-            yield done
-        finally:
+            self._key, self._left = key, self._watched & present
+            self._stored.clear()
+            if not self._left:
+                self._stored.set()
+        self._manager.finish_write([key])
+        if not self._stored.wait(self._timeout_s):
             with self._lock:
-                del self._left[key], self._done[key]
+                self._suspect |= self._left
+            raise TierError(f"an L2 of LMCache did not confirm a write within {self._timeout_s:g} s")
 
-    def _stored(self, adapter: int, keys: list[ObjectKey]) -> None:
+    def _told(self, adapter: int, keys: list[ObjectKey]) -> None:
         with self._lock:
-            for key in keys:
-                left = self._left.get(key)
-                if left is not None:
-                    left.discard(adapter)
-                    if not left:
-                        self._done[key].set()
+            if self._key in keys:
+                self._left.discard(adapter)
+                if not self._left:
+                    self._stored.set()
+
+    def renew(self) -> None:
+        """Replaces the adapters that did not confirm a write.  One thread at a time."""
+        if not self._renew:
+            return
+        for descriptor, _ in self._manager.l2_adapters():
+            if descriptor.index in self._suspect:
+                self._manager.delete_l2_adapter(descriptor.index, self._timeout_s)
+                self._suspect.discard(descriptor.index)
+                self._watched.discard(descriptor.index)
+                self._missing.append(descriptor.config)
+        while self._missing:
+            index = self._manager.add_l2_adapter(self._missing[0])  # raises while its server is down
+            self._missing.pop(0)
+            self._watch(index)
 
 
 def _listener(stored: Callable[[list[ObjectKey]], None]) -> Any:
@@ -401,7 +438,7 @@ class LMCacheTier:
             return
         try:
             manager = _storage_manager(self._l1_bytes, self._l2)
-            self._objects = LMCacheObjects(manager, self._namespace, self._timeout_s)
+            self._objects = LMCacheObjects(manager, self._namespace, self._timeout_s, own=True)
             self._manager = manager
         except Exception as e:  # LMCache and its adapters document no exceptions
             raise TierError(f"tier {self.name}: LMCache did not start: {type(e).__name__}: {e}") from e

@@ -1,0 +1,329 @@
+"""The embedded LMCache tier: memory alone, with a disk, with Redis."""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hypic.store.tiers import lmcache
+from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
+from vllm_hypic.store.tiers.lmcache import LMCacheTier
+
+from .conftest import WallClock
+from .services import RedisServer, needs_redis
+from .tier_contract import TierContract, content, got, name, put, worth
+
+pytestmark = pytest.mark.timeout(120)
+
+L1_BYTES = 64 << 20
+PASSWORD = "open-sesame-7"
+
+MakeTier = Callable[..., LMCacheTier]
+
+
+@pytest.fixture
+def make_tier() -> Iterator[MakeTier]:
+    """Tiers that are open, and closed in the end."""
+    tiers: list[LMCacheTier] = []
+
+    def make(l2: list[dict[str, Any]], l1_bytes: int = L1_BYTES, **options: Any) -> LMCacheTier:
+        tier = LMCacheTier("lmcache", l1_bytes, l2, **options)
+        tiers.append(tier)
+        tier.open()
+        return tier
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    return {"type": "fs_native", "base_path": str(tmp_path / "l2")}
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD) as server:
+        yield server
+
+
+def redis_l2(server: RedisServer) -> dict[str, Any]:
+    where = {"host": "127.0.0.1", "port": server.port, "password": PASSWORD}
+    return {"type": "resp", "num_workers": 2, **where}
+
+
+class LMCacheContract(TierContract):
+    """One tier for all tests: closing one takes LMCache seconds."""
+
+    keeps_worth = False
+    lists = False
+    counts = False
+    tells = False
+    heeds_pins = False
+    tick = 0.25
+
+    @pytest.fixture(scope="class")
+    def l2(self) -> list[dict[str, Any]]:
+        return []
+
+    @pytest.fixture(scope="class")
+    def shared(self, l2: list[dict[str, Any]]) -> Iterator[LMCacheTier]:
+        tier = LMCacheTier("lmcache", L1_BYTES, l2)
+        yield tier
+        tier.close()
+
+    @pytest.fixture
+    def tier(self, shared: LMCacheTier) -> Iterator[LMCacheTier]:
+        shared.open()
+        yield shared
+        shared.open()
+        shared.clear()
+
+    @pytest.fixture
+    def clock(self) -> WallClock:
+        return WallClock()
+
+    @pytest.fixture
+    def reopen(self, make_tier: MakeTier, l2: list[dict[str, Any]]):
+        def again(tier: Tier) -> Tier:
+            tier.close()
+            return make_tier(l2)
+
+        return again
+
+
+class TestMemory(LMCacheContract):
+    survives_restart = False
+
+
+class TestDisk(LMCacheContract):
+    @pytest.fixture(scope="class")
+    def l2(self, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+        return [{"type": "fs_native", "base_path": str(tmp_path_factory.mktemp("l2"))}]
+
+
+@needs_redis
+class TestRedis(LMCacheContract):
+    @pytest.fixture(scope="class")
+    def l2(self, redis_server: RedisServer) -> list[dict[str, Any]]:
+        return [redis_l2(redis_server)]
+
+
+# -- memory that is too small
+
+
+def test_memory_alone_loses_the_oldest(make_tier: MakeTier):
+    tier = make_tier([], 8 << 20)
+    for i in range(6):
+        assert put(tier, i, 3_000_000) == got(tier, i)
+        assert got(tier, 5) is not None or i < 5
+    assert got(tier, 0) is None
+
+
+def test_a_disk_keeps_what_memory_lost(make_tier: MakeTier, disk: dict[str, Any]):
+    tier = make_tier([disk], 8 << 20)
+    data = {i: put(tier, i, 3_000_000) for i in range(6)}
+    for _ in range(2):
+        assert {i: got(tier, i) for i in data} == data
+
+
+def test_an_object_beyond_all_memory_is_refused(make_tier: MakeTier):
+    tier = make_tier([], 2 << 20)
+    kept = put(tier, 1, 100)
+    with pytest.raises(TierFull, match="3000000 bytes"):
+        put(tier, 2, 3_000_000)
+    assert got(tier, 1) == kept and got(tier, 2) is None
+
+
+def test_an_object_of_a_process_with_more_memory_is_left_alone(make_tier: MakeTier, disk: dict[str, Any]):
+    large, small = make_tier([disk]), make_tier([disk], 2 << 20)
+    data = put(large, 1, 3_000_000)
+    assert got(small, 1) is None
+    assert got(large, 1) == data
+
+
+# -- bytes that others changed
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheTier]:
+    """A tier whose memory is emptied by :func:`only_on_disk`."""
+    folder = tmp_path_factory.mktemp("tampered")
+    tier = LMCacheTier("lmcache", L1_BYTES, [{"type": "fs_native", "base_path": str(folder)}])
+    tier.open()
+    yield tier
+    tier.close()
+
+
+def only_on_disk(tier: LMCacheTier) -> tuple[Path, Path]:
+    """Files of the only object: its body and its head."""
+    assert tier._manager is not None
+    tier._manager.clear()
+    body, head = sorted(Path(tier._l2[0]["base_path"]).rglob("*.data"), key=lambda f: -f.stat().st_size)
+    return body, head
+
+
+@pytest.mark.parametrize("part", ["body", "head"])
+@pytest.mark.parametrize("fault", ["truncated", "altered", "longer", "empty", "gone", "folder"])
+def test_files_that_were_tampered_with(on_disk: LMCacheTier, part: str, fault: str):
+    """Whatever LMCache makes of them: a miss, never an exception; and the object can be put again."""
+    data = put(on_disk, 1, 100_000)
+    path = only_on_disk(on_disk)[part == "head"]
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    match fault:
+        case "truncated":
+            path.write_bytes(whole[:middle])
+        case "altered":
+            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        case "longer":
+            path.write_bytes(whole + b"x")
+        case "empty":
+            path.write_bytes(b"")
+        case "gone":
+            path.unlink()
+        case "folder":
+            path.unlink()
+            path.mkdir()
+    if fault == "longer":
+        assert got(on_disk, 1) == data
+    else:
+        assert got(on_disk, 1) is None
+    if fault == "folder":
+        path.rmdir()
+    assert put(on_disk, 1, 100_000) == data == got(on_disk, 1)
+    only_on_disk(on_disk)
+    assert got(on_disk, 1) == data
+    on_disk.clear()
+
+
+def test_an_altered_length_reads_no_more_than_the_limit(on_disk: LMCacheTier):
+    """Not even of a head whose checksum is right."""
+    put(on_disk, 1, 1000)
+    body, head = only_on_disk(on_disk)
+    head.write_bytes(lmcache._Head(1 << 60, 0, None).encode())
+    assert got(on_disk, 1, limit=2000) is None
+    put(on_disk, 1, 1000)
+    body, head = only_on_disk(on_disk)
+    head.write_bytes(lmcache._Head(5000, 0, None).encode())
+    body.write_bytes(bytes(5000))
+    assert got(on_disk, 1, limit=2000) is None
+    assert not body.exists() and not head.exists()
+    on_disk.clear()
+
+
+def test_mutated_heads():
+    """None is believed, whatever length it claims."""
+    head = lmcache._Head(1000, 77, 1.8e9).encode()
+    rng = random.Random(0)
+    for _ in range(2000):
+        mutated = bytearray(head)
+        for _ in range(rng.randint(1, 4)):
+            mutated[rng.randrange(len(head))] ^= rng.randrange(1, 256)
+        assert mutated == head or lmcache._Head.decode(bytes(mutated)) is None
+    assert lmcache._Head.decode(head) == lmcache._Head(1000, 77, 1.8e9)
+
+
+def test_a_head_with_another_body(on_disk: LMCacheTier):
+    put(on_disk, 1, 1000)
+    body, head = only_on_disk(on_disk)
+    body.write_bytes(content(2, 1000))
+    assert got(on_disk, 1) is None
+    assert not body.exists() and not head.exists()
+
+
+# -- faults
+
+
+@needs_redis
+def test_a_killed_redis_behind_lmcache(make_tier: MakeTier, redis_server: RedisServer):
+    tier = make_tier([redis_l2(redis_server)], timeout_s=1.0)
+    data = put(tier, 1, 100_000)
+    redis_server.kill()
+    try:
+        with pytest.raises(TierError):
+            put(tier, 2, 100_000)
+    finally:
+        redis_server.start()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            again = put(tier, 3, 100_000)
+            break
+        except TierError:
+            assert time.monotonic() < deadline, "it does not mend itself"
+    assert got(tier, 3) == again
+    tier.close()
+    fresh = make_tier([redis_l2(redis_server)])
+    assert got(fresh, 1) == data and got(fresh, 3) == again
+
+
+def test_an_l2_that_cannot_be_written(make_tier: MakeTier, tmp_path: Path):
+    """A folder in the way of the files: root may write everywhere else."""
+    disk = {"type": "fs_native", "base_path": str(tmp_path / "l2")}
+    tier = make_tier([disk], timeout_s=0.5)
+    (tmp_path / "l2").rmdir()
+    (tmp_path / "l2").write_text("in the way")
+    with pytest.raises(TierError, match="did not confirm"):
+        put(tier, 1, 1000)
+
+
+@pytest.mark.parametrize(
+    "l2",
+    [
+        {"type": "no-such", "password": PASSWORD},
+        {"type": "resp", "port": 1, "password": PASSWORD},
+        {"password": PASSWORD},
+        {"type": "resp", "host": "127.0.0.1", "port": 1, "password": PASSWORD},
+    ],
+    ids=["type", "no host", "no type", "nobody there"],
+)
+def test_a_wrong_l2_is_told_without_its_password(make_tier: MakeTier, l2: dict[str, Any], caplog, capfd):
+    with pytest.raises(TierError) as caught:
+        put(make_tier([l2], timeout_s=0.3), 1, 100)
+    told = capfd.readouterr()
+    assert PASSWORD not in f"{caught.value!r} {caught.value.__cause__!r} {caplog.text} {told.out} {told.err}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [({"namespace": "a@b"}, "a@b"), ({"l1_bytes": 1000}, "l1_bytes is 1000")],
+)
+def test_malformed_arguments_are_named(arguments: dict[str, Any], told: str):
+    with pytest.raises(ValueError, match=told):
+        LMCacheTier(**{"name": "lmcache", "l1_bytes": L1_BYTES, "l2": [], **arguments})
+
+
+@pytest.mark.parametrize("found", ["0.5.5", "0.5.60", "0.6.0", None])
+def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch, found: str | None):
+    def version(name: str) -> str:
+        if found is None:
+            raise lmcache.importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(lmcache.importlib.metadata, "version", version)
+    with pytest.raises(ImportError, match=r"--no-deps lmcache==0\.5\.6"):
+        LMCacheTier("lmcache", L1_BYTES, [])
+
+
+def test_namespaces_are_apart(make_tier: MakeTier, disk: dict[str, Any]):
+    tier, other = make_tier([disk]), make_tier([disk], namespace="b")
+    data = put(tier, 1, 100)
+    assert got(other, 1) is None
+    other.put(name(1), memoryview(content(2, 50)), worth(50))
+    other.clear()
+    tier.close()
+    assert got(make_tier([disk]), 1) == data
+
+
+def test_importing_the_tier_imports_no_lmcache():
+    code = (
+        "import sys, vllm_hypic.store.tiers.lmcache; sys.exit(bool({'lmcache', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

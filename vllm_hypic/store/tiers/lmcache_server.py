@@ -1,0 +1,157 @@
+"""Objects in an LMCache server, several engines' and hosts'; ``lmcache_module.py`` is the server's side."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from ..worth import ObjectName, Worth
+from .base import Held, TierError, TierFull
+from .lmcache import check_namespace, require_lmcache
+
+if TYPE_CHECKING:
+    from lmcache.v1.multiprocess.transport.base import RequestClient
+
+    from .lmcache_module import Answer, Call
+
+_NO_NAME, _NO_DATA = ObjectName(""), memoryview(b"")
+_PROBE_S = 1.0
+"""For a connection to the server's port: a server that is down is told at once."""
+
+
+class LMCacheServerTier:
+    """A tier in ``lmcache server``, which must run our module.
+
+    The server's traffic is neither encrypted nor authenticated: it belongs into a trusted network.  Pins are
+    ignored: LMCache evicts as the server is configured.  :meth:`clear` deletes what was put or read in this
+    namespace, by whomever, since the server started.
+    """
+
+    def __init__(self, name: str, url: str, namespace: str = "default", timeout_s: float = 5.0) -> None:
+        """``url``: ``tcp://host:port`` of ``lmcache server --host --port``, or ``grpc://host:port`` of one
+        with ``--transport grpc``.  ``timeout_s``: of every call as a whole, its transfer included.
+
+        Raises ``ValueError`` for a malformed argument and ``ImportError`` without LMCache.
+        """
+        require_lmcache(f"tier {name}")
+        check_namespace(f"tier {name}", namespace)
+        if not url.startswith(("tcp://", "ipc://", "grpc://", "grpc+unix://")):
+            raise ValueError(f"tier {name}: the LMCache server is {url!r}, expected tcp://host:port")
+        self.name = name
+        self._url, self._namespace, self._timeout_s = url, namespace, timeout_s
+        self._lock = threading.Lock()
+        self._client: RequestClient | None = None
+        self._opened = False
+
+    def open(self) -> None:
+        self._opened = True
+        try:
+            self.used()
+        except TierError:
+            self.close()
+            raise
+
+    def may_hold(self, name: ObjectName) -> bool:
+        return True
+
+    def get(self, name: ObjectName, limit: int) -> memoryview | None:
+        answer = self._call("get", name, limit=limit)
+        return None if answer is None else memoryview(answer.data)
+
+    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+        self._call("put", name, data=data)
+
+    def delete(self, name: ObjectName) -> bool:
+        return self._call("delete", name) is not None
+
+    def pin(self, name: ObjectName) -> None:
+        pass
+
+    def unpin(self, name: ObjectName) -> None:
+        pass
+
+    def expire(self, name: ObjectName, at: float | None) -> None:
+        self._call("expire", name, expires=at)
+
+    def held(self) -> Iterator[Held] | None:
+        return None
+
+    def used(self) -> tuple[int, int | None]:
+        """The server's memory, whoever uses it."""
+        answer = self._call("used")
+        assert answer is not None  # it is never absent
+        return answer.levels
+
+    def clear(self) -> None:
+        self._call("clear")
+
+    def close(self) -> None:
+        self._opened = False
+        self._drop_client()
+
+    def _call(
+        self,
+        method: str,
+        name: ObjectName = _NO_NAME,
+        *,
+        limit: int = 0,
+        expires: float | None = None,
+        data: memoryview = _NO_DATA,
+    ) -> Answer | None:
+        """The server's answer, ``None``: absent.  Raises what the server, or the way to it, failed with."""
+        import msgspec
+
+        from .lmcache_module import Answer, Call, Status
+
+        if not self._opened:
+            raise TierError(f"tier {self.name}: not open")
+        call = Call(self._namespace, name, limit, expires, data)
+        answer = msgspec.msgpack.decode(self._send(method, call), type=Answer)
+        if answer.status in (Status.FULL, Status.FAILED):
+            kind = TierFull if answer.status is Status.FULL else TierError
+            raise kind(f"tier {self.name}: {self._url}: {bytes(answer.data).decode(errors='replace')}")
+        return None if answer.status is Status.ABSENT else answer
+
+    def _send(self, method: str, call: Call) -> bytes:
+        import msgspec
+        from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+
+        request = ServerModuleCallRequest(f"vllm_hypic.{method}", msgspec.msgpack.encode(call))
+        client = None
+        try:
+            client = self._connected()
+            response = client.server_module_call(request).result(self._timeout_s)
+        except Exception as e:  # transports document no exceptions
+            if client is not None:
+                self._drop_client(client)
+            raise TierError(f"tier {self.name}: {self._url}: {type(e).__name__}: {e}") from e
+        if not response.success:
+            raise TierError(f"tier {self.name}: {self._url}: {response.error}")
+        return response.payload
+
+    def _connected(self) -> RequestClient:
+        import zmq
+        from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+        with self._lock:
+            if self._client is None:
+                where = urlsplit(self._url)
+                if where.hostname and where.port:
+                    socket.create_connection((where.hostname, where.port), _PROBE_S).close()
+                # A context of its own: what is unsent when it is closed must not hold up the process's end.
+                context = zmq.Context()
+                context.setsockopt(zmq.LINGER, 0)
+                self._client = RequestClientFactory.create(self._url, context=context)
+            return self._client
+
+    def _drop_client(self, client: RequestClient | None = None) -> None:
+        """The next call connects anew: what the old connection has queued for a dead server dies with it."""
+        with self._lock:
+            if client is not None and client is not self._client:
+                return
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
