@@ -600,6 +600,27 @@ def test_a_file_that_cannot_be_looked_at_is_left_alone(tier, tmp_path, clock, mo
 # -- what readers see meanwhile
 
 
+def test_an_object_that_is_deleted_while_it_is_read(tier, monkeypatch):
+    data = put(tier, 1, 300)
+    monkeypatch.setattr(DiskTier, "_note_time", staticmethod(lambda fd: tier.delete(name(1))))
+    assert got(tier, 1) == data
+    assert not tier.may_hold(name(1)) and tier.used()[0] == 0
+    tier.check_integrity()
+
+
+def test_an_object_that_is_replaced_while_it_is_read(tier, monkeypatch):
+    data = put(tier, 1, 300)
+
+    def replace(fd: int) -> None:
+        tier.delete(name(1))
+        tier.put(name(1), view(content(2, 400)), worth(400))
+
+    monkeypatch.setattr(DiskTier, "_note_time", staticmethod(replace))
+    assert got(tier, 1) == data
+    assert tier.used()[0] == 400
+    tier.check_integrity()
+
+
 def test_an_object_is_not_visible_before_it_is_complete(tier, monkeypatch):
     """Held up before the rename: a reader sees nothing, and does not wait."""
     reached, go_on = threading.Event(), threading.Event()

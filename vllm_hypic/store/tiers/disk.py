@@ -242,15 +242,26 @@ class DiskTier:
             if self._ledger.worth(name) == worth:
                 self._ledger.hit(name)
                 return
+            self._busy.add(name)
+        try:
+            # What was read may have been deleted or replaced since: book what is there now.
+            with contextlib.suppress(OSError), self._opened(name) as fd:
+                found = None if fd is None else self._read_head(fd)
+                if found is not None:
+                    self._book(name, found)
+        finally:
+            self._release(name)
+
+    def _book(self, name: ObjectName, worth: Worth) -> None:
+        """A file that is there belongs to the books from now on, if the policy gives it room."""
+        with self._free:
             if name in self._ledger:  # another process replaced its file
                 self._ledger.remove(name)
             plan = self._ledger.plan_put(name, worth, self._busy)
             if isinstance(plan, Refusal):
                 return
-            self._busy.add(name)
             victims = self._reserve(plan)
         self._end_put(plan, success=self._unlink_if_possible(victims))
-        self._release(name)
 
     def _check_lost(self, name: ObjectName) -> None:
         """Another process removed the file: so do the books, unless the file has come back by now."""
