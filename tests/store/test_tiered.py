@@ -630,6 +630,22 @@ def test_a_delete_waits_for_a_bypassed_tier(opened: Opener, clock: ManualClock) 
     wait_for(lambda: name(1) not in tier.objects, "deleted")
 
 
+def test_a_delete_that_hangs_is_tried_again(opened: Opener, clock: ManualClock) -> None:
+    tier = AwkwardTier()
+    store = opened(tier)
+    filled(store, 1)
+    hang = tier.hang("delete")
+    store.delete(name(1))
+    hang.wait_until_entered()
+    tier.recover()
+    clock.advance(10.0)
+    store.poll()
+    assert not store.holds(name(1)) and name(1) in tier.objects
+    clock.advance(1.0)
+    commit(store, 2)
+    wait_for(lambda: name(1) not in tier.objects, "deleted by another thread")
+
+
 def test_what_is_committed_after_a_delete_stays(opened: Opener) -> None:
     tier = AwkwardTier()
     store = opened(tier)
