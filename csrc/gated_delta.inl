@@ -42,7 +42,7 @@ HYPIC_INLINE vf vrounded_to(vf x, const bf16*) {
 }
 
 // 1 / (1 + e^-x)
-HYPIC_INLINE vf vsigmoid(vf x) { return vdiv(vset(1), vadd(vset(1), vexp(vmin(vsub(vzero(), x), vset(87))))); }
+HYPIC_INLINE vf vsigmoid(vf x) { return vdiv(vset(1), vadd(vset(1), vexp(vmin(vset(87), vsub(vzero(), x))))); }
 
 // log(1 + u) for 0 <= u <= 1: 2 atanh(u / (2 + u)), whose series in s <= 1/3 needs eight terms.
 HYPIC_INLINE vf vlog1p(vf u) {
@@ -392,7 +392,7 @@ struct Task {
   // e^(G_t - G_s) for s in [s, s + W); wrong, but finite, for s > t.
   vf decay(int t, int s) const {
     const vf high = vsub(vset(w.G[t]), vload(w.G + s)), low = vsub(vset(w.Glow[t]), vload(w.Glow + s));
-    return vexp(vmin(vadd(high, low), vzero()));
+    return vexp(vmin(vzero(), vadd(high, low)));
   }
 
   // L, A and Kd of the value head whose gates are set.

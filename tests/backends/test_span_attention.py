@@ -201,6 +201,21 @@ def test_unlike_scores(kernels: ModuleType) -> None:
         case.check(kernels, larger=abs(factor))
 
 
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("what", ["key", "value"])
+def test_what_is_no_number_is_not_passed_over(
+    what: str, rows: int, dtype: torch.dtype, kernels: ModuleType
+) -> None:
+    case = Case((rows, 300), dtype=dtype)
+    getattr(case, what)[case.slots[0][270]] = float("nan")
+    case.visible[:] = 300
+    out, lse = case.run(kernels)
+    assert out.isnan().all()
+    assert lse.isnan().all() == (what == "key")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

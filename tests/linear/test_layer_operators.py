@@ -183,6 +183,21 @@ def test_any_segment_in_any_passes(
 
 
 @MODULES
+@pytest.mark.parametrize("what", ["mixed", "a", "b"])
+def test_what_is_no_number_is_not_passed_over(module: ModuleType, what: str) -> None:
+    """From the broken token on everything is NaN; before it nothing changes."""
+    worlds = [Layer.make(Shape(1, 2, 32, 32), 100) for _ in range(2)]
+    broken = getattr(worlds[1].x, what)
+    broken[PAD + 50] = float("nan")
+    for layer in worlds:
+        run_segments(module, layer, [Segment(0, 0, 100, 8, 92, 1)])
+    right, wrong = worlds
+    assert wrong.outputs(50, 100).isnan().all() and wrong.state(0).isnan().all()
+    assert wrong.records.state[1].isnan().all()
+    assert torch.equal(wrong.outputs(0, 32), right.outputs(0, 32)), "chunks before the broken one"
+
+
+@MODULES
 @pytest.mark.parametrize("g", [-100.0, -3000.0, -0.5, -1e-4, 0.0])
 def test_extreme_gates(module: ModuleType, g: float) -> None:
     layer = Layer.make(Shape(1, 2, 64, 64), 130).with_gates(g)
