@@ -181,7 +181,7 @@ def test_files_of_others_are_not_touched(tier, tmp_path, clock):
     tier = opened(tmp_path, 1000, clock)
     assert got(tier, 2) is None and got(tier, 3) is None
     assert not tier.may_hold(name(2)) and not tier.may_hold(name(3))
-    assert {h.name for h in tier.held()} == {name(1)}
+    assert {h.name for h in tier.held()} == {name(1)} and tier.used()[0] == 100
     tier.clear()
     assert [other.read_bytes() for other in others] == [b"not ours"] * len(others)
     assert link.is_symlink() and place(tmp_path, 3).is_dir()
