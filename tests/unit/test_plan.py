@@ -244,8 +244,9 @@ def test_every_logical_token_is_computed_or_cached_exactly_once(
     places = [s.compose_at for s in plan.segments]
     assert places == sorted(places)
     for s in plan.segments:  # everything before a compose point stands before the record
-        assert all(p < s.start + s.head for p in plan.positions[: s.compose_at])
-        assert all(p > s.start + s.head for p in plan.positions[s.compose_at :])
+        interior = [s.start + o for o in s.interior_offsets()]
+        assert all(p < interior[0] for p in plan.positions[: s.compose_at])
+        assert all(p > interior[-1] for p in plan.positions[s.compose_at :])
 
 
 @given(tokens=st.lists(st.sampled_from([1, 2, SEP, PDEP, PAD]), max_size=30))
