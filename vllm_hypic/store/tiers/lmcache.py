@@ -112,7 +112,7 @@ class LMCacheObjects:
         self._timeout_s = timeout_s
         self._rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)  # the rank is part of our names
         self._l2 = _Adapters(manager, timeout_s, renew=own)
-        # LMCache makes one batch of what is written at the same time; of unequal sizes, that fails (``resp``).
+        # LMCache makes one batch of what is written at a time; of unequal sizes, that fails (``resp``).
         self._writing = threading.Lock()
         # One operation on a name at a time: what a reader has locked in L1 could not be replaced.
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
