@@ -11,6 +11,7 @@ from .overhead import overhead
 from .profile import profile
 from .records import records
 from .seam import seam
+from .tiers import tiers
 from .ttft import ttft, ttft_length, ttft_segments
 
 
@@ -29,6 +30,7 @@ main.add_command(records)
 main.add_command(profile)
 main.add_command(load)
 main.add_command(eviction)
+main.add_command(tiers)
 
 
 if __name__ == "__main__":
