@@ -22,7 +22,7 @@ from .tier_contract import BudgetContract, TierContract, content, got, name, put
 HEAD_BYTES = 64
 
 
-def opened(path: Path, budget: int, clock, *, durable: bool = False, shared: bool = True) -> DiskTier:
+def opened(path: Path, budget: int, clock, *, durable: bool = False, shared: bool = False) -> DiskTier:
     tier = DiskTier("disk", path, budget, LruPolicy(), clock=clock, durable=durable, shared=shared)
     tier.open()
     return tier
@@ -52,12 +52,32 @@ class TestBudget(BudgetContract):
         tier.close()
 
 
+class TestSharedContract(TestContract):
+    """A folder that others may write to: nothing is denied without a look."""
+
+    tells = False
+
+    @pytest.fixture
+    def tier(self, clock, tmp_path):
+        tier = opened(tmp_path, 6 << 20, clock, shared=True)
+        yield tier
+        tier.close()
+
+    @pytest.fixture
+    def reopen(self, clock, tmp_path):
+        def reopen(tier: Tier) -> Tier:
+            tier.close()
+            return opened(tmp_path, 6 << 20, clock, shared=True)
+
+        return reopen
+
+
 class TestDurableContract(TestContract):
     """The same with ``fsync``, once."""
 
     @pytest.fixture
     def tier(self, clock, tmp_path):
-        tier = opened(tmp_path, 6 << 20, clock, durable=True, shared=False)
+        tier = opened(tmp_path, 6 << 20, clock, durable=True)
         yield tier
         tier.close()
 
@@ -110,10 +130,10 @@ def test_names_that_are_none(tier, tmp_path, bad):
         lambda: tier.put(ObjectName(bad), view(b"x"), worth(1)),
         lambda: tier.get(ObjectName(bad), 10),
         lambda: tier.delete(ObjectName(bad)),
-        lambda: tier.may_hold(ObjectName(bad)),
     ):
         with pytest.raises(ValueError, match="hex digits"):
             operation()
+    assert not tier.may_hold(ObjectName(bad))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -342,7 +362,8 @@ def beside(tier, tmp_path, clock):
     beside.close()
 
 
-def test_objects_of_others_are_found_and_booked(tier, beside):
+def test_objects_of_others_are_found_and_booked(tier, tmp_path, clock):
+    beside = opened(tmp_path, 1000, clock, shared=True)
     data = put(tier, 1, 300)
     assert beside.may_hold(name(1))
     assert beside.used()[0] == 0

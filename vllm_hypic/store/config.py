@@ -52,8 +52,8 @@ class DiskConfig(TierConfig):
     durable: bool = field(default=True, kw_only=True)
     """Survive a power cut, not only a killed process."""
     shared: bool = field(default=False, kw_only=True)
-    """Also find what other engines write there from now on.  Each look-up then asks the file system, and the
-    engine waits for it; without, what the folder held at the start and what this engine wrote is found."""
+    """Also find what other engines write there from now on: every look-up then reads from the file system.
+    Without, what the folder held at the start and what this engine wrote is found."""
 
 
 @dataclass(frozen=True)

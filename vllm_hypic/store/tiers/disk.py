@@ -59,7 +59,7 @@ class DiskTier:
     - **Restart.**  Objects, worth and order of last use survive (the file's time is that of its last use).
       Pins and expiries do not: who set them sets them again.  Files of writers that were killed are removed.
     - **Several processes** may use one folder.  They see each other's objects: :meth:`get` looks for the file
-      whatever the books say, and so does :meth:`may_hold` (one ``stat``) unless ``shared`` is false.  Each
+      whatever the books say; with ``shared`` :meth:`may_hold` therefore denies nothing.  Each
       keeps what it knows of within its own budget, so the folder holds no more than all budgets together.
       What one evicts or deletes is gone for all.  Pins and expiries are each process' own, for objects
       that it put, read, or found at its opening.
@@ -79,7 +79,7 @@ class DiskTier:
         *,
         clock: Callable[[], float] = time.time,
         durable: bool = True,
-        shared: bool = True,
+        shared: bool = False,
     ) -> None:
         self.name = name
         self.path = path
@@ -176,10 +176,10 @@ class DiskTier:
     # -- reading
 
     def may_hold(self, name: ObjectName) -> bool:
-        # Without the lock: two looks into dicts, and one at the folder for objects of other processes.
+        # Without the lock: two looks into dicts.  A look at the folder could hang with its file system.
         if name in self._ledger:
             return not self._ledger.is_expired(name, self._clock())
-        return self._shared and _is_file(self._place(name))
+        return self._shared
 
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
         self._drop_expired()
