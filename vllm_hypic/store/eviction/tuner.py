@@ -1,10 +1,9 @@
 """When to tune, on which accesses, and where: on a thread of its own, or inline for tests and the simulator.
 
 Until the first eviction nothing needs to be chosen.  If that comes after ``n`` accesses, the setting is
-tuned after ``2 n`` more, then after twice as many each time, on a window that grows to ``15 n``, and at last
-once per window.  (Marconi waits for ``5 n``; in the replays of ``docs/benchmarks/eviction.md`` sooner is
-never worse, and better for large caches.)  In between it is tuned again on drift: when the share of FLOPs
-saved in the last quarter of a window is less than 0.9 of what tuning predicted.
+tuned after ``5 n`` more, then after twice as many each time, on a window that grows to ``15 n``, and at last
+once per window.  In between it is tuned again on drift: when the share of FLOPs saved in the last quarter of
+a window is less than 0.9 of what tuning predicted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .search import Tuned, best_setting
 
 TunerMode = Literal["background", "inline"]
 
-FIRST_FACTOR, WINDOW_FACTOR = 2, 15
+FIRST_FACTOR, WINDOW_FACTOR = 5, 15
 LEAST_WAIT, LEAST_WINDOW, GREATEST_WINDOW = 512, 8192, 65_536
 """Accesses: a window of fewer says little, one of more takes seconds to replay."""
 DRIFT = 0.9
