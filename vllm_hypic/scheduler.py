@@ -53,12 +53,21 @@ class _HypicMixin(Scheduler):
         # What ended commands of the cache API will say.
         self._answers: dict[str, Callable[[], Answer]] = {}
         path = catalogue_path(self.hypic.config.store)
-        self._desk = Desk(lambda: Catalogue(path), self.hypic, self._tenant)
+        self._desk = Desk(lambda: Catalogue(path), self.hypic, self._tenant, self._pool_numbers)
         self._desk.start()
 
     def _tenant(self, salt: str | None) -> str:
         """A tenant's name wherever its salt itself should not stand."""
         return self.hypic.namespace.scoped(salt=salt, lora=None).digest
+
+    def _pool_numbers(self) -> dict[str, float]:
+        directory = self.hypic.directory
+        return {
+            "bytes_used": self.hypic.pool_bytes_used,
+            "bytes_budget": self.hypic.geometry.nbytes,
+            "objects": len(directory),
+            "pinned": len(directory.kept),
+        }
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.requests and request.prompt_token_ids is not None:

@@ -164,27 +164,32 @@ def test_a_restart_keeps_everything(tmp_path, clock):
 
 
 def test_a_killed_process_loses_no_answered_change(tmp_path):
-    """Killed without closing, again and again: what was told is there."""
+    """Killed while it writes, again and again: what was told is there, and the file is sound."""
     path = tmp_path / "catalogue.sqlite"
     program = textwrap.dedent("""
-        import os, signal, sys
+        import sys
+        from itertools import count
         from pathlib import Path
         from vllm_hypic.connector.catalogue import Catalogue, Place
         catalogue = Catalogue(Path(sys.argv[1]))
-        for i in range(20):
-            print(catalogue.add("me", Place.INTERIOR, [int(sys.argv[2]), i]).id, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        for i in count():
+            entry = catalogue.add("me", Place.INTERIOR, [int(sys.argv[2]), i] * 500)
+            catalogue.set_pinned("me", entry.id, True)
+            print(entry.id, flush=True)
     """)
     told: list[str] = []
-    for run in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(path), str(run)], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == -9, done.stderr
-        told += done.stdout.split()
+    for run in range(4):
+        command = [sys.executable, "-c", program, str(path), str(run)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            told += [process.stdout.readline().strip() for _ in range(20 + run)]
+            process.kill()
+            told += [line.strip() for line in process.stdout if line.endswith("\n")]
     catalogue = Catalogue(path)
-    assert len(told) == 60 and all(catalogue.get("me", i) is not None for i in told)
-    assert len(catalogue) == 60
+    assert catalogue.set_aside is None
+    assert catalogue._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert len(told) >= 86 and all(told)
+    assert all((entry := catalogue.get("me", i)) is not None and entry.pinned for i in told)
     catalogue.close()
 
 
@@ -265,6 +270,10 @@ class Records:
         return {"disk": {"hits": 1.0}}
 
 
+def pool_numbers() -> dict[str, float]:
+    return {"objects": 2.0}
+
+
 @pytest.fixture
 def records() -> Records:
     return Records()
@@ -272,7 +281,7 @@ def records() -> Records:
 
 @pytest.fixture
 def desk(catalogue: Catalogue, records: Records, clock: Clock) -> Desk:
-    return Desk(lambda: catalogue, records, str, clock)
+    return Desk(lambda: catalogue, records, str, pool_numbers, clock)
 
 
 def compiled(desk: Desk, tokens: list[int], key: SegmentKey | None = KEY, salt: str = "me", **options):
@@ -290,9 +299,9 @@ def test_compile_show_list_resolve_delete(desk, records):
     resolved = desk.execute(Resolve([segment.id, "nobody", segment.id]), "me")
     assert isinstance(resolved, Resolved) and resolved.unknown == ["nobody"]
     assert resolved.contents[segment.id].text == "abc"
-    assert desk.execute(Report(), None) == State(
-        {"disk": {"hits": 1.0}}, 1, desk.execute(Report(), None).catalogue
-    )
+    state = desk.execute(Report(), None)
+    assert isinstance(state, State) and state.segments == 1
+    assert state.tiers == {"pool": {"objects": 2.0}, "disk": {"hits": 1.0}}
     gone = desk.execute(Delete(segment.id), "me")
     assert gone.id == segment.id and KEY not in records.present
     assert desk.execute(Show(segment.id), "me").status == 404
@@ -365,12 +374,12 @@ def test_a_record_stays_while_another_entry_wants_it(desk, records):
 
 def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock):
     path = tmp_path / "catalogue.sqlite"
-    desk = Desk(lambda: Catalogue(path, clock), Records(room=2), str, clock)
+    desk = Desk(lambda: Catalogue(path, clock), Records(room=2), str, pool_numbers, clock)
     first = compiled(desk, [1], KEY, pin=True, ttl_s=500.0)
     clock.now += 1
     second = compiled(desk, [2], OTHER_KEY, pin=True)
     records = Records()  # of a smaller pool: room for one
-    desk = Desk(lambda: Catalogue(path, clock), records, str, clock)
+    desk = Desk(lambda: Catalogue(path, clock), records, str, pool_numbers, clock)
     desk.start()
     assert records.pinned == {KEY} and records.expiry == {KEY: 1500}
     assert desk.execute(Show(first.id), "me").pinned
@@ -385,7 +394,7 @@ def test_a_failing_catalogue_fails_commands_only_and_is_tried_again(clock, caplo
             raise CatalogueError("disk on fire")
         return Catalogue(None, clock)
 
-    desk = Desk(opened, Records(), str, clock)
+    desk = Desk(opened, Records(), str, pool_numbers, clock)
     desk.start()
     assert "disk on fire" in caplog.text
     for answer in (desk.execute(Page("", 1), None), compiled(desk, [1])):

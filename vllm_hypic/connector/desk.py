@@ -69,8 +69,9 @@ class Records(Protocol):
 class Desk:
     """One engine's desk, used by the scheduler's thread.
 
-    ``owner_of`` makes a tenant's name in the catalogue from its salt.  A catalogue that cannot be opened, or
-    fails later, fails the command, never the engine; the next command tries again.
+    ``owner_of`` makes a tenant's name in the catalogue from its salt; ``pool_numbers`` stands beside the
+    store's numbers of tiers.  A catalogue that cannot be opened, or fails later, fails the command, never the
+    engine; the next command tries again.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class Desk:
         open_catalogue: Callable[[], Catalogue],
         records: Records,
         owner_of: Callable[[str | None], str],
+        pool_numbers: Callable[[], dict[str, float]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._open_catalogue = open_catalogue
         self._opened: Catalogue | None = None
-        self._records, self._owner_of, self._clock = records, owner_of, clock
+        self._records, self._owner_of, self._pool_numbers = records, owner_of, pool_numbers
+        self._clock = clock
 
     def start(self) -> None:
         """Open the catalogue, pin and let expire as it says of earlier runs."""
@@ -156,7 +159,8 @@ class Desk:
                 return self._resolved(owner, ids)
             case Report():
                 where: Literal["memory", "file"] = "memory" if self._catalogue.path is None else "file"
-                return State(self._records.store_stats(), len(self._catalogue), where)
+                tiers = {"pool": self._pool_numbers(), **self._records.store_stats()}
+                return State(tiers, len(self._catalogue), where)
             case Compile():
                 raise TypeError("compile is answered by compiled(), once the record is resident")
 
