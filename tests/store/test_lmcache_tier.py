@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,7 @@ def test_an_altered_length_reads_no_more_than_the_limit(on_disk: LMCacheTier):
     assert got(on_disk, 1, limit=2000) is None
     put(on_disk, 1, 1000)
     body, head = only_on_disk(on_disk)
-    head.write_bytes(lmcache._Head(5000, 0, None).encode())
+    head.write_bytes(lmcache._Head(5000, zlib.crc32(bytes(5000)), None).encode())
     body.write_bytes(bytes(5000))
     assert got(on_disk, 1, limit=2000) is None
     assert not body.exists() and not head.exists()
