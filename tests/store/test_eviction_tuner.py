@@ -94,6 +94,17 @@ def test_nothing_is_tuned_before_something_is_evicted():
     assert policy.tunings == 0 and policy.setting == Setting()
 
 
+def test_objects_found_at_start_are_no_accesses():
+    """Or else a tier that comes up full would wait for five times as many accesses before it learns."""
+    policy = FlopAwarePolicy("always", tuner="inline")
+    for i in range(5000):
+        policy.added(f"left{i}", THIN)
+    policy.removed("left0", evicted=True)
+    for _ in range(LEAST_WAIT):
+        policy.hit("left1")
+    assert policy.tunings == 1
+
+
 def test_first_tuning_waits_in_proportion_to_the_accesses_before_the_first_eviction():
     tuner = Tuner("inline", choosy=True)
     full = LEAST_WAIT  # more than the least that is waited for

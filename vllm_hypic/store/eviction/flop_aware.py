@@ -55,13 +55,12 @@ class FlopAwarePolicy:
         return self.tuner.tunings if self.tuner is not None else 0
 
     def added(self, key: str, worth: Worth) -> None:
-        seen = self._sightings.forget(key)
+        self._sightings.forget(key)
         if key in self._worths:
             self._weigh(key, worth)
             self.hit(key)
             return
-        if seen is None or not seen.open:  # or else the miss was the access
-            self._access(key, worth, hit=False)
+        # For the tuner the miss was the access; what comes without one was left by a former process.
         self._now += 1
         self._ranking.put(key, grade(worth), self._now)
         self._weigh(key, worth)

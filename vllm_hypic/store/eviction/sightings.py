@@ -39,8 +39,8 @@ class Sightings:
         """Held until now, last used at ``used``."""
         self._keep(key, Sighting(used, None, open=False), limit)
 
-    def forget(self, key: str) -> Sighting | None:
-        return self._seen.pop(key, None)
+    def forget(self, key: str) -> None:
+        self._seen.pop(key, None)
 
     def _keep(self, key: str, sighting: Sighting, limit: int) -> None:
         self._seen[key] = sighting
