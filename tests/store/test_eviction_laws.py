@@ -73,6 +73,14 @@ def test_alpha_0_is_lru(calls):
     assert list(aware.worst_first()) == list(lru.worst_first())
 
 
+def test_no_two_uses_are_at_the_same_time():
+    policy = fixed(0)
+    for call in (policy.missed, policy.added):
+        for key in "ba":
+            call(key, Worth(1, 1.0, 1))
+    assert list(policy.worst_first()) == ["b", "a"], "by name, not by use"
+
+
 @given(calls=CALLS, worth=WORTHS, alpha=st.floats(0, 10))
 def test_equal_worth_is_lru(calls, worth, alpha):
     aware, lru = fixed(alpha), LruPolicy()
