@@ -76,8 +76,8 @@ def test_alpha_0_is_lru(calls):
 def test_no_two_uses_are_at_the_same_time():
     policy = fixed(0)
     for call in (policy.missed, policy.added):
-        for key in "ba":
-            call(key, Worth(1, 1.0, 1))
+        for key, flops in (("b", 1.0), ("a", 100.0)):  # of two grades
+            call(key, Worth(1, flops, 1))
     assert list(policy.worst_first()) == ["b", "a"], "by name, not by use"
 
 
