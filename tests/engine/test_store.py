@@ -147,9 +147,26 @@ def test_reset_with_the_connector_empties_the_tiers(engine: Engine) -> None:
     """Who changes the weights resets the caches: no tier may bring old records back."""
     engine.ask(ask())
     engine.call(empty_pool)
+    engine.call(cannot_be_emptied)
     engine.reset()
+    engine.call(can_be_emptied)
     (answer,) = engine.ask(ask())
     assert answer.cached == 0
+    engine.call(empty_pool)
+    (answer,) = engine.ask(ask())
+    assert answer.cached == RECORDED, "records of the new weights are stored and found"
+
+
+def cannot_be_emptied(llm: Any) -> None:
+    """As LMCache, which knows only what this process put."""
+    for lane in worker_of(llm).store.store._lanes:
+        lane.tier.clear = lambda: None
+
+
+def can_be_emptied(llm: Any) -> None:
+    assert worker_of(llm).store.store.drain(30)
+    for lane in worker_of(llm).store.store._lanes:
+        del lane.tier.clear
 
 
 def spoil(folder: str) -> int:

@@ -6,6 +6,7 @@ start a second team of threads that fights the model's for the cores.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,7 @@ class RecordCodec:
 
     def __init__(self, pool: DevicePool, namespace: Namespace, part: RankPart) -> None:
         self.pool, self.namespace, self.part = pool, namespace, part
+        self._epoch = ""
         self._kv = {name: (_bytes_of(kv.key), _bytes_of(kv.value)) for name, kv in pool.kv.items()}
         self._linear = {
             name: _LinearBytes(
@@ -53,7 +55,11 @@ class RecordCodec:
         self._tiles = None if storage is None else _bytes_of(storage)
 
     def name_of(self, key: SegmentKey) -> ObjectName:
-        return object_name(key, self.part.rank, self.part.world)
+        return object_name(key, self.part.rank, self.part.world, self._epoch)
+
+    def new_epoch(self) -> None:
+        """From now on no object written before has a record's name: not all tiers can be emptied."""
+        self._epoch = secrets.token_hex(6)
 
     # -- pool to bytes -------------------------------------------------------------------------
 

@@ -508,6 +508,7 @@ class SchedulerSide:
         self.directory.drop_unpinned()
         if self.config.store.tiers:
             self._orders.append(StoreOrder(StoreAction.CLEAR))
+            self._orders += [StoreOrder(StoreAction.PIN, key) for key in self.directory.kept]
             self._stored.clear()
         return len(self.directory) == 0
 

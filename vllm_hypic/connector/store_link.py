@@ -56,6 +56,7 @@ class StoreLink:
         if order.key is None:
             self._unstored.clear()
             self.store.clear()
+            self.codec.new_epoch()
             return
         name = self.codec.name_of(order.key)
         match order.action:
