@@ -223,8 +223,12 @@ def _stats_table(found: CacheStats) -> Table:
         table.add_column(tier, justify="right")
     for name in dict.fromkeys(name for numbers in found.tiers.values() for name in numbers):
         cells = (numbers.get(name) for numbers in found.tiers.values())
-        table.add_row(name.replace("_", " "), *("" if n is None else f"{n:,.6g}" for n in cells))
+        table.add_row(name.replace("_", " "), *("" if n is None else _number(n) for n in cells))
     return table
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.6g}"
 
 
 def _cell(name: str, value: Any) -> str:

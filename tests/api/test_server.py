@@ -224,7 +224,7 @@ class TestServer:
             ({}, "expected exactly one of text, tokens, message; got none"),
             ({"text": "w1", "tokens": [1]}, "got text, tokens"),
             ({"text": ""}, "text"),
-            ({"text": "w1", "ttl_s": 0}, "greater than 0"),
+            ({"text": "w1", "ttl_s": 1e-9}, "greater than or equal to 0.1"),
             ({"text": "w1", "ttl_s": 1e12}, "less than or equal to 315360000"),
             ({"text": "w1", "size": 3}, "size"),
             ({"text": f"w1{SEP}w2"}, "text contains '<|hypic_sep|>', the text of sep"),

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .forms import MAX_TOKEN_ID
 
+MIN_TTL_S = 0.1  # less would be over before compile answers
 MAX_TTL_S = 10 * 365 * 86400.0
 MAX_PAGE = 1000
 MAX_ID = 128
@@ -17,7 +18,10 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
 Ttl = Annotated[
     float | None,
     Field(
-        gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="Seconds to live from now; null: until deleted."
+        ge=MIN_TTL_S,
+        le=MAX_TTL_S,
+        allow_inf_nan=False,
+        description="Seconds to live from now; null: until deleted.",
     ),
 ]
 CacheSalt = Annotated[
@@ -53,6 +57,10 @@ class MessagePart(_Request):
 
 class CompileRequest(_Request):
     """A segment to compile: exactly one of ``text``, ``tokens`` and ``message``."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [name]} for name in ("text", "tokens", "message")]}
+    )
 
     text: str | None = Field(
         default=None, min_length=1, description="The segment as text, without separators."
