@@ -442,3 +442,10 @@ def test_answers_survive_the_way_back(desk):
     assert unpack(pack(failure), Segment) == failure
     with pytest.raises(RuntimeError, match="expected Resolved"):
         unpack(pack(segment), Resolved)
+
+
+def test_neither_client_nor_catalogue_needs_vllm():
+    modules = "vllm_hypic.cli, vllm_hypic.api.client, vllm_hypic.api.expand, vllm_hypic.connector.desk"
+    program = f"import sys, {modules}; print([m for m in ('vllm', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
