@@ -70,13 +70,12 @@ def drop_lmcache_memory(llm: Any, tier: str) -> None:
     drain(llm)
     [lane] = [lane for lane in _store(llm)._lanes if lane.name == tier]
     objects = lane.tier._objects
-    for name in list(objects._known):
-        objects._drop_from_memory(name)
     end = time.monotonic() + CLEAR_S
     while used := objects.used()[0]:
         if time.monotonic() > end:
             raise RuntimeError(f"LMCache still holds {used} bytes in memory after {CLEAR_S:g} s")
-        time.sleep(0.01)
+        if not objects._evict_oldest():
+            time.sleep(0.01)  # it has locked what it has just written
 
 
 def _store(llm: Any) -> Any:

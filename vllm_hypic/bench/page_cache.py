@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,25 +15,21 @@ _TRIES = 20
 _PAUSE_S = 0.05
 
 
-def files_under(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def warm_up(folder: Path) -> None:
+def warm_up(files: Iterable[Path]) -> None:
     """Read every file once."""
-    for path in files_under(folder):
+    for path in files:
         path.read_bytes()
 
 
-def drop(folder: Path) -> float:
+def drop(files: Sequence[Path]) -> float:
     """Make the kernel forget every file's pages; the share that it keeps all the same (:func:`resident`).
 
     Pages not yet on the disk are written first.  Some file systems have no other place for them (tmpfs).
     """
     for _ in range(_TRIES):
-        for path in files_under(folder):
+        for path in files:
             _drop(path)
-        if not (kept := resident(folder)):
+        if not (kept := resident(files)):
             break
         time.sleep(_PAUSE_S)  # a page that another CPU has just touched stays
     return kept
@@ -47,13 +44,13 @@ def _drop(path: Path) -> None:
         os.close(fd)
 
 
-def resident(folder: Path) -> float:
+def resident(files: Iterable[Path]) -> float:
     """Share of the files' pages that are in memory, 0 to 1; 0 without files.  Reads nothing.
 
     Raises ``OSError`` where the kernel does not tell.
     """
     held = pages = 0
-    for path in files_under(folder):
+    for path in files:
         flags = _residency(path)
         held, pages = held + sum(flag & 1 for flag in flags), pages + len(flags)
     return held / pages if pages else 0.0

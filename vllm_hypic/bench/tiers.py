@@ -53,7 +53,7 @@ ROWS = (
     Row("disk-cold", "disk, page cache cold", "disk", cold_files=True),
     Row("redis", "Redis server", "redis"),
     Row("lmcache", "LMCache embedded, memory", "lmcache"),
-    Row("lmcache-fs", "LMCache embedded, fs_native", "lmcache-fs"),
+    Row("lmcache-fs", "LMCache embedded, disk", "lmcache-fs"),
     Row("lmcache-server", "LMCache server, memory", "lmcache-server"),
 )
 """In the table's order."""
@@ -65,8 +65,8 @@ class Setup:
 
     rows: tuple[Row, ...]
     tiers: tuple[dict[str, Any], ...]
-    folders: dict[str, Path]
-    """Where tiers keep files."""
+    files: dict[str, tuple[Path, str]]
+    """Where tiers keep records as files: a folder, and what matches them in it."""
     left_out: dict[str, str]
 
 
@@ -196,9 +196,9 @@ def _setup(tier_gib: float, folder: Path | None) -> Iterator[Setup]:
             raise click.ClickException(str(e)) from e
         try:
             require_lmcache()
-            files = {"type": "fs_native", "base_path": str(below_lmcache)}
+            adapter = {"type": "fs_native", "base_path": str(below_lmcache)}
             made.append({"type": "lmcache", "name": "lmcache", "l1_bytes": nbytes})
-            made.append({"type": "lmcache", "name": "lmcache-fs", "l1_bytes": nbytes, "l2": [files]})
+            made.append({"type": "lmcache", "name": "lmcache-fs", "l1_bytes": nbytes, "l2": [adapter]})
             url = stack.enter_context(lmcache_server(top, tier_gib))
             made.append({"type": "lmcache", "name": "lmcache-server", "url": url})
         except ServiceMissing as e:
@@ -210,15 +210,15 @@ def _setup(tier_gib: float, folder: Path | None) -> Iterator[Setup]:
         if (reason := _keeps_pages(top)) is not None:
             rows = [row for row in rows if not row.cold_files]
             missing["disk-cold"] = reason
-        yield Setup(tuple(rows), tuple(made), {"disk": disk, "lmcache-fs": below_lmcache}, missing)
+        files = {"disk": (disk, "*/*/*.hypic"), "lmcache-fs": (below_lmcache, "**/*")}
+        yield Setup(tuple(rows), tuple(made), files, missing)
 
 
 def _keeps_pages(folder: Path) -> str | None:
     """Why files there cannot be read from the disk again, if they cannot."""
     probe = folder / "probe"
-    probe.mkdir()
-    (probe / "file").write_bytes(bytes(1 << 20))
-    if page_cache.drop(probe):
+    probe.write_bytes(bytes(1 << 20))
+    if page_cache.drop([probe]):
         return f"the file system of {folder.parent} keeps files in memory; choose a disk with --folder"
     return None
 
@@ -257,7 +257,7 @@ class _Bench:
                 at = repeat * 2 % len(self.setup.rows)
                 self._round(writer, self.setup.rows[at:] + self.setup.rows[:at], found)
                 steps.done()
-        return _measured(self.setup.rows, found, repeats), distance
+        return _measured(self.setup.rows, found), distance
 
     def _gate(self, writer: Writer) -> Distance:
         first, again = self._prompts(writer)
@@ -327,11 +327,8 @@ class _Bench:
         self.hypic.call(beside_tiers.ask_first, tier)
         if tier == "lmcache-fs":
             self.hypic.call(beside_tiers.drop_lmcache_memory, tier)
-        if (folder := self.setup.folders.get(tier)) is not None:
-            if not row.cold_files:
-                page_cache.warm_up(folder)
-            elif share := page_cache.drop(folder):
-                raise GateFailed(f"{row.label}: {share:.0%} of the files' pages are still in memory")
+        if tier in self.setup.files:
+            self._prepare_files(row, *self.setup.files[tier])
         before = self.hypic.call(beside_tiers.tier_counts)[tier]
         answer = self._cached(row, prompt)
         after = self.hypic.call(beside_tiers.tier_counts)[tier]
@@ -343,8 +340,17 @@ class _Bench:
         found.reads += after.read_seconds
         return answer
 
+    def _prepare_files(self, row: Row, folder: Path, pattern: str) -> None:
+        files = [path for path in folder.glob(pattern) if path.is_file()]
+        if not files:
+            raise GateFailed(f"{row.label}: no files {pattern} in {folder}")
+        if not row.cold_files:
+            page_cache.warm_up(files)
+        elif share := page_cache.drop(files):
+            raise GateFailed(f"{row.label}: {share:.0%} of the files' pages are still in memory")
 
-def _measured(rows: Sequence[Row], found: Mapping[str, _Found], repeats: int) -> list[Measured]:
+
+def _measured(rows: Sequence[Row], found: Mapping[str, _Found]) -> list[Measured]:
     times = {row.kind: Spread.of([a.first_token_s for a in found[row.kind].answers]) for row in rows}
     return [_row(row, times, found[row.kind]) for row in rows]
 
