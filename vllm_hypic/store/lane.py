@@ -363,8 +363,9 @@ class Lane:
             self._refresh()
 
     def _refresh(self) -> None:
+        """Not while writing is bypassed: that looking works does not say that writing does."""
         with self._lock:
-            if self._levels is None and not self._closing:
+            if self._levels is None and self.writes.up and not self._closing:
                 job = _Levels(self)
                 if self.writes.submit(job):
                     self._levels = job
