@@ -115,6 +115,7 @@ def _tight_options(units: tuple[int, int]) -> dict[str, Any]:
         "expected_segment_tokens": 32 * TIGHT_PAGES,
         "pool_bytes": 3 * (slot + TIGHT_PAGES * page),
         "expected_live_heads": 1.0,
+        "store": {"eviction": "lru"},
     }
 
 

@@ -133,7 +133,7 @@ class SchedulerSide:
             geometry.slots,
             geometry.page_tokens,
             geometry.tiles,
-            policy=make_policy(config.store.eviction),
+            policy=make_policy(config.store.eviction, "always"),  # what is asked for must be in the pool
         )
         self.counters = HypicCounters()
         self._composed: dict[str, _Composed] = {}
