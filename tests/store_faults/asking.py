@@ -1,0 +1,178 @@
+"""Questions of the demo model, and who asks them: one client, several at once, a plain one beside them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import httpx
+
+from vllm_hypic.demo import Task, make_tasks
+from vllm_hypic.primitives.builder import build_prompt
+from vllm_hypic.serving import Server
+
+DOCUMENTS, DOCUMENT_TOKENS = 5, 96
+BOUND_S = 60.0
+"""No request takes longer.  Deadlines of tiers are seconds; the rest is for slow machines."""
+_FIRST_TASK = 500
+"""Tasks before are other tests'."""
+
+
+class Questions:
+    """Questions whose documents no request had before."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(_FIRST_TASK)
+
+    def new(self, count: int) -> list[Task]:
+        return [self.one() for _ in range(count)]
+
+    def one(self) -> Task:
+        [task] = make_tasks(next(self._numbers), 1, DOCUMENTS, DOCUMENT_TOKENS)
+        return task
+
+
+def prompt_of(task: Task) -> str:
+    return build_prompt(system=f"<bos> <sys> {task.system}", segments=task.documents, query=task.question)
+
+
+def ask(server: Server, task: Task) -> str:
+    """The answer.  Raises what httpx raises: refused, broken off, not within the bound."""
+    body = {"prompt": prompt_of(task), "max_tokens": 8, "temperature": 0}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=BOUND_S)
+    [choice] = response.raise_for_status().json()["choices"]
+    return choice["text"].strip()
+
+
+def ask_right(server: Server, *tasks: Task) -> None:
+    """One after the other; each answer is the right one."""
+    assert [ask(server, task) for task in tasks] == [task.answer for task in tasks]
+
+
+def nudge(server: Server) -> None:
+    """A few steps of the engine: it reports what the store counted in steps only."""
+    body = {"prompt": "w1 w2 w3", "max_tokens": 3, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=BOUND_S).raise_for_status()
+
+
+@dataclass
+class Clients:
+    """Threads that ask what ``choose(thread)`` gives, until they are left; then every answer is checked."""
+
+    server: Server
+    choose: Callable[[int], Task]
+    threads: int
+    answered: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(i,), name=f"client {i}") for i in range(self.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(2 * BOUND_S)
+        if kind is None:
+            assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
+            assert not self.wrong, f"{len(self.wrong)} of {self.answered + len(self.wrong)}: {self.wrong[:5]}"
+
+    def _ask_on(self, thread: int) -> None:
+        while not self._over.is_set():
+            task = self.choose(thread)
+            try:
+                said = ask(self.server, task)
+            except (httpx.HTTPError, ValueError) as e:
+                said = f"{type(e).__name__}: {e}"
+            with self._lock:
+                if said == task.answer:
+                    self.answered += 1
+                else:
+                    self.wrong.append(f"{task.question}: {said!r}, expected {task.answer!r}")
+
+    def wait_for(self, more: int) -> None:
+        """Until ``more`` requests were answered, or one wrongly."""
+        until = self.answered + more
+        deadline = time.monotonic() + BOUND_S
+        while self.answered < until and not self.wrong:
+            assert time.monotonic() < deadline, f"not {more} answers within {BOUND_S:g} s"
+            time.sleep(0.02)
+
+
+class PlainStream:
+    """Plain requests (no separators), streamed one after the other until left; when each token came."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self._times: list[float] = []
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._stream_on, name="plain client")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        deadline = time.monotonic() + BOUND_S
+        while len(self._times) < 10 and self._fault is None:
+            assert time.monotonic() < deadline, "no plain answer"
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._over.set()
+        self._thread.join(BOUND_S)
+        if kind is None:
+            assert not self._thread.is_alive(), "a plain request hangs"
+            if self._fault is not None:
+                raise self._fault
+
+    def _stream_on(self) -> None:
+        try:
+            while not self._over.is_set():
+                for at in self._one_answer():
+                    self._times.append(at)
+        except Exception as e:
+            self._fault = e
+
+    def _one_answer(self) -> Iterator[float]:
+        body = {"prompt": "w1 w2 w3", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        url = f"{self._server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=BOUND_S) as response:
+            response.raise_for_status()
+            last = ""
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    assert '"error"' not in line, line
+                    yield time.monotonic()
+                last = line or last
+        assert last == "data: [DONE]", f"the answer ends with {last!r}"
+
+    def gaps(self, start: float, end: float) -> Gaps:
+        """Between tokens, and between ``start`` or ``end`` and the nearest token."""
+        times = [start, *(t for t in list(self._times) if start < t < end), end]
+        return Gaps([b - a for a, b in itertools.pairwise(times)])
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Seconds without a token."""
+
+    seconds: Sequence[float]
+
+    @property
+    def longest(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)

@@ -1,0 +1,142 @@
+"""A tier that fails, hangs or is slow costs records, never a request, and never a plain request's time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from vllm_hypic.demo import Task
+
+from .asking import Clients, PlainStream, ask_right
+from .conftest import DEADLINE_S, Stand
+from .observing import TierCounts, files_of, settled, tiers, tiers_when
+
+
+def test_a_full_disk_refuses_records_and_takes_them_again(stand: Stand) -> None:
+    stand.push_out()
+    before = settled(stand.server)["disk"]
+    assert before["evictions"] > 0 == before["refused"], "what fits is kept instead of what is older"
+    # All room is another's: the tier's own files are gone, so it has none to give away.
+    for file in files_of(stand.disk.path / "records").values():
+        file.unlink()
+    stand.disk.fill()
+    try:
+        stand.push_out()
+        full = tiers_when(stand.server, lambda t: t["disk"]["refused"] > 0, "records are refused")["disk"]
+        assert full["up"] and full["errors"] == before["errors"], "a full disk is no failing one"
+    finally:
+        stand.disk.relieve()
+    stand.recover("disk")
+
+
+def test_a_disk_made_read_only_is_still_read(stand: Stand) -> None:
+    [old] = stand.questions.new(1)
+    ask_right(stand.server, old)
+    before = settled(stand.server)["disk"]
+    stand.disk.set_writable(False)
+    try:
+        stand.push_out()  # of the pool; the disk cannot change
+        down = tiers_when(stand.server, lambda t: not t["disk"]["up"], "the disk is down")
+        ask_right(stand.server, old)
+        found = tiers_when(
+            stand.server, lambda t: t["disk"]["hits"] > before["hits"], "records are read from the disk"
+        )
+        assert found["disk"]["stored"] == down["disk"]["stored"] == before["stored"]
+    finally:
+        stand.disk.set_writable(True)
+    stand.recover("disk")
+
+
+def faults_of(found: TierCounts) -> float:
+    """Of Redis: either its client's patience ends first or the store's."""
+    return found["redis"]["timeouts"] + found["redis"]["errors"]
+
+
+def hang_redis(stand: Stand) -> None:
+    stand.redis.pause()
+
+
+def go_on_redis(stand: Stand) -> None:
+    stand.redis.resume()
+
+
+def slow_redis(stand: Stand) -> None:
+    stand.way.delay_s = 2 * DEADLINE_S
+
+
+def fast_redis(stand: Stand) -> None:
+    stand.way.delay_s = 0.0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mend"),
+    [pytest.param(hang_redis, go_on_redis, id="hangs"), pytest.param(slow_redis, fast_redis, id="slow")],
+)
+def test_a_tier_that_keeps_one_waiting(
+    stand: Stand, spoil: Callable[[Stand], None], mend: Callable[[Stand], None]
+) -> None:
+    """Who waits for its records gets them from the next tier or computed; the others notice nothing."""
+    [old] = stand.questions.new(1)
+    ask_right(stand.server, old)
+    stand.push_out()
+    before = settled(stand.server)
+    with PlainStream(stand.server) as plain:
+        began = time.monotonic()
+        ask_right(stand.server, *stand.questions.new(2))
+        quiet = plain.gaps(began, time.monotonic())
+        spoil(stand)
+        try:
+            started = time.monotonic()
+            ask_right(stand.server, old)
+            ended = time.monotonic()
+            ask_right(stand.server, *stand.questions.new(2))
+            felt = tiers_when(stand.server, lambda t: not t["redis"]["up"], "Redis is down")
+        finally:
+            mend(stand)
+    assert faults_of(felt) > faults_of(before), "nobody waited: the test says nothing"
+    assert felt["lmcache"]["hits"] > before["lmcache"]["hits"], "the next tier was not asked"
+    # Two tiers share the deadline: an engine that waits for the one that hangs gives no token for half of it.
+    assert ended - started > DEADLINE_S / 2
+    gaps = plain.gaps(started, ended)
+    assert gaps.longest < max(DEADLINE_S / 4, 3 * quiet.longest), (gaps.longest, quiet.longest)
+    assert gaps.median < DEADLINE_S / 20
+    stand.recover("redis")
+
+
+@contextmanager
+def redis_down(stand: Stand) -> Iterator[None]:
+    stand.redis.kill()
+    yield
+    stand.redis.start()
+
+
+@contextmanager
+def lmcache_down(stand: Stand) -> Iterator[None]:
+    stand.lmcache.kill()
+    yield
+    stand.lmcache.start()
+
+
+@pytest.mark.parametrize(
+    ("tier", "down"), [("redis", redis_down), ("lmcache", lmcache_down)], ids=["redis", "lmcache"]
+)
+def test_a_server_killed_under_load(stand: Stand, tier: str, down: Callable[[Stand], Iterator[None]]) -> None:
+    """Known questions read from the tier, new ones write to it."""
+    known = stand.questions.new(6)
+    rng = random.Random(5)
+
+    def choose(_: int) -> Task:
+        return rng.choice(known) if rng.random() < 0.7 else stand.questions.one()
+
+    with Clients(stand.server, choose, threads=4) as clients:
+        clients.wait_for(12)
+        with down(stand):
+            clients.wait_for(12)
+            tiers_when(stand.server, lambda t: not t[tier]["up"], f"{tier} is down")
+        clients.wait_for(4)
+    stand.recover(tier)
+    assert tiers(stand.server)[tier]["errors"] > 0
