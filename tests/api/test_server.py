@@ -100,6 +100,23 @@ class TestServer:
         several = choices(post(server, {"prompt": [prompt, "w1 w2", prompt], "n": 2, "temperature": 0.001}))
         assert [several[i] for i in (0, 1, 4, 5)] == [once] * 4
 
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_a_client_that_leaves_is_noticed(self, server, cache, stream):
+        segment = cache.compile(words("leaves"))
+        before = server.metrics()["vllm:generation_tokens_total"]
+        body = {"prompt": f"{segment.form}w1", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+        url = f"{server.url}/v1/completions"
+        if stream:
+            with httpx.stream("POST", url, json=body, timeout=30) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(url, json=body, timeout=httpx.Timeout(30, read=0.3))
+        after = server.wait_for_metrics(
+            lambda m: not (m["vllm:num_requests_running"] or m["vllm:num_requests_waiting"])
+        )
+        assert after["vllm:generation_tokens_total"] - before < 1900
+
     def test_a_segment_of_tokens_keeps_its_tokens(self, server, cache):
         """``w7`` twice without the blank that a text would have between: no text has these tokens."""
         text = cache.compile(words("tokens"))
@@ -151,6 +168,8 @@ class TestServer:
                 with pytest.raises(SegmentNotFound) as unknown:
                     call("A" * 32)
                 assert str(unknown.value).replace("A" * 32, segment.id) == str(refused.value)
+        for salt in ("", "a/b", 7):
+            assert post(server, {"prompt": segment.form, "cache_salt": salt}).status_code == 400
         for salt in ({"cache_salt": "yours"}, {}):
             for chat in (False, True):
                 body = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    return {
-        "error": {"message": message, "type": HTTPStatus(status).phrase, "param": param, "code": status},
-    }
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """``message`` loses the paths of files, as vLLM's own do."""
+    phrase = HTTPStatus(status).phrase
+    return {"error": {"message": sanitize_message(message), "type": phrase, "param": None, "code": status}}

@@ -7,10 +7,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
 
-from ..connector.commands import Resolve, Resolved
+from ..connector.commands import Failure, Resolve, Resolved
 from .control import CommandFailed, Control
 from .errors import error_body
 from .expand import PATHS, MisplacedId, expand, ids_in
@@ -38,29 +39,39 @@ class SegmentIds:
         body, pending = await _read(receive)
         replay = _Replay(body, pending, receive)
         request = _parsed(body)
-        salt = None if request is None else request.get("cache_salt")
-        ids = [] if request is None else ids_in(path, request)
-        # A salt that is no text is refused by vLLM's own check of the request.
-        if request is None or not ids or not (salt is None or isinstance(salt, str)):
-            await self.app(scope, replay, send)
-            return
-        try:
-            resolved = await control.send(Resolve(ids), Resolved, salt)
-            if resolved.unknown:
-                status, message = 404, _unknown(resolved.unknown)
-            else:
-                new = expand(path, request, resolved.contents, control.config.tokens.sep)
-                replay.body = json.dumps(new).encode()
-                await self.app(_with_length(scope, len(replay.body)), replay, send)
-                return
-        except MisplacedId as e:
-            status, message = 400, str(e)
-        except CommandFailed as e:
-            status, message = e.status, e.message
-        except VLLMError as e:  # vLLM's own handlers stand behind this middleware
-            error = create_error_response(e).error
-            status, message = error.code, error.message
-        await JSONResponse(error_body(status, message), status)(scope, receive, send)
+        if request is not None and (ids := ids_in(path, request)) and _has_good_salt(request):
+            try:
+                replay.body = json.dumps(await _replaced(path, request, ids, control)).encode()
+            except CommandFailed as e:
+                return await _refuse(e.status, e.message, scope, receive, send)
+            except MisplacedId as e:
+                return await _refuse(400, str(e), scope, receive, send)
+            except VLLMError as e:  # vLLM's own handlers stand behind this middleware
+                error = create_error_response(e).error
+                return await _refuse(error.code, error.message, scope, receive, send)
+            scope = _with_length(scope, len(replay.body))
+        await self.app(scope, replay, send)
+
+
+async def _replaced(path: str, request: dict[str, Any], ids: list[str], control: Control) -> dict[str, Any]:
+    """The request with texts and tokens in place of its ids, which are looked up with one command."""
+    resolved = await control.send(Resolve(ids), Resolved, request.get("cache_salt"))
+    if resolved.unknown:
+        raise CommandFailed(Failure(404, _unknown(resolved.unknown)))
+    return expand(path, request, resolved.contents, control.config.tokens.sep)
+
+
+async def _refuse(status: int, message: str, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(error_body(status, message), status)(scope, receive, send)
+
+
+def _has_good_salt(request: dict[str, Any]) -> bool:
+    """Requests with another one are left for vLLM to refuse."""
+    try:
+        validate_cache_salt(request.get("cache_salt"))
+    except VLLMError:
+        return False
+    return True
 
 
 class _Replay:
