@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,11 @@ def tier_counts(llm: Any) -> dict[str, TierCounts]:
     fields = TierCounts.__dataclass_fields__
     stats = _store(llm).stats().tiers
     return {name: TierCounts(**{f: getattr(tier, f) for f in fields}) for name, tier in stats.items()}
+
+
+def report_here_only(llm: Any) -> None:
+    """From now on the store reports to :func:`tier_counts` alone: who looks first gets the latencies."""
+    _link(llm)._reported_at = math.inf
 
 
 def computed(llm: Any) -> int:
@@ -79,7 +85,11 @@ def drop_lmcache_memory(llm: Any, tier: str) -> None:
 
 
 def _store(llm: Any) -> Any:
-    """The worker's store; it runs in this process."""
+    return _link(llm).store
+
+
+def _link(llm: Any) -> Any:
+    """The worker's ``StoreLink``; it runs in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().worker.store.store
+    return get_kv_transfer_group().worker.store

@@ -245,6 +245,7 @@ class _Bench:
         wrong or comes from elsewhere than it should.
         """
         with running(self.stock, self.hypic):
+            self.hypic.call(beside_tiers.report_here_only)
             writer = Writer(self.hypic.vocabulary, self.seed)
             steps.show("gate")
             distance = self._gate(writer)
