@@ -31,7 +31,9 @@ def pool(llm: Any) -> Pool:
     side = scheduler_of(llm).hypic
     directory = side.directory
     directory.check_integrity()
-    return Pool([e.key for e in directory.resident()], directory.total_pages - directory.free_pages, side._jobs)
+    return Pool(
+        [e.key for e in directory.resident()], directory.total_pages - directory.free_pages, side._jobs
+    )
 
 
 def records(llm: Any) -> dict[str, dict[str, np.ndarray]]:

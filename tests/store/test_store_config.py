@@ -84,6 +84,7 @@ MEMORY = {"type": "memory", "bytes": 1}
         ({"tiers": [{**MEMORY, "path": "/x"}]}, "store.tiers[0]: unknown option 'path'"),
         ({"tiers": [MEMORY, MEMORY]}, "store.tiers[1].name='memory': expected a name that no other tier has"),
         ({"tiers": [{**MEMORY, "name": "queue"}]}, "store.tiers[0].name='queue': expected"),
+        ({"tiers": [{**MEMORY, "name": "pool"}]}, "store.tiers[0].name='pool': expected"),
         ({"tiers": [{**MEMORY, "name": "a b"}]}, "store.tiers[0].name='a b': expected"),
         (
             {"tiers": [{"type": "disk", "path": "", "bytes": 1}]},

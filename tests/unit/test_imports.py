@@ -35,6 +35,36 @@ def test_books_and_options_import_neither_torch_nor_vllm() -> None:
     assert not any(found.values()), found
 
 
+def test_the_store_imports_neither_torch_nor_vllm() -> None:
+    package = Path(vllm_hypic.__file__).parent / "store"
+    names = [
+        ".".join(p.relative_to(package.parent.parent).with_suffix("").parts)
+        for p in sorted(package.rglob("*.py"))
+        if p.stem not in ("__init__", "lmcache", "lmcache_module", "lmcache_server")  # LMCache needs torch
+    ]
+    assert len(names) > 20
+    found = loaded_after("import " + ", ".join(names), "torch", "vllm", "transformers")
+    assert not any(found.values()), found
+
+
+def test_the_store_stands_alone() -> None:
+    package = Path(vllm_hypic.__file__).parent
+    for source in (package / "store").rglob("*.py"):
+        text = source.read_text()
+        assert "vllm_hypic.connector" not in text and "from ...connector" not in text, source
+        used = {n.split(".")[0] for n in imported(source)} & {"connector", "backends", "primitives", "api"}
+        assert not used, f"{source.name} imports {used}"
+
+
+def test_the_cache_api_knows_of_the_connector_its_commands_only() -> None:
+    package = Path(vllm_hypic.__file__).parent
+    for source in (package / "api").glob("*.py"):
+        used = {n for n in imported(source) if n.startswith(("connector.", "backends"))}
+        assert used <= {"connector.commands", "connector.catalogue", "connector.build"}, (
+            f"{source.name} imports {used}"
+        )
+
+
 SHARED = {"metadata", "step", "runtime", "pool", "geometry"}
 """Modules of ``connector`` that ``backends`` may import: what travels between the two."""
 

@@ -122,8 +122,8 @@ class StoreConfig:
         for i, name in enumerate(names):
             if name in names[:i]:
                 _refuse(f"tiers[{i}].name", name, "a name that no other tier has (set name)")
-            if name == "queue" or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-                says = "1 to 64 letters, digits, dots, dashes or underscores, other than 'queue'"
+            if name in ("queue", "pool") or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+                says = "1 to 64 letters, digits, dots, dashes or underscores, but 'queue' and 'pool'"
                 _refuse(f"tiers[{i}].name", name, says)
         _one_of("eviction", self.eviction, get_args(Eviction))
         _one_of("admission", self.admission, get_args(Admission))
