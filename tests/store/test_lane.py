@@ -69,7 +69,7 @@ def test_the_back_off_doubles_up_to_its_limit_and_starts_anew_after_a_success() 
         assert not health.failed(at, started=at)
         back_offs.append(health.retry_at - at)
     assert back_offs == [2.0, 4.0, 8.0, 8.0, 8.0]
-    assert health.succeeded() and health.up and not health.succeeded()
+    assert health.succeeded(500.0) and health.up and not health.succeeded(501.0)
     health.failed(1000.0, started=999.0)
     assert health.retry_at == 1001.0
 
@@ -79,6 +79,10 @@ def test_failures_of_what_was_under_way_do_not_double() -> None:
     health.failed(100.0, started=99.0)
     health.failed(100.5, started=99.5)
     assert health.retry_at == 101.0
+    health.starts()
+    assert health.succeeded(102.0)
+    assert not health.failed(103.0, started=99.7) and health.up, "it began before the recovery"
+    assert health.failed(104.0, started=102.5) and not health.up
 
 
 # -- crews

@@ -14,9 +14,9 @@ from store.services import LMCacheServer, RedisServer, redis_program
 from vllm_hypic.demo import EXAMPLE
 from vllm_hypic.serving import Server
 
-from .asking import DOCUMENT_TOKENS, DOCUMENTS, Questions, ask, ask_right
+from .asking import DOCUMENT_TOKENS, DOCUMENTS, Questions, ask_right
 from .faulty import NoDisk, SlowWay, SmallDisk
-from .observing import settled, tiers_when
+from .observing import TierCounts, settled, tiers_when
 
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false"}
 RECORD_BYTES = 3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512
@@ -66,15 +66,15 @@ class Stand:
 
         What is to be read or written tells that a tier is back: questions are asked until it is.
         """
+        stored = tiers_when(self.server, bool, "tiers are reported")[tier]["stored"]
 
-        def up(found: dict[str, dict[str, float]]) -> bool:
-            if not found[tier]["up"]:
-                ask_right(self.server, self.questions.one())
-            return found[tier]["up"] == 1
+        def back(found: TierCounts) -> bool:
+            if found[tier]["up"] and found[tier]["stored"] > stored:
+                return True
+            ask_right(self.server, self.questions.one())
+            return False
 
-        stored = tiers_when(self.server, up, f"{tier} is up again")[tier]["stored"]
-        ask_right(self.server, self.questions.one())
-        tiers_when(self.server, lambda t: t[tier]["stored"] > stored, f"new records reach {tier}")
+        tiers_when(self.server, back, f"{tier} is up again and new records reach it")
 
 
 @pytest.fixture(scope="package")
@@ -107,8 +107,8 @@ def _stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 @pytest.fixture
 def stand(_stand: Stand) -> Iterator[Stand]:
     """All tiers are up before the test and after it, nothing is left under way, and nothing was corrupt."""
-    ask(_stand.server, _stand.questions.one())
-    tiers_when(_stand.server, _all_up, "all tiers are up")
+    for tier in ("disk", "redis", "lmcache"):
+        _stand.recover(tier)
     yield _stand
     found = settled(_stand.server)
     assert _all_up(found), found

@@ -75,8 +75,8 @@ def fill_and_kill(server: Server, folder: Path) -> tuple[dict[Task, str], list[T
         running = [clients.submit(ask_on) for _ in range(4)]
         try:
             deadline = time.monotonic() + 2 * BOUND_S
-            while len(answers) < FILLED:
-                assert time.monotonic() < deadline, f"{len(answers)} answers"
+            while len(answers) < FILLED or len(files_of(folder)) < FILLED * DOCUMENTS:
+                assert time.monotonic() < deadline, f"{len(answers)} answers, {len(files_of(folder))} files"
                 assert not any(r.done() for r in running), running
                 time.sleep(0.01)
             pids = [process.pid for process in server.processes()]

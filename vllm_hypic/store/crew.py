@@ -241,7 +241,7 @@ class Crew:
             if running.abandoned:
                 return self._returned(job)
             if error is None or isinstance(error, TierFull):
-                if self.health.succeeded():
+                if self.health.succeeded(self._clock()):
                     logger.info("tier %s: works again", self.name)
                     self._wake.notify_all()
             else:
@@ -278,7 +278,8 @@ class Crew:
     def _fell(self, reason: str, started: float) -> None:
         if self.health.failed(self._clock(), started):
             logger.warning("tier %s: bypassed, next try in %.3g s: %s", self.name, self._back_off(), reason)
-        self.shed()
+        if not self.health.up:
+            self.shed()
         self._wake.notify_all()
 
     def _back_off(self) -> float:

@@ -17,6 +17,7 @@ class Health:
         self._most_s = most_s
         self._back_off_s = first_s
         self._failed_at = 0.0
+        self._up_since = -float("inf")
         self._probing = False
         self.up = True
 
@@ -34,7 +35,12 @@ class Health:
         self._probing = not self.up
 
     def failed(self, now: float, started: float) -> bool:
-        """An operation begun at ``started`` failed.  Whether that turned up into bypassed."""
+        """An operation begun at ``started`` failed.  Whether that turned up into bypassed.
+
+        One that was begun before the last recovery says nothing about the time after it.
+        """
+        if self.up and started < self._up_since:
+            return False
         if self.up:
             self.up, self._probing = False, False
             self._back_off_s = self._first_s
@@ -46,7 +52,9 @@ class Health:
             self._failed_at = now
         return False
 
-    def succeeded(self) -> bool:
+    def succeeded(self, now: float) -> bool:
         """An operation succeeded.  Whether that turned bypassed into up."""
-        was_up, self.up, self._probing = self.up, True, False
-        return not was_up
+        if self.up:
+            return False
+        self.up, self._probing, self._up_since = True, False, now
+        return True
