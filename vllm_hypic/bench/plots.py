@@ -84,7 +84,8 @@ def plot_bars(
     ``line_at``: a dashed line, e.g. at the ratio 1.
     """
     parts = list(dict.fromkeys(part for group in groups.values() for part in group))
-    figure, [axis] = _figure(1, "", height=1.2 + 0.4 * len(groups) * (1 if stacked else len(parts)))
+    # The figure's title, not the axis': long labels of groups leave the axis little room.
+    figure, [axis] = _figure(1, title, height=1.2 + 0.4 * len(groups) * (1 if stacked else len(parts)))
     width = 0.7 if stacked else 0.8 / max(len(parts), 1)
     base = [0.0] * len(groups)
     for i, part in enumerate(parts):
@@ -98,7 +99,7 @@ def plot_bars(
     axis.invert_yaxis()
     if line_at is not None:
         axis.axvline(line_at, linestyle="--", color="black", linewidth=1)
-    _finish(axis, title, label, "")
+    _finish(axis, "", label, "")
     _save(figure, path)
 
 
