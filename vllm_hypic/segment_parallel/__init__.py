@@ -1,0 +1,1 @@
+"""Segment parallelism: cold segments are prefilled on many workers and combined on one."""
