@@ -10,6 +10,7 @@ from typing import Any
 from .errors import ConfigError
 from .primitives.policies import LinkError, parse_link
 from .primitives.tokens import PrimitiveIds, PrimitiveTexts
+from .segment_parallel.config import ParallelConfig
 from .store.config import StoreConfig
 
 __all__ = ["SECTION", "ConfigError", "HypicConfig"]
@@ -51,6 +52,9 @@ class HypicConfig:
     """Tiers behind the pool, and what leaves pool and tiers first: see ``store/config.py``."""
     max_pinned_fraction: float = 0.5
     """Share of the pool that pinned records may take."""
+    segment_parallel: ParallelConfig | None = None
+    """Where records of other instances land, and who may send them: see ``segment_parallel/config.py``;
+    ``None``: this engine neither takes nor gives any."""
     tokens: PrimitiveTexts = field(default_factory=PrimitiveTexts)
     """Text forms of separator, PDep and padding."""
     token_ids: PrimitiveIds | None = None
@@ -90,6 +94,9 @@ class HypicConfig:
         values = dict(options)
         if "store" in values and not isinstance(values["store"], StoreConfig):
             values["store"] = StoreConfig.from_mapping(values["store"])
+        parallel = values.get("segment_parallel")
+        if parallel is not None and not isinstance(parallel, ParallelConfig):
+            values["segment_parallel"] = ParallelConfig.from_mapping(parallel)
         try:
             if "tokens" in values and not isinstance(values["tokens"], PrimitiveTexts):
                 values["tokens"] = PrimitiveTexts.from_mapping(values["tokens"])
@@ -103,7 +110,12 @@ class HypicConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON-like options: the inverse of :meth:`from_mapping`."""
-        return {**dataclasses.asdict(self), "store": self.store.to_mapping()}
+        parallel = None if self.segment_parallel is None else self.segment_parallel.to_mapping()
+        return {
+            **dataclasses.asdict(self),
+            "store": self.store.to_mapping(),
+            "segment_parallel": parallel,
+        }
 
 
 def _number(name: str, value: object, allowed: Callable[[float], bool], says: str) -> None:

@@ -8,7 +8,7 @@ from vllm.exceptions import VLLMValidationError
 
 from .activation import CONNECTOR
 from .connector.commands import COMMAND, is_command
-from .primitives.options import link_of_request
+from .primitives.options import PUSH_TO, link_of_request, transfer_of_request
 from .primitives.policies import LinkError, ModelTraits
 from .primitives.tokens import PrimitiveIds
 
@@ -33,18 +33,19 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
 
     config = config_of(vllm_config)
     params = request.sampling_params
+    extra = None if params is None else _without_command(params.extra_args)
+    parallel = config.segment_parallel
     try:
-        method = link_of_request(
-            None if params is None else _without_command(params.extra_args),
-            default_link=config.link,
-            default_seam=config.seam_tokens,
-        )
+        method = link_of_request(extra, default_link=config.link, default_seam=config.seam_tokens)
+        transfer = transfer_of_request(extra, longest_s=None if parallel is None else parallel.deadline_s)
         if reason := method.refused_by(_traits(vllm_config)):
             raise LinkError(reason)
     except LinkError as e:
         raise RequestRefused(str(e)) from e
     ids = request.prompt_token_ids
     primitives = _primitive_ids(vllm_config)
+    if transfer.push_to is not None and not (ids and ids[-1] == primitives.sep):
+        raise RequestRefused(f"{PUSH_TO}: expected a prompt that ends in a separator, so only warms segments")
     if ids is None or not primitives.contains(ids):
         return
     if reason := _refusal(request, primitives):

@@ -7,6 +7,7 @@ synchronous or the asynchronous variant, as the engine is configured.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,21 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from .connector.catalogue import Catalogue, catalogue_path
-from .connector.commands import COMMAND, Answer, AnyCommand, Compile, Failure, command_of, pack
+from .connector.commands import (
+    COMMAND,
+    Answer,
+    AnyCommand,
+    Compile,
+    Description,
+    Failure,
+    Room,
+    command_of,
+    pack,
+)
 from .connector.desk import Desk
+from .connector.directory import Lookup
 from .connector.scheduler_side import Ask, SchedulerSide, SegmentJob
+from .primitives.options import PUSH_TO, Transfer
 from .primitives.plan import PromptError, PromptPlan
 from .primitives.policies import LinkError
 from .primitives.tokens import Marker, split_ids
@@ -29,7 +42,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
+    from .segment_parallel.events import Publisher
+
 logger = init_logger("vllm.hypic.scheduler")
+
+_NAP_S = 0.003
+"""Between steps in which nothing runs while records of other instances are awaited: without it the loop would
+take the core from those who compute them."""
 
 
 class _HypicMixin(Scheduler):
@@ -47,14 +66,75 @@ class _HypicMixin(Scheduler):
         self.hypic: SchedulerSide = self.connector.scheduler
         # In every cache salt of ours, so that no client can name one and read another's blocks.
         self._secret = secrets.token_hex(16)
+        self._instance = secrets.token_hex(8)
         self._segment_salt = f"hypic:{self._secret}:segment"
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
         # What ended commands of the cache API will say.
         self._answers: dict[str, Callable[[], Answer]] = {}
         path = catalogue_path(self.hypic.config.store)
-        self._desk = Desk(lambda: Catalogue(path), self.hypic, self._tenant, self._pool_numbers)
+        self._desk = Desk(
+            lambda: Catalogue(path),
+            self.hypic,
+            self._tenant,
+            self._pool_numbers,
+            describe=self._description,
+        )
         self._desk.start()
+        self._publisher = self._open_publisher()
+
+    def _open_publisher(self) -> Publisher | None:
+        """Tells routers what is cached here."""
+        parallel = self.hypic.config.segment_parallel
+        if parallel is None:
+            return None
+        from .segment_parallel.events import Publisher
+        from .segment_parallel.secret import Secret
+
+        self.hypic.directory.watch()
+        return Publisher(parallel.events, Secret.read(parallel.secret_file))
+
+    def _publish(self) -> None:
+        if self._publisher is None:
+            return
+        by_state: dict[Lookup, list[str]] = {state: [] for state in Lookup}
+        for key, state in self.hypic.directory.take_changes().items():
+            by_state[state].append(key)
+        self._publisher.change(
+            by_state[Lookup.HIT], by_state[Lookup.PENDING], by_state[Lookup.MISS], self._unprefilled()
+        )
+
+    def _unprefilled(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        return sum(max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self.requests.values())
+
+    def _description(self) -> Description | None:
+        hypic, parallel = self.hypic, self.hypic.config.segment_parallel
+        if parallel is None:
+            return None
+        limits, ids = hypic.limits(), hypic.ids
+        return Description(
+            instance=self._instance,
+            namespace=hypic.namespace.digest,
+            landing=parallel.landing_url,
+            events=parallel.events_url,
+            separator=ids.sep,
+            pdep=ids.pdep,
+            pad=ids.pad,
+            link=hypic.config.link,
+            seam_tokens=hypic.config.seam_tokens,
+            min_segment_tokens=hypic.config.min_segment_tokens,
+            has_linear=hypic.traits.has_linear,
+            has_attention=hypic.traits.has_attention,
+            limits=Room(
+                limits.pages,
+                limits.slots,
+                limits.page_tokens,
+                limits.max_request_tokens,
+                limits.tiles,
+                limits.segment_tiles,
+            ),
+        )
 
     def _tenant(self, salt: str | None) -> str:
         """A tenant's name wherever its salt itself should not stand."""
@@ -77,7 +157,10 @@ class _HypicMixin(Scheduler):
                 super().add_request(request)
                 return
             try:
-                plan = self.hypic.plan(_ask(request))
+                ask = _ask(request)
+                plan, transfer = self.hypic.plan(ask), self.hypic.transfer(ask)
+                if transfer.push_to is not None and (plan is None or not plan.warm_only):
+                    raise LinkError(f"{PUSH_TO}: expected a prompt that ends in a separator")
             except (LinkError, PromptError) as e:
                 # The front end refuses these with HTTP 400; a client that talks to the engine core
                 # directly gets an error finish, the engine lives on.
@@ -88,7 +171,7 @@ class _HypicMixin(Scheduler):
                 if isinstance(command, Compile):
                     self._answer_compile(request, command, plan)
                 if plan is not None:
-                    self._adopt(request, plan)
+                    self._adopt(request, plan, transfer)
         super().add_request(request)
 
     def _answer(self, request: Request, command: AnyCommand | Failure) -> None:
@@ -105,7 +188,7 @@ class _HypicMixin(Scheduler):
         salt = request.cache_salt  # _adopt will change it
         self._answers[request.request_id] = lambda: self._desk.compiled(command, tokens, key, salt)
 
-    def _adopt(self, request: Request, plan: PromptPlan) -> None:
+    def _adopt(self, request: Request, plan: PromptPlan, transfer: Transfer) -> None:
         """Make the plan's stream the request's tokens."""
         if plan.warm_only:
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
@@ -124,7 +207,7 @@ class _HypicMixin(Scheduler):
         if request.sampling_params is not None:
             request.sampling_params.min_tokens = min(request.sampling_params.min_tokens, request.max_tokens)
         if plan.segments or plan.salt is not None:
-            self.hypic.admit(request.request_id, plan)
+            self.hypic.admit(request.request_id, plan, transfer)
 
     def _end_unrun(self, request: Request, status: RequestStatus) -> None:
         """End the request with ``status`` once its records are resident; it is never scheduled."""
@@ -132,12 +215,15 @@ class _HypicMixin(Scheduler):
         self.hypic.hold(request.request_id)
 
     def _finish_ending(self) -> list[tuple[EngineCoreOutput, int]]:
-        """Finish the unrun requests whose records are resident; their outputs and clients."""
+        """Finish the unrun requests whose records are resident, and delivered; their outputs and clients."""
         finished = []
         for request_id, status in list(self._ending.items()):
             request = self.requests.get(request_id)
-            if request is not None and not self.hypic.resident(request_id):
+            if request is not None and not self.hypic.over(request_id):
                 continue
+            if (fault := self.hypic.push_fault(request_id)) is not None:
+                logger.warning("request %s: a record was not delivered: %s", request_id, fault)
+                status = RequestStatus.FINISHED_ERROR
             del self._ending[request_id]
             self.hypic.unhold(request_id)
             answer = self._answers.pop(request_id, None)
@@ -152,7 +238,11 @@ class _HypicMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for job in self.hypic.pump():
             super().add_request(self._segment_request(job))
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        if not output.total_num_scheduled_tokens and self.hypic.awaiting:
+            time.sleep(_NAP_S)
+        self._publish()
+        return output
 
     def _segment_request(self, job: SegmentJob) -> Request:
         owner = self.requests[job.for_request]
@@ -199,7 +289,13 @@ class _HypicMixin(Scheduler):
                     _count_reuse(output, plans[output.request_id], hits[output.request_id])
         for output, client in self._finish_ending():
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        self._publish()
         return outputs
+
+    def shutdown(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        super().shutdown()
 
 
 def _take_command(request: Request) -> AnyCommand | Failure | None:

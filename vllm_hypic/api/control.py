@@ -14,6 +14,7 @@ from ..connector.commands import (
     COMMAND,
     AnyCommand,
     Compile,
+    Description,
     Failure,
     Resolved,
     Segment,
@@ -25,7 +26,7 @@ from ..connector.commands import (
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
-_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State)
+_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State, Description)
 
 
 class CommandFailed(Exception):
@@ -58,6 +59,8 @@ class Control:
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self.config = config_of(engine.vllm_config)
+        served = engine.vllm_config.model_config.served_model_name
+        self.served_names: list[str] = [served] if isinstance(served, str) else list(served)
         self.max_model_len: int = engine.vllm_config.model_config.max_model_len
         self.ids = primitive_ids_of(engine.vllm_config, self.config)
         self.max_chars_per_token: int = engine.renderer.get_tokenizer().max_chars_per_token

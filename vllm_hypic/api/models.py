@@ -143,6 +143,37 @@ class StatsInfo(BaseModel):
     catalogue: Literal["memory", "file"] = Field(description="`file`: ids survive a restart.")
 
 
+class LimitsInfo(BaseModel):
+    """What one request may take of the pool."""
+
+    pages: int
+    slots: int
+    page_tokens: int
+    max_request_tokens: int
+    tiles: int
+    record_tiles: int
+
+
+class DescriptionInfo(BaseModel):
+    """What a router must know to plan as this instance does, and where its sockets are."""
+
+    instance: str = Field(description="Another at every start of the engine.")
+    model: list[str] = Field(description="Names under which the model is served, without adapters.")
+    namespace: str = Field(description="Instances exchange records only if theirs are equal.")
+    landing: str = Field(description="Where records land: `tcp://HOST:PORT`.")
+    events: str = Field(description="Where changes of what is cached are published: `tcp://HOST:PORT`.")
+    separator: int
+    pdep: int
+    pad: int
+    link: str
+    seam_tokens: int
+    min_segment_tokens: int
+    max_model_len: int
+    has_linear: bool
+    has_attention: bool
+    limits: LimitsInfo
+
+
 class HealthInfo(BaseModel):
     status: Literal["ok"] = Field(description="The engine answers commands.")
 

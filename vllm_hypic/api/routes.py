@@ -5,13 +5,25 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
-from msgspec import UNSET
+from msgspec import UNSET, to_builtins
 from starlette.responses import JSONResponse
 from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 
-from ..connector.commands import Change, Compile, Delete, Page, Report, Segment, Segments, Show, State
+from ..connector.commands import (
+    Change,
+    Compile,
+    Delete,
+    Describe,
+    Description,
+    Page,
+    Report,
+    Segment,
+    Segments,
+    Show,
+    State,
+)
 from .compiling import compilable
 from .control import CommandFailed, Control
 from .errors import error_body
@@ -20,6 +32,7 @@ from .models import (
     MAX_PAGE,
     ChangeRequest,
     CompileRequest,
+    DescriptionInfo,
     HealthInfo,
     SegmentInfo,
     SegmentPage,
@@ -175,6 +188,15 @@ async def delete_segment(segment_id: SegmentId, control: ControlOf, header: Salt
 async def stats(control: ControlOf) -> StatsInfo:
     state = await control.send(Report(), State, None)
     return StatsInfo(tiers=state.tiers, segments=state.segments, catalogue=state.catalogue)
+
+
+@router.get("/describe", responses=error_answers(501, 503), summary="What a router must know")
+async def describe(control: ControlOf) -> DescriptionInfo:
+    """501 where the engine runs without the option section `segment_parallel`."""
+    found = await control.send(Describe(), Description, None)
+    return DescriptionInfo.model_validate(
+        {**to_builtins(found), "model": control.served_names, "max_model_len": control.max_model_len}
+    )
 
 
 @router.get("/health", responses=error_answers(503), summary="Whether commands are answered")

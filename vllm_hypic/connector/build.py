@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from ..config import HypicConfig
+from ..config import ConfigError, HypicConfig
 from ..primitives.keys import Namespace
 from ..primitives.tokens import PrimitiveIds
 from ..store.build import build_store
@@ -17,6 +17,7 @@ from .pool import DevicePool
 from .record_codec import RankPart, RecordCodec
 from .scheduler_side import SchedulerSide
 from .store_link import StoreLink
+from .transfer_link import TransferLink
 from .worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
         return config.token_ids
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    from ..config import ConfigError
     from ..tokenizer import primitive_ids
 
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
@@ -106,4 +106,23 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         part = RankPart(get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size)
         return StoreLink(store, RecordCodec(pool, namespace, part), pool)
 
-    return WorkerSide(geometry, config, open_store)
+    def open_transfer(pool: DevicePool) -> TransferLink | None:
+        parallel = config.segment_parallel
+        if parallel is None:
+            return None
+        from ..segment_parallel.landing import Landing
+        from ..segment_parallel.secret import Secret
+        from ..segment_parallel.sender import Sender
+
+        world = vllm_config.parallel_config.world_size
+        if world > 1:
+            raise ConfigError(
+                f"hypic config: segment_parallel: tensor and pipeline parallel size {world}: expected 1, as "
+                "records of several ranks cannot be sent yet"
+            )
+        secret = Secret.read(parallel.secret_file)
+        landing = Landing(parallel.listen, namespace.digest, secret, geometry.nbytes)
+        codec = RecordCodec(pool, namespace, RankPart())
+        return TransferLink(landing, Sender(namespace.digest, secret), codec, pool)
+
+    return WorkerSide(geometry, config, open_store, open_transfer)

@@ -76,7 +76,11 @@ class Report(Command, tag="report", frozen=True):
     """Answer: :class:`State`."""
 
 
-AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report
+class Describe(Command, tag="describe", frozen=True):
+    """Answer: :class:`Description`."""
+
+
+AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe
 
 
 class Segment(msgspec.Struct, frozen=True, tag="segment"):
@@ -123,6 +127,38 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     catalogue: Literal["memory", "file"]
 
 
+class Room(msgspec.Struct, frozen=True):
+    """What one request may take of the pool: :class:`~vllm_hypic.primitives.plan.PoolLimits` in numbers."""
+
+    pages: int
+    slots: int
+    page_tokens: int
+    max_request_tokens: int
+    tiles: int
+    record_tiles: int
+
+
+class Description(msgspec.Struct, frozen=True, tag="description"):
+    """What a router must know of an instance to plan as it does, and where its sockets are.
+
+    ``namespace``: of keys without tenant and adapter; ``instance``: another at every start.
+    """
+
+    instance: str
+    namespace: str
+    landing: str
+    events: str
+    separator: int
+    pdep: int
+    pad: int
+    link: str
+    seam_tokens: int
+    min_segment_tokens: int
+    has_linear: bool
+    has_attention: bool
+    limits: Room
+
+
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """The command was refused; ``status`` is the HTTP status that says so."""
 
@@ -131,9 +167,9 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     id: str | None = None
 
 
-Answer = Segment | Segments | Resolved | State | Failure
+Answer = Segment | Segments | Resolved | State | Description | Failure
 
-_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State)
+_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State, Description)
 
 
 class BadAnswer(RuntimeError):

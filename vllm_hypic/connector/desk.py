@@ -18,6 +18,8 @@ from .commands import (
     Compile,
     Content,
     Delete,
+    Describe,
+    Description,
     Failure,
     Page,
     Report,
@@ -70,7 +72,8 @@ class Desk:
     """One engine's desk, used by the scheduler's thread.
 
     ``owner_of`` makes a tenant's name in the catalogue from its salt; ``pool_numbers`` stands beside the
-    store's numbers of tiers.  A catalogue that cannot be opened, or fails later, fails the command, never the
+    store's numbers of tiers; ``describe`` says what routers must know, ``None``: this engine serves none.  A
+    catalogue that cannot be opened, or fails later, fails the command, never the
     engine; the next command tries again.
     """
 
@@ -81,11 +84,13 @@ class Desk:
         owner_of: Callable[[str | None], str],
         pool_numbers: Callable[[], dict[str, float]],
         clock: Callable[[], float] = time.time,
+        describe: Callable[[], Description | None] = lambda: None,
     ) -> None:
         self._open_catalogue = open_catalogue
         self._opened: Catalogue | None = None
         self._records, self._owner_of, self._pool_numbers = records, owner_of, pool_numbers
         self._clock = clock
+        self._describe = describe
 
     def start(self) -> None:
         """Open the catalogue, pin and let expire as it says of earlier runs."""
@@ -161,6 +166,9 @@ class Desk:
                 where: Literal["memory", "file"] = "memory" if self._catalogue.path is None else "file"
                 tiers = {"pool": self._pool_numbers(), **self._records.store_stats()}
                 return State(tiers, len(self._catalogue), where)
+            case Describe():
+                reason = "this engine runs without the option section segment_parallel"
+                return self._describe() or Failure(501, reason)
             case Compile():
                 raise TypeError("compile is answered by compiled(), once the record is resident")
 

@@ -90,6 +90,7 @@ class SegmentDirectory:
         self._kept: set[SegmentKey] = set()
         self._dropped_slots: list[int] = []
         self._reserved = 0
+        self._changes: dict[SegmentKey, Lookup] | None = None
         self.evictions = 0
 
     def __len__(self) -> int:
@@ -127,6 +128,21 @@ class SegmentDirectory:
         if entry is None:
             return Lookup.MISS
         return Lookup.HIT if entry.resident else Lookup.PENDING
+
+    def watch(self) -> None:
+        """From now on :meth:`take_changes` tells what changes."""
+        self._changes = {}
+
+    def take_changes(self) -> dict[SegmentKey, Lookup]:
+        """Where records stand that moved since the last call."""
+        if not self._changes:
+            return {}
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def _changed(self, key: SegmentKey) -> None:
+        if self._changes is not None:
+            self._changes[key] = self.lookup(key)
 
     def resident(self) -> list[Entry]:
         """All complete records, the first to evict first.  Changes nothing."""
@@ -179,6 +195,7 @@ class SegmentDirectory:
         self.free_tiles -= need.tiles
         self.policy.missed(key, need.worth)
         self.policy.added(key, need.worth)
+        self._changed(key)
 
     def _victims(self, need: Space, wanted: Iterable[SegmentKey]) -> list[Entry] | None:
         """Records to evict until ``need`` is free, the worst first; ``None``: it cannot be.  Changes nothing.
@@ -213,6 +230,7 @@ class SegmentDirectory:
         """The worker has filled a reserved record."""
         entry = self._entries[key]
         entry.resident = True
+        self._changed(key)
         self._drop_if_doomed(entry)
 
     def of_serial(self, serial: int) -> Entry | None:
@@ -283,6 +301,7 @@ class SegmentDirectory:
 
     def _drop(self, entry: Entry, *, evicted: bool) -> None:
         del self._entries[entry.key], self._by_serial[entry.serial]
+        self._changed(entry.key)
         self.policy.removed(entry.key, evicted=evicted)
         self._free_pages.extend(reversed(entry.pages))
         self._free_slots.append(entry.slot)

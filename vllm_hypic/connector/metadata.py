@@ -101,6 +101,16 @@ class StoreOrder:
 
 
 @dataclass(frozen=True)
+class PushOrder:
+    """Send the complete record in ``place`` to another instance; ``number`` names the order in reports."""
+
+    number: int
+    place: RecordPlace
+    destination: str
+    deadline_s: float
+
+
+@dataclass(frozen=True)
 class CapturePlan:
     """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
 
@@ -138,6 +148,11 @@ class HypicMetadata(KVConnectorMetadata):
     loads: list[RecordPlace] = field(default_factory=list)
     """Records to fetch from the store."""
     orders: list[StoreOrder] = field(default_factory=list)
+    awaited: list[RecordPlace] = field(default_factory=list)
+    """Records that other instances send."""
+    unawaited: list[int] = field(default_factory=list)
+    """Numbers of awaited records that nobody waits for any more."""
+    pushes: list[PushOrder] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -157,7 +172,8 @@ class LoadCount:
 class WorkerReport(KVConnectorWorkerMetadata):
     """A step's news from the worker.
 
-    ``tiles`` that each completed record keeps and ``loads`` that ended, by the records' numbers; keys of
+    ``tiles`` that each completed record keeps and ``loads`` (awaited records too) that ended, by the records'
+    numbers; keys of
     records ``handed`` to the store; what the store counted since the last report (levels: now).
     """
 
@@ -165,6 +181,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loads: dict[int, LoadCount] = field(default_factory=dict)
     handed: set[SegmentKey] = field(default_factory=set)
     store: StoreStats | None = None
+    pushed: dict[int, str] = field(default_factory=dict)
+    """Push orders that ended, by number: why the record was not delivered, or nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Ranks hold different heads of a record: the scheduler counts what the fullest needs."""
@@ -178,4 +196,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             },
             self.handed & other.handed,
             add_stats(self.store, other.store),
+            {n: self.pushed.get(n) or other.pushed.get(n, "") for n in self.pushed | other.pushed},
         )

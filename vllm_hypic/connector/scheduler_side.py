@@ -7,6 +7,7 @@ Life of a composed request here: :meth:`admit` (plan, tokens become the stream) 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..config import HypicConfig
 from ..primitives.keys import Namespace, Role, SegmentKey
-from ..primitives.options import link_of_request
+from ..primitives.options import NO_TRANSFER, Transfer, link_of_request, transfer_of_request
 from ..primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
@@ -31,6 +32,7 @@ from .metadata import (
     ComposePoint,
     HypicMetadata,
     LoadCount,
+    PushOrder,
     RecordPlace,
     StoreAction,
     StoreOrder,
@@ -70,11 +72,19 @@ class _Composed:
     fresh: set[SegmentKey] = field(default_factory=set)
     """Records that this request itself had to have computed."""
     undecided: set[SegmentKey] = field(default_factory=set)
-    """Records that this request asked the store for, and that may yet have to be computed."""
+    """Records that this request asked the store or other instances for, and that may yet have to be
+    computed."""
+    transfer: Transfer = NO_TRANSFER
+    pushes: set[int] | None = None
+    """Orders to push its records that have not ended; ``None``: not given yet."""
+    push_faults: list[str] = field(default_factory=list)
 
     @property
     def hit_tokens(self) -> int:
         return sum(s.columns for s in self.plan.segments if s.key not in self.fresh)
+
+    def role_of(self, key: SegmentKey) -> Role:
+        return next(s.role for s in self.plan.segments if s.key == key)
 
 
 @dataclass(frozen=True)
@@ -102,10 +112,13 @@ class RecordState:
 
 @dataclass
 class _Load:
-    """A record being fetched from the store; how many ranks have said what."""
+    """A record being fetched from the store, or sent by another instance; how many ranks have said what."""
 
     key: SegmentKey
     count: LoadCount = field(default_factory=LoadCount)
+    remote: bool = False
+    until: float = math.inf
+    """Monotonic time at which waiting for another instance ends."""
 
 
 class SchedulerSide:
@@ -143,6 +156,10 @@ class SchedulerSide:
         self._loading: dict[int, _Load] = {}
         self._to_load: list[RecordPlace] = []
         self._orders: list[StoreOrder] = []
+        self._to_await: list[RecordPlace] = []
+        self._to_unawait: list[int] = []
+        self._to_push: list[PushOrder] = []
+        self._pushes = 0
         self._store: StoreStats | None = None
         self._stored: set[SegmentKey] = set()
         self._expiry: dict[SegmentKey, float] = {}
@@ -180,11 +197,11 @@ class SchedulerSide:
             parse_prompt(ask.token_ids, self.ids),
             method,
             self.namespace.scoped(salt=ask.salt, lora=ask.lora),
-            self._limits(),
+            self.limits(),
             min_segment_tokens=self.config.min_segment_tokens,
         )
 
-    def _limits(self) -> PoolLimits:
+    def limits(self) -> PoolLimits:
         """What a request may take: everything but what records hold that nobody may evict."""
         kept, total = self.directory.kept_space(), self.directory.total
         return PoolLimits(
@@ -197,10 +214,16 @@ class SchedulerSide:
             self.directory.kept,
         )
 
-    def admit(self, request_id: str, plan: PromptPlan) -> None:
+    def transfer(self, ask: Ask) -> Transfer:
+        """What a request says of other instances.  Changes nothing; raises ``LinkError``."""
+        parallel = self.config.segment_parallel
+        longest_s = None if parallel is None else parallel.deadline_s
+        return transfer_of_request(ask.extra_args, longest_s=longest_s)
+
+    def admit(self, request_id: str, plan: PromptPlan, transfer: Transfer = NO_TRANSFER) -> None:
         """Take a planned request in; it waits until its records are resident."""
         wanted = {s.key: self._need(s) for s in plan.segments}
-        self._composed[request_id] = _Composed(plan, wanted)
+        self._composed[request_id] = _Composed(plan, wanted, transfer=transfer)
         self._pending[request_id] = None
         self.counters.requests += 1
         self.counters.segments_queried += len(wanted)
@@ -220,6 +243,7 @@ class SchedulerSide:
         every plan fits the empty pool, so it cannot wait for ever.
         """
         self._drop_expired()
+        self._give_up_waiting()
         jobs = [self._job(key, owner) for key, owner in self._take_lost()]
         for request_id in list(self._pending):
             composed = self._composed[request_id]
@@ -231,23 +255,45 @@ class SchedulerSide:
             del self._pending[request_id]
             composed.acquired = True
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
-            missing = {e.key for e in reserved}
-            if self.config.store.tiers:
-                composed.undecided = missing
-                for entry in reserved:
+            for entry in reserved:
+                if entry.key in composed.transfer.remote:
+                    self._await(entry, composed)
+                elif self.config.store.tiers:
                     self._fetch(entry, composed)
-            else:
-                composed.fresh = missing
-                jobs += [self._job(e.key, request_id) for e in reserved]
+                else:
+                    composed.fresh.add(entry.key)
+                    jobs.append(self._job(entry.key, request_id))
             if not composed.undecided:
                 self._count(composed)
         return jobs
 
     def _fetch(self, entry: Entry, composed: _Composed) -> None:
         """Ask the worker for a record; what the store does not have is computed after all."""
-        segment = next(s for s in composed.plan.segments if s.key == entry.key)
+        composed.undecided.add(entry.key)
         self._loading[entry.serial] = _Load(entry.key)
-        self._to_load.append(self._place(entry, segment.role))
+        self._to_load.append(self._place(entry, composed.role_of(entry.key)))
+
+    def _await(self, entry: Entry, composed: _Composed) -> None:
+        """Let the worker take a record from whoever sends it; what does not come is computed after all."""
+        composed.undecided.add(entry.key)
+        until = time.monotonic() + composed.transfer.remote_deadline_s
+        self._loading[entry.serial] = _Load(entry.key, remote=True, until=until)
+        self._to_await.append(self._place(entry, composed.role_of(entry.key)))
+
+    def _give_up_waiting(self) -> None:
+        """Of awaited records, for those whose time is over; the worker reports them like any load."""
+        now = time.monotonic()
+        for serial, load in self._loading.items():
+            if now >= load.until:
+                load.until = math.inf
+                self._to_unawait.append(serial)
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether records are on their way from other instances, and none from the store."""
+        return any(load.remote for load in self._loading.values()) and all(
+            load.remote for load in self._loading.values()
+        )
 
     def _count(self, composed: _Composed) -> None:
         """It is known which of the request's records were reused."""
@@ -318,6 +364,33 @@ class SchedulerSide:
         if composed is None:
             return True
         return composed.acquired and all(self.directory.lookup(k) is Lookup.HIT for k in composed.wanted)
+
+    def over(self, request_id: str) -> bool:
+        """Of a request that is never scheduled: its records are resident, and delivered where it says so.
+
+        The first call after they are resident starts the delivery.
+        """
+        composed = self._composed.get(request_id)
+        if composed is None:
+            return True
+        if not self.resident(request_id):
+            return False
+        to = composed.transfer.push_to
+        if to is None:
+            return True
+        if composed.pushes is None:
+            composed.pushes = set()
+            for key in composed.wanted:
+                self._pushes += 1
+                composed.pushes.add(self._pushes)
+                place = self._place(self.directory.get(key), composed.role_of(key))
+                self._to_push.append(PushOrder(self._pushes, place, to, composed.transfer.push_deadline_s))
+        return not composed.pushes
+
+    def push_fault(self, request_id: str) -> str | None:
+        """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
+        composed = self._composed.get(request_id)
+        return composed.push_faults[0] if composed is not None and composed.push_faults else None
 
     def stream_plan(self, request_id: str) -> StreamPlan | None:
         """The worker's view of a composed request that is about to run."""
@@ -394,6 +467,15 @@ class SchedulerSide:
             self._pending.pop(request_id, None)
             if composed.acquired:
                 self.directory.release(composed.wanted)
+            if composed.undecided:
+                self._wait_no_longer()
+
+    def _wait_no_longer(self) -> None:
+        """For records of other instances that no request wants now: their room is given back."""
+        wanted = {key for c in self._composed.values() if c.acquired for key in c.wanted}
+        for load in self._loading.values():
+            if load.remote and load.key not in wanted:
+                load.until = min(load.until, 0.0)
 
     # -- the store -----------------------------------------------------------------------------
 
@@ -406,6 +488,9 @@ class SchedulerSide:
             self._order(StoreAction.DELETE, key)
         metadata.loads, self._to_load = self._to_load, []
         metadata.orders, self._orders = self._orders, []
+        metadata.awaited, self._to_await = self._to_await, []
+        metadata.unawaited, self._to_unawait = self._to_unawait, []
+        metadata.pushes, self._to_push = self._to_push, []
 
     @property
     def has_orders(self) -> bool:
@@ -422,6 +507,8 @@ class SchedulerSide:
         for serial, count in report.loads.items():
             self._loaded(serial, count)
         self._stored |= report.handed
+        for number, fault in report.pushed.items():
+            self._pushed(number, fault)
         if report.store is not None:
             # The metrics have the latencies.
             self._store = append_stats(self._store, without_latencies(report.store))
@@ -435,13 +522,26 @@ class SchedulerSide:
         del self._loading[serial]
         found = not load.count.missed
         self._decide(load.key, found=found)
-        if found:
+        if load.remote:
+            self.counters.segments_landed += found
+            self.counters.segments_unlanded += not found
+        elif found:
             self._stored.add(load.key)
             self.counters.segments_loaded += 1
+        if found:
             self.directory.commit(load.key)
         else:
             self._stored.discard(load.key)
             self._lost.append(load.key)
+
+    def _pushed(self, number: int, fault: str) -> None:
+        self.counters.segments_pushed += not fault
+        self.counters.segments_unpushed += bool(fault)
+        for composed in self._composed.values():
+            if composed.pushes and number in composed.pushes:
+                composed.pushes.discard(number)
+                if fault:
+                    composed.push_faults.append(fault)
 
     def pin_record(self, key: SegmentKey) -> None:
         """The record never leaves, neither the pool nor the store; also when it comes later.

@@ -22,6 +22,10 @@ class HypicCounters:
     segments_hit: int = 0
     segments_computed: int = 0
     segments_loaded: int = 0
+    segments_landed: int = 0
+    segments_unlanded: int = 0
+    segments_pushed: int = 0
+    segments_unpushed: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
     seam_tokens: int = 0
@@ -41,6 +45,10 @@ COUNTERS = {
     "segments_hit": "Segments found in the pool or a tier, or already being computed.",
     "segments_computed": "Internal segment requests started.",
     "segments_loaded": "Segments fetched from the store's tiers.",
+    "segments_landed": "Segments that other instances computed and sent here.",
+    "segments_unlanded": "Segments that were awaited from other instances in vain.",
+    "segments_pushed": "Segments delivered to other instances.",
+    "segments_unpushed": "Segments that could not be delivered to another instance.",
     "tokens_reused": "Prompt tokens read from cached segments.",
     "tokens_computed": "Prompt tokens of such requests computed, their cold segments included.",
     "seam_tokens": "Tokens recomputed in seam windows.",

@@ -22,13 +22,14 @@ from .step import (
     composed_row,
 )
 from .store_link import StoreLink
+from .transfer_link import TransferLink
 
 
 class WorkerSide:
     """Live plans, the pool and the store of one worker.
 
-    ``open_store`` is called with the pool once that is allocated; ``None`` from it: records live in the pool
-    only.
+    ``open_store`` and ``open_transfer`` are called with the pool once that is allocated; ``None`` from them:
+    records live in the pool only; no other instance has anything to do with it.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class WorkerSide:
         geometry: PoolGeometry,
         config: HypicConfig,
         open_store: Callable[[DevicePool], StoreLink | None] = lambda pool: None,
+        open_transfer: Callable[[DevicePool], TransferLink | None] = lambda pool: None,
     ) -> None:
         self.geometry, self.config = geometry, config
         self.runtime: HypicRuntime | None = None
         self.store: StoreLink | None = None
-        self._open_store = open_store
+        self.transfer: TransferLink | None = None
+        self._open_store, self._open_transfer = open_store, open_transfer
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, CapturePlan] = {}
         self._absorbed: HypicMetadata | None = None
@@ -50,6 +53,7 @@ class WorkerSide:
         """Allocate the pool.  Called once, when vLLM has allocated its own KV cache."""
         self.device = device
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
+        self.transfer = self._open_transfer(self.runtime.pool)
         self.store = self._open_store(self.runtime.pool)
         return self.runtime
 
@@ -66,6 +70,8 @@ class WorkerSide:
             self.runtime.pool.release_tiles(metadata.dropped_slots)
         if self.store is not None:
             self.store.absorb(metadata)
+        if self.transfer is not None:
+            self.transfer.absorb(metadata)
         for request_id, plan in metadata.streams.items():
             self._streams[request_id] = StreamTensors.of(plan, self.device)
         self._captures.update(metadata.captures)
@@ -110,6 +116,11 @@ class WorkerSide:
                 if capture.last:
                     self._completed(capture.plan, self.runtime.pool)
             self.runtime.step = None
+        if self.transfer is not None:
+            self.transfer.end_step()
+            for place in self.transfer.take_landed():
+                if self.store is not None:
+                    self.store.completed(place)
         if self.store is not None:
             self.store.end_step()
 
@@ -127,10 +138,17 @@ class WorkerSide:
             report.loads = self.store.take_ended()
             report.handed = self.store.take_handed()
             report.store = self.store.take_stats()
-        return report if report.tiles or report.loads or report.handed or report.store else None
+        if self.transfer is not None:
+            report.tiles |= self.transfer.take_tiles()
+            report.loads |= self.transfer.take_ended()
+            report.pushed = self.transfer.take_pushed()
+        news = report.tiles or report.loads or report.handed or report.store or report.pushed
+        return report if news else None
 
     def close(self) -> None:
         """The engine ends: what the store still has to write is written, for a bounded time."""
+        if self.transfer is not None:
+            self.transfer.close()
         if self.store is not None:
             self.store.close()
 

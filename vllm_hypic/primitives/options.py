@@ -6,15 +6,26 @@ as one flat mapping; ours are the keys with the prefix ``hypic_``.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from .keys import SegmentKey
 from .policies import LinkError, LinkMethod, parse_link
 
 LINK = "hypic_link"
 SEAM = "hypic_seam_tokens"
+PUSH_TO = "hypic_push_to"
+PUSH_DEADLINE = "hypic_push_deadline_s"
+REMOTE = "hypic_remote"
+REMOTE_DEADLINE = "hypic_remote_deadline_s"
 PREFIX = "hypic_"
-KNOWN = (LINK, SEAM)
+KNOWN = (LINK, SEAM, PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_MAX_REMOTE = 4096
 
 
 def link_of_request(
@@ -29,3 +40,59 @@ def link_of_request(
     if isinstance(seam, float) and seam.is_integer():
         seam = int(seam)  # JSON clients send 8.0
     return parse_link(extra.get(LINK, default_link), seam)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a request says of records that come from other instances, or go to them.
+
+    ``push_to``: the records of this prompt, which must end in a separator, are sent there before it ends.
+    ``remote``: these records of this prompt are on their way here; those that have not come after
+    ``remote_deadline_s`` are computed.
+    """
+
+    push_to: str | None = None
+    push_deadline_s: float = 0.0
+    remote: frozenset[SegmentKey] = frozenset()
+    remote_deadline_s: float = 0.0
+
+
+NO_TRANSFER = Transfer()
+
+
+def transfer_of_request(extra_args: Mapping[str, Any] | None, *, longest_s: float | None) -> Transfer:
+    """The request's options of segment parallelism.
+
+    ``longest_s``: how long it may wait, and the default; ``None``: the engine is not configured for it, so
+    that none may be given.  Raises :class:`LinkError` naming a bad key or value.
+    """
+    extra = extra_args or {}
+    given = [k for k in (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE) if extra.get(k) is not None]
+    if not given:
+        return NO_TRANSFER
+    if longest_s is None:
+        raise LinkError(f"{given[0]}: this engine runs without the option section segment_parallel")
+    to, remote = extra.get(PUSH_TO), extra.get(REMOTE, [])
+    if to is not None and (not isinstance(to, str) or not to.startswith("tcp://")):
+        raise LinkError(f"{PUSH_TO}={to!r}: expected tcp://HOST:PORT")
+    if not isinstance(remote, (list, tuple)) or len(remote) > _MAX_REMOTE:
+        raise LinkError(f"{REMOTE}: expected a list of at most {_MAX_REMOTE} segment keys")
+    for key in remote:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise LinkError(f"{REMOTE}: {key!r} is no segment key: expected 64 hexadecimal digits")
+    return Transfer(
+        to,
+        _seconds(extra, PUSH_DEADLINE, longest_s),
+        frozenset(SegmentKey(key) for key in remote),
+        _seconds(extra, REMOTE_DEADLINE, longest_s),
+    )
+
+
+def _seconds(extra: Mapping[str, Any], name: str, longest_s: float) -> float:
+    value = extra.get(name)
+    if value is None:
+        return longest_s
+    number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    if not number or not 0 < value <= longest_s:
+        raise LinkError(f"{name}={value!r}: expected seconds above 0 and at most {longest_s:g}")
+    return float(value)

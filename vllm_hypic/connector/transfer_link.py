@@ -1,0 +1,140 @@
+"""Worker's side of segment parallelism: records from other instances land in the pool, own ones go to others.
+
+await order -> tiles offered -> expected -> (landing's thread fills the pool) -> poll -> report
+push order -> copied out of the pool, sealed -> sent -> acknowledged -> report
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from ..store.record import aligned_buffer, record_nbytes, seal_record
+from ..store.worth import ObjectName
+from .metadata import HypicMetadata, LoadCount, PushOrder, RecordPlace, StoreAction
+from .pool import DevicePool
+from .record_codec import RecordCodec
+
+if TYPE_CHECKING:
+    from ..segment_parallel.landing import Landing
+    from ..segment_parallel.sender import Sender
+
+logger = init_logger("vllm.hypic.parallel")
+
+_MAX_SENDING_BYTES = 1 << 30
+"""Copies of records on their way out; more wait in the pool."""
+_COPIES_PER_STEP = 4
+"""Each takes as long as a copy of its bytes."""
+
+
+class TransferLink:
+    """Moves records between one worker's pool and other instances.  Called by the worker's thread only.
+
+    Records are pinned by their requests as long as an order of theirs is open.
+    """
+
+    def __init__(self, landing: Landing, sender: Sender, codec: RecordCodec, pool: DevicePool) -> None:
+        self.landing, self.sender, self.codec, self.pool = landing, sender, codec, pool
+        self._awaited: dict[ObjectName, RecordPlace] = {}
+        self._unsent: OrderedDict[int, PushOrder] = OrderedDict()
+        self._sent: dict[int, int] = {}
+        self._ended: dict[int, LoadCount] = {}
+        self._landed: list[RecordPlace] = []
+        self._tiles: dict[int, int] = {}
+        self._pushed: dict[int, str] = {}
+        self._outdated = False
+
+    def absorb(self, metadata: HypicMetadata) -> None:
+        """Carry out a step's orders."""
+        if any(order.action is StoreAction.CLEAR for order in metadata.orders):
+            # Whoever empties the caches may have changed the weights: names no longer say which.
+            self._outdated = True
+        self._poll()
+        for serial in metadata.unawaited:
+            self._unawait(serial)
+        for place in metadata.awaited:
+            self._await(place)
+        for order in metadata.pushes:
+            self._unsent[order.number] = order
+
+    def _await(self, place: RecordPlace) -> None:
+        if self._outdated:
+            self._ended[place.serial] = LoadCount(missed=1)
+            return
+        name, expected = self.codec.name_of(place.key), self.codec.expected(place)
+        if not place.leading:
+            self.pool.offer_tiles(place.slot)
+        self._awaited[name] = place
+        self.landing.expect(name, expected.max_nbytes, self.codec.reader(place, expected))
+
+    def _unawait(self, serial: int) -> None:
+        for name in [n for n, place in self._awaited.items() if place.serial == serial]:
+            self.landing.withdraw(name)
+            del self._awaited[name]
+            self._ended[serial] = LoadCount(missed=1)
+
+    def _poll(self) -> None:
+        for landed in self.landing.poll():
+            place = self._awaited.pop(ObjectName(landed.name), None)
+            if place is None:
+                continue  # withdrawn in the same moment
+            if not landed.taken:
+                logger.info("segment %s will not come: %s", place.key[:12], landed.reason)
+                self._ended[place.serial] = LoadCount(missed=1)
+                continue
+            self._ended[place.serial] = LoadCount(taken=1, tier="remote")
+            self._landed.append(place)
+            if not place.leading:
+                self._tiles[place.serial] = self.pool.settle_tiles(place.slot)
+        for sent in self.sender.poll():
+            number = self._sent.pop(sent.ticket)
+            self._pushed[number] = "" if sent.delivered else (sent.reason or "not delivered")
+
+    def end_step(self) -> None:
+        """Copy records out of the pool and send them, oldest order first."""
+        for order in list(self._unsent.values())[:_COPIES_PER_STEP]:
+            if self.sender.pending_bytes() > _MAX_SENDING_BYTES:
+                break
+            del self._unsent[order.number]
+            if self._outdated:
+                self._pushed[order.number] = "the caches were emptied: its weights may be others by now"
+                continue
+            self._send(order)
+        self._poll()
+
+    def _send(self, order: PushOrder) -> None:
+        header = self.codec.header(order.place)
+        buffer = aligned_buffer(record_nbytes(header))
+        self.codec.write(order.place, header, buffer)
+        seal_record(buffer)
+        name = self.codec.name_of(order.place.key)
+        try:
+            self._sent[self.sender.send(name, buffer, order.destination, order.deadline_s)] = order.number
+        except ValueError as e:
+            self._pushed[order.number] = str(e)
+
+    def take_ended(self) -> dict[int, LoadCount]:
+        """Awaited records that came, or will not, since the last call."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def take_landed(self) -> list[RecordPlace]:
+        """Records that came since the last call."""
+        landed, self._landed = self._landed, []
+        return landed
+
+    def take_tiles(self) -> dict[int, int]:
+        """Tiles that records that came keep."""
+        tiles, self._tiles = self._tiles, {}
+        return tiles
+
+    def take_pushed(self) -> dict[int, str]:
+        """Push orders that ended since the last call, and why not delivered."""
+        pushed, self._pushed = self._pushed, {}
+        return pushed
+
+    def close(self) -> None:
+        self.landing.close()
+        self.sender.close()
