@@ -1,0 +1,199 @@
+"""The scheduler side and other instances: awaited records, pushed records, what is told of changes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from vllm_hypic.connector.directory import Lookup
+from vllm_hypic.connector.metadata import LoadCount, WorkerReport
+from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
+from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.primitives.options import Transfer, transfer_of_request
+from vllm_hypic.primitives.policies import LinkError
+
+from .test_scheduler_store import DOCUMENTS, IDS, QUERY, STORE, say, side, step
+
+PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
+ELSEWHERE = "tcp://127.0.0.1:7200"
+
+
+def parallel_side(**options: Any) -> SchedulerSide:
+    return side(store=False, segment_parallel=PARALLEL, **options)
+
+
+def admit(
+    on: SchedulerSide, name: str, *documents: int, query: bool = True, **extra: Any
+) -> list[SegmentKey]:
+    """``hypic_remote=(0, ...)`` names documents of the prompt by their places."""
+    tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])] + [IDS.sep]
+    ask = Ask([*tokens, *(QUERY if query else [])], None, None, None)
+    plan = on.plan(ask)
+    assert plan is not None
+    keys = [s.key for s in plan.segments]
+    if "hypic_remote" in extra:
+        extra["hypic_remote"] = [keys[i] for i in extra["hypic_remote"]]
+    on.admit(name, plan, on.transfer(Ask([], extra, None, None)))
+    return keys
+
+
+def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
+    on = parallel_side()
+    first, _ = admit(on, "r", 0, 1, hypic_remote=[0])
+    (job,) = on.pump()
+    assert job.token_ids == DOCUMENTS[1]
+    (place,) = step(on).awaited
+    assert place.key == first and step(on).awaited == [] and on.awaiting
+    on.finished(job.request_id, completed=True)
+    assert not on.ready("r")
+    say(on, taken=(place.serial,))
+    assert on.ready("r") and not on.awaiting and on.pump() == []
+    assert on.hit_tokens("r") == 40, "what another instance computed was not computed here"
+    counters = on.take_counters()
+    assert (counters.segments_landed, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
+    on.finished("r", completed=True)
+    on.directory.check_integrity()
+
+
+def test_what_does_not_come_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = parallel_side()
+    admit(on, "r", 0, 1, hypic_remote=[0, 1], hypic_remote_deadline_s=5)
+    assert on.pump() == []
+    one, two = step(on).awaited
+    say(on, missed=(one.serial,))  # withdrawn by the router
+    (job,) = on.pump()
+    assert job.token_ids == DOCUMENTS[0] and step(on).unawaited == []
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 6)
+    assert on.pump() == []
+    assert step(on).unawaited == [two.serial] and step(on).unawaited == [], "told once"
+    say(on, missed=(two.serial,))
+    (other,) = on.pump()
+    assert other.token_ids == DOCUMENTS[1] and on.hit_tokens("r") == 0
+    for job_id in (job.request_id, other.request_id):
+        on.finished(job_id, completed=True)
+    assert on.ready("r") and on.take_counters().segments_unlanded == 2
+
+
+def test_nobody_waits_for_a_request_that_has_gone() -> None:
+    on = parallel_side()
+    admit(on, "gone", 0, hypic_remote=[0])
+    admit(on, "stays", 1, hypic_remote=[0])
+    on.pump()
+    one, two = step(on).awaited
+    on.finished("gone", completed=False)
+    on.pump()
+    assert step(on).unawaited == [one.serial]
+    say(on, missed=(one.serial,))
+    assert on.pump() == [] and on.directory.lookup(one.key) is Lookup.MISS
+    say(on, taken=(two.serial,))
+    assert on.ready("stays")
+
+
+def test_two_requests_await_a_record_once() -> None:
+    on = parallel_side()
+    admit(on, "a", 0, hypic_remote=[0])
+    admit(on, "b", 0, hypic_remote=[0])
+    on.pump()
+    (place,) = step(on).awaited
+    on.finished("a", completed=False)
+    on.pump()
+    assert step(on).unawaited == [], "the other one still wants it"
+    say(on, taken=(place.serial,))
+    assert on.ready("b")
+
+
+def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_have_arrived() -> None:
+    on = parallel_side()
+    (key,) = admit(on, "w", 0, query=False, hypic_push_to=ELSEWHERE, hypic_push_deadline_s=7)
+    on.hold("w")
+    (job,) = on.pump()
+    assert not on.over("w") and step(on).pushes == []
+    on.finished(job.request_id, completed=True)
+    assert not on.over("w")
+    (order,) = step(on).pushes
+    assert (order.place.key, order.destination, order.deadline_s) == (key, ELSEWHERE, 7)
+    assert not on.over("w") and step(on).pushes == [], "ordered once"
+    assert on.directory.get(key).pins == 1, "the record stays while it is sent"
+    on.absorb(WorkerReport(pushed={order.number: ""}))
+    assert on.over("w") and on.push_fault("w") is None
+    on.finished("w", completed=True)
+    assert on.take_counters().segments_pushed == 1
+    # A resident record goes out again, to whoever asks.
+    admit(on, "again", 0, query=False, hypic_push_to=ELSEWHERE)
+    on.pump()
+    assert not on.over("again")
+    (order,) = step(on).pushes
+    on.absorb(WorkerReport(pushed={order.number: "nobody there"}))
+    assert on.over("again") and on.push_fault("again") == "nobody there"
+    assert on.take_counters().segments_unpushed == 1
+
+
+def test_with_a_store_the_others_are_fetched_as_ever() -> None:
+    on = side(segment_parallel=PARALLEL)
+    assert on.config.store.tiers and STORE
+    first, second = admit(on, "r", 0, 1, hypic_remote=[1])
+    assert on.pump() == []
+    metadata = step(on)
+    assert [p.key for p in metadata.loads] == [first] and [p.key for p in metadata.awaited] == [second]
+    assert not on.awaiting, "no naps while the store is at work"
+    say(on, taken=(metadata.loads[0].serial, metadata.awaited[0].serial))
+    assert on.ready("r") and on.hit_tokens("r") == 80
+    counters = on.take_counters()
+    assert (counters.segments_loaded, counters.segments_landed) == (1, 1)
+
+
+def test_changes_of_the_directory_are_told_once_and_in_their_last_state() -> None:
+    on = parallel_side(segments=2)
+    assert on.directory.take_changes() == {}, "nobody watches"
+    on.directory.watch()
+    (first,) = admit(on, "a", 0)
+    (job,) = on.pump()
+    assert on.directory.take_changes() == {first: Lookup.PENDING}
+    on.finished(job.request_id, completed=True)
+    on.finished("a", completed=True)
+    assert on.directory.take_changes() == {first: Lookup.HIT} and on.directory.take_changes() == {}
+    second, third = admit(on, "b", 1, 2)
+    assert len(on.pump()) == 2
+    assert on.directory.take_changes() == {
+        first: Lookup.MISS,
+        second: Lookup.PENDING,
+        third: Lookup.PENDING,
+    }
+
+
+def test_reports_of_pushes_add_up() -> None:
+    merged = WorkerReport(pushed={1: "", 2: "broken"}).aggregate(WorkerReport(pushed={1: "", 3: ""}))
+    assert isinstance(merged, WorkerReport) and merged.pushed == {1: "", 2: "broken", 3: ""}
+    loads = WorkerReport(loads={1: LoadCount(taken=1)}).aggregate(WorkerReport())
+    assert isinstance(loads, WorkerReport) and loads.loads[1].taken == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"hypic_push_to": "http://x"}, "hypic_push_to='http://x': expected tcp://HOST:PORT"),
+        ({"hypic_push_to": 7}, "hypic_push_to=7"),
+        ({"hypic_remote": "a" * 64}, "expected a list"),
+        ({"hypic_remote": ["a" * 63]}, "no segment key"),
+        ({"hypic_remote": ["a" * 64] * 5000}, "at most 4096"),
+        ({"hypic_remote": [], "hypic_remote_deadline_s": 61}, "above 0 and at most 60"),
+        ({"hypic_push_deadline_s": 0}, "above 0"),
+        ({"hypic_push_deadline_s": True}, "above 0"),
+        ({"hypic_remote_deadline_s": float("nan")}, "above 0"),
+    ],
+)
+def test_bad_options_are_refused_with_their_value(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(LinkError, match=says.replace("(", r"\(")):
+        transfer_of_request(extra, longest_s=60.0)
+
+
+def test_options_need_the_engines_section_and_have_defaults() -> None:
+    key = "0123456789abcdef" * 4
+    with pytest.raises(LinkError, match="without the option section segment_parallel"):
+        transfer_of_request({"hypic_remote": [key]}, longest_s=None)
+    assert transfer_of_request({"hypic_link": "block"}, longest_s=None) == Transfer()
+    found = transfer_of_request({"hypic_remote": [key], "hypic_push_to": ELSEWHERE}, longest_s=60.0)
+    assert found == Transfer(ELSEWHERE, 60.0, frozenset({SegmentKey(key)}), 60.0)
