@@ -47,6 +47,22 @@ def test_the_store_imports_neither_torch_nor_vllm() -> None:
     assert not any(found.values()), found
 
 
+def test_segment_parallelism_imports_neither_torch_nor_vllm() -> None:
+    """A router runs where neither is installed."""
+    package = Path(vllm_hypic.__file__).parent / "segment_parallel"
+    names = [
+        ".".join(p.relative_to(package.parent.parent).with_suffix("").parts)
+        for p in sorted(package.rglob("*.py"))
+        if p.stem not in ("__init__", "__main__", "demo", "cluster")
+    ]
+    assert len(names) > 10
+    found = loaded_after("import " + ", ".join(names), "torch", "vllm", "transformers")
+    assert not any(found.values()), found
+    for source in package.rglob("*.py"):
+        used = {n.split(".")[0] for n in imported(source)} & {"connector", "backends"}
+        assert not used, f"{source.name} imports {used}"
+
+
 def test_the_store_stands_alone() -> None:
     package = Path(vllm_hypic.__file__).parent
     for source in (package / "store").rglob("*.py"):
