@@ -1,0 +1,442 @@
+"""Events over real sockets: views that are right, and that say so when they may not be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import psutil
+import pytest
+import zmq
+
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.segment_parallel import events_wire as wire
+from vllm_hypic.segment_parallel.events import SILENCE_S, InstanceView, Publisher, Subscription
+from vllm_hypic.segment_parallel.secret import Secret
+from vllm_hypic.serving import free_port
+
+BOUND_S = 20.0
+
+
+def url() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def key(i: int) -> str:
+    return f"{i:064x}"
+
+
+def keys(*numbers: int) -> list[str]:
+    return [key(i) for i in numbers]
+
+
+@contextmanager
+def publishing(at: str) -> Iterator[Publisher]:
+    publisher = Publisher(at, None)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+        assert not publisher._thread.is_alive()
+
+
+@asynccontextmanager
+async def subscribed(at: str, secret: Secret | None = None) -> AsyncIterator[Subscription]:
+    subscription = Subscription(at, secret)
+    task = asyncio.create_task(subscription.run())
+    try:
+        yield subscription
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(met: Callable[[], bool], what: str, bound_s: float = BOUND_S) -> None:
+    deadline = time.monotonic() + bound_s
+    while not met():
+        assert time.monotonic() < deadline, f"not within {bound_s:g} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+def holds(view: InstanceView, resident: list[str], pending: list[str] | None = None) -> bool:
+    return view.known and view.resident == set(resident) and view.pending == set(pending or [])
+
+
+async def test_who_joins_late_gets_a_snapshot():
+    at = url()
+    with publishing(at) as publisher:
+        publisher.change(keys(1, 2, 3), keys(4, 5), [], 700, 2)
+        publisher.change([], [], keys(2), 650, 1)
+        async with subscribed(at) as subscription:
+            view = subscription.view
+            assert not view.known and view.age_s == float("inf")
+            await until(lambda: holds(view, keys(1, 3), keys(4, 5)), "the snapshot")
+            assert (view.load_tokens, view.waiting, view.boot) == (650, 1, publisher.boot)
+            assert subscription.snapshots == 1
+
+
+async def test_who_joins_before_anybody_is_there():
+    at = url()
+    async with subscribed(at) as subscription:
+        await asyncio.sleep(0.3)
+        assert not subscription.view.known
+        with publishing(at) as publisher:
+            publisher.change(keys(1), [], [], 1)
+            await until(lambda: holds(subscription.view, keys(1)), "the publisher is found")
+
+
+async def test_changes_are_applied_in_order():
+    """Many small ones, the same names over and over: any two the other way round leave another view."""
+    at = url()
+    with publishing(at) as publisher:
+        async with subscribed(at) as subscription:
+            view = subscription.view
+            await until(lambda: view.known, "an empty snapshot")
+            truth: dict[str, str] = {}
+            for i in range(3000):
+                name, state = key(i * 7 % 50), ("resident", "pending", "gone")[i * i % 3]
+                lists = {s: [name] if s == state else [] for s in ("resident", "pending", "gone")}
+                publisher.change(**lists, load_tokens=i)
+                truth[name] = state
+                if i % 20 == 0:  # else they would all travel in one message
+                    await asyncio.sleep(0.001)
+            of = {s: [n for n, state in truth.items() if state == s] for s in ("resident", "pending")}
+            await until(lambda: view.load_tokens == 2999, "the last change")
+            assert holds(view, of["resident"], of["pending"])
+            assert subscription.snapshots == 1
+
+
+async def test_load_alone_is_told_at_once(monkeypatch):
+    """And not with the next heartbeat."""
+    monkeypatch.setattr("vllm_hypic.segment_parallel.events.HEARTBEAT_S", 1000.0)
+    at = url()
+    with publishing(at) as publisher:
+        async with subscribed(at) as subscription:
+            await until(lambda: subscription.view.known, "a snapshot")
+            for load in (5, 0, 12345):
+                publisher.change([], [], [], load)
+                await until(lambda load=load: subscription.view.load_tokens == load, f"load {load}")
+            assert subscription.snapshots == 1
+
+
+async def test_a_gap_brings_a_new_snapshot():
+    at = url()
+    with publishing(at) as publisher:
+        async with subscribed(at) as subscription:
+            view = subscription.view
+            publisher.change(keys(1), [], [], 1)
+            await until(lambda: holds(view, keys(1)), "the first")
+            assert subscription.snapshots == 1
+            # As if a message had been dropped: the thread has nothing to send now.
+            publisher._states[key(2)] = wire.State.RESIDENT
+            publisher._seq += 1
+            await until(lambda: holds(view, keys(1, 2)), "what was missed")
+            assert subscription.snapshots == 2
+            publisher.change(keys(3), [], keys(1), 1)
+            await until(lambda: holds(view, keys(2, 3)), "changes after the snapshot")
+            assert subscription.snapshots == 2
+
+
+async def test_a_view_with_a_gap_is_no_longer_renewed():
+    """Heartbeats alone do not make it right: without a snapshot it is unknown after a while."""
+    subscription = Subscription(url(), None)
+    view = subscription.view
+    subscription._hear(wire.Snapshot("boot", 4, 0, 1, keys(1), [], 0, 0))
+    assert view.known
+    subscription._hear(wire.Heartbeat("boot", 6, 0, 0))
+    assert view.known and view.resident == set(keys(1))
+    right_at = view._right_at
+    subscription._hear(wire.Changes("boot", 7, keys(9), [], [], 5, 0))
+    subscription._hear(wire.Heartbeat("boot", 7, 5, 0))
+    assert view._right_at == right_at and view.resident == set(keys(1))
+    subscription._hear(wire.Snapshot("boot", 7, 0, 1, keys(9), [], 0, 0))
+    subscription._hear(wire.Changes("boot", 7, keys(1), [], [], 5, 0))  # older than the snapshot
+    assert view.resident == set(keys(9)) and view._right_at > right_at
+    subscription._hear(wire.Heartbeat("another boot", 7, 5, 0))  # another process, with nothing of all that
+    assert not view.known and not view.resident
+
+
+async def test_snapshots_in_parts_are_all_or_nothing():
+    subscription = Subscription(url(), None)
+    part = [wire.Snapshot("boot", 3, i, 3, keys(i), keys(10 + i), 0, 0) for i in range(3)]
+    for message in (part[0], part[1], part[1], part[2]):  # one twice
+        subscription._hear(message)
+    assert not subscription.view.known and subscription.snapshots == 0
+    for message in (part[0], part[2]):  # one missing
+        subscription._hear(message)
+    for message in (part[0], part[1], wire.Changes("boot", 4, [], [], [], 0, 0), part[2]):  # interrupted
+        subscription._hear(message)
+    assert not subscription.view.known and subscription.snapshots == 0
+    for message in (part[0], *part):  # begun twice
+        subscription._hear(message)
+    assert holds(subscription.view, keys(0, 1, 2), keys(10, 11, 12))
+
+
+async def test_another_engine_at_the_address_replaces_the_view():
+    at = url()
+    async with subscribed(at) as subscription:
+        view = subscription.view
+        with publishing(at) as first:
+            first.change(keys(1, 2), keys(3), [], 10)
+            await until(lambda: holds(view, keys(1, 2), keys(3)), "the first engine's")
+        with publishing(at) as second:
+            second.change(keys(7), [], [], 20)
+            await until(lambda: view.boot == second.boot and view.known, "the second engine")
+            await until(lambda: holds(view, keys(7)), "the second engine's records")
+            assert first.boot != second.boot
+
+
+_PUBLISHER = """
+import sys, time
+from vllm_hypic.segment_parallel.events import Publisher
+publisher = Publisher(sys.argv[1], None)
+publisher.change(["a" * 64], [], [], 5)
+sys.stdin.read()
+"""
+
+
+async def test_silence_makes_an_instance_unknown_and_it_comes_back():
+    at = url()
+    process = subprocess.Popen([sys.executable, "-c", _PUBLISHER, at], stdin=subprocess.PIPE)
+    try:
+        async with subscribed(at) as subscription:
+            view = subscription.view
+            await until(lambda: holds(view, ["a" * 64]), "a snapshot")
+            boot = view.boot
+            process.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            await until(lambda: not view.known, "unknown")
+            assert time.monotonic() - stopped > SILENCE_S / 2  # not at the first missing heartbeat
+            process.send_signal(signal.SIGCONT)
+            await until(lambda: holds(view, ["a" * 64]), "back")
+            assert view.boot == boot
+            process.kill()
+            await until(lambda: not view.known, "unknown after its end")
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_two_subscribers_have_the_same_view():
+    at = url()
+    with publishing(at) as publisher:
+        publisher.change(keys(1), [], [], 1)
+        async with subscribed(at) as one, subscribed(at) as two:
+            for subscription in (one, two):
+                await until(lambda s=subscription: holds(s.view, keys(1)), "a snapshot")
+            publisher.change(keys(2), [], keys(1), 1)
+            for subscription in (one, two):
+                await until(lambda s=subscription: holds(s.view, keys(2)), "the change")
+                assert subscription.snapshots == 1
+                assert subscription.ignored == 0  # the other's snapshot did not come here
+
+
+async def test_a_hundred_thousand_names():
+    at = url()
+    names = keys(*range(100_000))
+    with publishing(at) as publisher:
+        publisher.change(names[:60_000], names[60_000:], [], 1)
+        async with subscribed(at) as subscription:
+            view = subscription.view
+            await until(lambda: view.known, "the snapshot")
+            assert holds(view, names[:60_000], names[60_000:])
+            publisher.change(names[60_000:], [], names[:60_000], 1)
+            await until(lambda: holds(view, names[60_000:]), "a hundred thousand changes")
+
+
+async def test_a_subscriber_that_does_not_read_loses_messages_and_catches_up():
+    """The publisher goes on meanwhile, and keeps a bounded number of messages for it and for its like."""
+    at = url()
+    with publishing(at) as publisher, zmq.Context() as context, context.socket(zmq.SUB) as deaf:
+        deaf.linger = 0
+        deaf.rcvhwm = 1
+        deaf.connect(at)
+        deaf.subscribe(b"")
+        assert deaf.poll(int(1000 * BOUND_S)), "no heartbeat"
+        async with subscribed(at) as subscription:
+            view = subscription.view
+            await until(lambda: view.known, "a snapshot")
+            before = psutil.Process().memory_info().rss
+            # 4000 messages of 132 KB: more than sockets and queues take.  The event loop stands still.
+            for i in range(4000):
+                seq = publisher._seq
+                names, old = (keys(*range(1000 * j, 1000 * j + 1000)) for j in (i, i - 1 if i else 4000))
+                publisher.change(names, [], old, i)
+                deadline = time.monotonic() + BOUND_S
+                while publisher._seq == seq:
+                    assert time.monotonic() < deadline, "the publisher waits"
+                    time.sleep(0.0002)
+            # 512 messages wait on either side; all 4000 would be 528 MB.
+            assert psutil.Process().memory_info().rss - before < 300e6
+            await until(lambda: holds(view, keys(*range(3_999_000, 4_000_000))), "the end of it")
+            assert subscription.snapshots > 1, "nothing was lost: the test shows nothing"
+
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+
+async def test_only_who_has_the_secret_hears_anything():
+    at = url()
+    publisher = Publisher(at, Secret(SECRET))
+    try:
+        publisher.change(keys(1), [], [], 1)
+        async with (
+            subscribed(at, Secret(SECRET)) as friend,
+            subscribed(at, Secret(SECRET[::-1])) as stranger,
+            subscribed(at) as unarmed,
+        ):
+            await until(lambda: holds(friend.view, keys(1)), "who has the secret")
+            # Long enough for a handshake: the friend hears two more heartbeats, and is joined by another.
+            async with subscribed(at, Secret(SECRET)) as another:
+                await until(lambda: holds(another.view, keys(1)), "another who has it")
+            await asyncio.sleep(3 * wire.HEARTBEAT_S)
+            assert stranger.view.age_s == unarmed.view.age_s == float("inf")
+    finally:
+        publisher.close()
+    assert not publisher._thread.is_alive()
+
+
+async def test_who_has_a_secret_listens_to_nobody_without():
+    at = url()
+    with publishing(at):
+        async with subscribed(at, Secret(SECRET)) as armed, subscribed(at) as unarmed:
+            await until(lambda: unarmed.view.known, "who has none")
+            await asyncio.sleep(3 * wire.HEARTBEAT_S)
+            assert armed.view.age_s == float("inf")
+
+
+async def test_hostile_publishers_are_ignored():
+    """Frames of all kinds before and between those of a real message."""
+    at = url()
+    with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
+        socket.linger = 0
+        socket.bind(at)
+        async with subscribed(at) as subscription:
+            topics: set[bytes] = set()
+            deadline = time.monotonic() + BOUND_S
+            while len(topics) < 2:
+                assert time.monotonic() < deadline
+                if socket.poll(0):
+                    topics.add(socket.recv()[1:])
+                await asyncio.sleep(0.001)
+            [asked] = topics - {wire.ALL}
+            good = wire.encode(wire.Snapshot("boot", 1, 0, 1, keys(1), [], 3, 0))
+            hostile = [
+                [wire.ALL],
+                [wire.ALL, b""],
+                [wire.ALL, b"\xff" * 100],
+                [wire.ALL, good],  # a snapshot on everybody's topic
+                [wire.ALL, good, good],
+                [asked, good[:-1]],
+                [asked, good + b"\x00"],
+                [asked, wire.encode(wire.Heartbeat("boot", 1, 0, 0))],
+                [asked, wire.encode(wire.Snapshot("boot", 1, 0, 1, [""], [], 0, 0))],
+                [asked, wire.encode(wire.Snapshot("boot", 1, 0, 1, ["x" * 1000], [], 0, 0))],
+                [asked, wire.encode(wire.Snapshot("boot", 1, 0, 0, [], [], 0, 0))],
+                [asked, wire.encode(wire.Snapshot("boot", -1, 0, 1, [], [], 0, 0))],
+                [asked, wire.encode(wire.Snapshot("boot", 1, 0, 1 << 40, [], [], 0, 0))],
+                [asked, wire.encode(wire.Snapshot("boot", 1, 0, 1, keys(*range(5000)), [], 0, 0))],
+                [asked, wire.encode((7, "boot", 1))],
+                [asked, wire.encode({"boot": "boot"})],
+            ]
+            for frames in hostile:
+                socket.send_multipart(frames)
+            await until(lambda: subscription.ignored == len(hostile), "all are heard")
+            assert not subscription.view.known
+            socket.send_multipart([asked, good])
+            await until(lambda: holds(subscription.view, keys(1)), "the sound one")
+            # Longer than any message: the connection is closed, nothing is read of it, and made anew.
+            socket.send_multipart([wire.ALL, b"\x00" * (wire.MOST_BYTES + 1)])
+            await until(lambda: socket.poll(0) > 0, "it connects again")
+            assert subscription.ignored == len(hostile)
+
+
+async def test_more_names_than_any_instance_has_are_refused(monkeypatch, caplog):
+    monkeypatch.setattr("vllm_hypic.segment_parallel.events.MOST_NAMES", 10)
+    subscription = Subscription(url(), None)
+    subscription._hear(wire.Snapshot("boot", 0, 0, 1, keys(*range(10)), [], 0, 0))
+    assert subscription.view.known
+    subscription._hear(wire.Changes("boot", 1, keys(11), [], [], 0, 0))
+    assert not subscription.view.known and not subscription.view.resident
+    assert "more than 10 names" in caplog.text
+
+
+async def test_hostile_subscribers_are_ignored():
+    at = url()
+    with publishing(at) as publisher, zmq.Context() as context:
+        publisher.change(keys(1), [], [], 1)
+        with context.socket(zmq.XSUB) as socket:
+            socket.linger = 0
+            socket.connect(at)
+            for frame in (b"", b"\x01", b"\x01snap:", b"\x01snap:" + b"g" * 16, b"\x01snap:" + b"0" * 17):
+                socket.send(frame)
+            for frame in (b"junk", b"\x02" * 900, b"\x00snap:" + b"0" * 16):
+                socket.send(frame)
+            socket.send(b"\x01" + b"x" * 100_000)  # closes the connection
+            # More subscriptions than wait for a snapshot at once: the surplus is left out, nothing breaks.
+            with context.socket(zmq.XSUB) as many:
+                many.linger = 0
+                many.connect(at)
+                for i in range(5000):
+                    many.send(b"\x01snap:%016x" % i)
+                async with subscribed(at) as subscription:
+                    await until(lambda: holds(subscription.view, keys(1)), "a sound subscriber's view")
+                    publisher.change(keys(2), [], [], 1)
+                    await until(lambda: holds(subscription.view, keys(1, 2)), "a change")
+
+
+def test_an_address_in_use_is_named():
+    at = url()
+    with (
+        publishing(at),
+        pytest.raises(ConfigError, match=r"segment_parallel\.events='tcp://127.0.0.1:\d+': cannot"),
+    ):
+        Publisher(at, None)
+    with publishing(at):
+        pass  # free again
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "tcp://127.0.0.1", "http://127.0.0.1:5", "tcp://127.0.0.1:0", "ipc:///tmp/x"]
+)
+def test_addresses_that_are_none(bad):
+    with pytest.raises(ConfigError, match="tcp://ADDRESS:PORT"):
+        Publisher(bad, None)
+    with pytest.raises(ConfigError, match="tcp://ADDRESS:PORT"):
+        Subscription(bad, None)
+
+
+def test_nothing_is_left_of_a_publisher_that_could_not_listen():
+    at = url()
+    with publishing(at):
+        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        for _ in range(5):
+            with pytest.raises(ConfigError):
+                Publisher(at, None)
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_closing_twice_and_changes_afterwards_do_nothing():
+    publisher = Publisher(url(), None)
+    publisher.close()
+    publisher.close()
+    publisher.change(keys(1), [], [], 1)
+
+
+def test_what_waits_for_the_thread_is_bounded_by_the_number_of_names():
+    publisher = Publisher(url(), None)
+    publisher.close()
+    publisher._closing = False  # as if the thread were somewhere else; nobody empties what it is left
+    publisher._awake = True
+    for i in range(20_000):
+        publisher.change(keys(i % 100), [], [], i)
+    assert len(publisher._changed) == 100
+    publisher._closing = True

@@ -1,0 +1,370 @@
+"""How routers know what every instance holds: each publishes its changes, routers keep a view of each.
+
+A subscriber that joins, missed something or finds another engine process at the address asks for a snapshot
+and applies the changes that follow it.  Nobody waits for anybody: what a subscriber has no room for
+is dropped; their numbers tell it so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.asyncio
+
+from ..errors import ConfigError
+from .config import Address
+from .events_wire import (
+    ALL,
+    HEARTBEAT_S,
+    MOST_BYTES,
+    MOST_NAMES,
+    Changes,
+    Heartbeat,
+    Message,
+    Snapshot,
+    State,
+    asked_snapshot,
+    batches,
+    decode,
+    encode,
+    new_snapshot_topic,
+)
+
+if TYPE_CHECKING:
+    from .secret import Secret
+
+log = logging.getLogger(__name__)
+
+QUEUED_MESSAGES = 512
+"""That wait for one subscriber or in one; what comes on top is dropped."""
+SILENCE_S = 2.0
+"""A view that was not known to be right for so long counts as unknown."""
+_ASK_AGAIN_S = 0.5
+_SNAPSHOT_SHARE = 0.1
+"""Of the publisher's time that snapshots may take, however many are asked for."""
+_MOST_ASKED = 1024
+"""Subscribers whose snapshots wait; the others ask again."""
+_CLOSE_S = 5.0
+
+
+class Publisher:
+    """Publishes one engine process's records and load, from a thread of its own.
+
+    Memory: one entry a name, and :data:`QUEUED_MESSAGES` messages a subscriber.
+    """
+
+    def __init__(self, bind: str, secret: Secret | None) -> None:
+        """Raises :class:`ConfigError` when nobody can listen on ``bind`` (``tcp://ADDRESS:PORT``)."""
+        self.boot = secrets.token_hex(8)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.XPUB)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # around what `change` leaves for the thread
+        self._changed: dict[str, State] = {}
+        self._load = (0, 0)
+        self._awake = False
+        self._closing = False
+        # From here on the thread's own.
+        self._states: dict[str, State] = {}
+        self._told_load = (0, 0)
+        self._seq = 0
+        self._asked: set[bytes] = set()
+        self._snapshots_rest_until = 0.0
+        try:
+            if secret is not None:
+                secret.serve(self._socket)
+            self._socket.set(zmq.LINGER, 0)
+            self._socket.set(zmq.SNDHWM, QUEUED_MESSAGES)
+            self._socket.set(zmq.MAXMSGSIZE, 1024)  # subscribers send topics only
+            self._socket.set(zmq.IPV6, Address.parse(bind).ipv6)
+            self._socket.bind(bind)
+        except (ValueError, zmq.ZMQError) as e:
+            self._free()
+            raise ConfigError(
+                f"hypic config: segment_parallel.events={bind!r}: cannot listen there ({e}); "
+                "expected tcp://ADDRESS:PORT, an address of this machine and a port that nobody uses"
+            ) from e
+        self._thread = threading.Thread(target=self._run, name="hypic events", daemon=True)
+        self._thread.start()
+
+    def change(
+        self,
+        resident: Sequence[str],
+        pending: Sequence[str],
+        gone: Sequence[str],
+        load_tokens: int,
+        waiting: int = 0,
+    ) -> None:
+        """Tell that records are resident now, being computed or fetched, or neither.  Never blocks.
+
+        ``load_tokens``: prompt tokens still to be prefilled; ``waiting``: requests that wait.
+        """
+        with self._lock:
+            for state, names in ((State.RESIDENT, resident), (State.PENDING, pending), (State.GONE, gone)):
+                for name in names:
+                    self._changed[name] = state
+            self._load = (load_tokens, waiting)
+            if self._awake or self._closing:
+                return
+            self._awake = True
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Stop publishing; what was not sent yet is lost.  Calling it again changes nothing."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():  # it owns the socket: better leaked than closed under its hands
+            log.error("the thread that publishes events did not end within %g s", _CLOSE_S)
+            return
+        self._free()
+
+    def _free(self) -> None:
+        self._socket.close(0)
+        self._context.destroy(0)
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        beat_at = time.monotonic()
+        while not self._closing:
+            now = time.monotonic()
+            until = beat_at
+            if self._asked:
+                until = min(until, self._snapshots_rest_until)
+            ready = dict(poller.poll(math.ceil(max(0.0, until - now) * 1000)))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            self._publish_changes()
+            if self._socket in ready:
+                self._hear()
+            now = time.monotonic()
+            if self._asked and now >= self._snapshots_rest_until:
+                self._publish_snapshots()
+            if now >= beat_at:
+                self._publish(Heartbeat(self.boot, self._seq, *self._told_load))
+                beat_at = now + HEARTBEAT_S
+
+    def _publish_changes(self) -> None:
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            load, self._awake = self._load, False
+        if not changed and load != self._told_load:
+            self._publish(Heartbeat(self.boot, self._seq, *load))
+        self._told_load = load
+        for batch in batches(changed):
+            self._seq += 1
+            self._publish(Changes(self.boot, self._seq, batch.resident, batch.pending, batch.gone, *load))
+        for name, state in changed.items():
+            if state is State.GONE:
+                self._states.pop(name, None)
+            else:
+                self._states[name] = state
+
+    def _hear(self) -> None:
+        for _ in range(_MOST_ASKED):
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            topic = asked_snapshot(frame)
+            if topic is not None and len(self._asked) < _MOST_ASKED:
+                self._asked.add(topic)
+
+    def _publish_snapshots(self) -> None:
+        begin = time.monotonic()
+        found = list(batches(self._states))
+        for part in range(max(1, len(found))):
+            resident, pending = (found[part].resident, found[part].pending) if found else ([], [])
+            body = encode(
+                Snapshot(self.boot, self._seq, part, max(1, len(found)), resident, pending, *self._told_load)
+            )
+            for topic in self._asked:
+                self._send(topic, body)
+        self._asked.clear()
+        end = time.monotonic()
+        self._snapshots_rest_until = end + (end - begin) / _SNAPSHOT_SHARE
+
+    def _publish(self, message: Message) -> None:
+        self._send(ALL, encode(message))
+
+    def _send(self, topic: bytes, body: bytes) -> None:
+        # An XPUB never waits: it drops what a subscriber has no room for.
+        with suppress(zmq.Again):
+            self._socket.send_multipart([topic, body], zmq.NOBLOCK)
+
+
+class InstanceView:
+    """What a router knows of one instance.  The subscription changes it, everybody else reads it."""
+
+    def __init__(self) -> None:
+        self.resident: set[str] = set()
+        self.pending: set[str] = set()
+        self.load_tokens = 0
+        self.waiting = 0
+        self.boot = ""
+        self._right_at: float | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the view was last known to be right; infinite where it never was."""
+        return float("inf") if self._right_at is None else time.monotonic() - self._right_at
+
+    @property
+    def known(self) -> bool:
+        """Whether to trust the rest."""
+        return self.age_s < SILENCE_S
+
+    def _replace(self, boot: str, resident: set[str], pending: set[str]) -> None:
+        self.boot, self.resident, self.pending = boot, resident, pending
+
+    def _forget(self, boot: str) -> None:
+        self._replace(boot, set(), set())
+        self.load_tokens = self.waiting = 0
+        self._right_at = None
+
+    def _apply(self, changes: Changes) -> None:
+        self.resident.update(changes.resident)
+        self.resident.difference_update(changes.pending, changes.gone)
+        self.pending.update(changes.pending)
+        self.pending.difference_update(changes.resident, changes.gone)
+
+    def _now_right(self, message: Message) -> None:
+        self.load_tokens, self.waiting = message.load_tokens, message.waiting
+        self._right_at = time.monotonic()
+
+
+class Subscription:
+    """Keeps :attr:`view` of the instance that publishes at ``url``; also while nobody is there yet."""
+
+    def __init__(self, url: str, secret: Secret | None) -> None:
+        """Raises :class:`ConfigError` when ``url`` is no ``tcp://ADDRESS:PORT``."""
+        self.url = url
+        self.view = InstanceView()
+        self.ignored = 0
+        """Messages that were none, or not for us."""
+        self.snapshots = 0
+        """That were applied."""
+        self._secret = secret
+        self._seq: int | None = None  # None: a snapshot is needed
+        self._topic = b""
+        self._asked_at = 0.0
+        self._parts: list[Snapshot] = []
+        try:
+            self._ipv6 = Address.parse(url).ipv6
+        except ValueError as e:
+            raise ConfigError(f"events of an instance: {e}") from e
+
+    def _connect(self, socket: zmq.asyncio.Socket) -> None:
+        if self._secret is not None:
+            self._secret.connect(socket)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVHWM, QUEUED_MESSAGES)
+        socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
+        socket.set(zmq.IPV6, self._ipv6)
+        socket.set(zmq.RECONNECT_IVL, 100)
+        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        # A connection whose other end is gone without a word is made anew.
+        socket.set(zmq.HANDSHAKE_IVL, 3000)
+        socket.set(zmq.HEARTBEAT_IVL, 1000)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 3000)
+        socket.connect(self.url)
+
+    async def run(self) -> None:
+        """Forever; cancel it to stop.  Afterwards the view grows old."""
+        # One context, thus one thread, for however many instances.
+        with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
+            self._connect(socket)
+            # First: what changes after the snapshot must not be missed.
+            socket.subscribe(ALL)
+            self._seq = None
+            self._ask(socket)
+            while True:
+                if self._seq is None and time.monotonic() - self._asked_at > _ASK_AGAIN_S:
+                    self._ask(socket)
+                try:
+                    async with asyncio.timeout(_ASK_AGAIN_S):
+                        frames = await socket.recv_multipart()
+                except TimeoutError:
+                    continue
+                message = decode(frames, self._topic)
+                if message is None:
+                    self.ignored += 1
+                else:
+                    self._hear(message)
+                # A flood must not keep the event loop for itself: recv returns at once while there is more.
+                await asyncio.sleep(0)
+
+    def _ask(self, socket: zmq.Socket) -> None:
+        if self._topic:
+            socket.unsubscribe(self._topic)
+        self._topic = new_snapshot_topic()
+        socket.subscribe(self._topic)
+        self._asked_at = time.monotonic()
+        self._parts = []
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Snapshot):
+            self._collect(message)
+            return
+        self._parts = []  # a snapshot's parts come without anything between
+        view = self.view
+        if message.boot != view.boot:
+            view._forget(message.boot)
+            self._seq = None
+        if self._seq is None:
+            return
+        step = 1 if isinstance(message, Changes) else 0
+        if message.seq < self._seq + step:
+            return  # from before the snapshot
+        if message.seq > self._seq + step:
+            self._seq = None  # something was missed; the view stays until the snapshot is there, or too old
+            return
+        if isinstance(message, Changes):
+            view._apply(message)
+            self._seq = message.seq
+            if len(view.resident) + len(view.pending) > MOST_NAMES:
+                log.error("%s publishes more than %d names: it is left out", self.url, MOST_NAMES)
+                view._forget(message.boot)
+                self._seq = None
+                return
+        view._now_right(message)
+
+    def _collect(self, part: Snapshot) -> None:
+        if part.part == 0:
+            self._parts = []
+        first = self._parts[0] if self._parts else part
+        if (part.boot, part.seq, part.parts, part.part) != (
+            first.boot,
+            first.seq,
+            first.parts,
+            len(self._parts),
+        ):
+            self._parts = []
+            self._seq = None
+            return
+        self._parts.append(part)
+        if len(self._parts) < part.parts:
+            return
+        parts, self._parts = self._parts, []
+        resident = {name for p in parts for name in p.resident}
+        pending = {name for p in parts for name in p.pending} - resident
+        self.view._replace(part.boot, resident, pending)
+        self.view._now_right(part)
+        self._seq = part.seq
+        self.snapshots += 1

@@ -1,0 +1,126 @@
+"""What instances publish: which records they hold and how much they have to do.
+
+Two frames each: topic and a msgpack body.  ``b"all"`` carries changes and heartbeats to every subscriber,
+``b"snap:" + 16 hex digits`` one subscriber's snapshot.  No message holds more names than
+:data:`NAMES_AT_ONCE`, so that a bound on messages is one on bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+
+ALL = b"all"
+_SNAPSHOT = re.compile(rb"snap:[0-9a-f]{16}")
+
+HEARTBEAT_S = 0.25
+NAMES_AT_ONCE = 4096
+MOST_NAMES = 1 << 22
+"""Of one instance.  More are no instance's: a view that grows beyond is given up."""
+MOST_BYTES = 1 << 20
+"""Of a frame; larger ones close the connection before they are read."""
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+_Names = Annotated[list[_Name], msgspec.Meta(max_length=NAMES_AT_ONCE)]
+_Boot = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Parts = Annotated[int, msgspec.Meta(ge=1, le=MOST_NAMES // NAMES_AT_ONCE)]
+
+
+class Changes(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Change number ``seq`` of the engine process ``boot``; the first is 1."""
+
+    boot: _Boot
+    seq: _Count
+    resident: _Names
+    pending: _Names
+    gone: _Names
+    load_tokens: _Count
+    """Tokens of prompts still to be prefilled."""
+    waiting: _Count
+    """Requests that wait."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Nothing changed since change ``seq``, but perhaps the load."""
+
+    boot: _Boot
+    seq: _Count
+    load_tokens: _Count
+    waiting: _Count
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Part ``part`` of ``parts`` of everything that holds after change ``seq``."""
+
+    boot: _Boot
+    seq: _Count
+    part: _Count
+    parts: _Parts
+    resident: _Names
+    pending: _Names
+    load_tokens: _Count
+    waiting: _Count
+
+
+Message = Changes | Heartbeat | Snapshot
+
+encode = msgspec.msgpack.Encoder().encode
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def decode(frames: Sequence[bytes], snapshot_topic: bytes) -> Message | None:
+    """The message, or ``None`` when this is none, or a snapshot that is not for ``snapshot_topic``."""
+    if len(frames) != 2:
+        return None
+    try:
+        message = _DECODER.decode(frames[1])
+    except msgspec.MsgspecError:
+        return None
+    expected = snapshot_topic if isinstance(message, Snapshot) else ALL
+    return message if frames[0] == expected else None
+
+
+def new_snapshot_topic() -> bytes:
+    """A topic that nobody else has."""
+    return b"snap:" + secrets.token_hex(8).encode()
+
+
+def asked_snapshot(frame: bytes) -> bytes | None:
+    """The topic on which a new subscriber wants a snapshot; ``None``: ``frame`` is no such subscription."""
+    topic = frame[1:]
+    return topic if frame[:1] == b"\x01" and _SNAPSHOT.fullmatch(topic) else None
+
+
+class State(Enum):
+    """What became of a record."""
+
+    RESIDENT = "resident"
+    PENDING = "pending"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Names by state, as many as fit one message."""
+
+    resident: list[str]
+    pending: list[str]
+    gone: list[str]
+
+
+def batches(states: Mapping[str, State]) -> Iterator[Batch]:
+    """``states`` in batches; none when there are no names."""
+    names = iter(states)
+    while taken := list(itertools.islice(names, NAMES_AT_ONCE)):
+        by: dict[State, list[str]] = {state: [] for state in State}
+        for name in taken:
+            by[states[name]].append(name)
+        yield Batch(by[State.RESIDENT], by[State.PENDING], by[State.GONE])
