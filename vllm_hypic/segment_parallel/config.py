@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from ..errors import ConfigError
 
 _URL = re.compile(
-    r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9._-]{1,253})):(?P<port>\d{1,5})"
+    r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9._-]{1,253})):(?P<port>[0-9]{1,5})"
 )
 _LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9])?")
 
@@ -27,10 +27,10 @@ class Address:
     port: int
 
     @staticmethod
-    def parse(url: str) -> Address:
-        """``ValueError`` says what is wrong with ``url``."""
+    def parse(url: str, any_port: bool = False) -> Address:
+        """``ValueError`` says what is wrong with ``url``.  ``any_port``: port 0 is allowed."""
         match = _URL.fullmatch(url) if isinstance(url, str) else None
-        if not match or not 0 < int(match["port"]) < 65536:
+        if not match or not (0 if any_port else 1) <= int(match["port"]) < 65536:
             raise ValueError(f"{url!r}: expected tcp://ADDRESS:PORT, port 1 to 65535")
         if match["v6"]:
             try:
