@@ -1,4 +1,4 @@
-"""``vllm-hypic cache ...``: compiled segments of a running server, on the command line."""
+"""``vllm-hypic cache ...``: compiled segments of a running server; ``vllm-hypic router`` is found from here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,21 @@ class _Session:
     as_json: bool
 
 
-@click.group()
+class _Commands(click.Group):
+    """``router`` is imported when it is asked for: the others need none of what it needs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), "router"})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name != "router":
+            return super().get_command(ctx, cmd_name)
+        from .segment_parallel.router.command import router
+
+        return router
+
+
+@click.group(cls=_Commands)
 @click.version_option(package_name="vllm-hypic")
 def main() -> None:
     """Position-independent caching for vLLM."""

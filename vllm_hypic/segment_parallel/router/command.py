@@ -1,0 +1,95 @@
+"""``vllm-hypic router``."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+import uvicorn
+
+from ...errors import ConfigError
+from ..secret import Secret
+from .app import build_app
+from .settings import Settings
+
+
+@click.command("router")
+@click.option(
+    "--prefill", multiple=True, metavar="URL", help="An instance that computes segments; repeat it."
+)
+@click.option("--combine", multiple=True, metavar="URL", help="An instance that answers clients; repeat it.")
+@click.option("--pool", multiple=True, metavar="URL", help="An instance that does both; repeat it.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8100, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--secret-file", type=click.Path(), help="The instances' segment_parallel.secret_file.")
+@click.option(
+    "--api-key",
+    envvar="VLLM_API_KEY",
+    help="The instances' --api-key, for the router's own questions.  [env: VLLM_API_KEY]",
+)
+@click.option("--deadline-s", type=float, help="Longest wait for segments.  [default: the instances' own]")
+@click.option("--min-gain", default=Settings.min_gain, show_default=True, help="Least share of time saved.")
+@click.option("--segments-per-worker", default=Settings.segments_per_worker, show_default=True)
+@click.option("--straggler-factor", default=Settings.straggler_factor, show_default=True)
+@click.option("--straggler-min-s", default=Settings.straggler_min_s, show_default=True)
+@click.option("--silence-s", default=Settings.silence_s, show_default=True)
+@click.option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+)
+def router(
+    prefill: tuple[str, ...],
+    combine: tuple[str, ...],
+    pool: tuple[str, ...],
+    host: str,
+    port: int,
+    secret_file: str | None,
+    api_key: str | None,
+    deadline_s: float | None,
+    min_gain: float,
+    segments_per_worker: int,
+    straggler_factor: float,
+    straggler_min_s: float,
+    silence_s: float,
+    log_level: str,
+) -> None:
+    """Spread the prefill of cold prompts over many instances.
+
+    An OpenAI-compatible front: completions and chats whose segments are cached nowhere are prefilled by all
+    --prefill (or --pool) instances at once; everything else is passed on.
+    """
+    if pool and (prefill or combine):
+        raise click.UsageError("--pool URL stands alone: its instances do what --prefill and --combine do")
+    try:
+        settings = Settings(
+            prefill=tuple(url.rstrip("/") for url in pool or prefill),
+            combine=tuple(url.rstrip("/") for url in pool or combine),
+            api_key=api_key,
+            deadline_s=deadline_s,
+            min_gain=min_gain,
+            segments_per_worker=segments_per_worker,
+            straggler_factor=straggler_factor,
+            straggler_min_s=straggler_min_s,
+            silence_s=silence_s,
+        )
+        app = build_app(settings, Secret.read(secret_file))
+    except ConfigError as e:
+        raise click.UsageError(str(e)) from e
+    logging.basicConfig(
+        level=log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # Instances' own Date and Server headers are passed on.
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level=log_level,
+        access_log=log_level == "debug",
+        date_header=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=10,
+    )

@@ -1,0 +1,105 @@
+"""One exchange with a client: its body, whether it is still there, and the answer's bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.types import Receive, Scope, Send
+
+from .upstream import Answer, Headers, UpstreamFailed, error_body
+
+REQUEST_ID = b"x-request-id"
+_MOST_ID = 256
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its request was complete."""
+
+
+class Exchange:
+    """The client's side of one request, over ASGI."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        query: bytes = scope.get("query_string", b"")
+        raw: bytes = scope.get("raw_path") or self.path.encode()
+        self.target = raw + (b"?" + query if query else b"")
+        self.headers: Headers = list(scope["headers"])
+        self.begun = False
+        """Whether the answer's headers are sent."""
+        self._read = asyncio.Event()
+
+    def header(self, name: bytes) -> str | None:
+        """The first one of that name."""
+        return next((v.decode("latin-1") for k, v in self.headers if k.lower() == name), None)
+
+    @property
+    def has_body(self) -> bool:
+        return any(
+            (k.lower() == b"content-length" and v.strip() != b"0") or k.lower() == b"transfer-encoding"
+            for k, v in self.headers
+        )
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The request's body, as it comes.  Raises :class:`ClientGone`."""
+        while not self._read.is_set():
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            if not message.get("more_body", False):
+                self._read.set()
+            if message.get("body"):
+                yield message["body"]
+
+    async def body(self) -> bytes:
+        """The whole of it."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def gone(self) -> None:
+        """Returns when the client has left.  Only once the body is read is it looked at."""
+        await self._read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def relay(self, answer: Answer, extra: Headers) -> None:
+        """Send the answer on, byte for byte.  Raises :class:`UpstreamFailed` when it breaks off."""
+        given = {k.lower() for k, _ in answer.headers}
+        added = [(k, v) for k, v in extra if k.lower() not in given]
+        await self._start(answer.status, [*answer.headers, *added])
+        async for chunk in answer.chunks():
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def refuse(self, status: int, message: str, kind: str, request_id: str) -> None:
+        """Answer with the router's own error."""
+        body = error_body(status, message, kind)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (REQUEST_ID, request_id.encode("latin-1")),
+        ]
+        await self._start(status, headers)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def end_stream(self, message: str) -> None:
+        """End an event stream that broke off, as vLLM does when its engine fails."""
+        body = error_body(500, message, "InternalServerError")
+        # What came may end in the middle of an event: a blank line ends it, and is nothing otherwise.
+        ending = b"\n\ndata: " + body + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def good_request_id(text: object) -> str | None:
+    """``text`` if it may stand in a header and in a log line."""
+    fine = isinstance(text, str) and 0 < len(text) <= _MOST_ID and text.isascii() and text.isprintable()
+    return text if isinstance(text, str) and fine else None
+
+
+__all__ = ["REQUEST_ID", "ClientGone", "Exchange", "UpstreamFailed", "good_request_id"]

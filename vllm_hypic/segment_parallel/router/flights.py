@@ -1,0 +1,313 @@
+"""Flights: records on their way to a combine node, each one for all requests that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import httpx
+
+from .assign import Decision, Source, Task
+from .instances import Instance, Pool
+from .metrics import RouterMetrics
+from .plan import Planned, SegmentAsk
+from .segment_request import Origin, Outcome, Result, longest_s, segment_body, send_segment
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+Withdraw = Callable[[str, str, Sequence[str]], Awaitable[None]]
+"""``(landing, namespace, segment keys)``: tells a combine node that nobody sends these.  Never raises."""
+
+_LOOK_S = 0.5
+"""How often the time after which a segment is late is reckoned anew: speeds get known meanwhile."""
+_SEEN_S = 0.01
+"""How often it is looked whether a worker has what it computes: the resolution of the exposed transfer."""
+
+
+@dataclass(frozen=True)
+class FlightName:
+    """What requests may share: the same record, for the same landing, asked with the same rights."""
+
+    key: str
+    destination: str
+    authorization: str
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """One segment request.  ``cost``: tokens that it makes the worker compute, ``ahead``: with all before."""
+
+    worker: Instance
+    cost: int
+    ahead: int
+    begun: float
+    sent_at: float | None = None
+    task: asyncio.Task[Result] | None = None
+
+    def leave_queue(self) -> None:
+        """It has its slot at the worker."""
+        self.sent_at = time.monotonic()
+        self.worker.queued_tokens -= self.cost
+        self.worker.sent_tokens += self.cost
+
+    def forget(self) -> None:
+        """It is over: the worker's load is what it was without it."""
+        if self.sent_at is None:
+            self.worker.queued_tokens -= self.cost
+        else:
+            self.worker.sent_tokens -= self.cost
+
+
+class _Fault(Enum):
+    FAILED = "failed"
+    LATE = "late"
+
+
+@dataclass(eq=False)
+class Flight:
+    """One record on its way.  Written by :class:`Flights` only; times are of ``time.monotonic()``."""
+
+    name: FlightName
+    ask: SegmentAsk
+    combine: Instance
+    source: Source
+    waiters: int = 0
+    """Client requests that want it."""
+    workers: list[Instance] = field(default_factory=list)
+    """That it was asked of, in order."""
+    sent_at: float | None = None
+    """When it was first sent."""
+    computed_at: float | None = None
+    """When a worker was first seen to have it."""
+    over_at: float | None = None
+    """When it was delivered, or given up."""
+    given_up: bool = False
+    delivered_by: Instance | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class Flights:
+    """All flights of one router."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        settings: Settings,
+        http: httpx.AsyncClient,
+        withdraw: Withdraw,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._pool, self._settings, self._http = pool, settings, http
+        self._withdraw, self._metrics = withdraw, metrics
+        self._flights: dict[FlightName, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def computing(self, key: str) -> Instance | None:
+        """The worker that is asked for this record now, for whatever landing."""
+        for name, flight in self._flights.items():
+            if name.key == key:
+                return flight.workers[-1]
+        return None
+
+    def begin(self, planned: Planned, decision: Decision, origin: Origin) -> list[Flight]:
+        """Have everything sent that ``decision`` says.  The flights must be let go by :meth:`release`."""
+        flights = []
+        for number, task in enumerate(decision.tasks):
+            flight = self._flight(planned, decision.combine, task, origin, f"{origin.request_id}-s{number}")
+            flight.waiters += 1
+            flights.append(flight)
+        self._metrics.segments.labels("local").inc(len(decision.local))
+        return flights
+
+    def release(self, flights: Sequence[Flight]) -> None:
+        """A request wants them no longer.  What nobody wants is broken off: the engine finishes what it has
+        begun to compute, but the place at the worker is free."""
+        for flight in flights:
+            flight.waiters -= 1
+            if not flight.waiters and flight.task is not None:
+                flight.task.cancel()
+
+    async def watch(self) -> None:
+        """Forever: note when workers have what they were asked for.  Cancel it to stop."""
+        while True:
+            await asyncio.sleep(_SEEN_S)
+            for flight in self._flights.values():
+                if flight.computed_at is None and any(
+                    flight.name.key in w.view.resident for w in flight.workers
+                ):
+                    flight.computed_at = time.monotonic()
+
+    async def close(self) -> None:
+        """Break off everything."""
+        tasks = [f.task for f in self._flights.values() if f.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _flight(self, planned: Planned, combine: Instance, task: Task, origin: Origin, label: str) -> Flight:
+        """The one that is under way already, or a new one."""
+        assert combine.description is not None
+        name = FlightName(task.ask.key, combine.description.landing, origin.authorization)
+        flight = self._flights.get(name)
+        if flight is not None:
+            self._metrics.segments.labels(Source.JOINED.value).inc()
+            return flight
+        self._metrics.segments.labels(task.source.value).inc()
+        flight = self._flights[name] = Flight(name, task.ask, combine, task.source)
+        # Begun now, not when the flight's task first runs: the next request must see the load.
+        first = self._attempt(flight, planned, task.worker, task.cost, origin, f"{label}-0")
+        flight.task = asyncio.create_task(self._fly(flight, first, planned, origin, label))
+        flight.task.add_done_callback(lambda _: self._landed(flight))
+        return flight
+
+    def _landed(self, flight: Flight) -> None:
+        if self._flights.get(flight.name) is flight:
+            del self._flights[flight.name]
+        flight.over_at = time.monotonic() if flight.over_at is None else flight.over_at
+        flight.over.set()
+        if flight.task is not None and not flight.task.cancelled() and (error := flight.task.exception()):
+            log.error("segment %s: the router's own fault", flight.name.key[:12], exc_info=error)
+
+    async def _fly(
+        self, flight: Flight, first: _Attempt, planned: Planned, origin: Origin, label: str
+    ) -> None:
+        attempts, tries = [first], 1
+        try:
+            while True:
+                found = await self._wait(flight, attempts, origin)
+                if found is None:
+                    return
+                worker = self._another(flight, planned)
+                if worker is not None:
+                    self._metrics.segments.labels("redispatched").inc()
+                    log.warning(
+                        "request %s: segment %s is now asked of %s",
+                        origin.request_id,
+                        flight.name.key[:12],
+                        worker.url,
+                    )
+                    cost = 0 if worker.holds(flight.name.key) else flight.ask.tokens
+                    again = self._attempt(flight, planned, worker, cost, origin, f"{label}-{tries}")
+                    attempts.append(again)
+                    tries += 1
+                elif not attempts or found is _Fault.LATE:
+                    await self._give_up(flight, origin)
+                    return
+        finally:
+            for attempt in attempts:
+                assert attempt.task is not None
+                attempt.task.cancel()
+
+    async def _wait(self, flight: Flight, attempts: list[_Attempt], origin: Origin) -> _Fault | None:
+        """Until the record is delivered (``None``), an attempt has failed, or the newest one is late."""
+        while attempts:
+            newest = attempts[-1]
+            left = newest.begun + self._late_after_s(newest) - time.monotonic()
+            if left <= 0:
+                self._count(flight, newest, origin, f"late after {time.monotonic() - newest.begun:.1f} s")
+                newest.worker.fail("a segment is late")
+                return _Fault.LATE
+            tasks = {a.task: a for a in attempts if a.task is not None}
+            done, _ = await asyncio.wait(
+                tasks, timeout=min(_LOOK_S, left), return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                result = task.result()
+                if result.outcome is Outcome.DELIVERED:
+                    self._delivered(flight, tasks[task])
+                    return None
+                attempts.remove(tasks[task])
+                self._count(flight, tasks[task], origin, result.reason)
+                if result.outcome is Outcome.FAILED:
+                    tasks[task].worker.fail(result.reason)
+            if done:
+                return _Fault.FAILED
+        return _Fault.FAILED
+
+    def _late_after_s(self, attempt: _Attempt) -> float:
+        predicted = attempt.ahead * self._pool.s_per_token(attempt.worker)
+        return max(self._settings.straggler_min_s, self._settings.straggler_factor * predicted)
+
+    def _delivered(self, flight: Flight, attempt: _Attempt) -> None:
+        flight.over_at, flight.delivered_by = time.monotonic(), attempt.worker
+        key = flight.name.key
+        flight.combine.has_now(key)
+        attempt.worker.has_now(key)
+        attempt.worker.trust()
+        if attempt.cost and attempt.sent_at is not None:
+            attempt.worker.timed(attempt.cost, attempt.sent_at)
+
+    def _count(self, flight: Flight, attempt: _Attempt, origin: Origin, reason: str) -> None:
+        self._metrics.segments.labels("failed").inc()
+        self._metrics.failures.labels("segment", attempt.worker.url).inc()
+        log.warning(
+            "request %s: segment %s (%d tokens) failed at %s: %s",
+            origin.request_id,
+            flight.name.key[:12],
+            flight.ask.tokens,
+            attempt.worker.url,
+            reason,
+        )
+
+    def _another(self, flight: Flight, planned: Planned) -> Instance | None:
+        """A worker that was not asked yet; one that has the record already before all others."""
+        left = [i for i in self._pool.spreading() if i is not flight.combine and i not in flight.workers]
+        able = [
+            i
+            for i in left
+            if i.holds(flight.name.key)
+            or (i.roles.prefill and i.description and planned.made_by(i.description, flight.ask))
+        ]
+        return min(able, key=lambda i: (not i.holds(flight.name.key), i.load), default=None)
+
+    async def _give_up(self, flight: Flight, origin: Origin) -> None:
+        """The combine node computes it itself."""
+        flight.given_up = True
+        self._metrics.segments.labels("local").inc()
+        log.warning(
+            "request %s: nobody is left to send segment %s: %s computes it",
+            origin.request_id,
+            flight.name.key[:12],
+            flight.combine.url,
+        )
+        # Whoever asks from now on must not wait for this flight.
+        del self._flights[flight.name]
+        assert flight.combine.description is not None
+        await self._withdraw(
+            flight.name.destination, flight.combine.description.namespace.digest, [flight.name.key]
+        )
+
+    def _attempt(
+        self, flight: Flight, planned: Planned, worker: Instance, cost: int, origin: Origin, name: str
+    ) -> _Attempt:
+        worker.queued_tokens += cost
+        flight.workers.append(worker)
+        attempt = _Attempt(worker, cost, worker.load, time.monotonic())
+        attempt.task = asyncio.create_task(self._ask(flight, attempt, planned, origin, name))
+        attempt.task.add_done_callback(lambda _: attempt.forget())
+        return attempt
+
+    async def _ask(
+        self, flight: Flight, attempt: _Attempt, planned: Planned, origin: Origin, name: str
+    ) -> Result:
+        worker = attempt.worker
+        async with worker.slots:
+            attempt.leave_queue()
+            if flight.sent_at is None:
+                flight.sent_at = attempt.sent_at
+            if worker.description is None:
+                return Result(Outcome.FAILED, "it is no longer described")
+            body = segment_body(
+                planned, flight.ask, worker, flight.name.destination, origin, self._settings.deadline_s
+            )
+            return await send_segment(
+                self._http, worker, body, origin, name, longest_s(worker, self._settings.deadline_s)
+            )

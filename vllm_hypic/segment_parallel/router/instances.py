@@ -1,0 +1,224 @@
+"""What the router knows of every instance, and which one a request should go to."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..events import InstanceView
+from .description import Description
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+FIRST_BACK_OFF_S = 1.0
+LONGEST_BACK_OFF_S = 30.0
+FRESH_S = 1.0
+"""How long a record counts as resident because we had it made, until events say so."""
+ASSUMED_S_PER_TOKEN = 0.002
+"""Until a segment was timed: slow, so that nobody is called late without reason."""
+_SMOOTHING = 0.3
+
+
+class State(Enum):
+    """Whether an instance may be given work."""
+
+    UNKNOWN = "unknown"
+    """Not reached yet, or no longer."""
+    PLAIN = "plain"
+    """Answers requests whole; it takes no part in segment parallelism."""
+    DESCRIBED = "described"
+    EXCLUDED = "excluded"
+    """Of another namespace than the pool."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What an instance is used for."""
+
+    prefill: bool
+    combine: bool
+
+
+class Instance:
+    """One instance.  ``watch.py`` writes what it says of itself, flights and answers what they find out."""
+
+    def __init__(self, url: str, roles: Roles, settings: Settings) -> None:
+        self.url, self.roles = url, roles
+        self.state = State.UNKNOWN
+        self.reason = "not reached yet"
+        """Why it is not usable."""
+        self.description: Description | None = None
+        self.view = InstanceView()
+        self.described_boot = ""
+        """Boot id of the events when it was last described: another one is a process we know nothing of."""
+        self._silence_s = settings.silence_s
+        self.slots = asyncio.Semaphore(settings.segments_per_worker)
+        self.queued_tokens = 0
+        """Of our segment requests that wait for a slot here."""
+        self.sent_tokens = 0
+        """Of our requests that are open here and not computed yet."""
+        self.open_requests = 0
+        """Of clients."""
+        self.last_chosen = 0
+        self._s_per_token: float | None = None
+        self._last_done = 0.0
+        self._suspect_until = 0.0
+        self._back_off_s = 0.0
+        self._fresh: dict[str, float] = {}
+
+    # -- health ----------------------------------------------------------------------------------
+
+    @property
+    def suspect(self) -> bool:
+        """A request to it failed, and its back-off is not over, or its events are silent since."""
+        if not self._back_off_s:
+            return False
+        if time.monotonic() < self._suspect_until:
+            return True
+        return self.state is State.DESCRIBED and not self.view.known
+
+    def fail(self, reason: str) -> None:
+        """A request to it failed for reasons that are its own: nothing new is sent there for a while."""
+        self._back_off_s = min(LONGEST_BACK_OFF_S, 2 * self._back_off_s or FIRST_BACK_OFF_S)
+        self._suspect_until = time.monotonic() + self._back_off_s
+        log.warning("%s is left out for %.0f s: %s", self.url, self._back_off_s, reason)
+
+    def trust(self) -> None:
+        """It did what it was asked, or it is a new process."""
+        self._back_off_s = 0.0
+
+    @property
+    def spreads(self) -> bool:
+        """Whether it may take part in segment parallelism now."""
+        known = self.view.known and self.view.boot == self.described_boot
+        return self.state is State.DESCRIBED and known and not self.suspect
+
+    @property
+    def answers(self) -> bool:
+        """Whether clients' requests may go to it now."""
+        able = self.state in (State.DESCRIBED, State.PLAIN)
+        return self.roles.combine and able and not self.suspect and not self.silent
+
+    @property
+    def silent(self) -> bool:
+        """Whether its engine should have been heard of for long."""
+        return self.state is State.DESCRIBED and self._silence_s < self.view.age_s
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def holds(self, key: str) -> bool:
+        return key in self.view.resident or self._fresh.get(key, 0.0) > time.monotonic()
+
+    def has_now(self, key: str) -> None:
+        """A record was made there or sent to it; its events have perhaps not said so yet."""
+        now = time.monotonic()
+        for old in [k for k, until in self._fresh.items() if until <= now]:
+            del self._fresh[old]
+        self._fresh[key] = now + FRESH_S
+
+    # -- load and speed --------------------------------------------------------------------------
+
+    @property
+    def load(self) -> int:
+        """Tokens to prefill there: what it reports (ours among them), and what we have not sent yet."""
+        return self.queued_tokens + max(self.sent_tokens, self.view.load_tokens)
+
+    def timed(self, tokens: int, sent_at: float) -> None:
+        """It computed and delivered a segment that was sent at ``sent_at``."""
+        now = time.monotonic()
+        found = (now - max(sent_at, self._last_done)) / max(1, tokens)
+        self._last_done = now
+        old = self._s_per_token
+        self._s_per_token = found if old is None else old + _SMOOTHING * (found - old)
+
+    @property
+    def s_per_token(self) -> float | None:
+        """Smoothed; ``None``: nothing was timed yet."""
+        return self._s_per_token
+
+
+class Pool:
+    """All instances, those that answer clients first, in the order of the command line."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.instances = [
+            Instance(url, Roles(url in settings.prefill, url in settings.combine), settings)
+            for url in settings.urls
+        ]
+        self.namespace: str | None = None
+        self._turn = itertools.count(1)
+
+    def workers(self) -> list[Instance]:
+        """That may be given segments now."""
+        return [i for i in self.instances if i.roles.prefill and i.spreads]
+
+    def spreading(self) -> list[Instance]:
+        """Whose records are known now, whatever their role."""
+        return [i for i in self.instances if i.spreads]
+
+    def combiners(self, without: Iterable[Instance] = ()) -> list[Instance]:
+        """That may answer clients now; where all have failed lately, those: one may be well again."""
+        left = [i for i in self.instances if i.roles.combine and i not in set(without)]
+        # What a plain one serves cannot be checked: it is better than nothing only.
+        described = [i for i in left if i.state is State.DESCRIBED]
+        able = described or [i for i in left if i.state is State.PLAIN]
+        return [i for i in able if i.answers] or able
+
+    def cheapest(self, candidates: Sequence[Instance], missing: Sequence[int]) -> Instance:
+        """Which would begin to answer first: ``missing`` tokens would have to be prefilled at each.
+
+        Among equals the one with the fewest clients' requests, then the one not chosen for the longest time.
+        """
+        chosen = min(
+            zip(candidates, missing, strict=True),
+            key=lambda c: (c[0].load + c[1], c[0].open_requests, c[0].last_chosen),
+        )[0]
+        chosen.last_chosen = next(self._turn)
+        return chosen
+
+    def s_per_token(self, worker: Instance) -> float:
+        """Its own speed, or that of the others, or the assumed one."""
+        if worker.s_per_token is not None:
+            return worker.s_per_token
+        known = [i.s_per_token for i in self.instances if i.s_per_token is not None]
+        return sum(known) / len(known) if known else ASSUMED_S_PER_TOKEN
+
+    def settle_namespace(self) -> list[Instance]:
+        """Exclude described instances of another namespace than the pool's, and take back those that match.
+
+        The pool's is that of most instances that answer clients; among equals it stays what it was, then that
+        of the first one counts.  Returns those that this call excluded.
+        """
+        described = [i for i in self.instances if i.description is not None]
+        names = [_namespace(i) for i in described if i.roles.combine] or [_namespace(i) for i in described]
+        if not names:
+            return []
+        counts = Counter(names)
+        most = [name for name in counts if counts[name] == max(counts.values())]
+        if self.namespace not in most:
+            self.namespace = most[0]
+        excluded = []
+        for instance in described:
+            if _namespace(instance) == self.namespace:
+                instance.state, instance.reason = State.DESCRIBED, ""
+            elif instance.state is not State.EXCLUDED:
+                instance.state = State.EXCLUDED
+                instance.reason = (
+                    f"its namespace is {_namespace(instance)[:16]}, the pool's {self.namespace[:16]}: model, "
+                    "weights, dtypes and the plugin's version must be the same"
+                )
+                log.error("%s is excluded: %s", instance.url, instance.reason)
+                excluded.append(instance)
+        return excluded
+
+
+def _namespace(instance: Instance) -> str:
+    assert instance.description is not None
+    return instance.description.namespace.digest

@@ -1,0 +1,117 @@
+"""The engine's plan of a prompt, made here from what the instance told of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ...primitives.keys import Role, SegmentKey
+from ...primitives.options import LINK, SEAM, link_of_request
+from ...primitives.plan import CachedSegment, PromptError, PromptPlan, build_plan, parse_prompt
+from ...primitives.policies import LinkError, LinkMethod
+from ...primitives.tokens import PrimitiveIds
+from .description import Description
+
+
+@dataclass(frozen=True)
+class SegmentAsk:
+    """One distinct record of a request: ``prompt`` is a warm-up prompt that makes exactly this record."""
+
+    key: SegmentKey
+    prompt: tuple[int, ...]
+    tokens: int
+    """That must be computed for it."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request as the engine of ``description`` will plan it."""
+
+    plan: PromptPlan
+    description: Description
+    salt: str | None
+    options: Mapping[str, Any]
+    """``vllm_xargs`` of its segment requests: link method and seam, written out."""
+
+    @cached_property
+    def segments(self) -> tuple[SegmentAsk, ...]:
+        """Its distinct records, in order."""
+        first = {s.key: s for s in reversed(self.plan.segments)}
+        keys = dict.fromkeys(s.key for s in self.plan.segments)
+        primitives = self.description.primitives
+        return tuple(
+            SegmentAsk(
+                key,
+                tuple(warmup_prompt(first[key], self.plan.method, primitives)),
+                first[key].dummies + first[key].stop,
+            )
+            for key in keys
+        )
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens that the combine node computes in any case."""
+        return len(self.plan.stream)
+
+    def made_by(self, worker: Description, ask: SegmentAsk) -> bool:
+        """Whether ``worker``, which may have a smaller pool, makes this very record of the warm-up prompt."""
+        if worker.primitives != self.description.primitives:
+            return False
+        try:
+            found = _plan(ask.prompt, self.plan.method, worker, self.salt)
+        except PromptError:
+            return False
+        return [s.key for s in found.segments] == [ask.key]
+
+
+def plan_request(
+    ids: Sequence[int], extra_args: Mapping[str, Any], salt: str | None, description: Description
+) -> Planned | None:
+    """Plan as the engine does; ``None``: it will refuse the request, or there is nothing to plan.
+
+    Changes nothing; depends on its arguments alone.
+    """
+    if not description.primitives.contains(ids):
+        return None
+    try:
+        method = link_of_request(
+            extra_args, default_link=description.link, default_seam=description.seam_tokens
+        )
+        if method.refused_by(description.traits) is not None:
+            return None
+        plan = _plan(ids, method, description, salt)
+    except (LinkError, PromptError):
+        return None
+    options = {
+        LINK: extra_args.get(LINK, description.link),
+        SEAM: extra_args.get(SEAM, description.seam_tokens),
+    }
+    return Planned(plan, description, salt, options)
+
+
+def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt: str | None) -> PromptPlan:
+    return build_plan(
+        parse_prompt(ids, description.primitives),
+        method,
+        description.namespace.scoped(salt=salt, lora=None),
+        description.limits,
+        min_segment_tokens=description.min_segment_tokens,
+    )
+
+
+def warmup_prompt(segment: CachedSegment, method: LinkMethod, primitives: PrimitiveIds) -> list[int]:
+    """Token ids of a prompt whose only segment is ``segment``, with positions that give it the same key."""
+    ids = [primitives.sep] if segment.role is Role.INTERIOR else []
+    if method.fixed_position:
+        ids += [primitives.pad] * segment.start
+    if segment.offsets is None:
+        ids += segment.tokens
+    else:
+        position = 0
+        for offset, token in zip(segment.offsets, segment.tokens, strict=True):
+            ids += [primitives.pad] * (offset - position)
+            ids.append(token)
+            position = offset + 1
+    return [*ids, primitives.sep]

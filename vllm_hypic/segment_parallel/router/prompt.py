@@ -1,0 +1,140 @@
+"""What a completion or chat request asks: whether it may be spread, and what is to be tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from ...primitives.options import PUSH_DEADLINE, PUSH_TO, REMOTE, REMOTE_DEADLINE
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PATHS = (COMPLETIONS, CHAT)
+SEGMENT_ID = "<|hypic_segment:"
+"""How ids of compiled segments begin; what they stand for, only the instance that compiled them knows."""
+
+_OWN_OPTIONS = (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
+# The answer needs more than the tokens of one prompt, or the engine refuses it beside separators.
+_UNSPREADABLE = (
+    "use_beam_search",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "truncate_prompt_tokens",
+    "suffix",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "mm_processor_kwargs",
+)
+
+
+class Whole(Enum):
+    """Why a request goes whole to one instance."""
+
+    NO_SEGMENTS = "no_segments"
+    SEGMENT_IDS = "segment_ids"
+    OTHER_MODEL = "other_model"
+    UNSUPPORTED = "unsupported"
+    NOT_TOKENISED = "not_tokenised"
+    NOT_PLANNED = "not_planned"
+    NO_GAIN = "no_gain"
+    NO_WORKERS = "no_workers"
+
+
+def whole_reason(
+    path: str, body: Mapping[str, Any], models: tuple[str, ...], separator_text: str | None, separator: int
+) -> Whole | None:
+    """Why it must go whole, as far as can be told without tokens; ``None``: it may be worth planning."""
+    if body.get("model") is not None and body["model"] not in models:
+        return Whole.OTHER_MODEL
+    prompt: Any = body.get("prompt") if path == COMPLETIONS else body.get("messages")
+    texts = list(_texts(prompt))
+    if any(SEGMENT_ID in text for text in texts):
+        return Whole.SEGMENT_IDS
+    if path == COMPLETIONS and is_ids(prompt):
+        if separator not in prompt:
+            return Whole.NO_SEGMENTS
+    elif not prompt or not isinstance(prompt, str if path == COMPLETIONS else list):
+        return Whole.UNSUPPORTED
+    elif separator_text is not None and not any(separator_text in t for t in (*texts, *_template(body))):
+        return Whole.NO_SEGMENTS
+    if path == CHAT and not all(map(_is_text_message, prompt)):
+        return Whole.UNSUPPORTED
+    return None if _spreadable(body) else Whole.UNSUPPORTED
+
+
+def is_ids(prompt: object) -> bool:
+    """Whether it is a list of token ids."""
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def tokenize_request(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body for ``POST /tokenize`` that gives the tokens which the engine would get.
+
+    Follows ``build_chat_params`` of vLLM's chat requests, which put more into the template's arguments than
+    its tokenise requests do.
+    """
+    if path == COMPLETIONS:
+        names: tuple[str, ...] = ("model", "prompt", "add_special_tokens")
+        return {name: body[name] for name in names if body.get(name) is not None}
+    names = (
+        "model",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+    )
+    asked = {name: body[name] for name in names if body.get(name) is not None}
+    arguments = dict(body.get("chat_template_kwargs") or {})
+    if (effort := body.get("reasoning_effort")) is not None:
+        arguments.setdefault("enable_thinking", effort != "none")
+        arguments["reasoning_effort"] = effort
+    if body.get("documents") is not None:
+        arguments["documents"] = body["documents"]
+    if arguments:
+        asked["chat_template_kwargs"] = arguments
+    return asked
+
+
+def _spreadable(body: Mapping[str, Any]) -> bool:
+    extra = body.get("vllm_xargs") or {}
+    return (
+        body.get("n") in (None, 1)
+        and not any(body.get(name) for name in _UNSPREADABLE)
+        and body.get("repetition_penalty") in (None, 1)
+        and not (body.get("echo") and body.get("logprobs") is not None)
+        and isinstance(body.get("cache_salt"), str | None)
+        and isinstance(body.get("chat_template_kwargs"), Mapping | None)
+        and isinstance(extra, Mapping)
+        and not any(name in extra for name in _OWN_OPTIONS)
+    )
+
+
+def _is_text_message(message: object) -> bool:
+    if not isinstance(message, Mapping):
+        return False
+    content = message.get("content")
+    if not isinstance(content, list):
+        return isinstance(content, str | None)
+    return all(isinstance(part, str) or (isinstance(part, Mapping) and "text" in part) for part in content)
+
+
+def _template(body: Mapping[str, Any]) -> Iterator[str]:
+    """Texts that a chat template may put between the messages'."""
+    for name in ("documents", "tools", "chat_template", "chat_template_kwargs"):
+        yield from _texts(body.get(name))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All strings in ``value``; lists of numbers cost nothing."""
+    stack = [value]
+    while stack:
+        found = stack.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, Mapping):
+            stack += found.values()
+        elif isinstance(found, list) and not (found and type(found[0]) is int):
+            stack += found

@@ -1,0 +1,195 @@
+"""Requests of clients at an instance: sent as they are, answered byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from .instances import Instance
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade".split()
+)
+_FAILED = (500, 502, 503, 504)
+"""What an instance answers that cannot serve; another one may."""
+_LOOK_S = 0.5
+_UNBOUNDED = {"connect": 5.0, "read": None, "write": None, "pool": None}
+"""Answers may take any time; whether the engine lives, its events say."""
+
+T = TypeVar("T")
+Headers = list[tuple[bytes, bytes]]
+
+
+class _EventError(msgspec.Struct):
+    code: int = 500
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _EventError
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A client's request as it goes to an instance."""
+
+    method: str
+    target: bytes
+    """Path and query."""
+    headers: Headers
+    body: bytes | AsyncIterator[bytes] | None
+
+    @property
+    def replayable(self) -> bool:
+        """Whether it can be sent again."""
+        return self.body is None or isinstance(self.body, bytes)
+
+
+@dataclass
+class Answer:
+    """An instance's answer from its first byte on; read it to its end or close it."""
+
+    status: int
+    headers: Headers
+    first: bytes
+    instance: Instance
+    _rest: AsyncIterator[bytes] | None = None
+    _response: httpx.Response | None = field(default=None, repr=False)
+
+    @property
+    def is_event_stream(self) -> bool:
+        return any(
+            k.lower() == b"content-type" and v.startswith(b"text/event-stream") for k, v in self.headers
+        )
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body, as it comes.  Raises :class:`UpstreamFailed` when it breaks off."""
+        yield self.first
+        while self._rest is not None:
+            chunk = await _while_alive(self.instance, _next(self._rest))
+            if not chunk:
+                return
+            yield chunk
+
+    async def close(self) -> None:
+        """The instance is told that nobody reads on."""
+        if self._response is not None:
+            await self._response.aclose()
+
+
+class UpstreamFailed(Exception):
+    """The instance did not answer, or only to say that it cannot; ``answer``: what it said, if anything."""
+
+    def __init__(self, reason: str, answer: Answer | None = None) -> None:
+        super().__init__(reason)
+        self.answer = answer
+
+
+async def open_answer(http: httpx.AsyncClient, instance: Instance, ask: Ask) -> Answer:
+    """Send ``ask`` and wait for the answer's first byte.  Raises :class:`UpstreamFailed`."""
+    request = httpx.Request(
+        ask.method,
+        _target(instance.url, ask.target),
+        headers=ask.headers,
+        content=ask.body,
+        extensions={"timeout": _UNBOUNDED},
+    )
+    return await _while_alive(instance, _first_byte(http, instance, request))
+
+
+def _target(base: str, target: bytes) -> httpx.URL:
+    url = httpx.URL(base)
+    return url.copy_with(raw_path=url.raw_path.rstrip(b"/") + target)
+
+
+async def _first_byte(http: httpx.AsyncClient, instance: Instance, request: httpx.Request) -> Answer:
+    response = await http.send(request, stream=True)
+    try:
+        rest = response.aiter_raw()
+        headers = [(k, v) for k, v in response.headers.raw if k.lower() not in _HOP_BY_HOP]
+        answer = Answer(response.status_code, headers, await _next(rest), instance, rest, response)
+        fault = None
+        if answer.status in _FAILED:
+            fault = f"status {answer.status}: {answer.first[:300]!r}"
+        elif answer.is_event_stream and _is_failure_event(answer.first):
+            fault = f"its stream began with an error: {answer.first[:300]!r}"
+        if fault is not None:
+            answer.first += await _drained(rest)
+            answer._rest = None
+            raise UpstreamFailed(fault, answer)
+        return answer
+    except BaseException:
+        with suppress(httpx.TransportError):
+            await response.aclose()
+        raise
+
+
+def _is_failure_event(chunk: bytes) -> bool:
+    """Whether the stream's first event says that the instance failed; client errors are answers."""
+    if not chunk.startswith(b'data: {"error"'):
+        return False
+    try:
+        event = msgspec.json.decode(chunk.split(b"\n", 1)[0][6:], type=_ErrorEvent)
+    except msgspec.MsgspecError:
+        return False
+    return event.error.code >= 500
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes:
+    """The next one that is not empty; empty: there is no more."""
+    async for chunk in chunks:
+        if chunk:
+            return chunk
+    return b""
+
+
+async def _drained(chunks: AsyncIterator[bytes]) -> bytes:
+    """What is left, as far as it comes."""
+    found = b""
+    with suppress(httpx.TransportError):
+        async for chunk in chunks:
+            found += chunk
+    return found
+
+
+async def _while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
+    """``waited``'s result; :class:`UpstreamFailed` when it breaks off or the instance is silent too long."""
+    task = asyncio.create_task(waited)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+            if instance.silent:
+                raise UpstreamFailed(f"nothing was heard of its engine for {instance.view.age_s:.0f} s")
+        return task.result()
+    except httpx.TransportError as e:
+        raise UpstreamFailed(f"{type(e).__name__}: {e}") from e
+    finally:
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, UpstreamFailed, httpx.TransportError):
+                await task
+
+
+def request_headers(headers: Headers, request_id: str | None = None, *, streamed: bool = False) -> Headers:
+    """The client's, without those of its own connection; with ``request_id``, if given.
+
+    ``streamed``: the body goes on as it comes, and is as long as the client said.
+    """
+    dropped = _HOP_BY_HOP | {b"host"} | (frozenset() if streamed else {b"content-length"})
+    kept = [(k, v) for k, v in headers if k.lower() not in dropped]
+    if request_id is None:
+        return kept
+    return [
+        *((k, v) for k, v in kept if k.lower() != b"x-request-id"),
+        (b"x-request-id", request_id.encode()),
+    ]
+
+
+def error_body(status: int, message: str, kind: str) -> bytes:
+    """An error as vLLM writes it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})

@@ -1,0 +1,153 @@
+"""Keeps what is known of each instance fresh: its description, and its events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import httpx
+
+from ..events import InstanceView, Subscription
+from .description import Description, DescriptionError
+from .instances import Instance, Pool, State
+from .metrics import RouterMetrics
+from .settings import Settings
+from .tokens import text_of
+
+if TYPE_CHECKING:
+    from ..secret import Secret
+
+log = logging.getLogger(__name__)
+
+DESCRIBE = "/v1/hypic/describe"
+_TICK_S = 0.1
+_TIMEOUT_S = 10.0
+_AGAIN_S = {State.UNKNOWN: 1.0, State.PLAIN: 10.0, State.EXCLUDED: 10.0}
+"""After how long an instance in such a state is asked again."""
+_SILENT_AGAIN_S = 3.0
+"""After how long one is asked again that is silent: its events may have moved."""
+
+
+class Watcher:
+    """Watches one instance."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        pool: Pool,
+        settings: Settings,
+        http: httpx.AsyncClient,
+        secret: Secret | None,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._instance, self._pool = instance, pool
+        self._http, self._secret, self._metrics = http, secret, metrics
+        self._headers: tuple[tuple[str, str], ...] = ()
+        if settings.api_key is not None:
+            self._headers = (("authorization", f"Bearer {settings.api_key}"),)
+        self._subscription: Subscription | None = None
+        self._subscribed: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
+
+    async def run(self) -> None:
+        """Forever; cancel it to stop."""
+        try:
+            await self._describe()
+            while True:
+                await asyncio.sleep(_TICK_S)
+                if self._due():
+                    await self._describe()
+        finally:
+            await self._unsubscribe()
+
+    def _due(self) -> bool:
+        instance, since = self._instance, time.monotonic() - self._asked_at
+        if instance.view.known and instance.view.boot != instance.described_boot:
+            return True
+        if instance.state is State.DESCRIBED:
+            return not instance.view.known and since > _SILENT_AGAIN_S
+        return since > _AGAIN_S[instance.state]
+
+    async def _describe(self) -> None:
+        instance = self._instance
+        self._asked_at = time.monotonic()
+        before, boot = instance.description, instance.view.boot
+        try:
+            answer = await self._http.get(
+                instance.url + DESCRIBE, headers=list(self._headers), timeout=_TIMEOUT_S
+            )
+        except httpx.TransportError as e:
+            self._lost(f"{type(e).__name__}: {e}")
+            return
+        instance.described_boot = boot
+        if answer.status_code != 200:
+            await self._without(answer)
+            return
+        try:
+            found = Description.parse(answer.content)
+        except DescriptionError as e:
+            self._lost(str(e))
+            return
+        if before is None or found.instance != before.instance:
+            instance.trust()
+            sep = found.primitives.sep
+            found = replace(found, separator_text=await text_of(self._http, instance.url, sep, self._headers))
+            log.info(
+                "%s: %s, namespace %s", instance.url, ", ".join(found.models), found.namespace.digest[:16]
+            )
+        else:
+            found = replace(found, separator_text=before.separator_text)
+        instance.description = found
+        for excluded in self._pool.settle_namespace():
+            self._metrics.failures.labels("namespace", excluded.url).inc()
+        await self._subscribe(found.events)
+
+    def _lost(self, reason: str) -> None:
+        """It does not describe itself: what it said before does not count while its events are silent too."""
+        if self._instance.state is State.DESCRIBED and self._instance.view.known:
+            return
+        self._set(State.UNKNOWN, reason)
+
+    async def _without(self, answer: httpx.Response) -> None:
+        """It answers, and does not describe itself."""
+        text = answer.text[:300]
+        if answer.status_code in (401, 403):
+            self._set(
+                State.UNKNOWN, f"it refuses the router ({answer.status_code}): give its key with --api-key"
+            )
+        elif answer.status_code == 404:
+            reason = "it has no /v1/hypic routes: start it with VLLM_PLUGINS=hypic,hypic_cache"
+            self._set(State.PLAIN, reason)
+        elif answer.status_code == 501:
+            self._set(State.PLAIN, f"it takes no part in segment parallelism: {text}")
+        else:
+            self._lost(f"status {answer.status_code}: {text}")
+            return
+        await self._unsubscribe()
+
+    def _set(self, state: State, reason: str) -> None:
+        instance = self._instance
+        if (state, reason) != (instance.state, instance.reason):
+            log.warning("%s is %s: %s", instance.url, state.value, reason)
+        instance.state, instance.reason = state, reason
+        instance.description = None
+
+    async def _subscribe(self, url: str) -> None:
+        if self._subscription is not None and self._subscription.url == url:
+            return
+        await self._unsubscribe()
+        self._subscription = Subscription(url, self._secret)
+        self._instance.view = self._subscription.view
+        self._subscribed = asyncio.create_task(self._subscription.run())
+
+    async def _unsubscribe(self) -> None:
+        if self._subscribed is not None:
+            self._subscribed.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._subscribed
+        self._subscription = self._subscribed = None
+        self._instance.view = InstanceView()
