@@ -197,3 +197,18 @@ def test_options_need_the_engines_section_and_have_defaults() -> None:
     assert transfer_of_request({"hypic_link": "block"}, longest_s=None) == Transfer()
     found = transfer_of_request({"hypic_remote": [key], "hypic_push_to": ELSEWHERE}, longest_s=60.0)
     assert found == Transfer(ELSEWHERE, 60.0, frozenset({SegmentKey(key)}), 60.0)
+
+
+def test_what_is_here_already_is_declined() -> None:
+    on = parallel_side()
+    (here,) = admit(on, "a", 0)
+    (job,) = on.pump()
+    on.finished(job.request_id, completed=True)
+    slot = on.directory.get(here).slot
+    _, coming = admit(on, "b", 0, 1, hypic_remote=[0, 1])
+    on.pump()
+    metadata = step(on)
+    assert metadata.unneeded == [(here, slot)] and [p.key for p in metadata.awaited] == [coming]
+    admit(on, "c", 1, hypic_remote=[0])
+    on.pump()
+    assert step(on).unneeded == [], "it is awaited by another request"

@@ -150,6 +150,8 @@ class HypicMetadata(KVConnectorMetadata):
     orders: list[StoreOrder] = field(default_factory=list)
     awaited: list[RecordPlace] = field(default_factory=list)
     """Records that other instances send."""
+    unneeded: list[tuple[SegmentKey, int]] = field(default_factory=list)
+    """Records that were said to come and are here already, or being computed here; their slots."""
     unawaited: list[int] = field(default_factory=list)
     """Numbers of awaited records that nobody waits for any more."""
     pushes: list[PushOrder] = field(default_factory=list)

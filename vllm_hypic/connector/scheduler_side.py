@@ -158,6 +158,7 @@ class SchedulerSide:
         self._orders: list[StoreOrder] = []
         self._to_await: list[RecordPlace] = []
         self._to_unawait: list[int] = []
+        self._unneeded: list[tuple[SegmentKey, int]] = []
         self._to_push: list[PushOrder] = []
         self._pushes = 0
         self._store: StoreStats | None = None
@@ -263,9 +264,16 @@ class SchedulerSide:
                 else:
                     composed.fresh.add(entry.key)
                     jobs.append(self._job(entry.key, request_id))
+            self._decline(composed, {e.key for e in reserved})
             if not composed.undecided:
                 self._count(composed)
         return jobs
+
+    def _decline(self, composed: _Composed, reserved: set[SegmentKey]) -> None:
+        """Whoever sends a record that nobody awaits here is told so."""
+        awaited = {load.key for load in self._loading.values() if load.remote}
+        for key in composed.transfer.remote & composed.wanted.keys() - reserved - awaited:
+            self._unneeded.append((key, self.directory.get(key).slot))
 
     def _fetch(self, entry: Entry, composed: _Composed) -> None:
         """Ask the worker for a record; what the store does not have is computed after all."""
@@ -489,6 +497,7 @@ class SchedulerSide:
         metadata.loads, self._to_load = self._to_load, []
         metadata.orders, self._orders = self._orders, []
         metadata.awaited, self._to_await = self._to_await, []
+        metadata.unneeded, self._unneeded = self._unneeded, []
         metadata.unawaited, self._to_unawait = self._to_unawait, []
         metadata.pushes, self._to_push = self._to_push, []
 

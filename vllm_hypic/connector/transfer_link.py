@@ -42,6 +42,8 @@ class TransferLink:
         self._sent: dict[int, int] = {}
         self._ended: dict[int, LoadCount] = {}
         self._landed: list[RecordPlace] = []
+        self._settled: dict[int, ObjectName] = {}
+        """By slot: records of which the landing says that they are here."""
         self._tiles: dict[int, int] = {}
         self._pushed: dict[int, str] = {}
         self._outdated = False
@@ -52,6 +54,12 @@ class TransferLink:
             # Whoever empties the caches may have changed the weights: names no longer say which.
             self._outdated = True
         self._poll()
+        for slot in metadata.dropped_slots:
+            if (left := self._settled.pop(slot, None)) is not None:
+                self.landing.withdraw(left)
+        for key, slot in metadata.unneeded:
+            name = self._settled[slot] = self.codec.name_of(key)
+            self.landing.settle(name)
         for serial in metadata.unawaited:
             self._unawait(serial)
         for place in metadata.awaited:
@@ -86,6 +94,7 @@ class TransferLink:
                 continue
             self._ended[place.serial] = LoadCount(taken=1, tier="remote")
             self._landed.append(place)
+            self._settled[place.slot] = ObjectName(landed.name)
             if not place.leading:
                 self._tiles[place.serial] = self.pool.settle_tiles(place.slot)
         for sent in self.sender.poll():

@@ -1,0 +1,210 @@
+"""Records that come from elsewhere, or go there: bit for bit the pool's.  The test is the other instance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle.models import random_segments
+
+from vllm_hypic.segment_parallel.landing import Landing
+from vllm_hypic.segment_parallel.sender import Sender, Sent, withdraw
+from vllm_hypic.serving import free_port
+from vllm_hypic.store.protocol import Verdict
+
+from .conftest import EngineFactory
+from .engines import SEP, Answer, Ask, Engine, audit, prompt, scheduler_of
+
+LEAD, ONE, TWO, QUESTION = random_segments([90, 150, 200, 40], seed=45)
+BOUND_S = 60.0
+
+
+def ask(**extra: Any) -> Ask:
+    return Ask(prompt(ONE, TWO, query=QUESTION, lead=LEAD), extra=extra)
+
+
+def warm_up(**extra: Any) -> Ask:
+    """The same segments without a question."""
+    return Ask((*LEAD, SEP, *ONE, SEP, *TWO, SEP), max_tokens=1, extra=extra)
+
+
+def names(llm: Any) -> dict[str, str]:
+    """Keys of the segments by the names of their objects."""
+    from vllm_hypic.connector.scheduler_side import Ask as Planned
+
+    plan = scheduler_of(llm).hypic.plan(Planned(list(ask().tokens), None, None, None))
+    return {f"{s.key}.0-1": s.key for s in plan.segments}
+
+
+def namespace(llm: Any) -> str:
+    return scheduler_of(llm).hypic.namespace.digest
+
+
+def forget(llm: Any) -> None:
+    assert llm.reset_prefix_cache()
+    scheduler_of(llm).hypic.directory.drop_unpinned()
+    assert not len(scheduler_of(llm).hypic.directory)
+
+
+def computed(llm: Any) -> int:
+    return scheduler_of(llm).hypic._jobs
+
+
+def awaited(llm: Any) -> int:
+    return len(scheduler_of(llm).hypic._loading)
+
+
+def same(one: Answer, other: Answer) -> bool:
+    return one.samples == other.samples and one.logprobs == other.logprobs
+
+
+def until(met: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + BOUND_S
+    while not (found := met()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture(scope="module")
+def here() -> str:
+    """Where the engine lets records land."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def _engine(module_engine: EngineFactory, hybrid_model: Path, here: str) -> Engine:
+    events = f"tcp://127.0.0.1:{free_port()}"
+    return module_engine(hybrid_model, options={"segment_parallel": {"listen": here, "events": events}})
+
+
+@pytest.fixture
+def engine(_engine: Engine) -> Iterator[Engine]:
+    _engine.call(forget)
+    yield _engine
+    left = _engine.call(audit)
+    assert left.clean, f"the test left something behind: {left}"
+
+
+@pytest.fixture(scope="module")
+def records(_engine: Engine) -> dict[str, bytes]:
+    """The prompt's records as the engine pushes them."""
+    _engine.call(forget)
+    taken: dict[str, bytes] = {}
+    there = f"tcp://127.0.0.1:{free_port()}"
+    landing = Landing(there, _engine.call(namespace), None, 1 << 26)
+    try:
+        for name in _engine.call(names):
+
+            def read(data: memoryview, name: str = name) -> Verdict:
+                taken[name] = bytes(data)
+                return Verdict.TAKEN
+
+            landing.expect(name, 1 << 26, read)
+        (answer,) = _engine.ask(warm_up(hypic_push_to=there, hypic_push_deadline_s=BOUND_S))
+        assert answer.reasons == ("stop",) and len(taken) == 3, "it ends when all have arrived"
+        assert {landed.name for landed in landing.poll()} == set(taken)
+        # Again, from the pool: nothing is computed, and the receiver has them.
+        before = _engine.call(computed)
+        (answer,) = _engine.ask(warm_up(hypic_push_to=there))
+        assert answer.reasons == ("stop",) and _engine.call(computed) == before
+    finally:
+        landing.close()
+    return taken
+
+
+@contextmanager
+def waiting(engine: Engine, *asks: Ask) -> Iterator[Future[list[Answer]]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(engine.ask, *asks)
+
+
+def send(engine: Engine, here: str, objects: dict[str, bytes], deadline_s: float = BOUND_S) -> list[Sent]:
+    sender = Sender(engine.call(namespace), None)
+    try:
+        return push(sender, here, objects, deadline_s)
+    finally:
+        sender.close()
+
+
+def push(sender: Sender, here: str, objects: dict[str, bytes], deadline_s: float = BOUND_S) -> list[Sent]:
+    found: list[Sent] = []
+    for name, data in objects.items():
+        sender.send(name, memoryview(data), here, deadline_s)
+    until(lambda: found.extend(sender.poll()) or len(found) == len(objects))
+    return found
+
+
+def test_a_record_that_landed_equals_the_pools(engine: Engine, here: str, records: dict[str, bytes]) -> None:
+    (cold,) = engine.ask(ask())
+    engine.call(forget)
+    before = engine.call(computed)
+    keys = list(engine.call(names).values())
+    sender = Sender(engine.call(namespace), None)
+    try:
+        with waiting(engine, ask(hypic_remote=keys), Ask(QUESTION)) as answers:
+            sent = push(sender, here, records)
+            remote, plain = answers.result(BOUND_S)
+    finally:
+        sender.close()
+    assert all(s.delivered for s in sent), sent
+    assert same(remote, cold) and engine.call(computed) == before, "nothing was computed here"
+    assert len(plain.tokens) == 8
+    (warm,) = engine.ask(ask())
+    assert same(warm, cold) and engine.call(computed) == before, "they stay like any others"
+
+
+def test_what_does_not_come_or_is_damaged_is_computed(
+    engine: Engine, here: str, records: dict[str, bytes]
+) -> None:
+    (cold,) = engine.ask(ask())
+    engine.call(forget)
+    before = engine.call(computed)
+    by_key = {key: name for name, key in engine.call(names).items()}
+    good, damaged, withdrawn = by_key
+    hurt = bytearray(records[by_key[damaged]])
+    hurt[len(hurt) // 2] ^= 1
+    space, sender = engine.call(namespace), Sender(engine.call(namespace), None)
+    try:
+        with waiting(engine, ask(hypic_remote=list(by_key), hypic_remote_deadline_s=4)) as answers:
+            (sent,) = push(sender, here, {by_key[good]: records[by_key[good]]})
+            assert sent.delivered
+            (sent,) = push(sender, here, {by_key[damaged]: bytes(hurt)})
+            assert not sent.delivered and sent.reason
+            withdraw(here, space, [by_key[withdrawn]], None)
+            (answer,) = answers.result(BOUND_S)
+    finally:
+        sender.close()
+    assert same(answer, cold)
+    assert engine.call(computed) == before + 2, "the damaged one and the one withdrawn"
+
+
+def test_a_record_that_cannot_be_delivered_ends_its_request_with_an_error(engine: Engine) -> None:
+    nobody = f"tcp://127.0.0.1:{free_port()}"
+    (answer,) = engine.ask(warm_up(hypic_push_to=nobody, hypic_push_deadline_s=1))
+    assert answer.reasons == ("error",)
+    (answer,) = engine.ask(ask())
+    assert answer.reasons == ("length",) and answer.cached > 0, "the records are there"
+
+
+def test_a_pushed_record_is_sent_to_this_machine_only(engine: Engine) -> None:
+    (answer,) = engine.ask(warm_up(hypic_push_to="tcp://192.0.2.1:7100"))
+    assert answer.reasons == ("error",)
+
+
+def test_caches_that_were_emptied_for_new_weights_take_no_records_of_others(
+    module_engine: EngineFactory, hybrid_model: Path, records: dict[str, bytes]
+) -> None:
+    here, events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    engine = module_engine(hybrid_model, options={"segment_parallel": {"listen": here, "events": events}})
+    keys = list(engine.call(names).values())
+    engine.reset()
+    (answer,) = engine.ask(ask(hypic_remote=keys))
+    assert answer.cached == 0, "computed at once, not after the deadline"
+    (answer,) = engine.ask(warm_up(hypic_push_to=here))
+    assert answer.reasons == ("error",)
