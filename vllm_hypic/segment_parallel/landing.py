@@ -69,6 +69,8 @@ class LandingCounts:
     """Of records taken."""
     dropped: int = 0
     """Messages of peers that do not keep to the protocol."""
+    late: int = 0
+    """Records whose sender had been told to go, and that were no longer wanted when they came."""
     unwelcome: int = 0
     """Greetings of other versions or namespaces."""
 
@@ -79,10 +81,8 @@ class _Going:
 
     nbytes: int
     since: float
-
-    @property
-    def until(self) -> float:
-        return self.since + GO_S + self.nbytes / GO_BYTES_PER_S
+    until: float
+    """Then another may try as well."""
 
 
 @dataclass
@@ -108,12 +108,20 @@ class Landing:
     of at most ``max_nbytes``; only holders of the secret (without one: processes of this machine) send any.
     """
 
-    def __init__(self, listen: str, namespace: str, secret: Secret | None, max_nbytes: int) -> None:
+    def __init__(
+        self,
+        listen: str,
+        namespace: str,
+        secret: Secret | None,
+        max_nbytes: int,
+        *,
+        go_s: float = GO_S,
+    ) -> None:
         """Bind to ``listen`` (``tcp://ADDRESS:PORT``; port 0: any that is free, see :attr:`url`).
 
         ``namespace``: peers must have the same, character by character.  ``max_nbytes``: of the largest
         record ever expected.  :class:`ConfigError` names the address when it cannot be bound, or is not a
-        loopback address while there is no secret.
+        loopback address while there is no secret.  ``go_s``: see :data:`GO_S`.
         """
         try:
             address = Address.parse(listen, any_port=True)
@@ -124,7 +132,7 @@ class Landing:
             raise ConfigError(f"{where}: expected a loopback address, or set secret_file")
         if max_nbytes < 1:
             raise ValueError(f"max_nbytes={max_nbytes}: expected at least 1")
-        self._namespace, self._max_nbytes = namespace, max_nbytes
+        self._namespace, self._max_nbytes, self._go_s = namespace, max_nbytes, go_s
         self._codec = wire.Codec()
         self._complaints = Complaints()
         self._wake = Wake()
@@ -149,6 +157,8 @@ class Landing:
         self._reading: _Expected | None = None
         self._offers = Offers(MOST_OFFERS, REMEMBER_S)
         self._settled = Recent(MOST_SETTLED, REMEMBER_S)
+        self._called_off = Recent(MOST_OFFERS, REMEMBER_S)
+        """Name and peer of what may still come late."""
         self._withdrawn = Recent(MOST_WITHDRAWN, WITHDRAWAL_S)
         self._landed: deque[Landed] = deque()
         self._counts = LandingCounts()
@@ -259,6 +269,8 @@ class Landing:
         going = list(expected.going) if expected else []
         offering = [o.peer for o in self._offers.pop_name(name)]
         self._to_send.extend((peer, wire.Done(name)) for peer in (*going, *offering))
+        for peer in going:
+            self._called_off.add(f"{name} {peer.hex()}", time.monotonic())
         return expected
 
     def _forget_reports(self, name: str) -> None:
@@ -317,6 +329,7 @@ class Landing:
     def _sweep(self, now: float) -> None:
         self._settled.expire(now)
         self._withdrawn.expire(now)
+        self._called_off.expire(now)
         self._offers.expire(now)
         if len(self._offers):
             for name in list(self._expected):
@@ -448,7 +461,8 @@ class Landing:
                 )
             elif self._send(offered.peer, wire.Go(name)):
                 expected.going.pop(offered.peer, None)
-                expected.going[offered.peer] = _Going(offered.nbytes, now)
+                until = now + self._go_s + offered.nbytes / GO_BYTES_PER_S
+                expected.going[offered.peer] = _Going(offered.nbytes, now, until)
 
     def _late(self, expected: _Expected, now: float) -> bool:
         """Whether the one told to go last is gone, or takes too long."""
@@ -487,7 +501,11 @@ class Landing:
             expected = self._expected.get(name)
             going = expected.going.pop(peer, None) if expected else None
             if expected is None or going is None:
-                self._drop(peer, f"data of {wire.short(name)} that nobody asked for")
+                if self._called_off.has(late := f"{name} {peer.hex()}", time.monotonic()):
+                    self._called_off.discard(late)
+                    self._counts = replace(self._counts, late=self._counts.late + 1)
+                else:
+                    self._drop(peer, f"data of {wire.short(name)} that nobody asked for")
                 return
             if len(frame) != going.nbytes:
                 self._refuse(peer, name, f"{len(frame)} bytes; {going.nbytes} were offered")

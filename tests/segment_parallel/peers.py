@@ -1,0 +1,245 @@
+"""What tests of transfers share: an owner of a landing, a peer that speaks raw frames, processes, a proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
+
+from vllm_hypic.segment_parallel import wire
+from vllm_hypic.segment_parallel.landing import GO_S, Landed, Landing
+from vllm_hypic.segment_parallel.secret import Secret
+from vllm_hypic.segment_parallel.sender import Sender, Sent
+from vllm_hypic.store.protocol import Verdict
+
+MIB = 1 << 20
+ANY_PORT = "tcp://127.0.0.1:0"
+LONG_S = 30.0
+"""Far longer than anything here takes."""
+
+T = TypeVar("T")
+
+
+def name_of(i: int) -> str:
+    return f"{hashlib.sha256(str(i).encode()).hexdigest()}.0-1"
+
+
+def bytes_of(name: str, nbytes: int) -> bytes:
+    """A record's bytes: the same in every process, different for each name."""
+    return random.Random(name).randbytes(nbytes)
+
+
+def until(condition: Callable[[], T], timeout_s: float = LONG_S) -> T:
+    """What ``condition`` says once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+    return found
+
+
+class Owner:
+    """A landing, what was read there, and what it reported."""
+
+    def __init__(
+        self,
+        listen: str = ANY_PORT,
+        namespace: str = "ns",
+        secret: Secret | None = None,
+        max_nbytes: int = 64 * MIB,
+        go_s: float = GO_S,
+    ) -> None:
+        self.landing = Landing(listen, namespace, secret, max_nbytes, go_s=go_s)
+        self.url = self.landing.url
+        self.verdict: Verdict | Any = Verdict.TAKEN
+        self.read: list[bytes] = []
+        self.landed: dict[str, Landed] = {}
+
+    def reader(self, data: memoryview) -> Verdict:
+        self.read.append(hashlib.sha256(data).digest())
+        return self.verdict
+
+    def expect(self, *names: str, limit: int = 64 * MIB) -> None:
+        for name in names:
+            self.landing.expect(name, limit, self.reader)
+
+    def poll(self) -> dict[str, Landed]:
+        for landed in self.landing.poll():
+            assert landed.name not in self.landed, "reported twice"
+            self.landed[landed.name] = landed
+        return self.landed
+
+    def wait_for(self, *names: str, timeout_s: float = LONG_S) -> list[Landed]:
+        until(lambda: set(names) <= set(self.poll()), timeout_s)
+        return [self.landed[name] for name in names]
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.landing.close()
+
+
+class Outgoing:
+    """A sender, and what it reported."""
+
+    def __init__(self, namespace: str = "ns", secret: Secret | None = None, **options: Any) -> None:
+        self.sender = Sender(namespace, secret, **options)
+        self.sent: dict[int, Sent] = {}
+
+    def send(self, name: str, data: bytes, url: str, deadline_s: float = LONG_S) -> int:
+        return self.sender.send(name, memoryview(data), url, deadline_s)
+
+    def poll(self) -> dict[int, Sent]:
+        for sent in self.sender.poll():
+            assert sent.ticket not in self.sent, "reported twice"
+            self.sent[sent.ticket] = sent
+        return self.sent
+
+    def wait_for(self, ticket: int, timeout_s: float = LONG_S) -> Sent:
+        until(lambda: ticket in self.poll(), timeout_s)
+        return self.sent[ticket]
+
+    def deliver(self, name: str, data: bytes, url: str, deadline_s: float = LONG_S) -> Sent:
+        return self.wait_for(self.send(name, data, url, deadline_s))
+
+    def __enter__(self) -> Outgoing:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.sender.close()
+
+
+class Peer:
+    """Speaks frames to a landing, well-formed or not."""
+
+    def __init__(self, url: str, sender: str = "", greet: bool = True) -> None:
+        self._codec = wire.Codec()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(url)
+        self._id = sender or f"{id(self):032x}"
+        if greet:
+            assert self.ask(wire.Hello(wire.VERSION, "ns", self._id)) == wire.Welcome()
+
+    def say(self, *messages: wire.Request) -> None:
+        for message in messages:
+            self.frames(self._codec.encode(message))
+
+    def data(self, name: str, data: bytes) -> None:
+        self.frames(self._codec.encode(wire.Data(name)), data)
+
+    def frames(self, *frames: bytes) -> None:
+        self._socket.send_multipart(list(frames))
+
+    def hear(self, timeout_s: float = LONG_S) -> wire.Reply:
+        """The next answer, but for a welcome that nobody asked for."""
+        while True:
+            assert self._socket.poll(round(1000 * timeout_s)), "no answer"
+            [frame] = self._socket.recv_multipart()
+            reply = self._codec.reply(frame)
+            if reply != wire.Welcome() or self._greeting:
+                return reply
+
+    _greeting = False
+
+    def ask(self, message: wire.Request, timeout_s: float = LONG_S) -> wire.Reply:
+        self._greeting = isinstance(message, wire.Hello)
+        try:
+            self.say(message)
+            return self.hear(timeout_s)
+        finally:
+            self._greeting = False
+
+    def hears_nothing(self) -> bool:
+        """Whether the landing has worked off what was said without an answer."""
+        return self.ask(wire.Withdraw([])) == wire.Withdrawn()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def process(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+    """A Python script beside this file, killed in the end."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, args)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+class Throttle:
+    """A TCP proxy that lets ``allowance`` bytes pass to the target, then none until ``open`` is called."""
+
+    def __init__(self, target: str, allowance: int) -> None:
+        host, port = target.removeprefix("tcp://").rsplit(":", 1)
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._allowance = allowance
+        self.passed = 0
+        self._open = threading.Event()
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def open(self) -> None:
+        self._open.set()
+
+    @property
+    def full(self) -> bool:
+        return self.passed >= self._allowance
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            if select.select([self._listener], [], [], 0.05)[0]:
+                client, _ = self._listener.accept()
+                thread = threading.Thread(target=self._forward, args=(client,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _forward(self, client: socket.socket) -> None:
+        with client, socket.create_connection(self._target) as server, contextlib.suppress(OSError):
+            hung_up = select.poll()
+            hung_up.register(client, select.POLLRDHUP)
+            while not self._closing.is_set():
+                held = self.full and not self._open.is_set()
+                if held and hung_up.poll(0):  # while nothing may pass, an end of the connection still does
+                    return
+                sources = [server] if held else [client, server]
+                for source in select.select(sources, [], [], 0.02)[0]:
+                    most = MIB if source is server or self._open.is_set() else self._allowance - self.passed
+                    if not (chunk := source.recv(min(most, MIB))):
+                        return
+                    (server if source is client else client).sendall(chunk)
+                    self.passed += len(chunk) if source is client else 0
+
+    def __enter__(self) -> Throttle:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(10)
+        self._listener.close()

@@ -1,0 +1,105 @@
+"""Options of segment parallelism: what is allowed, and what a refusal says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.segment_parallel.config import Address, ParallelConfig
+
+GOOD = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"}
+
+
+def test_survives_a_round_trip() -> None:
+    options = {
+        "listen": "tcp://0.0.0.0:7100",
+        "events": "tcp://[::]:7101",
+        "advertise": "tcp://node-3.cluster.local:30100",
+        "advertise_events": "tcp://[fd00::3]:30101",
+        "secret_file": "/run/secrets/hypic",
+        "deadline_s": 30,
+    }
+    config = ParallelConfig.from_mapping(options)
+    assert config.to_mapping() == options
+    assert ParallelConfig.from_mapping(config.to_mapping()) == config
+    assert (config.landing_url, config.events_url) == (options["advertise"], options["advertise_events"])
+
+
+def test_others_are_told_what_is_bound_when_nothing_else_is_said() -> None:
+    config = ParallelConfig.from_mapping(GOOD)
+    assert (config.landing_url, config.events_url) == (GOOD["listen"], GOOD["events"])
+    assert config.deadline_s == 120.0 and config.secret_file is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
+def test_loopback_needs_no_secret(host: str) -> None:
+    ParallelConfig.from_mapping({"listen": f"tcp://{host}:7100", "events": f"tcp://{host}:7101"})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"listen": 7100}, "listen=7100: expected tcp://ADDRESS:PORT"),
+        ({"listen": "127.0.0.1:7100"}, "listen='127.0.0.1:7100': expected tcp://ADDRESS:PORT"),
+        ({"listen": "tcp://127.0.0.1:0"}, "port 1 to 65535"),
+        ({"listen": "tcp://127.0.0.1:65536"}, "port 1 to 65535"),
+        ({"listen": "tcp://127.0.0.1:7100\n"}, "expected tcp://ADDRESS:PORT"),
+        ({"listen": "tcp://*:7100"}, "expected tcp://ADDRESS:PORT"),
+        ({"listen": "tcp://[::zz]:7100"}, "expected tcp://ADDRESS:PORT"),
+        ({"listen": "tcp://[1:2]:7100"}, "expected an IPv6 address"),
+        ({"listen": "tcp://-x-:7100"}, "an IP address or a host name"),
+        ({"listen": "tcp://node:7100"}, "an IP address of this machine (or localhost), not a name"),
+        ({"listen": "tcp://10.0.0.3:7100"}, "a loopback address such as tcp://127.0.0.1:7100, or set secret"),
+        ({"events": "tcp://0.0.0.0:7101"}, "events='tcp://0.0.0.0:7101': expected a loopback address"),
+        ({"events": "tcp://[::ffff:127.0.0.1]:7101"}, "expected a loopback address"),
+        ({"events": GOOD["listen"]}, "another port than that of listen"),
+        ({"listen": "tcp://0.0.0.0:7100", "secret_file": "s"}, "or set advertise to what others connect to"),
+        ({"events": "tcp://[::]:7101", "secret_file": "s"}, "or set advertise_events"),
+        ({"advertise": "tcp://0.0.0.0:7100"}, "advertise='tcp://0.0.0.0:7100': expected an address that"),
+        ({"advertise": "http://a:1"}, "advertise='http://a:1': expected tcp://ADDRESS:PORT"),
+        ({"secret_file": ""}, "secret_file='': expected a path, or null"),
+        ({"secret_file": 5}, "secret_file=5: expected a path, or null"),
+        ({"deadline_s": 0}, "deadline_s=0: expected a number of seconds > 0"),
+        ({"deadline_s": True}, "deadline_s=True: expected a number"),
+        ({"deadline_s": float("nan")}, "deadline_s=nan: expected a number"),
+        ({"deadline_s": "5"}, "deadline_s='5': expected a number"),
+        ({"port": 1}, "unknown option 'port'; expected one of advertise, advertise_events, deadline_s"),
+    ],
+)
+def test_a_refusal_names_the_value_and_what_is_allowed(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ParallelConfig.from_mapping({**GOOD, **change})
+    assert str(refusal.value).startswith("hypic config: segment_parallel")
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize("options", [None, "tcp://127.0.0.1:7100", ["listen"]])
+def test_the_section_is_an_object(options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"segment_parallel=.*: expected an object"):
+        ParallelConfig.from_mapping(options)
+
+
+@pytest.mark.parametrize("missing", ["listen", "events"])
+def test_addresses_are_not_guessed(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"segment_parallel.{missing} is missing"):
+        ParallelConfig.from_mapping({k: v for k, v in GOOD.items() if k != missing})
+
+
+@pytest.mark.parametrize(
+    ("url", "plain"),
+    [
+        ("tcp://localhost:1", "tcp://127.0.0.1:1"),
+        ("tcp://[0:0:0:0:0:0:0:1]:2", "tcp://[::1]:2"),
+        ("tcp://Node-3.cluster:3", "tcp://node-3.cluster:3"),
+    ],
+)
+def test_an_address_has_one_form(url: str, plain: str) -> None:
+    assert Address.parse(url).url == plain
+    assert Address.parse(plain) == Address.parse(url)
+
+
+@pytest.mark.parametrize("url", ["tcp://127.1:1", "tcp://0x7f000001:1", "tcp://2130706433:1", "tcp://node:1"])
+def test_what_may_stand_for_another_machine_is_no_loopback(url: str) -> None:
+    assert not Address.parse(url).loopback

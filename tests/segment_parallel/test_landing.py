@@ -1,0 +1,588 @@
+"""The landing, asked by peers that speak frames: who is told to go, what is refused, what changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.segment_parallel import wire
+from vllm_hypic.segment_parallel.landing import MOST_OFFERS, Landing
+from vllm_hypic.segment_parallel.memory import Offers, Recent
+from vllm_hypic.store.protocol import Verdict
+
+from .peers import MIB, Outgoing, Owner, Peer, bytes_of, name_of, until
+
+A, B, C = name_of(1), name_of(2), name_of(3)
+DATA = bytes_of(A, 10_000)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    with Owner() as owner:
+        yield owner
+
+
+@pytest.fixture
+def peer(owner: Owner) -> Iterator[Peer]:
+    with Peer(owner.url) as peer:
+        yield peer
+
+
+@pytest.fixture
+def other(owner: Owner) -> Iterator[Peer]:
+    with Peer(owner.url) as peer:
+        yield peer
+
+
+def deliver(peer: Peer, name: str, data: bytes = DATA) -> wire.Reply:
+    assert peer.ask(wire.Offer(name, len(data))) == wire.Go(name)
+    peer.data(name, data)
+    return peer.hear()
+
+
+# -- the plain way
+
+
+def test_what_is_expected_is_taken(owner: Owner, peer: Peer) -> None:
+    owner.expect(A)
+    assert deliver(peer, A) == wire.Taken(A)
+    [landed] = owner.wait_for(A)
+    assert (landed.taken, landed.nbytes, landed.reason) == (True, len(DATA), "") and landed.seconds > 0
+    assert owner.read == [hashlib.sha256(DATA).digest()]
+    counts = owner.landing.counts()
+    assert (counts.offers, counts.taken, counts.refused, counts.bytes) == (1, 1, 0, len(DATA))
+    assert counts.dropped == 0
+
+
+def test_an_early_offer_is_answered_once_the_name_is_expected(owner: Owner, peer: Peer) -> None:
+    peer.say(wire.Offer(A, len(DATA)))
+    assert peer.hears_nothing()
+    owner.expect(A)
+    assert peer.hear() == wire.Go(A)
+    peer.data(A, DATA)
+    assert peer.hear() == wire.Taken(A)
+    assert owner.wait_for(A)[0].taken
+
+
+def test_what_landed_or_is_settled_is_not_asked_for(owner: Owner, peer: Peer) -> None:
+    owner.expect(A)
+    deliver(peer, A)
+    owner.landing.settle(B)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Done(A)
+    assert peer.ask(wire.Offer(B, len(DATA))) == wire.Done(B)
+    peer.say(wire.Offer(C, 1))
+    assert peer.hears_nothing()
+    owner.landing.settle(C)
+    assert peer.hear() == wire.Done(C)
+
+
+def test_settled_names_may_be_expected_again(owner: Owner, peer: Peer) -> None:
+    for _ in range(2):
+        owner.landing.settle(A)
+        owner.expect(A)
+        assert deliver(peer, A) == wire.Taken(A)
+        assert owner.wait_for(A)[0].taken
+        owner.landed.clear()
+    assert len(owner.read) == 2
+
+
+def test_a_record_that_has_left_is_no_longer_said_to_be_there(owner: Owner, peer: Peer) -> None:
+    owner.landing.settle(A)
+    owner.landing.withdraw(A)
+    peer.say(wire.Offer(A, len(DATA)))
+    assert peer.hears_nothing()
+    owner.expect(A)
+    assert peer.hear() == wire.Go(A)
+
+
+# -- greeting
+
+
+def test_who_has_not_greeted_is_told_to(owner: Owner) -> None:
+    owner.expect(A)
+    with Peer(owner.url, greet=False) as peer:
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Again()
+        peer.data(A, DATA)
+        assert peer.hear() == wire.Again()
+        assert peer.ask(wire.Withdraw([A])) == wire.Again()
+        peer.frames(b"")
+        assert peer.hear() == wire.Again()
+    assert not owner.poll() and not owner.read
+
+
+@pytest.mark.parametrize("namespace", ["other", "", "ns ", "NS"])
+def test_another_namespace_is_turned_away(owner: Owner, namespace: str) -> None:
+    owner.expect(A)
+    with Peer(owner.url, greet=False) as peer:
+        answer = peer.ask(wire.Hello(wire.VERSION, namespace, "s" * 32))
+        assert (
+            isinstance(answer, wire.Unwelcome)
+            and f"namespace {namespace}: this instance has ns" in answer.reason
+        )
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Again()
+        peer.data(A, DATA)
+        assert peer.hear() == wire.Again()
+    assert owner.landing.counts().unwelcome == 1 and not owner.read
+
+
+def test_another_version_is_turned_away_whatever_its_greeting_holds(owner: Owner) -> None:
+    with Peer(owner.url, greet=False) as peer:
+        peer.frames(msgspec.msgpack.encode(["hello", wire.VERSION + 1, "ns", "s" * 32, {"new": [1, 2]}]))
+        answer = peer.hear()
+    assert isinstance(answer, wire.Unwelcome) and "this instance speaks 1" in answer.reason
+
+
+def test_a_sender_that_connects_anew_does_not_wait_for_itself(owner: Owner) -> None:
+    owner.expect(A)
+    with Peer(owner.url, sender="s" * 32) as before, Peer(owner.url, sender="s" * 32) as after:
+        # `after` greeted later: `before` has no longer greeted.
+        assert before.ask(wire.Offer(A, len(DATA))) == wire.Again()
+        assert deliver(after, A) == wire.Taken(A)
+    with Peer(owner.url, sender="t" * 32) as before:
+        owner.expect(B)
+        assert before.ask(wire.Offer(B, len(DATA))) == wire.Go(B)
+        with Peer(owner.url, sender="t" * 32) as after:
+            assert deliver(after, B) == wire.Taken(B)
+
+
+# -- one sender at a time
+
+
+def test_the_first_goes_and_the_other_is_done(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    peer.data(A, DATA)
+    assert peer.hear() == wire.Taken(A)
+    assert other.hear() == wire.Done(A)
+    assert len(owner.read) == 1
+
+
+def test_the_other_goes_when_the_first_has_vanished(owner: Owner, other: Peer) -> None:
+    owner.expect(A)
+    with Peer(owner.url) as first:
+        assert first.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        other.say(wire.Offer(A, len(DATA)))
+        assert other.hears_nothing()
+    assert other.hear(5.0) == wire.Go(A)  # go_s is 10
+
+
+def test_the_other_goes_when_the_first_retracts(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    peer.say(wire.Retract(A))
+    assert other.hear(5.0) == wire.Go(A)
+
+
+def test_a_retracted_offer_is_forgotten(owner: Owner, peer: Peer) -> None:
+    peer.say(wire.Offer(A, len(DATA)), wire.Retract(A))
+    assert peer.hears_nothing()
+    owner.expect(A)
+    assert peer.hears_nothing()
+
+
+def test_the_other_goes_when_the_first_sends_other_bytes_than_it_offered(
+    owner: Owner, peer: Peer, other: Peer
+) -> None:
+    owner.expect(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    peer.data(A, DATA + b"x")
+    answer = peer.hear()
+    assert isinstance(answer, wire.Refused) and "10001 bytes; 10000 were offered" in answer.reason
+    assert other.hear(5.0) == wire.Go(A)
+    assert not owner.read
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["second first", "first after all"])
+def test_the_other_goes_when_the_first_takes_too_long(late: bool) -> None:
+    with Owner(go_s=0.2) as owner, Peer(owner.url) as peer, Peer(owner.url) as other:
+        owner.expect(A)
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        other.say(wire.Offer(A, len(DATA)))
+        assert other.hear() == wire.Go(A)
+        winner, loser = (peer, other) if late else (other, peer)
+        winner.data(A, DATA)
+        assert winner.hear() == wire.Taken(A)
+        assert loser.hear() == wire.Done(A)
+        loser.data(A, DATA)
+        assert loser.hears_nothing()
+        assert owner.wait_for(A)[0].taken and len(owner.read) == 1
+        counts = owner.landing.counts()
+        assert (counts.late, counts.dropped) == (1, 0)
+
+
+# -- readers
+
+
+@pytest.mark.parametrize("verdict", [Verdict.DAMAGED, Verdict.FOREIGN])
+def test_a_record_that_is_not_taken_stays_expected(
+    owner: Owner, peer: Peer, other: Peer, verdict: Verdict
+) -> None:
+    owner.expect(A)
+    owner.verdict = verdict
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    peer.data(A, DATA)
+    assert peer.hear() == wire.Refused(A, f"the record is {verdict.value}")
+    assert other.hear(5.0) == wire.Go(A)
+    assert not owner.poll() and owner.landing.counts().refused == 1
+    owner.verdict = Verdict.TAKEN
+    other.data(A, DATA)
+    assert other.hear() == wire.Taken(A)
+    assert owner.wait_for(A)[0].taken
+
+
+@pytest.mark.parametrize("fault", ["raises", "no verdict"])
+def test_a_reader_that_fails_is_logged_and_ends_nothing(
+    owner: Owner, peer: Peer, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def reader(data: memoryview) -> Verdict:
+        if fault == "raises":
+            raise RuntimeError("disk on fire")
+        return None  # type: ignore[return-value]
+
+    owner.landing.expect(A, MIB, reader)
+    answer = deliver(peer, A)
+    assert isinstance(answer, wire.Refused) and answer.reason.startswith("the reader failed")
+    assert wire.short(A) in caplog.text and "Traceback" in caplog.text
+    owner.landing.withdraw(A)  # does not wait for a reader that has failed
+    owner.expect(A)
+    assert deliver(peer, A) == wire.Taken(A)
+
+
+@pytest.mark.parametrize("call", ["withdraw", "settle"])
+def test_withdrawing_waits_for_a_reader_under_way(owner: Owner, peer: Peer, call: str) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    over = False
+
+    def reader(data: memoryview) -> Verdict:
+        nonlocal over
+        begun.set()
+        assert go_on.wait(20)
+        over = True
+        return Verdict.TAKEN
+
+    owner.landing.expect(A, MIB, reader)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    peer.data(A, DATA)
+    assert begun.wait(20)
+    seen: list[bool] = []
+
+    def withdraw() -> None:
+        getattr(owner.landing, call)(A)
+        seen.append(over)
+
+    thread = threading.Thread(target=withdraw, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and not seen
+    owner.landing.counts(), owner.landing.poll(), owner.landing.settle(B)  # others go on
+    go_on.set()
+    thread.join(20)
+    assert seen == [True]
+    assert peer.hear() == wire.Done(A)
+    assert not owner.poll() and owner.landing.counts().taken == 0
+
+
+def test_nothing_is_reported_of_what_was_withdrawn(owner: Owner, peer: Peer) -> None:
+    owner.expect(A)
+    assert deliver(peer, A) == wire.Taken(A)  # reported, but not polled
+    owner.landing.withdraw(A)
+    assert not owner.poll()
+
+
+def test_who_was_told_to_go_is_told_of_the_withdrawal(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    owner.landing.withdraw(A)
+    assert peer.hear() == wire.Done(A)
+    assert other.hear() == wire.Done(A)
+    peer.data(A, DATA)
+    assert peer.hears_nothing() and not owner.read
+
+
+# -- withdrawals of routers
+
+
+def test_a_router_withdraws_what_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A, B)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert other.ask(wire.Withdraw([A, C])) == wire.Withdrawn()
+    [landed] = owner.wait_for(A)
+    assert not landed.taken and landed.reason.startswith("withdrawn by the router at 127.0.0.1")
+    assert peer.hear() == wire.Done(A)
+    assert owner.landing.counts().withdrawn == 1
+    assert deliver(peer, B) == wire.Taken(B)
+
+
+def test_a_router_may_be_faster_than_the_engine(owner: Owner, peer: Peer) -> None:
+    assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
+    owner.expect(A)
+    assert not owner.wait_for(A)[0].taken
+    owner.landed.clear()
+    owner.expect(A)  # it was said of one request only
+    assert deliver(peer, A) == wire.Taken(A)
+
+
+def test_an_offer_is_newer_than_the_withdrawal_before_it(owner: Owner, peer: Peer) -> None:
+    peer.say(wire.Withdraw([A]), wire.Offer(A, len(DATA)))
+    assert peer.hear() == wire.Withdrawn()
+    assert peer.hears_nothing()
+    owner.expect(A)
+    assert peer.hear() == wire.Go(A)
+
+
+def test_what_is_there_cannot_be_withdrawn(owner: Owner, peer: Peer) -> None:
+    owner.landing.settle(A)
+    assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
+    assert peer.ask(wire.Offer(A, 1)) == wire.Done(A)
+
+
+# -- sizes and bounds
+
+
+def test_sizes_are_refused_before_anything_is_sent(owner: Owner, peer: Peer) -> None:
+    owner.expect(A, limit=9_999)
+    answer = peer.ask(wire.Offer(A, len(DATA)))
+    assert answer == wire.Refused(A, "10000 bytes; at most 9999 are taken")
+    answer = peer.ask(wire.Offer(B, 64 * MIB + 1))  # larger than whatever may be expected later
+    assert isinstance(answer, wire.Refused) and f"at most {64 * MIB} are taken" in answer.reason
+    peer.say(wire.Offer(C, 500))
+    assert peer.hears_nothing()
+    owner.expect(C, limit=499)
+    assert peer.hear() == wire.Refused(C, "500 bytes; at most 499 are taken")
+    assert deliver(peer, A, DATA[:9_999]) == wire.Taken(A)
+    assert owner.landing.counts().refused == 3
+
+
+def test_a_frame_that_is_too_large_ends_the_connection() -> None:
+    with Owner(max_nbytes=MIB) as owner, Peer(owner.url) as peer, Peer(owner.url) as other:
+        owner.expect(A)
+        assert peer.ask(wire.Offer(A, MIB)) == wire.Go(A)
+        other.say(wire.Offer(A, len(DATA)))
+        assert other.hears_nothing()
+        peer.data(A, bytes(MIB + 1))
+        assert other.hear(5.0) == wire.Go(A)  # the peer that was told to go has been cut off
+        other.data(A, DATA)
+        assert other.hear() == wire.Taken(A)
+        assert len(owner.read) == 1
+
+
+def test_of_too_many_offers_the_oldest_is_forgotten(owner: Owner, peer: Peer) -> None:
+    names = [name_of(i) for i in range(MOST_OFFERS + 1)]
+    peer.say(*(wire.Offer(name, 10) for name in names))
+    assert peer.hears_nothing()
+    owner.expect(names[0])
+    assert peer.hears_nothing()
+    owner.expect(names[-1], names[1])
+    assert {peer.hear(), peer.hear()} == {wire.Go(names[-1]), wire.Go(names[1])}
+
+
+def test_memory_is_bounded_in_number_and_age() -> None:
+    offers, recent = Offers(most=3, age_s=10), Recent(most=3, age_s=10)
+    for i, name in enumerate("abcd"):
+        offers.add(name, b"p", 1, now=i)
+        recent.add(name, now=i)
+    assert len(offers) == len(recent) == 3
+    assert not offers.of("a") and offers.of("b") and not recent.has("a", 4) and recent.has("b", 4)
+    offers.add("b", b"p", 1, now=5)
+    offers.expire(13.5)
+    recent.expire(13.5)
+    assert len(offers) == 1 and offers.of("b") and len(recent) == 0
+    assert not Recent(3, 10).has("x", 0)
+    recent.add("x", 20)
+    assert recent.has("x", 29.9) and not recent.has("x", 30)
+
+
+def test_offers_of_a_name_keep_their_order() -> None:
+    offers = Offers(most=10, age_s=10)
+    offers.add("a", b"p", 1, now=0)
+    offers.add("a", b"q", 1, now=1)
+    offers.add("a", b"p", 1, now=2)
+    assert [o.peer for o in offers.of("a")] == [b"p", b"q"]
+    offers.drop_peer(b"p")
+    assert [o.peer for o in offers.pop_name("a")] == [b"q"] and len(offers) == 0
+
+
+# -- hostile frames
+
+
+def test_data_that_nobody_asked_for_is_dropped(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A)
+    peer.data(A, DATA)  # never offered
+    peer.say(wire.Offer(B, len(DATA)))
+    peer.data(B, DATA)  # offered, not expected
+    assert other.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    peer.say(wire.Offer(A, len(DATA)))
+    peer.data(A, DATA)  # another was told to go
+    assert peer.hears_nothing()
+    assert owner.landing.counts().dropped == 3 and not owner.read and not owner.poll()
+    other.data(A, DATA)
+    assert other.hear() == wire.Taken(A)
+
+
+NAMES = st.sampled_from([A, B, "", "A" * 64, "0" * 97, "0" * 10_000, "../../etc/passwd", A + "\n", "é"])
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 64) - 1),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=3),
+)
+TAGS = st.sampled_from(["hello", "offer", "data", "retract", "withdraw", "go", "taken", "again", "", "x"])
+HEADERS = st.one_of(
+    st.binary(max_size=200),
+    ODD.map(msgspec.msgpack.encode),
+    st.lists(ODD, max_size=5).map(msgspec.msgpack.encode),
+    st.builds(
+        lambda tag, rest: msgspec.msgpack.encode([tag, *rest]), TAGS, st.lists(ODD | NAMES, max_size=4)
+    ),
+    st.builds(lambda depth: b"\x91" * depth, st.integers(1, 5_000)),
+    st.sampled_from(
+        [b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"x" * 65_537]
+    ),
+)
+MESSAGES = st.lists(HEADERS | st.binary(max_size=2_000), min_size=1, max_size=4)
+
+
+def understood(frames: list[bytes]) -> bool:
+    """Whether a message keeps to the protocol by chance."""
+    if frames == [b""]:
+        return True
+    try:
+        return (
+            isinstance(wire.Codec().request(frames[0]), wire.Data) == (len(frames) == 2) and len(frames) < 3
+        )
+    except wire.Malformed:
+        return False
+
+
+def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    sent = 0
+    with Owner() as owner, Peer(owner.url) as greeted, Peer(owner.url, greet=False) as stranger:
+        owner.expect(A)
+        owner.landing.settle(B)
+
+        @settings(max_examples=300, suppress_health_check=list(HealthCheck))
+        @given(st.lists(MESSAGES, min_size=8, max_size=12))
+        def attack(messages: list[list[bytes]]) -> None:
+            nonlocal sent
+            hostile = [frames for frames in messages if not understood(frames)]
+            for frames in hostile:
+                greeted.frames(*frames)
+                stranger.frames(*frames)
+                sent += 2
+            assert greeted.hears_nothing()
+            assert stranger.ask(wire.Offer(A, 1)) == wire.Again()
+            counts = owner.landing.counts()
+            assert counts.dropped == sent
+            assert counts.offers == counts.taken == counts.refused == counts.withdrawn == 0
+
+        attack()
+        assert sent >= 2_000
+        assert not owner.poll() and not owner.read
+        assert greeted.ask(wire.Offer(B, 1)) == wire.Done(B)
+        assert deliver(greeted, A) == wire.Taken(A)
+        assert owner.wait_for(A)[0].taken
+    assert len(caplog.records) < 20, "the log was flooded"
+
+
+# -- life
+
+
+def test_an_address_that_cannot_be_bound_is_named(owner: Owner) -> None:
+    with pytest.raises(ConfigError, match=r"segment_parallel.listen='tcp://127.0.0.1:\d+': cannot be bound"):
+        Landing(owner.url, "ns", None, MIB)
+    with pytest.raises(ConfigError, match=r"listen='tcp://192.0.2.1:7100': expected a loopback address"):
+        Landing("tcp://192.0.2.1:7100", "ns", None, MIB)
+    with pytest.raises(ConfigError, match="listen='udp://x': expected tcp://ADDRESS:PORT"):
+        Landing("udp://x", "ns", None, MIB)
+
+
+@pytest.mark.parametrize("name", ["", "G" * 64, "a" * 97, "../x"])
+def test_only_object_names_are_expected(owner: Owner, name: str) -> None:
+    with pytest.raises(ValueError, match="expected 1 to 96 of 0-9 a-f"):
+        owner.expect(name)
+    with pytest.raises(ValueError, match="expected 1 to 96 of 0-9 a-f"):
+        owner.landing.settle(name)
+
+
+def test_expecting_twice_is_a_mistake(owner: Owner) -> None:
+    owner.expect(A)
+    with pytest.raises(ValueError, match="expected already"):
+        owner.expect(A)
+    with pytest.raises(ValueError, match="limit=0"):
+        owner.expect(B, limit=0)
+
+
+def test_closing_with_peers_connected_frees_the_port_and_ends_all_expectations() -> None:
+    owner = Owner()
+    with Peer(owner.url) as peer, Outgoing() as outgoing:
+        owner.expect(A, B)
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        ticket = outgoing.send(C, DATA, owner.url, deadline_s=20)
+        until(lambda: owner.landing.counts().offers == 2)
+        owner.landing.close()
+        owner.landing.close()
+        assert {(x.name, x.taken, x.reason) for x in owner.landing.poll()} == {
+            (A, False, "the landing is closed"),
+            (B, False, "the landing is closed"),
+        }
+        owner.expect(C)
+        assert [x.taken for x in owner.landing.poll()] == [False]
+        owner.landing.withdraw(A), owner.landing.settle(A)
+        with Owner(owner.url) as successor:
+            successor.expect(C)
+            assert outgoing.wait_for(ticket).delivered
+            assert successor.wait_for(C)[0].taken
+
+
+def test_ipv6(owner: Owner) -> None:
+    with Owner("tcp://[::1]:0") as six, Outgoing() as outgoing:
+        six.expect(A)
+        assert outgoing.deliver(A, DATA, six.url).delivered
+
+
+def test_the_owner_is_not_kept_waiting_while_a_reader_runs(owner: Owner, peer: Peer) -> None:
+    """An engine's step calls these: none may wait for the network or a copy under way."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def reader(data: memoryview) -> Verdict:
+        begun.set()
+        assert go_on.wait(20)
+        return Verdict.TAKEN
+
+    owner.landing.expect(A, MIB, reader)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    peer.data(A, DATA)
+    assert begun.wait(20)
+    started = time.monotonic()
+    owner.expect(B)
+    owner.landing.withdraw(B)
+    owner.landing.settle(C)
+    assert not owner.poll() and owner.landing.counts().taken == 0
+    assert time.monotonic() < started + 10, "the reader waits for 20 s"
+    go_on.set()
+    assert peer.hear() == wire.Taken(A)

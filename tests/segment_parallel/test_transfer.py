@@ -1,0 +1,468 @@
+"""Sender and landing together: whole records arrive, whatever happens to the processes at either end."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from vllm_hypic.segment_parallel.secret import Secret
+from vllm_hypic.segment_parallel.sender import awithdraw, withdraw
+from vllm_hypic.store.protocol import Verdict
+
+from .peers import LONG_S, MIB, Outgoing, Owner, Throttle, bytes_of, name_of, process, until
+
+A, B, C = name_of(1), name_of(2), name_of(3)
+DATA = bytes_of(A, 100_000)
+BIG = 64 * MIB
+
+
+def digest(name: str, nbytes: int) -> bytes:
+    return hashlib.sha256(bytes_of(name, nbytes)).digest()
+
+
+def line(child: subprocess.Popen[str]) -> list[str]:
+    """The next line that a process prints."""
+    assert child.stdout is not None
+    words = child.stdout.readline().strip().split(maxsplit=2)
+    assert words, f"the process ended with {child.poll()}"
+    return words
+
+
+def start(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None and line(child) == ["ready"]
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
+def silent_port() -> tuple[socket.socket, str]:
+    """Accepts connections and says nothing; until the socket is closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def closed_port() -> str:
+    listener, url = silent_port()
+    listener.close()
+    return url
+
+
+# -- the plain way
+
+
+@pytest.mark.parametrize("secret", [None, Secret(b"s" * 32)], ids=["plain", "secret"])
+@pytest.mark.parametrize("nbytes", [1, 65_535, 65_536, 5_000_001])
+def test_a_record_arrives_whole(secret: Secret | None, nbytes: int) -> None:
+    data = bytes_of(A, nbytes)
+    with Owner(secret=secret) as owner, Outgoing(secret=secret) as outgoing:
+        ticket = outgoing.send(A, data, owner.url)
+        assert outgoing.sender.pending_bytes() == nbytes
+        owner.expect(A)
+        sent = outgoing.wait_for(ticket)
+        assert (sent.name, sent.destination, sent.delivered, sent.reason) == (A, owner.url, True, "")
+        assert sent.seconds > 0 and outgoing.sender.pending_bytes() == 0
+        assert owner.read == [hashlib.sha256(data).digest()]
+        [landed] = owner.wait_for(A)
+        assert landed.taken and landed.nbytes == nbytes
+
+
+def test_what_is_not_needed_counts_as_delivered() -> None:
+    with Owner() as owner, Outgoing() as outgoing:
+        owner.landing.settle(A)
+        sent = outgoing.deliver(A, DATA, owner.url)
+        assert sent.delivered and sent.reason == "not needed" and not owner.read
+
+
+def test_bytes_are_not_copied_and_let_go_of() -> None:
+    data = bytearray(DATA)
+    with Owner() as owner, Outgoing() as outgoing:
+        ticket = outgoing.sender.send(A, memoryview(data), owner.url, LONG_S)
+        data[:] = DATA[::-1]  # it has not been asked for
+        owner.expect(A)
+        assert outgoing.wait_for(ticket).delivered
+        assert owner.read == [hashlib.sha256(DATA[::-1]).digest()]
+
+    def resized() -> bool:
+        gc.collect()
+        try:
+            data.append(0)  # refused while anybody has a view
+        except BufferError:
+            return False
+        return True
+
+    until(resized)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.DAMAGED, Verdict.FOREIGN])
+def test_a_refusal_is_reported_with_its_reason(verdict: Verdict) -> None:
+    with Owner() as owner, Outgoing() as outgoing:
+        owner.expect(A)
+        owner.verdict = verdict
+        sent = outgoing.deliver(A, DATA, owner.url)
+        assert not sent.delivered and sent.reason == f"refused: the record is {verdict.value}"
+        owner.verdict = Verdict.TAKEN
+        assert outgoing.deliver(A, DATA, owner.url).delivered
+        assert owner.wait_for(A)[0].taken
+
+
+def test_an_oversize_record_is_refused_before_it_travels() -> None:
+    with Owner() as owner, Throttle(owner.url, allowance=10**9) as proxy, Outgoing() as outgoing:
+        owner.expect(A, limit=len(DATA) - 1)
+        sent = outgoing.deliver(A, DATA, proxy.url)
+        assert not sent.delivered
+        assert sent.reason == f"refused: {len(DATA)} bytes; at most {len(DATA) - 1} are taken"
+        assert proxy.passed < 2_000
+
+
+def test_another_namespace_is_turned_away_at_once() -> None:
+    with Owner(namespace="theirs") as owner, Outgoing(namespace="ours") as outgoing:
+        owner.expect(A)
+        for _ in range(2):
+            sent = outgoing.deliver(A, DATA, owner.url, deadline_s=LONG_S)
+            assert not sent.delivered and sent.seconds < LONG_S / 2
+            assert sent.reason.startswith("turned away: namespace ours: this instance has theirs")
+        assert not owner.read and not owner.poll()
+        with pytest.raises(ConnectionRefusedError, match=r"turned away .* namespace ours"):
+            withdraw(owner.url, "ours", [A], None)
+
+
+def test_the_same_name_twice_travels_once() -> None:
+    with Owner() as owner, Outgoing() as outgoing:
+        tickets = [outgoing.send(A, DATA, owner.url) for _ in range(3)]
+        owner.expect(A)
+        reasons = [outgoing.wait_for(ticket).reason for ticket in tickets]
+        assert reasons == ["", "not needed", "not needed"] and len(owner.read) == 1
+
+
+def test_two_senders_of_one_name() -> None:
+    with Owner() as owner, Outgoing() as one, Outgoing() as other:
+        tickets = one.send(A, DATA, owner.url), other.send(A, DATA, owner.url)
+        until(lambda: owner.landing.counts().offers == 2)
+        owner.expect(A)
+        reasons = [one.wait_for(tickets[0]).reason, other.wait_for(tickets[1]).reason]
+        assert sorted(reasons) == ["", "not needed"] and len(owner.read) == 1
+
+
+def test_records_of_many_processes_arrive_whole() -> None:
+    names = [name_of(i) for i in range(200)]
+    with Owner() as owner:
+        owner.expect(*names[::2])
+        parts = [(owner.url, LONG_S, MIB, *names[i::4]) for i in range(4)]
+        with (
+            process("sending.py", *parts[0]) as a,
+            process("sending.py", *parts[1]) as b,
+            process("sending.py", *parts[2]) as c,
+            process("sending.py", *parts[3]) as d,
+        ):
+            children = [a, b, c, d]
+            for child in children:
+                start(child)
+            owner.expect(*names[1::2])
+            landed = owner.wait_for(*names)
+            assert all(x.taken and x.nbytes == MIB for x in landed)
+            told = [line(child) for child in children for _ in range(50)]
+        assert {words[0] for words in told} == set(names)
+        assert {words[1] for words in told} == {"True"}
+        assert set(owner.read) == {digest(name, MIB) for name in names} and len(owner.read) == 200
+        assert owner.landing.counts().bytes == 200 * MIB
+
+
+# -- destinations that are not there, hang, or restart
+
+
+def test_a_destination_that_is_out_of_order_delays_no_other() -> None:
+    silent, silent_url = silent_port()
+    with silent, Owner() as owner, Outgoing() as outgoing:
+        hopeless = [outgoing.send(A, DATA, url, 1.0) for url in (silent_url, closed_port())]
+        unexpected = outgoing.send(B, DATA, owner.url, 1.0)
+        owner.expect(A)
+        assert outgoing.deliver(A, DATA, owner.url).delivered
+        assert not set(hopeless) & set(outgoing.poll()), "delivery waited for the others' deadline"
+        for ticket in hopeless:
+            sent = outgoing.wait_for(ticket)
+            assert not sent.delivered and sent.reason.startswith("no answer (nobody listens there")
+            assert sent.seconds >= 1.0
+        sent = outgoing.wait_for(unexpected)
+        assert not sent.delivered and sent.reason == "offered, not expected there within 1 s"
+        assert outgoing.sender.pending_bytes() == 0
+
+
+def test_an_offer_past_its_deadline_is_retracted() -> None:
+    with Owner() as owner, Outgoing() as early, Outgoing() as later:
+        assert not early.deliver(A, DATA, owner.url, deadline_s=0.5).delivered
+        ticket = later.send(A, DATA, owner.url)
+        until(lambda: owner.landing.counts().offers == 2)
+        owner.expect(A)
+        assert later.wait_for(ticket, 5.0).delivered, "the sender that has given up was told to go"
+
+
+def test_a_destination_may_come_up_later() -> None:
+    url = closed_port()
+    with Outgoing() as outgoing:
+        ticket = outgoing.send(A, DATA, url)
+        with Owner(url) as owner:
+            owner.expect(A)
+            assert outgoing.wait_for(ticket).delivered
+            assert owner.wait_for(A)[0].taken
+
+
+@pytest.mark.parametrize("secret", [None, Secret(b"s" * 32)], ids=["plain", "secret"])
+def test_a_destination_that_restarts_is_greeted_and_offered_again(secret: Secret | None) -> None:
+    with Outgoing(secret=secret) as outgoing:
+        with Owner(secret=secret) as owner:
+            owner.expect(A)
+            assert outgoing.deliver(A, DATA, owner.url).delivered
+            ticket = outgoing.send(B, DATA, owner.url)
+            until(lambda: owner.landing.counts().offers == 2)
+        with Owner(owner.url, secret=secret) as restarted:
+            until(lambda: restarted.landing.counts().offers == 1, 5.0)
+            restarted.expect(B)
+            assert outgoing.wait_for(ticket).delivered
+            assert restarted.wait_for(B)[0].taken
+
+
+def test_a_destination_that_restarts_in_the_middle_gets_it_all() -> None:
+    data = bytes_of(A, BIG)
+    with Outgoing() as outgoing, Owner() as owner, Throttle(owner.url, allowance=8 * MIB) as proxy:
+        owner.expect(A)
+        ticket = outgoing.send(A, data, proxy.url)
+        until(lambda: proxy.full)
+        owner.landing.close()
+        assert not owner.read
+        with Owner(owner.url) as restarted:
+            restarted.expect(A)
+            proxy.open()
+            assert outgoing.wait_for(ticket).delivered
+            assert restarted.read == [hashlib.sha256(data).digest()]
+
+
+def test_a_restart_with_another_model_is_noticed() -> None:
+    with Outgoing() as outgoing:
+        with Owner() as owner:
+            ticket = outgoing.send(A, DATA, owner.url)
+            until(lambda: owner.landing.counts().offers == 1)
+        with Owner(owner.url, namespace="another model") as restarted:
+            restarted.expect(A)
+            sent = outgoing.wait_for(ticket, LONG_S / 2)
+            assert not sent.delivered and "this instance has another model" in sent.reason
+            assert not restarted.read
+
+
+def test_a_destination_that_hangs_in_the_middle_is_given_up_at_the_deadline() -> None:
+    """Meanwhile records for other destinations travel; once it goes on, it can be reached again."""
+    data = bytes_of(A, BIG)
+    with Owner() as owner, Outgoing() as outgoing, process("landing_process.py", A, B) as child:
+        [url] = line(child)
+        with Throttle(url, allowance=8 * MIB) as proxy:
+            ticket = outgoing.send(A, data, proxy.url, 2.0)
+            until(lambda: proxy.full)
+            os.kill(child.pid, signal.SIGSTOP)
+            proxy.open()
+            owner.expect(C)
+            assert outgoing.deliver(C, DATA, owner.url).delivered
+            assert ticket not in outgoing.poll()
+            sent = outgoing.wait_for(ticket)
+            assert not sent.delivered and sent.reason == "sent, not acknowledged within 2 s"
+            assert 2.0 <= sent.seconds < 10
+            os.kill(child.pid, signal.SIGCONT)
+            retried = outgoing.send(B, DATA, proxy.url), outgoing.send(A, data, proxy.url)
+            assert {line(child)[0], line(child)[0]} == {A, B}
+            assert all(outgoing.wait_for(ticket).delivered for ticket in retried)
+
+
+def test_a_record_under_way_at_the_deadline_is_let_go_of() -> None:
+    data = bytearray(bytes_of(A, BIG))
+    with Owner() as owner, Throttle(owner.url, allowance=8 * MIB) as proxy, Outgoing() as outgoing:
+        owner.expect(A, B)
+        ticket = outgoing.sender.send(A, memoryview(data), proxy.url, 1.0)
+        until(lambda: proxy.full)
+        waiting = outgoing.send(B, DATA, proxy.url)
+        sent = outgoing.wait_for(ticket)
+        assert not sent.delivered and sent.reason == "sent, not acknowledged within 1 s"
+        data[:] = bytes(BIG)  # from now on it is the caller's again
+        proxy.open()
+        assert outgoing.wait_for(waiting).delivered  # over a connection of its own
+        assert owner.read == [hashlib.sha256(DATA).digest()]
+        assert set(owner.poll()) == {B}
+
+
+# -- senders that are killed or stopped
+
+
+def test_a_sender_killed_in_the_middle_leaves_nothing_behind() -> None:
+    with (
+        Owner() as owner,
+        Throttle(owner.url, allowance=8 * MIB) as proxy,
+        process("sending.py", proxy.url, LONG_S, BIG, A) as child,
+        Outgoing() as other,
+    ):
+        owner.expect(A)
+        start(child)
+        until(lambda: proxy.full)
+        ticket = other.send(A, bytes_of(A, BIG), owner.url)
+        until(lambda: owner.landing.counts().offers == 2)
+        assert not other.poll() and not owner.read
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        assert other.wait_for(ticket, 9.0).reason == ""  # sooner than by go_s, which is 10 s and more
+        assert owner.read == [digest(A, BIG)]
+        assert owner.wait_for(A)[0].taken
+        assert owner.landing.counts().dropped == 0
+
+
+def test_a_sender_that_is_stopped_and_goes_on() -> None:
+    """Another may go meanwhile; the late one learns that it is not needed."""
+    with (
+        Owner(go_s=0.0, max_nbytes=BIG) as owner,
+        Throttle(owner.url, allowance=2 * MIB) as proxy,
+        process("sending.py", proxy.url, LONG_S, 4 * MIB, A, B) as child,
+        Outgoing() as other,
+    ):
+        owner.expect(A)
+        start(child)
+        until(lambda: proxy.full)
+        os.kill(child.pid, signal.SIGSTOP)
+        assert other.deliver(A, bytes_of(A, 4 * MIB), owner.url).reason == ""
+        assert owner.read == [digest(A, 4 * MIB)]
+        owner.expect(B)
+        os.kill(child.pid, signal.SIGCONT)
+        proxy.open()
+        told = {words[0]: words[1:] for words in (line(child), line(child))}
+        assert owner.landing.counts().dropped == 0 and owner.landing.counts().late == 1
+        assert told == {A: ["True", "not needed"], B: ["True"]}
+        assert owner.read == [digest(A, 4 * MIB), digest(B, 4 * MIB)]
+        assert all(landed.taken for landed in owner.wait_for(A, B))
+
+
+# -- withdrawing
+
+
+def test_a_withdrawal_arrives() -> None:
+    names = [name_of(i) for i in range(1200)]  # several messages
+    with Owner() as owner:
+        owner.expect(*names)
+        withdraw(owner.url, "ns", names, None)
+        assert not any(landed.taken for landed in owner.wait_for(*names))
+        withdraw(owner.url, "ns", [], None)
+        assert owner.landing.counts().withdrawn == 1200
+
+
+async def test_a_withdrawal_under_asyncio_with_a_secret() -> None:
+    secret = Secret(b"s" * 32)
+    with Owner(secret=secret) as owner:
+        owner.expect(A)
+        await awithdraw(owner.url, "ns", [A], secret)
+        assert not owner.wait_for(A)[0].taken
+
+
+def test_a_withdrawal_that_nobody_takes() -> None:
+    silent, url = silent_port()
+    with silent:
+        for nobody in (url, closed_port()):
+            with pytest.raises(TimeoutError, match=r"did not take the withdrawal within 0.3 s"):
+                withdraw(nobody, "ns", [A], None, timeout_s=0.3)
+
+
+# -- arguments, life
+
+
+@pytest.mark.parametrize(
+    ("destination", "says"),
+    [
+        ("127.0.0.1:1", "expected tcp://ADDRESS:PORT"),
+        ("tcp://127.0.0.1:0", "port 1 to 65535"),
+        ("tcp://0.0.0.0:7100", "expected one machine's address"),
+        ("tcp://10.0.0.3:7100", "expected a loopback address"),
+        ("tcp://metadata.internal:80", "expected a loopback address"),
+        ("ipc:///etc/passwd", "expected tcp://ADDRESS:PORT"),
+    ],
+)
+def test_a_destination_that_is_not_allowed(destination: str, says: str) -> None:
+    with Outgoing() as outgoing:
+        with pytest.raises(ValueError, match="destination") as refusal:
+            outgoing.send(A, DATA, destination)
+        assert says in str(refusal.value) and destination in str(refusal.value)
+        with pytest.raises(ValueError, match="destination"):
+            withdraw(destination, "ns", [A], None)
+        assert outgoing.sender.pending_bytes() == 0
+
+
+def test_other_arguments() -> None:
+    with Outgoing() as outgoing:
+        url = closed_port()
+        with pytest.raises(ValueError, match="expected 1 to 96"):
+            outgoing.send("no name", DATA, url)
+        with pytest.raises(ValueError, match="at least one"):
+            outgoing.send(A, b"", url)
+        with pytest.raises(ValueError, match="contiguous"):
+            outgoing.sender.send(A, memoryview(DATA)[::2], url, 1.0)
+        with pytest.raises(ValueError, match="deadline_s=0"):
+            outgoing.send(A, DATA, url, 0)
+
+
+def test_closing_reports_what_is_under_way() -> None:
+    silent, silent_url = silent_port()
+    with silent, Owner() as owner, Throttle(owner.url, allowance=8 * MIB) as proxy:
+        owner.expect(A)
+        outgoing = Outgoing()
+        tickets = [
+            outgoing.send(A, bytes_of(A, BIG), proxy.url),
+            outgoing.send(B, DATA, owner.url),
+            outgoing.send(A, DATA, silent_url),
+        ]
+        until(lambda: proxy.full)
+        outgoing.sender.close()
+        outgoing.sender.close()
+        tickets.append(outgoing.send(B, DATA, owner.url))
+        assert {t: (s.delivered, s.reason) for t, s in outgoing.poll().items()} == dict.fromkeys(
+            tickets, (False, "the sender is closed")
+        )
+        assert outgoing.sender.pending_bytes() == 0
+
+
+def connections() -> int:
+    """TCP connections that this process has open."""
+    inodes = {
+        os.readlink(fd).removeprefix("socket:[").removesuffix("]")
+        for fd in Path("/proc/self/fd").iterdir()
+        if fd.is_symlink() and os.readlink(fd).startswith("socket:[")
+    }
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[9] in inodes and row[3] == "01" for row in rows)
+
+
+def test_an_idle_connection_is_closed_and_made_again() -> None:
+    with Owner() as owner, Outgoing(idle_s=0.3) as outgoing:
+        before = connections()
+        owner.expect(A, B)
+        assert outgoing.deliver(A, DATA, owner.url).delivered
+        assert connections() > before
+        until(lambda: connections() <= before)
+        assert outgoing.deliver(B, DATA, owner.url).delivered
+
+
+def test_neither_vllm_nor_torch_is_imported() -> None:
+    code = (
+        "import json, sys; from vllm_hypic.segment_parallel import config, landing, secret, sender, wire; "
+        "print(json.dumps([m for m in ('vllm', 'torch', 'vllm_hypic.connector') if m in sys.modules]))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(out.stdout) == []
+
+
+def test_a_sender_leaves_no_thread_behind() -> None:
+    before = set(threading.enumerate())
+    for _ in range(3):
+        with Owner(secret=Secret(b"s" * 32)) as owner, Outgoing(secret=Secret(b"s" * 32)) as outgoing:
+            owner.expect(A)
+            assert outgoing.deliver(A, DATA, owner.url).delivered
+    until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("hypic")], 5.0)
