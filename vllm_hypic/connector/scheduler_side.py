@@ -615,8 +615,9 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget every record that no request uses, in the store as well.  True when none is left."""
         self.directory.drop_unpinned()
-        if self.config.store.tiers:
+        if self.config.segment_parallel is not None or self.config.store.tiers:
             self._orders.append(StoreOrder(StoreAction.CLEAR))
+        if self.config.store.tiers:
             self._orders += [StoreOrder(StoreAction.PIN, key) for key in self.directory.kept]
             self._stored.clear()
         return len(self.directory) == 0
