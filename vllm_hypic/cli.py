@@ -1,4 +1,4 @@
-"""``vllm-hypic cache ...``: compiled segments of a running server; ``vllm-hypic router`` is found from here."""
+"""``vllm-hypic cache ...``: compiled segments of a running server; ``vllm-hypic router`` starts from here."""
 
 from __future__ import annotations
 

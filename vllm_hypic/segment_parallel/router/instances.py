@@ -101,6 +101,11 @@ class Instance:
         return self.state is State.DESCRIBED and known and not self.suspect
 
     @property
+    def up(self) -> bool:
+        """Whether it does all that it is there for."""
+        return self.spreads if self.state is State.DESCRIBED else self.answers
+
+    @property
     def answers(self) -> bool:
         """Whether clients' requests may go to it now."""
         able = self.state in (State.DESCRIBED, State.PLAIN)

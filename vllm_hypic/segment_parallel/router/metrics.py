@@ -83,7 +83,7 @@ class _Instances(Collector):
         self._instances = instances
 
     def collect(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily("hypic_router_instance_up", "1: may be given work.", labels=["instance"])
+        up = GaugeMetricFamily("hypic_router_instance_up", "1: known and given work.", labels=["instance"])
         excluded = GaugeMetricFamily(
             "hypic_router_instance_excluded", "1: of another namespace.", labels=["instance"]
         )
@@ -98,7 +98,7 @@ class _Instances(Collector):
         )
         for i in self._instances:
             label = [i.url]
-            up.add_metric(label, float(i.spreads or i.answers))
+            up.add_metric(label, float(i.up))
             excluded.add_metric(label, float(i.state is State.EXCLUDED))
             load.add_metric(label, i.load)
             resident.add_metric(label, len(i.view.resident))

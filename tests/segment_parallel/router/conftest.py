@@ -1,0 +1,136 @@
+"""A router between fake instances, all over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_hypic.segment_parallel.router.app import build_app
+from vllm_hypic.segment_parallel.router.settings import Settings
+from vllm_hypic.segment_parallel.secret import Secret
+from vllm_hypic.serving import free_port
+
+from .fake import STOP_S, FakeInstance
+
+BOUND_S = 20.0
+
+
+def wait_for(met: Callable[[], Any], what: str, bound_s: float = BOUND_S) -> None:
+    until = time.monotonic() + bound_s
+    while not met():
+        assert time.monotonic() < until, f"not within {bound_s} s: {what}"
+        time.sleep(0.005)
+
+
+class RunningRouter:
+    """A router in a thread of its own."""
+
+    def __init__(self, settings: Settings, secret: Secret | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(
+            build_app(settings, secret),
+            host="127.0.0.1",
+            port=self.port,
+            log_level="critical",
+            date_header=False,
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True)
+        self._thread.start()
+        self.http = httpx.Client(base_url=self.url, timeout=BOUND_S)
+
+    def health(self) -> dict[str, Any]:
+        try:
+            return self.http.get("/healthcheck").json()
+        except httpx.TransportError:
+            return {"instances": []}
+
+    def instance(self, fake: FakeInstance) -> dict[str, Any]:
+        return next((i for i in self.health()["instances"] if i["url"] == fake.url), {})
+
+    def ready(self, *fakes: FakeInstance) -> None:
+        """Until it has heard of all of them."""
+        wait_for(
+            lambda: all(self.instance(f).get("up") for f in fakes),
+            "all instances known",
+        )
+
+    def counted(self, name: str, *values: str) -> float:
+        """A metric; the sum over the labels that are left out."""
+        total = 0.0
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == name and set(values) <= set(sample.labels.values()):
+                    total += sample.value
+        return total
+
+    def complete(self, prompt: Any, **more: Any) -> httpx.Response:
+        headers = more.pop("headers", {})
+        return self.http.post("/v1/completions", json={"prompt": prompt, **more}, headers=headers)
+
+    def close(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(STOP_S)
+        assert not self._thread.is_alive(), "the router did not stop"
+
+
+class Site:
+    """Starts fakes and routers, and stops them all."""
+
+    def __init__(self) -> None:
+        self.fakes: list[FakeInstance] = []
+        self.routers: list[RunningRouter] = []
+
+    def fake(self, **options: Any) -> FakeInstance:
+        self.fakes.append(FakeInstance(**options))
+        return self.fakes[-1]
+
+    def router(
+        self,
+        prefill: Sequence[FakeInstance],
+        combine: Sequence[FakeInstance],
+        secret: Secret | None = None,
+        ready: bool = True,
+        **options: Any,
+    ) -> RunningRouter:
+        settings = Settings(tuple(f.url for f in prefill), tuple(f.url for f in combine), **options)
+        self.routers.append(RunningRouter(settings, secret))
+        if ready:
+            self.routers[-1].ready(*prefill, *combine)
+        return self.routers[-1]
+
+    def close(self) -> None:
+        for router in self.routers:
+            router.close()
+        for fake in self.fakes:
+            fake.behaviour.hold = fake.behaviour.segments_hang = False
+            fake.close()
+
+
+@contextmanager
+def running() -> Iterator[Site]:
+    site = Site()
+    try:
+        yield site
+    finally:
+        site.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with running() as found:
+        yield found

@@ -1,0 +1,400 @@
+"""A stand-in for ``vllm serve``: no model, but the real plan, events, landing and sender."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from vllm_hypic.primitives.keys import Namespace
+from vllm_hypic.primitives.options import link_of_request
+from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
+from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.segment_parallel.events import Publisher
+from vllm_hypic.segment_parallel.landing import Landing
+from vllm_hypic.segment_parallel.secret import Secret
+from vllm_hypic.segment_parallel.sender import Sender
+from vllm_hypic.serving import free_port
+from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.worth import object_name
+
+SEP, PDEP, PAD = 100_000, 100_001, 100_002
+IDS = PrimitiveIds(SEP, PDEP, PAD)
+LIMITS = PoolLimits(1000, 1000, 64, 8191, 1000, 1)
+SEAM, LEAST = 2, 4
+STOP_S = 10.0
+
+
+def word(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "big")
+
+
+def tokens_of(text: str) -> list[int]:
+    special = {"<|hypic_sep|>": SEP, "<|hypic_pdep|>": PDEP, "<|hypic_pad|>": PAD}
+    return [special.get(w, word(w)) for w in text.split()]
+
+
+@dataclass
+class Seen:
+    """A request as it came."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+    at: float
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.body)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return self.json.get("vllm_xargs") or {}
+
+
+@dataclass
+class Behaviour:
+    """How it misbehaves; a test may change it at any time."""
+
+    s_per_token: float = 0.0
+    segment_status: int | None = None
+    segments_hang: bool = False
+    answer_status: int | None = None
+    error_event: bool = False
+    hold: bool = False
+    """No completion is answered while this is set."""
+    chunk_s: float = 0.0
+    die_after: int | None = None
+    """Chunks after which the whole process dies."""
+    tokenize_status: int | None = None
+    describe_status: int | None = None
+
+
+@dataclass
+class FakeInstance:
+    """One instance with threads of its own; ``close()`` it."""
+
+    namespace: str = "n" * 64
+    limits: PoolLimits = LIMITS
+    secret: Secret | None = None
+    port: int = field(default_factory=free_port)
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    models: tuple[str, ...] = ("base",)
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.seen: list[Seen] = []
+        self.computed: list[str] = []
+        """Keys, in order, whoever asked."""
+        self.cancelled = 0
+        self.withdrawn: list[str] = []
+        self.resident: set[str] = set()
+        self.instance = ""
+        self._making: dict[str, asyncio.Future[None]] = {}
+        self.start()
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A new process at the same addresses, which knows nothing."""
+        self.instance = hashlib.sha256(f"{self.port}{time.monotonic()}".encode()).hexdigest()[:16]
+        self.resident, self._making = set(), {}
+        self._landing_results: dict[str, bool] = {}
+        self.landing = Landing("tcp://127.0.0.1:0", self.namespace, self.secret, 1 << 20)
+        self.sender = Sender(self.namespace, self.secret)
+        events = f"tcp://127.0.0.1:{free_port()}"
+        self.events_url = getattr(self, "events_url", events)
+        self.publisher = Publisher(self.events_url, self.secret)
+        self._sent: dict[int, bool] = {}
+        config = uvicorn.Config(self._app(), log_level="critical", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", self.port))
+        self._socket.listen(64)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+
+    def kill(self) -> None:
+        """As SIGKILL: all connections break off."""
+        if not self._thread.is_alive():
+            return
+        self._server.should_exit = self._server.force_exit = True
+
+        def abort() -> None:
+            for server in self._server.servers:
+                server.close()
+            for connection in list(self._server.server_state.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+        self._loop.call_soon_threadsafe(abort)
+        self.publisher.close()
+        self.landing.close()
+        self.sender.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(STOP_S)
+            assert not self._thread.is_alive()
+
+    close = kill
+
+    # -- the engine ------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        limits = self.limits
+        return {
+            "instance": self.instance,
+            "model": list(self.models),
+            "namespace": self.namespace,
+            "landing": self.landing.url,
+            "events": self.events_url,
+            "separator": SEP,
+            "pdep": PDEP,
+            "pad": PAD,
+            "link": "hypic",
+            "seam_tokens": SEAM,
+            "min_segment_tokens": LEAST,
+            "max_model_len": limits.max_request_tokens + 1,
+            "has_linear": True,
+            "has_attention": True,
+            "deadline_s": self.deadline_s,
+            "limits": {
+                "pages": limits.pages,
+                "slots": limits.slots,
+                "page_tokens": limits.page_tokens,
+                "max_request_tokens": limits.max_request_tokens,
+                "tiles": limits.tiles,
+                "record_tiles": limits.segment_tiles,
+            },
+        }
+
+    def plan(self, body: dict[str, Any]) -> PromptPlan:
+        """As the engine plans."""
+        extra = body.get("vllm_xargs") or {}
+        method = link_of_request(extra, default_link="hypic", default_seam=SEAM)
+        prompt = body.get("prompt")
+        if prompt is None:
+            prompt = chat_text(body["messages"])
+        ids = tokens_of(prompt) if isinstance(prompt, str) else prompt
+        namespace = Namespace(self.namespace).scoped(salt=body.get("cache_salt"), lora=None)
+        return build_plan(parse_prompt(ids, IDS), method, namespace, self.limits, min_segment_tokens=LEAST)
+
+    def have(self, *keys: str) -> None:
+        """From now on these are cached here."""
+        self.resident.update(keys)
+        self.publisher.change(keys, [], [], 0)
+
+    def pend(self, *keys: str) -> None:
+        self.publisher.change([], keys, [], 0)
+
+    def loaded(self, tokens: int) -> None:
+        self.publisher.change([], [], [], tokens)
+
+    async def _make(self, key: str, tokens: int) -> None:
+        """Compute a record, once whoever asks; one at a time."""
+        if key in self.resident:
+            return
+        if key not in self._making:
+            self._making[key] = asyncio.ensure_future(self._compute(key, tokens))
+        await asyncio.shield(self._making[key])
+
+    async def _compute(self, key: str, tokens: int) -> None:
+        self.publisher.change([], [key], [], 0)
+        while self.behaviour.segments_hang:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(self.behaviour.s_per_token * tokens)
+        self.computed.append(key)
+        self.have(key)
+        self._making.pop(key, None)
+
+    async def _push(self, key: str, destination: str, seconds: float) -> bool:
+        record = memoryview(key.encode() * 4)
+        ticket = self.sender.send(object_name(key), record, destination, seconds)
+        while ticket not in self._sent:
+            await asyncio.sleep(0.002)
+            self._sent.update({s.ticket: s.delivered for s in self.sender.poll()})
+        return self._sent.pop(ticket)
+
+    async def _land(self, key: str, tokens: int, seconds: float) -> None:
+        """Wait for a record of another instance; compute it when it does not come."""
+        name = object_name(key)
+        if key in self.resident:
+            return
+        if key not in self._making:
+            self._making[key] = asyncio.ensure_future(self._expect(key, name, tokens, seconds))
+        await asyncio.shield(self._making[key])
+
+    async def _expect(self, key: str, name: str, tokens: int, seconds: float) -> None:
+        self.publisher.change([], [key], [], 0)
+        self.landing.expect(name, 1 << 20, lambda data: Verdict.TAKEN)
+        until = time.monotonic() + seconds
+        while name not in self._landing_results and time.monotonic() < until:
+            await asyncio.sleep(0.002)
+            self._landing_results.update({found.name: found.taken for found in self.landing.poll()})
+        if self._landing_results.pop(name, False):
+            self.have(key)
+            self.landing.settle(name)
+            self._making.pop(key, None)
+            return
+        self.withdrawn.append(key)
+        del self._making[key]
+        await self._make(key, tokens)
+        self.landing.settle(name)
+
+    # -- HTTP ------------------------------------------------------------------------------------
+
+    def _app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+        async def any_route(path: str, request: Request) -> Response:
+            body = await request.body()
+            headers = {k.lower(): v for k, v in request.headers.items()}
+            seen = Seen(request.method, "/" + path, request.url.query, headers, body, time.monotonic())
+            self.seen.append(seen)
+            return await self._answer(seen, request)
+
+        return app
+
+    async def _answer(self, seen: Seen, request: Request) -> Response:
+        b = self.behaviour
+        if seen.path == "/v1/hypic/describe":
+            if b.describe_status is not None:
+                return error(b.describe_status, "no description")
+            return JSONResponse(self.describe())
+        if seen.path == "/tokenize":
+            if b.tokenize_status is not None:
+                return error(b.tokenize_status, "no tokens")
+            body = seen.json
+            text = body["prompt"] if "prompt" in body else chat_text(body["messages"])
+            return JSONResponse({"tokens": tokens_of(text), "count": 0, "max_model_len": 0})
+        if seen.path == "/detokenize":
+            return JSONResponse(
+                {"prompt": "<|hypic_sep|>"} if seen.json["tokens"] == [SEP] else {"prompt": ""}
+            )
+        if seen.path not in ("/v1/completions", "/v1/chat/completions"):
+            return Response(b"\x00proxied\xff" + seen.body, 207, {"x-own": "kept"}, "application/x-thing")
+        watch = asyncio.ensure_future(_gone(request))
+        work = asyncio.ensure_future(self._complete(seen))
+        try:
+            await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self.cancelled += 1
+                work.cancel()
+                return Response(status_code=499)
+            return work.result()
+        finally:
+            watch.cancel()
+
+    async def _complete(self, seen: Seen) -> Response:
+        b = self.behaviour
+        while b.hold:
+            await asyncio.sleep(0.005)
+        try:
+            body = seen.json
+            plan = None if SEP not in ids_of(body) else self.plan(body)
+        except Exception as e:
+            return error(400, f"cannot be planned: {e}")
+        destination = seen.extra.get("hypic_push_to")
+        if destination is not None:
+            return await self._segment(seen, plan, destination)
+        if b.answer_status is not None:
+            return error(b.answer_status, "told to fail")
+        remote = seen.extra.get("hypic_remote", [])
+        seconds = seen.extra.get("hypic_remote_deadline_s", 60.0)
+        waits = {}
+        for segment in plan.segments if plan is not None else ():
+            if segment.key not in waits:
+                make = self._land(segment.key, segment.stop, seconds) if segment.key in remote else None
+                waits[segment.key] = make or self._make(segment.key, segment.stop)
+        await asyncio.gather(*waits.values())
+        if not body.get("stream"):
+            return Response(
+                b'{"choices": [{"text":  "an answer"}]}\n', 200, {"x-engine": "fake"}, "application/json"
+            )
+        return StreamingResponse(self._stream(), 200, {"x-engine": "fake"}, "text/event-stream")
+
+    async def _segment(self, seen: Seen, plan: PromptPlan | None, destination: str) -> Response:
+        if self.behaviour.segment_status is not None:
+            return error(self.behaviour.segment_status, "told to fail")
+        if plan is None or not plan.warm_only or len(plan.segments) != 1:
+            return error(400, "no warm-up prompt of one segment")
+        [segment] = plan.segments
+        await self._make(segment.key, segment.stop)
+        delivered = await self._push(segment.key, destination, seen.extra.get("hypic_push_deadline_s", 30.0))
+        return Response(b"{}", 200) if delivered else error(500, "not delivered")
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        if self.behaviour.error_event:
+            yield b'data: {"error": {"message": "dead", "type": "InternalServerError", "code": 500}}\n\n'
+            yield b"data: [DONE]\n\n"
+            return
+        for i, chunk in enumerate(STREAM):
+            if i == self.behaviour.die_after:
+                self._loop.call_soon(self.kill)
+                await asyncio.sleep(STOP_S)
+            yield chunk
+            await asyncio.sleep(self.behaviour.chunk_s)
+
+    # -- what came -------------------------------------------------------------------------------
+
+    @property
+    def segment_requests(self) -> list[Seen]:
+        return [s for s in self.completions if "hypic_push_to" in s.extra]
+
+    @property
+    def composed(self) -> list[Seen]:
+        return [s for s in self.completions if "hypic_push_to" not in s.extra]
+
+    @property
+    def completions(self) -> list[Seen]:
+        return [s for s in list(self.seen) if s.path in ("/v1/completions", "/v1/chat/completions")]
+
+
+STREAM = [
+    b'data: {"choices": [{"text": "\xc3\xa4',
+    b' b"}]}\r\n\r\n',
+    b": a comment\n\n",
+    b'data: {"usage":  null}\n\ndata: [DO',
+    b"NE]\n\n",
+]
+"""Split where it hurts: within a character, between lines."""
+
+
+def chat_text(messages: list[dict[str, Any]]) -> str:
+    return " ".join(f"<{m['role']}> {m['content']}" for m in messages) + " <assistant>"
+
+
+def ids_of(body: dict[str, Any]) -> list[int]:
+    prompt = body.get("prompt")
+    if prompt is None and "messages" in body:
+        prompt = chat_text(body["messages"])
+    if isinstance(prompt, str):
+        return tokens_of(prompt)
+    return [t for t in prompt or [] if isinstance(t, int)]
+
+
+def error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "FakeError", "code": status}}, status)
+
+
+async def _gone(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.01)

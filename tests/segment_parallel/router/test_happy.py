@@ -1,0 +1,230 @@
+"""Cold prompts are spread, warm ones are not, and the client notices nothing of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from .conftest import Site, wait_for
+from .fake import SEP, STREAM, tokens_of
+from .prompts import cold
+
+LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
+
+
+def test_segments_go_to_the_workers_and_land_before_the_answer(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    router = site.router(workers, [combine])
+    prompt = cold(LENGTHS)
+    answer = router.complete(prompt, headers={"x-hypic-breakdown": "1", "x-request-id": "mine"})
+    assert answer.status_code == 200
+    assert answer.content == b'{"choices": [{"text":  "an answer"}]}\n'
+    assert answer.headers["x-engine"] == "fake"
+    keys = [s.key for s in combine.plan({"prompt": prompt}).segments]
+    assert len(keys) == 8
+    assert sorted(workers[0].computed + workers[1].computed) == sorted(keys)
+    assert combine.computed == [] and combine.resident == set(keys)
+    assert workers[0].computed and workers[1].computed
+    [composed] = combine.composed
+    assert sorted(composed.extra["hypic_remote"]) == sorted(keys)
+    assert composed.json["prompt"] == prompt
+    assert composed.headers["x-request-id"] == "mine"
+    told = json.loads(answer.headers["x-hypic-breakdown"])
+    assert told["kind"] == "parallel" and len(told["segments"]) == 8 and told["local"] == 0
+    assert {s["worker"] for s in told["segments"]} == {w.url for w in workers}
+    assert sum(s["tokens"] for s in told["segments"]) == sum(LENGTHS) - 7 * 2
+    for part in ("plan_s", "dispatch_s", "combine_s", "first_byte_s"):
+        assert told[part] >= 0
+    assert router.counted("hypic_router_segments_total", "dispatched") == 8
+    assert router.counted("hypic_router_requests_total", "parallel") == 1
+    assert router.counted("hypic_router_failures_total") == 0
+    # The longest half of the work is on one worker, within LPT's bound.
+    tokens = dict(zip(keys, LENGTHS, strict=True))
+    loads = [sum(tokens[k] for k in w.computed) for w in workers]
+    assert max(loads) <= (4 / 3 - 1 / 6) * sum(LENGTHS) / 2
+    wait_for(lambda: router.counted("hypic_router_dispatch_seconds_count") == 1, "the dispatch is observed")
+
+
+def test_the_same_again_goes_whole(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    router = site.router(workers, [combine])
+    prompt = cold(LENGTHS)
+    assert router.complete(prompt).status_code == 200
+    wait_for(lambda: router.instance(combine)["resident"] == 8, "events of the landing")
+    again = router.complete(prompt, headers={"x-hypic-breakdown": "1"})
+    assert json.loads(again.headers["x-hypic-breakdown"])["reason"] == "no_gain"
+    assert "hypic_remote" not in combine.composed[-1].extra
+    assert len(workers[0].segment_requests + workers[1].segment_requests) == 8
+
+
+def test_a_stream_comes_byte_for_byte(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    combine.behaviour.chunk_s = 0.01
+    router = site.router(workers, [combine])
+    for body in ({"prompt": cold(LENGTHS)}, {"prompt": "a b c"}):
+        with router.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert b"".join(answer.iter_raw()) == b"".join(STREAM)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_errors_of_the_instance_come_as_they_are(site: Site, status: int) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    router = site.router(workers, [combine])
+    combine.behaviour.answer_status = status
+    for prompt in (cold(LENGTHS), "a b c"):
+        answer = router.complete(prompt)
+        assert answer.status_code == status
+        assert answer.json() == {"error": {"message": "told to fail", "type": "FakeError", "code": status}}
+    assert router.counted("hypic_router_failures_total") == 0
+
+
+def test_chats_and_token_lists_are_spread_too(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    router = site.router(workers, [combine])
+    messages = [{"role": "system", "content": cold([80, 90, 100], "go on")}, {"role": "user", "content": "?"}]
+    assert router.http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    assert len(combine.composed[-1].extra["hypic_remote"]) == 3
+    before = sum(s.path == "/tokenize" for f in site.fakes for s in f.seen)
+    ids = tokens_of(cold([80, 90, 100]))
+    assert router.complete(ids).status_code == 200
+    assert len(combine.composed[-1].extra["hypic_remote"]) == 3
+    assert sum(s.path == "/tokenize" for f in site.fakes for s in f.seen) == before
+    assert combine.computed == []
+
+
+def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=50.0)
+    router = site.router(workers, [combine])
+    answer = router.complete(
+        cold(LENGTHS),
+        cache_salt="tenant",
+        model="base",
+        vllm_xargs={"hypic_seam_tokens": 3, "mine": 7},
+        headers={"authorization": "Bearer of-the-client"},
+    )
+    assert answer.status_code == 200 and combine.computed == []
+    for seen in workers[0].segment_requests + workers[1].segment_requests:
+        assert seen.headers["authorization"] == "Bearer of-the-client"
+        body = seen.json
+        assert (body["cache_salt"], body["model"], body["max_tokens"]) == ("tenant", "base", 1)
+        assert body["vllm_xargs"]["hypic_seam_tokens"] == 3 and "mine" not in body["vllm_xargs"]
+        assert body["vllm_xargs"]["hypic_push_to"] == combine.landing.url
+    extra = combine.composed[0].extra
+    assert extra["mine"] == 7 and extra["hypic_remote_deadline_s"] == 50.0
+    assert combine.composed[0].headers["authorization"] == "Bearer of-the-client"
+
+
+@pytest.mark.parametrize(
+    ("reason", "more"),
+    [
+        ("no_segments", {"prompt": "a b c"}),
+        ("no_segments", {"prompt": [1, 2, 3]}),
+        ("unsupported", {"n": 2}),
+        ("unsupported", {"prompt_logprobs": 1}),
+        ("unsupported", {"truncate_prompt_tokens": 9}),
+        ("unsupported", {"prompt": ["a <|hypic_sep|> b", "c"]}),
+        ("unsupported", {"vllm_xargs": {"hypic_remote": []}}),
+        ("segment_ids", {"prompt": "a <|hypic_segment:x|> b <|hypic_sep|>"}),
+        ("other_model", {"model": "adapter"}),
+        ("not_planned", {"vllm_xargs": {"hypic_link": "nonsense"}}),
+        ("no_gain", {"prompt": cold([300])}),
+        ("no_gain", {"prompt": cold([30, 30], "x " * 4000)}),
+    ],
+)
+def test_what_gains_nothing_goes_whole(site: Site, reason: str, more: dict) -> None:
+    worker, combine = site.fake(), site.fake()
+    router = site.router([worker], [combine])
+    body = {"prompt": cold(LENGTHS), **more}
+    sent = json.dumps(body, indent=3).encode()
+    headers = {"content-type": "application/json", "x-hypic-breakdown": "1"}
+    answer = router.http.post("/v1/completions", content=sent, headers=headers)
+    assert json.loads(answer.headers["x-hypic-breakdown"])["reason"] == reason
+    assert [s.body for s in combine.completions] == [sent]
+    assert worker.completions == []
+    assert router.counted("hypic_router_whole_total", reason) == 1
+    if reason in ("no_segments", "unsupported", "segment_ids", "other_model"):
+        assert not any(s.path == "/tokenize" for s in combine.seen)  # at no extra cost
+
+
+def test_everything_else_is_passed_on_unchanged(site: Site) -> None:
+    worker, combine = site.fake(), site.fake()
+    router = site.router([worker], [combine])
+    content = bytes(range(256)) * 300
+    answer = router.http.request(
+        "PUT", "/some/where%20else?a=b%2Fc&d", content=content, headers={"x-mine": "1"}
+    )
+    assert answer.status_code == 207 and answer.content == b"\x00proxied\xff" + content
+    assert answer.headers["x-own"] == "kept" and answer.headers["content-type"] == "application/x-thing"
+    [seen] = [s for s in combine.seen if s.method == "PUT"]
+    assert seen.query == "a=b%2Fc&d" and seen.path == "/some/where else" and seen.headers["x-mine"] == "1"
+    chunks = (bytes([i]) * 1000 for i in range(100))
+    assert router.http.post("/in/chunks", content=chunks).status_code == 207
+    assert len(next(s for s in combine.seen if s.path == "/in/chunks").body) == 100_000
+    assert router.http.post("/v1/completions", content=b"{no json").status_code == 400
+    assert router.http.get("/v1/models").status_code == 207
+    assert worker.completions == [] and not any(s.method == "PUT" for s in worker.seen)
+
+
+def test_a_pool_of_equals_computes_a_share_where_it_combines(site: Site) -> None:
+    fakes = [site.fake(), site.fake()]
+    router = site.router(fakes, fakes)
+    prompt = cold([100] * 8)
+    assert router.complete(prompt).status_code == 200
+    [combine] = [f for f in fakes if f.composed]
+    [worker] = [f for f in fakes if f is not combine]
+    assert len(worker.segment_requests) == 4 and len(combine.resident) == 8
+    assert len(combine.computed) == 4
+    assert router.counted("hypic_router_segments_total", "local") == 4
+
+
+def test_what_another_instance_holds_is_sent_not_computed(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    router = site.router(workers, [combine])
+    prompt = cold(LENGTHS)
+    keys = [s.key for s in combine.plan({"prompt": prompt}).segments]
+    workers[1].have(*keys[:6])
+    wait_for(lambda: router.instance(workers[1])["resident"] == 6, "events")
+    assert router.complete(prompt).status_code == 200
+    assert sorted(workers[0].computed + workers[1].computed) == sorted(keys[6:])
+    assert combine.computed == []
+    assert router.counted("hypic_router_segments_total", "held") == 6
+    assert router.counted("hypic_router_segments_total", "dispatched") == 2
+
+
+def test_a_request_goes_where_its_records_are_unless_others_wait_there(site: Site) -> None:
+    worker, combines = site.fake(), [site.fake(), site.fake()]
+    router = site.router([worker], combines)
+    prompt = cold([100, 100])
+    keys = [s.key for s in combines[0].plan({"prompt": prompt}).segments]
+    combines[1].have(*keys)
+    wait_for(lambda: router.instance(combines[1])["resident"] == 2, "events")
+    for _ in range(3):
+        assert router.complete(prompt).status_code == 200
+    assert [len(c.composed) for c in combines] == [0, 3]
+    combines[1].loaded(100_000)
+    wait_for(lambda: router.instance(combines[1])["load_tokens"] == 100_000, "load")
+    assert router.complete("no separators here").status_code == 200
+    assert [len(c.composed) for c in combines] == [1, 3]
+
+
+def test_two_requests_at_once_share_what_they_have_in_common(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    router = site.router(workers, [combine])
+    for worker in workers:
+        worker.behaviour.segments_hang = True
+    prompt = cold(LENGTHS)
+    threads = [threading.Thread(target=router.complete, args=(prompt,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(combine.composed) == 3, "all are at the combine node")
+    for worker in workers:
+        worker.behaviour.segments_hang = False
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(workers[0].computed + workers[1].computed) == 8 and combine.computed == []
+    assert len(workers[0].segment_requests + workers[1].segment_requests) == 8
+    assert SEP not in combine.computed
