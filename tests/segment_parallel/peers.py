@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import zmq
 
 from vllm_hypic.segment_parallel import wire
-from vllm_hypic.segment_parallel.landing import GO_S, Landed, Landing
+from vllm_hypic.segment_parallel.landing import Landed, Landing
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
@@ -50,7 +50,10 @@ def until(condition: Callable[[], T], timeout_s: float = LONG_S) -> T:
 
 
 class Owner:
-    """A landing, what was read there, and what it reported."""
+    """A landing, what was read there, and what it reported.
+
+    ``go_s`` is longer than any test: another sender goes for a reason, not because time has passed.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Owner:
         namespace: str = "ns",
         secret: Secret | None = None,
         max_nbytes: int = 64 * MIB,
-        go_s: float = GO_S,
+        go_s: float = 1000.0,
     ) -> None:
         self.landing = Landing(listen, namespace, secret, max_nbytes, go_s=go_s)
         self.url = self.landing.url

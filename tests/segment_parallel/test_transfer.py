@@ -182,27 +182,29 @@ def test_records_of_many_processes_arrive_whole() -> None:
 def test_a_destination_that_is_out_of_order_delays_no_other() -> None:
     silent, silent_url = silent_port()
     with silent, Owner() as owner, Outgoing() as outgoing:
-        hopeless = [outgoing.send(A, DATA, url, 1.0) for url in (silent_url, closed_port())]
-        unexpected = outgoing.send(B, DATA, owner.url, 1.0)
+        hopeless = [outgoing.send(A, DATA, url, 2.0) for url in (silent_url, closed_port())]
+        unexpected = outgoing.send(B, DATA, owner.url, 2.0)
         owner.expect(A)
         assert outgoing.deliver(A, DATA, owner.url).delivered
         assert not set(hopeless) & set(outgoing.poll()), "delivery waited for the others' deadline"
         for ticket in hopeless:
             sent = outgoing.wait_for(ticket)
             assert not sent.delivered and sent.reason.startswith("no answer (nobody listens there")
-            assert sent.seconds >= 1.0
+            assert sent.seconds >= 2.0
         sent = outgoing.wait_for(unexpected)
-        assert not sent.delivered and sent.reason == "offered, not expected there within 1 s"
+        assert not sent.delivered and sent.reason == "offered, not expected there within 2 s"
         assert outgoing.sender.pending_bytes() == 0
 
 
 def test_an_offer_past_its_deadline_is_retracted() -> None:
     with Owner() as owner, Outgoing() as early, Outgoing() as later:
-        assert not early.deliver(A, DATA, owner.url, deadline_s=0.5).delivered
+        given_up = early.send(A, DATA, owner.url, 2.0)
+        until(lambda: owner.landing.counts().offers == 1)
+        assert not early.wait_for(given_up).delivered
         ticket = later.send(A, DATA, owner.url)
         until(lambda: owner.landing.counts().offers == 2)
         owner.expect(A)
-        assert later.wait_for(ticket, 5.0).delivered, "the sender that has given up was told to go"
+        assert later.wait_for(ticket).delivered, "the sender that has given up was told to go"
 
 
 def test_a_destination_may_come_up_later() -> None:
@@ -224,7 +226,7 @@ def test_a_destination_that_restarts_is_greeted_and_offered_again(secret: Secret
             ticket = outgoing.send(B, DATA, owner.url)
             until(lambda: owner.landing.counts().offers == 2)
         with Owner(owner.url, secret=secret) as restarted:
-            until(lambda: restarted.landing.counts().offers == 1, 5.0)
+            until(lambda: restarted.landing.counts().offers == 1, 9.0)  # renewed after 10 s
             restarted.expect(B)
             assert outgoing.wait_for(ticket).delivered
             assert restarted.wait_for(B)[0].taken
@@ -263,7 +265,7 @@ def test_a_destination_that_hangs_in_the_middle_is_given_up_at_the_deadline() ->
     with Owner() as owner, Outgoing() as outgoing, process("landing_process.py", A, B) as child:
         [url] = line(child)
         with Throttle(url, allowance=8 * MIB) as proxy:
-            ticket = outgoing.send(A, data, proxy.url, 2.0)
+            ticket = outgoing.send(A, data, proxy.url, 4.0)
             until(lambda: proxy.full)
             os.kill(child.pid, signal.SIGSTOP)
             proxy.open()
@@ -271,8 +273,8 @@ def test_a_destination_that_hangs_in_the_middle_is_given_up_at_the_deadline() ->
             assert outgoing.deliver(C, DATA, owner.url).delivered
             assert ticket not in outgoing.poll()
             sent = outgoing.wait_for(ticket)
-            assert not sent.delivered and sent.reason == "sent, not acknowledged within 2 s"
-            assert 2.0 <= sent.seconds < 10
+            assert not sent.delivered and sent.reason == "sent, not acknowledged within 4 s"
+            assert 4.0 <= sent.seconds < 15
             os.kill(child.pid, signal.SIGCONT)
             retried = outgoing.send(B, DATA, proxy.url), outgoing.send(A, data, proxy.url)
             assert {line(child)[0], line(child)[0]} == {A, B}
@@ -283,11 +285,11 @@ def test_a_record_under_way_at_the_deadline_is_let_go_of() -> None:
     data = bytearray(bytes_of(A, BIG))
     with Owner() as owner, Throttle(owner.url, allowance=8 * MIB) as proxy, Outgoing() as outgoing:
         owner.expect(A, B)
-        ticket = outgoing.sender.send(A, memoryview(data), proxy.url, 1.0)
+        ticket = outgoing.sender.send(A, memoryview(data), proxy.url, 2.0)
         until(lambda: proxy.full)
         waiting = outgoing.send(B, DATA, proxy.url)
         sent = outgoing.wait_for(ticket)
-        assert not sent.delivered and sent.reason == "sent, not acknowledged within 1 s"
+        assert not sent.delivered and sent.reason == "sent, not acknowledged within 2 s"
         data[:] = bytes(BIG)  # from now on it is the caller's again
         proxy.open()
         assert outgoing.wait_for(waiting).delivered  # over a connection of its own
@@ -313,7 +315,7 @@ def test_a_sender_killed_in_the_middle_leaves_nothing_behind() -> None:
         assert not other.poll() and not owner.read
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
-        assert other.wait_for(ticket, 9.0).reason == ""  # sooner than by go_s, which is 10 s and more
+        assert other.wait_for(ticket).reason == ""
         assert owner.read == [digest(A, BIG)]
         assert owner.wait_for(A)[0].taken
         assert owner.landing.counts().dropped == 0
@@ -465,4 +467,4 @@ def test_a_sender_leaves_no_thread_behind() -> None:
         with Owner(secret=Secret(b"s" * 32)) as owner, Outgoing(secret=Secret(b"s" * 32)) as outgoing:
             owner.expect(A)
             assert outgoing.deliver(A, DATA, owner.url).delivered
-    until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("hypic")], 5.0)
+    until(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("hypic")])

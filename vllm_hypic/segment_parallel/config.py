@@ -20,7 +20,10 @@ _LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a socket is bound, or connects to: ``tcp://HOST:PORT``, IPv6 addresses in brackets."""
+    """Where a socket is bound, or connects to: ``tcp://HOST:PORT``, IPv6 addresses in brackets.
+
+    Names are looked up as IPv4.
+    """
 
     host: str
     """IPv4 or IPv6 address without brackets, or a host name."""

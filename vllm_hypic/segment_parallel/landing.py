@@ -171,6 +171,11 @@ class Landing:
         """By the sender's id."""
         self._thread = threading.Thread(target=self._serve, name="hypic-landing", daemon=True)
         self._thread.start()
+        logger.info(
+            "landing: records are taken at %s, from %s",
+            self.url,
+            "who has the secret" if secret else "this machine (no secret_file)",
+        )
 
     def _set_options(self, address: Address, secret: Secret | None) -> None:
         socket = self._socket
@@ -178,6 +183,7 @@ class Landing:
         socket.ipv6 = address.ipv6
         socket.maxmsgsize = max(self._max_nbytes, wire.HEADER_BYTES)
         socket.rcvhwm = _UNREAD_MESSAGES
+        socket.backlog = 1024  # many workers may connect at once after a restart
         socket.router_mandatory = True  # so that one learns that a peer has gone
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = 30
