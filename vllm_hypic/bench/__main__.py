@@ -10,6 +10,7 @@ from .memory import memory
 from .overhead import overhead
 from .profile import profile
 from .records import records
+from .scale import scale
 from .seam import seam
 from .tiers import tiers
 from .ttft import ttft, ttft_length, ttft_segments
@@ -31,6 +32,7 @@ main.add_command(profile)
 main.add_command(load)
 main.add_command(eviction)
 main.add_command(tiers)
+main.add_command(scale)
 
 
 if __name__ == "__main__":

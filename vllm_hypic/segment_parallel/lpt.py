@@ -57,13 +57,13 @@ def makespan(costs: Sequence[float], loads: Sequence[float], assignment: Sequenc
     return max(ends, default=0.0)
 
 
-def optimal_makespan(costs: Sequence[float], machines: int) -> float:
+def optimal_makespan(costs: Sequence[float], machines: int, steps: int = STEPS) -> float:
     """The least makespan that any assignment to so many idle machines has, by branch and bound.
 
     Exact (for floats: to a relative 1e-12).  16 costs take a few milliseconds.
 
     Raises ``ValueError`` for bad numbers, as :func:`assign`, for less than one machine, and where the proof
-    would take more than ``STEPS``.
+    would take more than ``steps``.
     """
     _check("cost", costs)
     if machines < 1:
@@ -71,7 +71,7 @@ def optimal_makespan(costs: Sequence[float], machines: int) -> float:
     pieces = sorted((cost for cost in costs if cost > 0), reverse=True)
     best = makespan(pieces, [0] * machines, assign(pieces, [0] * machines))
     floor = lower_bound(pieces, machines)
-    search = _Search(pieces, machines)
+    search = _Search(pieces, machines, steps)
     # Halving first: from LPT straight down, every success would be a small one.
     while best > floor * (1 + _CLOSE):
         halving = best - floor > 1e-4 * best
@@ -100,9 +100,10 @@ def lower_bound(costs: Sequence[float], machines: int) -> float:
 class _Search:
     """Fills machine after machine: the next one takes the longest piece that is left, and others with it."""
 
-    def __init__(self, pieces: Sequence[float], machines: int) -> None:
+    def __init__(self, pieces: Sequence[float], machines: int, steps: int) -> None:
         self._pieces, self._machines = pieces, machines
         self._steps = 0
+        self._most_steps = steps
 
     def below(self, limit: float) -> float | None:
         """The makespan of some assignment with none above ``limit``, or ``None``: there is none."""
@@ -140,9 +141,9 @@ class _Search:
         while stack:
             at, load, taken, smallest_out = stack.pop()
             self._steps += 1
-            if self._steps > STEPS:
+            if self._steps > self._most_steps:
                 what = f"{len(pieces)} costs on {self._machines} machines"
-                raise ValueError(f"{what}: the optimum takes more than {STEPS} steps")
+                raise ValueError(f"{what}: the optimum takes more than {self._most_steps} steps")
             if load + after[at] < least:
                 continue
             if at == len(left):

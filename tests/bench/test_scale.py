@@ -1,0 +1,396 @@
+"""``bench scale``: the simulator against closed forms and hand computation; its constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.bench import scale as command
+from vllm_hypic.bench.eviction_shapes import SHAPES
+from vllm_hypic.bench.scale import GOAL, GOAL_WORKERS, measure, scale, under_load
+from vllm_hypic.bench.scale_control import CLIENTS, control_plane
+from vllm_hypic.bench.scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
+from vllm_hypic.bench.scale_sim import Cluster, Policy, alone_s, least_s, simulate, simulate_whole
+
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+RECORDS = dataclasses.replace(SHAPES["random-150m"], token_bytes=1, state_bytes=0, transition_bytes=0)
+"""One byte a token."""
+
+PLAIN = Costs(
+    records=RECORDS,
+    plan_s=0,
+    dispatch_s=0,
+    admit_s=0,
+    prefill_token_s=1,
+    prefill_pair_s=0,
+    prefill_segment_s=0,
+    link_bytes_s=math.inf,
+    ingress_bytes_s=math.inf,
+    round_trip_s=0,
+    first_token_s=0,
+    compose_segment_s=0,
+    compose_token_s=0,
+)
+"""A token takes a second; everything else nothing."""
+ROUTED = dataclasses.replace(PLAIN, plan_s=0.25, dispatch_s=0.125, admit_s=0.5, first_token_s=2)
+
+segment_lists = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+worker_numbers = st.integers(1, 5)
+policies = st.sampled_from(Policy)
+
+
+def one(segments, cluster, costs=PLAIN):
+    return simulate([Request.of(0.0, segments, costs)], cluster, costs).times[0]
+
+
+# -- closed forms
+
+
+@given(segment_lists, policies, st.booleans())
+def test_one_worker_takes_the_sum(segments, policy, pipelined):
+    assert one(segments, Cluster(1, policy, pipelined)).ttft_s == sum(segments)
+
+
+@given(st.integers(1, 20), st.integers(1, 7), policies)
+def test_equal_segments_take_as_many_rounds_as_it_needs(k, workers, policy):
+    assert one([10] * k, Cluster(workers, policy)).ttft_s == math.ceil(k / workers) * 10
+
+
+@given(segment_lists, worker_numbers)
+def test_no_assignment_beats_the_bound_and_lpt_is_within_grahams(segments, workers):
+    costs = dataclasses.replace(ROUTED, dispatch_s=0, prefill_pair_s=0.01, round_trip_s=0.5)
+    request = Request.of(0.0, segments, costs)
+    least, proven = least_s(request, workers, costs)
+    assert proven
+    for policy in Policy:
+        for pipelined in (True, False):
+            times = simulate([request], Cluster(workers, policy, pipelined), costs).times[0]
+            assert times.ttft_s >= least - 1e-9
+    lpt = one(segments, Cluster(workers, Policy.LPT_TIME), costs)
+    prefill = least - costs.plan_s - costs.admit_s - 0.5 - request.compose_s
+    within = (4 / 3 - 1 / (3 * workers)) * prefill
+    assert lpt.prefilled_s - lpt.begun_s <= within + 1e-9
+
+
+def test_a_lone_segment_passes_every_station_once():
+    costs = dataclasses.replace(
+        ROUTED,
+        prefill_pair_s=0.5,
+        prefill_segment_s=3,
+        link_bytes_s=2,
+        ingress_bytes_s=4,
+        round_trip_s=0.0625,
+        compose_segment_s=7,
+        compose_token_s=0.75,
+    )
+    times = one([4], Cluster(3), costs)
+    assert times.begun_s == 0.25 + 0.125 + 0.5
+    assert times.prefilled_s == times.begun_s + 4 + 0.5 * 16 + 3
+    assert times.landed_s == times.prefilled_s + 0.0625 + 4 / 2  # the slower of both ways
+    assert times.first_token_s == times.landed_s + 2 + 7 + 0.75 * 4
+    fast_link = dataclasses.replace(costs, link_bytes_s=16)
+    times = one([4], Cluster(3), fast_link)
+    assert times.landed_s == times.prefilled_s + 0.0625 + 4 / 4
+
+
+def test_two_workers_by_hand():
+    """6 and 3 go to the first worker, 5 and 4 to the second; a byte of record takes half a second.
+
+    ===========  ==================  ======================================================
+    worker       computes            sends
+    ===========  ==================  ======================================================
+    first        0-6, 6-9            6-9, 9-10.5
+    second       0-5, 5-9            5-7.5, 9-11
+    ===========  ==================  ======================================================
+    """
+    costs = dataclasses.replace(PLAIN, link_bytes_s=2, first_token_s=1)
+    times = one([3, 4, 5, 6], Cluster(2), costs)
+    assert (times.prefilled_s, times.landed_s, times.first_token_s) == (9, 11, 12)
+    # Waiting: the first computes 0-6, sends 6-9, computes 9-12, sends 12-13.5;
+    # the second computes 0-5, sends 5-7.5, computes 7.5-11.5, sends 11.5-13.5.
+    times = one([3, 4, 5, 6], Cluster(2, pipelined=False), costs)
+    assert (times.prefilled_s, times.landed_s, times.first_token_s) == (12, 13.5, 14.5)
+    # Round robin: 3 and 5, 4 and 6. The second computes 0-4, 4-10 and sends 4-6, 10-13.
+    times = one([3, 4, 5, 6], Cluster(2, Policy.ROUND_ROBIN), costs)
+    assert (times.prefilled_s, times.landed_s, times.first_token_s) == (10, 13, 14)
+
+
+def test_the_way_into_the_combine_node_is_shared():
+    """Both are computed at 4; each has a link of its own, but 4 bytes take a second on the way in."""
+    costs = dataclasses.replace(PLAIN, link_bytes_s=8, ingress_bytes_s=4)
+    assert one([4, 4], Cluster(2), costs).landed_s == 4 + 1 + 1
+    two = [Request.of(0.0, [4], costs), Request.of(0.0, [4], costs)]
+    landed = [t.landed_s for t in simulate(two, Cluster(2, combiners=2), costs).times]
+    assert landed == [5, 5]
+
+
+def test_router_and_combine_node_serve_one_request_at_a_time():
+    requests = [Request.of(0.0, [1, 1], ROUTED), Request.of(0.0, [1], ROUTED)]
+    first, second = simulate(requests, Cluster(8), ROUTED).times
+    assert first.begun_s == 0.25 + 0.125 + 0.5
+    assert second.begun_s == 0.25 + 2 * 0.125 + 0.25 + 0.125 + 0.5  # after both segments of the first
+    assert first.first_token_s == first.landed_s + 2
+    assert second.first_token_s == first.first_token_s + 2 > second.landed_s + 2
+    apart = simulate(requests, Cluster(8, combiners=2), ROUTED).times
+    assert apart[1].first_token_s == apart[1].landed_s + 2
+
+
+def test_a_request_with_nothing_to_prefill_is_only_combined():
+    times = one([], Cluster(2), ROUTED)
+    assert times.ttft_s == 0.25 + 0.5 + 2
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.lists(st.integers(1, 30), max_size=5)), max_size=8),
+    worker_numbers,
+    policies,
+    st.booleans(),
+)
+def test_work_is_conserved(arrivals, workers, policy, pipelined):
+    costs = dataclasses.replace(ROUTED, link_bytes_s=10, ingress_bytes_s=10, compose_segment_s=0.5)
+    requests = [Request.of(when, segments, costs) for when, segments in sorted(arrivals)]
+    outcome = simulate(requests, Cluster(workers, policy, pipelined), costs)
+    assert sum(outcome.busy_s) == pytest.approx(sum(request.prefill_s for request in requests))
+    assert sum(outcome.combining_s) == pytest.approx(sum(request.compose_s for request in requests))
+    for request, times in zip(requests, outcome.times, strict=True):
+        stations = dataclasses.astuple(times)
+        assert stations[0] == request.arrival_s and list(stations) == sorted(stations)
+        longest = max((piece.prefill_s for piece in request.pieces), default=0)
+        assert times.prefilled_s >= times.begun_s + longest - 1e-9
+        assert times.first_token_s >= times.landed_s + request.compose_s - 1e-9
+    assert max(outcome.busy_s) <= max((times.prefilled_s for times in outcome.times), default=0) + 1e-9
+
+
+# -- monotony
+
+
+@given(segment_lists, worker_numbers, policies, st.booleans())
+def test_more_of_anything_is_never_slower(segments, workers, policy, pipelined):
+    slow = dataclasses.replace(ROUTED, link_bytes_s=3, ingress_bytes_s=6, round_trip_s=0.25)
+    ttft = one(segments, Cluster(workers, policy, pipelined), slow).ttft_s
+    for better in (
+        dataclasses.replace(slow, dispatch_s=0),
+        dataclasses.replace(slow, prefill_token_s=0.5),
+        dataclasses.replace(slow, first_token_s=0),
+    ):
+        assert one(segments, Cluster(workers, policy, pipelined), better).ttft_s <= ttft + 1e-9
+    # Without limits on transfers, for which the order of arrivals matters, also more workers, and pipelining.
+    free = dataclasses.replace(ROUTED, dispatch_s=0)
+    lpt = [one(segments, Cluster(m), free).ttft_s for m in range(1, 8)]
+    assert lpt == sorted(lpt, reverse=True)
+    ways = [one(segments, Cluster(workers, policy, p), slow).prefilled_s for p in (True, False)]
+    assert ways[0] <= ways[1]
+
+
+# -- queues
+
+
+def test_one_worker_is_lindleys_queue():
+    """W(i+1) = max(0, W(i) + S(i) - A(i+1)): the simulator's times under load are those of the recursion."""
+    costs = dataclasses.replace(PLAIN, prefill_token_s=0.001)
+    drawn = at_once(500, 1, Lengths(800, 0.9), costs, seed=0)
+    requests = poisson(drawn, 0.8 / statistics.fmean(r.prefill_s for r in drawn), seed=1)
+    waits, wait = [], 0.0
+    for i, request in enumerate(requests):
+        if i:
+            gap = request.arrival_s - requests[i - 1].arrival_s
+            wait = max(0.0, wait + requests[i - 1].prefill_s - gap)
+        waits.append(wait + request.prefill_s)
+    found = [t.ttft_s for t in simulate(requests, Cluster(1), costs).times]
+    assert found == pytest.approx(waits)
+    assert [t.ttft_s for t in simulate_whole(requests, 1, costs)] == pytest.approx(waits)
+
+
+def test_arrivals_are_poisson():
+    """Mean wait of M/D/1 at load 0.7: rho / (2 (1 - rho)) services."""
+    requests = poisson([Request.of(0.0, [1], PLAIN)] * 40_000, 0.7, seed=3)
+    waits = [t.ttft_s - 1 for t in simulate(requests, Cluster(1), PLAIN).times]
+    assert statistics.fmean(waits) == pytest.approx(0.7 / (2 * 0.3), rel=0.1)
+
+
+def test_whole_requests_go_to_the_instance_with_the_least_to_do():
+    costs = dataclasses.replace(PLAIN, first_token_s=1)
+    requests = [Request.of(when, [n], costs) for when, n in ((0, 10), (1, 2), (2, 1), (12, 1))]
+    # 0: 0-11; 1: 1-4; the third sees 10 against 2 tokens; the fourth sees both idle and takes the first.
+    assert [t.first_token_s for t in simulate_whole(requests, 2, costs)] == [11, 4, 6, 14]
+    times = simulate_whole([Request.of(0.0, [3], ROUTED)], 2, ROUTED)
+    assert (
+        times[0].ttft_s == 0.25 + 0.125 + 0.5 + 3 + 2 == 0.375 + alone_s(Request.of(0.0, [3], ROUTED), ROUTED)
+    )
+
+
+def test_lpt_looks_at_present_loads_and_the_blind_one_does_not():
+    requests = [Request.of(0.0, [10, 1], PLAIN), Request.of(0.5, [5, 4], PLAIN)]
+    # Present loads are 10 and 1: both go behind the 1. Blind: the 5 goes behind the 10.
+    assert simulate(requests, Cluster(2, Policy.LPT), PLAIN).times[1].prefilled_s == 10
+    assert simulate(requests, Cluster(2, Policy.LPT_BLIND), PLAIN).times[1].prefilled_s == 15
+
+
+def test_a_load_is_gone_when_its_segment_is_computed():
+    requests = [Request.of(0.0, [10], PLAIN), Request.of(10.5, [3, 2], PLAIN)]
+    # Both workers are idle again: 3 to the first, 2 to the second.
+    assert simulate(requests, Cluster(2), PLAIN).times[1].prefilled_s == 13.5
+
+
+def test_lpt_by_time_counts_the_square():
+    """By tokens 8 | 4 4 is even; squares make 64 + 8 | 32 + 8, and 6 6 would be better left to others."""
+    costs = dataclasses.replace(PLAIN, prefill_pair_s=1)
+    segments = [8, 4, 4, 1, 1]
+    tokens, time = (one(segments, Cluster(2, p), costs).ttft_s for p in (Policy.LPT, Policy.LPT_TIME))
+    assert time == 72 < tokens == 74
+
+
+def test_round_robin_goes_on_where_it_ended():
+    requests = [Request.of(0.0, [4, 4, 4], PLAIN), Request.of(0.5, [4], PLAIN)]
+    # The first took workers 0, 1, 0; the next turn is worker 1's.
+    assert simulate(requests, Cluster(2, Policy.ROUND_ROBIN), PLAIN).times[1].prefilled_s == 8
+
+
+# -- constants
+
+
+def test_the_cpu_preset_is_what_was_measured():
+    points = [
+        point
+        for name in ("ttft-length", "ttft-segments")
+        for point in json.loads((DOCS / "cpu" / f"{name}.json").read_text())["results"]["points"]
+    ]
+    k = np.array([p["shape"]["segments"] for p in points], float)
+    n = np.array([p["shape"]["tokens"] for p in points], float)
+    cold, warm = (np.array([p["seconds"][w]["median"] for p in points]) for w in ("cold", "warm"))
+    prefill = np.linalg.lstsq(np.stack([n, n**2], 1), (cold - warm) / k, rcond=None)[0]
+    compose = np.linalg.lstsq(np.stack([np.ones_like(k), k, k * n], 1), warm, rcond=None)[0]
+    costs = PRESETS["cpu-169m"]
+    assert [costs.prefill_token_s, costs.prefill_pair_s] == pytest.approx(prefill, rel=0.01)
+    constants = [costs.first_token_s, costs.compose_segment_s, costs.compose_token_s]
+    assert constants == pytest.approx(compose, rel=0.01)
+    for i in range(len(k)):  # and they describe it
+        assert costs.prefill_s(int(n[i])) == pytest.approx((cold - warm)[i] / k[i], rel=0.1)
+        assert costs.compose_s([int(n[i])] * int(k[i])) == pytest.approx(warm[i], rel=0.12)
+
+
+@pytest.mark.parametrize(("tokens", "mib"), [(256, 8.66), (1024, 10.8), (2048, 14.5)])
+def test_records_weigh_what_was_measured(tokens, mib):
+    """docs/benchmarks/cpu.md, Memory."""
+    assert PRESETS["cpu-169m"].records.worth(tokens).nbytes == pytest.approx(mib * 2**20, rel=0.05)
+
+
+def test_hypics_figures():
+    costs = PRESETS["hypic-gpu"]
+    assert costs.prefill_s(1024) == pytest.approx(0.0407)
+    assert costs.compose_s([1024] * 5) - costs.compose_s([1024] * 4) == pytest.approx(0.0023)
+
+
+def test_constants_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"plan_s=-1: expected a finite number >= 0"):
+        dataclasses.replace(PLAIN, plan_s=-1)
+    with pytest.raises(ValueError, match=r"compose_token_s=nan"):
+        dataclasses.replace(PLAIN, compose_token_s=math.nan)
+    with pytest.raises(ValueError, match=r"link_bytes_s=0: expected a number > 0"):
+        dataclasses.replace(PLAIN, link_bytes_s=0)
+    with pytest.raises(ValueError, match="workers=0: expected at least 1"):
+        Cluster(0)
+    with pytest.raises(ValueError, match="combiners=0: expected at least 1"):
+        Cluster(1, combiners=0)
+
+
+def test_lengths_are_log_normal_and_cut_off():
+    drawn = Lengths(1340, 0.9).draw(5000, random.Random(0))
+    assert min(drawn) == 256 and max(drawn) == 8192
+    assert statistics.median(drawn) == pytest.approx(1340, rel=0.05)
+    assert len({n for n in drawn if n not in (256, 8192)}) > 1000
+    assert drawn == Lengths(1340, 0.9).draw(5000, random.Random(0))
+
+
+# -- what is claimed
+
+
+def test_lpt_reaches_seven_times_on_eight_workers():
+    costs = PRESETS["cpu-169m"]
+    point = measure(at_once(20, 64, Lengths(1340, 0.9), costs, seed=0), GOAL_WORKERS, costs)
+    lpt, turns = point.way(Policy.LPT_TIME), point.way(Policy.ROUND_ROBIN)
+    assert GOAL <= lpt.speed_up.mean <= point.best.mean < 8
+    assert turns.speed_up.mean < 0.75 * lpt.speed_up.mean
+    assert point.way(Policy.LPT_TIME, False).speed_up.mean < lpt.speed_up.mean
+    assert lpt.parts.transfer_s < 0.05 * lpt.parts.dispatch_phase_s
+
+
+def test_parts_add_up_to_the_time():
+    costs = PRESETS["hypic-gpu"]
+    sample = at_once(5, 12, Lengths(1000, 0.9), costs, seed=0)
+    point = measure(sample, 4, costs)
+    ttft = [simulate([r], Cluster(4, Policy.LPT_TIME), costs).times[0].ttft_s for r in sample]
+    assert point.way(Policy.LPT_TIME).parts.ttft_s == pytest.approx(statistics.fmean(ttft))
+
+
+def test_under_load_lpt_beats_round_robin():
+    costs = PRESETS["cpu-169m"]
+    crowd = at_once(300, 32, Lengths(1340, 0.9), costs, seed=1)
+    rows = [under_load(crowd, offered, 8, costs, seed=2) for offered in (0.2, 0.8)]
+    for row in rows:
+        for times in (row.p50_s, row.p99_s):
+            assert times["lpt by time"] < times["round robin"]
+        assert all(row.p50_s[label] <= row.p99_s[label] for label in row.p50_s)
+    assert rows[0].p99_s["lpt by time"] < rows[1].p99_s["lpt by time"]
+    assert rows[0].p50_s["lpt by time"] < 0.3 * rows[0].p50_s["whole requests"]
+
+
+# -- the command
+
+
+SMALL = ["--requests", "3", "--arrivals", "100", "--segments", "10", "--workers", "1,4,8", "--loads", "0.3"]
+
+
+def test_command_writes_tables_json_and_plot(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "MEDIANS", (700, 1340))
+    monkeypatch.setattr(command, "COUNTS", (4, 8))
+    outputs = []
+    for run in ("a", "b"):
+        files = ["--json", str(tmp_path / f"{run}.json"), "--plot", str(tmp_path / f"{run}.png")]
+        done = CliRunner().invoke(scale, [*SMALL, "--set", "compose_segment_s=0", *files])
+        assert done.exit_code == 0, done.output
+        outputs.append(json.loads((tmp_path / f"{run}.json").read_text()))
+    for part in ("speed-up over one instance", "where the time goes", "p99 of the time", "at least 7x"):
+        assert part in done.output
+    assert outputs[0]["results"] == outputs[1]["results"]
+    assert [point["workers"] for point in outputs[0]["results"]["points"]] == [1, 4, 8]
+    assert outputs[0]["settings"]["costs"]["compose_segment_s"] == 0
+    assert outputs[0]["results"]["control"] is None
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "speed=1"], "expected NAME=NUMBER, NAME one of plan_s, dispatch_s"),
+        (["--set", "plan_s=fast"], "'fast' is no number"),
+        (["--set", "plan_s=-1"], "plan_s=-1.0: expected a finite number >= 0"),
+        (["--set", "records=1"], "expected NAME=NUMBER"),
+        (["--workers", "0"], "0 is not in the range"),
+        (["--longest", "100"], "--longest 100: expected at least --shortest (256)"),
+        (["--loads", "0"], "0 is not in the range"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    done = CliRunner().invoke(scale, [*SMALL, *options])
+    assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
+
+
+def test_control_plane_is_measured_on_a_real_server():
+    found = control_plane(names=2000, posts=8, at_once=(1, 4), workers=2)
+    assert 64 < found.wire_bytes_per_name < 80 < found.memory_bytes_per_name < 300
+    assert found.assign_s > 0 and found.names_per_s > 0
+    assert {(posting.client, posting.at_once) for posting in found.postings} == {
+        (client, n) for client in CLIENTS for n in (1, 4)
+    }
+    assert all(posting.per_s > 0 for posting in found.postings)
