@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import random
+import ssl
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Sequence
