@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol
 
 from ..lpt import assign
 from .instances import Instance
@@ -41,39 +42,54 @@ class Decision:
 
     combine: Instance
     tasks: tuple[Task, ...]
+    coming: tuple[SegmentAsk, ...]
+    """On their way to this combine node already, for other requests of ours."""
     local: tuple[SegmentAsk, ...]
     gain: float
-    """Share of the predicted time to the first token that is saved against the best single instance."""
+    """Prefill that the first token does not wait for, against the best single instance, as a share of what
+    that one would have to prefill."""
+
+    def only_joining(self) -> Decision:
+        """Nothing is sent out for it: the combine node computes what is not coming anyway."""
+        return replace(self, tasks=(), local=(*self.local, *(t.ask for t in self.tasks)))
 
 
-def missing_tokens(planned: Planned, instance: Instance) -> int:
-    """What it would have to prefill to answer alone."""
-    segments = sum(
-        s.tokens for s in planned.segments if not (instance.holds(s.key) or s.key in instance.view.pending)
-    )
-    return segments + planned.stream_tokens
+class Traffic(Protocol):
+    """What is under way for one client's rights."""
+
+    def computing(self, key: str) -> Instance | None:
+        """The worker that was asked for it, for whatever combine node."""
+
+    def coming(self, key: str, combine: Instance) -> bool:
+        """Whether it is on its way to that combine node."""
 
 
-def decide(
-    planned: Planned,
-    combine: Instance,
-    instances: Sequence[Instance],
-    computing: Callable[[str], Instance | None],
-) -> Decision:
+def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[SegmentAsk]:
+    """What it does not have and nobody makes or sends for it."""
+    return [
+        s
+        for s in planned.segments
+        if not instance.holds(s.key)
+        and s.key not in instance.view.pending
+        and not traffic.coming(s.key, instance)
+    ]
+
+
+def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], traffic: Traffic) -> Decision:
     """Spread what ``combine`` misses over ``instances``, which may take part now.
 
-    A record goes to whoever has it, then to whoever computes it (``computing``: for a request of ours; or so
-    its events say), the rest by LPT to those whose role is prefill.  Changes nothing.
+    A record goes to whoever has it, then to whoever computes it (for another request of ours, or so its events
+    say), the rest by LPT to those whose role is prefill.  Changes nothing.
     """
     others = [i for i in instances if i is not combine]
-    missing = [s for s in planned.segments if not (combine.holds(s.key) or s.key in combine.view.pending)]
+    wanted = missing(planned, combine, traffic)
     loads = {i: float(i.load) for i in instances}
     loads[combine] = float(combine.load)
-    before = dict(loads)
+    alone = loads[combine] + sum(a.tokens for a in wanted) + planned.stream_tokens
     tasks: list[Task] = []
     rest: list[SegmentAsk] = []
-    for ask in missing:
-        found = _known_source(ask, others, loads, computing)
+    for ask in wanted:
+        found = _known_source(ask, others, loads, traffic)
         if found is None:
             rest.append(ask)
             continue
@@ -91,23 +107,27 @@ def decide(
             else:
                 tasks.append(Task(ask, worker, Source.DISPATCHED, ask.tokens))
     tasks.sort(key=lambda t: -t.ask.tokens)
-    alone = before[combine] + sum(a.tokens for a in missing) + planned.stream_tokens
-    ends = [loads[t.worker] for t in tasks] + [loads[combine]]
-    spread = max(ends) + planned.stream_tokens
-    gain = 0.0 if not tasks or len(missing) < 2 or not alone else 1 - spread / alone
-    return Decision(combine, tuple(tasks), tuple(local), gain)
+    spread = max([loads[combine], *(loads[t.worker] for t in tasks)]) + planned.stream_tokens
+    work = sum(a.tokens for a in wanted) + planned.stream_tokens
+    return Decision(
+        combine,
+        tuple(tasks),
+        tuple(s for s in planned.segments if traffic.coming(s.key, combine)),
+        tuple(local),
+        (alone - spread) / work if len(wanted) > 1 and tasks else 0.0,
+    )
 
 
 def _known_source(
     ask: SegmentAsk,
     others: Sequence[Instance],
     loads: dict[Instance, float],
-    computing: Callable[[str], Instance | None],
+    traffic: Traffic,
 ) -> tuple[Instance, Source] | None:
     holders = [i for i in others if i.holds(ask.key)]
     if holders:
         return min(holders, key=loads.__getitem__), Source.HELD
-    busy = computing(ask.key)
+    busy = traffic.computing(ask.key)
     if busy is not None and busy in others:
         return busy, Source.JOINED
     pending = [i for i in others if ask.key in i.view.pending]

@@ -28,7 +28,9 @@ from .settings import Settings
     help="The instances' --api-key, for the router's own questions.  [env: VLLM_API_KEY]",
 )
 @click.option("--deadline-s", type=float, help="Longest wait for segments.  [default: the instances' own]")
-@click.option("--min-gain", default=Settings.min_gain, show_default=True, help="Least share of time saved.")
+@click.option(
+    "--min-gain", default=Settings.min_gain, show_default=True, help="Least share of its prefill saved."
+)
 @click.option("--segments-per-worker", default=Settings.segments_per_worker, show_default=True)
 @click.option("--straggler-factor", default=Settings.straggler_factor, show_default=True)
 @click.option("--straggler-min-s", default=Settings.straggler_min_s, show_default=True)

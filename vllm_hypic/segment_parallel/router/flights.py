@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import httpx
 
-from .assign import Decision, Source, Task
+from .assign import Decision, Source, Task, Traffic
 from .instances import Instance, Pool
 from .metrics import RouterMetrics
 from .plan import Planned, SegmentAsk
@@ -92,6 +92,26 @@ class Flight:
     task: asyncio.Task[None] | None = None
 
 
+def _name(key: str, combine: Instance, origin: Origin) -> FlightName:
+    assert combine.description is not None
+    return FlightName(key, combine.description.landing, origin.authorization)
+
+
+class _Shared:
+    """A :class:`Traffic`."""
+
+    def __init__(self, flights: Mapping[FlightName, Flight], authorization: str) -> None:
+        self._flights, self._authorization = flights, authorization
+
+    def computing(self, key: str) -> Instance | None:
+        return next((f.workers[-1] for n, f in self._flights.items() if n.key == key), None)
+
+    def coming(self, key: str, combine: Instance) -> bool:
+        if combine.description is None:
+            return False
+        return FlightName(key, combine.description.landing, self._authorization) in self._flights
+
+
 class Flights:
     """All flights of one router."""
 
@@ -110,30 +130,36 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def computing(self, key: str) -> Instance | None:
-        """The worker that is asked for this record now, for whatever landing."""
-        for name, flight in self._flights.items():
-            if name.key == key:
-                return flight.workers[-1]
-        return None
+    def traffic(self, origin: Origin) -> Traffic:
+        """What a request of ``origin`` may share."""
+        return _Shared(self._flights, origin.authorization)
 
     def begin(self, planned: Planned, decision: Decision, origin: Origin) -> list[Flight]:
-        """Have everything sent that ``decision`` says.  The flights must be let go by :meth:`release`."""
-        flights = []
+        """Have everything sent that ``decision`` says.  The flights must be let go by :meth:`release`.
+
+        ``decision`` must have been made since the event loop last ran anything else.
+        """
+        flights = [self._flights[_name(ask.key, decision.combine, origin)] for ask in decision.coming]
+        self._metrics.segments.labels(Source.JOINED.value).inc(len(flights))
         for number, task in enumerate(decision.tasks):
-            flight = self._flight(planned, decision.combine, task, origin, f"{origin.request_id}-s{number}")
+            label = f"{origin.request_id}-s{number}"
+            flights.append(self._flight(planned, decision.combine, task, origin, label))
+        for flight in flights:
             flight.waiters += 1
-            flights.append(flight)
         self._metrics.segments.labels("local").inc(len(decision.local))
         return flights
 
-    def release(self, flights: Sequence[Flight]) -> None:
-        """A request wants them no longer.  What nobody wants is broken off: the engine finishes what it has
-        begun to compute, but the place at the worker is free."""
+    def release(self, flights: Sequence[Flight]) -> list[Flight]:
+        """A request wants them no longer.  What nobody wants is broken off, and returned: the engine finishes
+        what it has begun to compute, but the place at the worker is free."""
+        unwanted = []
         for flight in flights:
             flight.waiters -= 1
-            if not flight.waiters and flight.task is not None:
+            if not flight.waiters and flight.over_at is None and flight.task is not None:
                 flight.task.cancel()
+                self._forget(flight)
+                unwanted.append(flight)
+        return unwanted
 
     async def watch(self) -> None:
         """Forever: note when workers have what they were asked for.  Cancel it to stop."""
@@ -153,13 +179,7 @@ class Flights:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _flight(self, planned: Planned, combine: Instance, task: Task, origin: Origin, label: str) -> Flight:
-        """The one that is under way already, or a new one."""
-        assert combine.description is not None
-        name = FlightName(task.ask.key, combine.description.landing, origin.authorization)
-        flight = self._flights.get(name)
-        if flight is not None:
-            self._metrics.segments.labels(Source.JOINED.value).inc()
-            return flight
+        name = _name(task.ask.key, combine, origin)
         self._metrics.segments.labels(task.source.value).inc()
         flight = self._flights[name] = Flight(name, task.ask, combine, task.source)
         # Begun now, not when the flight's task first runs: the next request must see the load.
@@ -168,9 +188,12 @@ class Flights:
         flight.task.add_done_callback(lambda _: self._landed(flight))
         return flight
 
-    def _landed(self, flight: Flight) -> None:
+    def _forget(self, flight: Flight) -> None:
         if self._flights.get(flight.name) is flight:
             del self._flights[flight.name]
+
+    def _landed(self, flight: Flight) -> None:
+        self._forget(flight)
         flight.over_at = time.monotonic() if flight.over_at is None else flight.over_at
         flight.over.set()
         if flight.task is not None and not flight.task.cancelled() and (error := flight.task.exception()):
@@ -278,8 +301,7 @@ class Flights:
             flight.name.key[:12],
             flight.combine.url,
         )
-        # Whoever asks from now on must not wait for this flight.
-        del self._flights[flight.name]
+        self._forget(flight)  # whoever asks from now on must not wait for it
         assert flight.combine.description is not None
         await self._withdraw(
             flight.name.destination, flight.combine.description.namespace.digest, [flight.name.key]

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...primitives.options import REMOTE, REMOTE_DEADLINE
-from .assign import Decision, decide, missing_tokens
+from .assign import Decision, Traffic, decide, missing
 from .breakdown import HEADER, Breakdown
 from .exchange import REQUEST_ID, ClientGone, Exchange, good_request_id
 from .flights import Flight, Flights, Withdraw
@@ -114,7 +114,7 @@ class Front:
         reason, ids = await self._tokens(request)
         last: UpstreamFailed | None = None
         while candidates := self._pool.combiners(without=tried):
-            plans = _Plans(request, ids)
+            plans = _Plans(request, ids, self._flights.traffic(request.origin))
             instance, decision, reason = self._choose(plans, candidates, reason)
             try:
                 if decision is None:
@@ -167,7 +167,7 @@ class Front:
         """
         if reason is Whole.SEGMENT_IDS:
             return candidates[0], None, reason  # ids of compiled segments are known where /v1/hypic goes
-        missing = [missing_tokens(p, i) if (p := plans.at(i)) is not None else 0 for i in candidates]
+        missing = [plans.missing_tokens(i) for i in candidates]
         instance = self._pool.cheapest(candidates, missing)
         if reason is not None:
             return instance, None, reason
@@ -179,16 +179,17 @@ class Front:
         spreading = self._pool.spreading()
         if not instance.spreads or not any(i is not instance for i in spreading):
             return instance, None, Whole.NO_WORKERS
-        decision = decide(planned, instance, spreading, self._flights.computing)
+        decision = decide(planned, instance, spreading, plans.traffic)
         if decision.gain <= 0 or decision.gain < self._settings.min_gain:
-            return instance, None, Whole.NO_GAIN
+            decision = decision.only_joining()
+            if not decision.coming:
+                return instance, None, Whole.NO_GAIN
         return instance, decision, None
 
     async def _open_whole(
         self, request: _Request, instance: Instance, reason: Whole, plans: _Plans
     ) -> Answer:
-        planned = plans.at(instance)
-        tokens = 0 if planned is None else missing_tokens(planned, instance)
+        tokens = plans.missing_tokens(instance)
         request.times.whole(reason.value)
         self._metrics.requests.labels("whole").inc()
         self._metrics.whole.labels(reason.value).inc()
@@ -205,19 +206,22 @@ class Front:
         self._metrics.requests.labels("parallel").inc()
         self._metrics.plan_s.observe(time.monotonic() - request.times.begun)
         remind = asyncio.create_task(self._remind(combine, flights))
-        answered = False
         try:
             body = msgspec.json.encode(self._composed(request.body, combine, flights))
             tokens = planned.stream_tokens + sum(a.tokens for a in decision.local)
             answer = await self._open(request, combine, replace(request.ask, body=body), tokens)
-            answered = True
-            return answer
+        except asyncio.CancelledError:
+            if unwanted := self._flights.release(flights):
+                # Requests of other routers may wait there for the same records.
+                self._later(self._withdraw_from(combine, [f.name.key for f in unwanted]))
+            raise
+        except BaseException:
+            self._flights.release(flights)
+            raise
         finally:
             remind.cancel()
-            if answered:
-                self._later(self._settle(request.times, flights))
-            else:
-                self._flights.release(flights)
+        self._later(self._settle(request.times, flights))
+        return answer
 
     def _composed(
         self, body: Mapping[str, Any], combine: Instance, flights: Sequence[Flight]
@@ -274,9 +278,12 @@ class Front:
                 for f in flights
                 if f.over_at is not None and f.over_at + _REMIND_S <= now and not combine.holds(f.name.key)
             ]
-            if names and combine.description is not None:
-                description = combine.description
-                await self._withdraw(description.landing, description.namespace.digest, names)
+            if names:
+                await self._withdraw_from(combine, names)
+
+    async def _withdraw_from(self, combine: Instance, keys: Sequence[str]) -> None:
+        if (description := combine.description) is not None:
+            await self._withdraw(description.landing, description.namespace.digest, keys)
 
     async def _settle(self, times: Breakdown, flights: Sequence[Flight]) -> None:
         """Wait for the workers' last answers, then let the flights go."""
@@ -361,9 +368,16 @@ class _BrokenOff(Exception):
 class _Plans:
     """Plans of one request: one for each kind of instance, since pools may differ in size."""
 
-    def __init__(self, request: _Request, ids: Sequence[int] | None) -> None:
-        self._request, self._ids = request, ids
+    def __init__(self, request: _Request, ids: Sequence[int] | None, traffic: Traffic) -> None:
+        self._request, self._ids, self.traffic = request, ids, traffic
         self._found: dict[object, Planned | None] = {}
+
+    def missing_tokens(self, instance: Instance) -> int:
+        """That it would have to prefill; 0 where nothing is planned."""
+        planned = self.at(instance)
+        if planned is None:
+            return 0
+        return planned.stream_tokens + sum(a.tokens for a in missing(planned, instance, self.traffic))
 
     def at(self, instance: Instance) -> Planned | None:
         """``None``: it cannot be planned, or need not."""

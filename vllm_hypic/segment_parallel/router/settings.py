@@ -23,7 +23,7 @@ class Settings:
     deadline_s: float | None = None
     """Longest that a request waits for segments of others; ``None``: as long as its instance lets it."""
     min_gain: float = 0.1
-    """Share of the predicted time to the first token that parallel prefill must save."""
+    """Share of a request's own prefill that its first token must be spared by spreading it."""
     segments_per_worker: int = 2
     """Segment requests open at one worker: one travels while the next is computed."""
     straggler_factor: float = 3.0
