@@ -134,10 +134,17 @@ def test_the_way_into_the_combine_node_is_shared():
     assert landed == [5, 5]
 
 
+def test_a_link_carries_one_record_at_a_time():
+    """Computed at 4 and 5; 4-8 and 8-9 on the link."""
+    costs = dataclasses.replace(PLAIN, link_bytes_s=1)
+    assert one([4, 1], Cluster(1), costs).landed_s == 9
+
+
 def test_router_and_combine_node_serve_one_request_at_a_time():
     requests = [Request.of(0.0, [1, 1], ROUTED), Request.of(0.0, [1], ROUTED)]
     first, second = simulate(requests, Cluster(8), ROUTED).times
     assert first.begun_s == 0.25 + 0.125 + 0.5
+    assert first.prefilled_s == 0.25 + 2 * 0.125 + 0.5 + 1  # its second segment is sent after the first
     assert second.begun_s == 0.25 + 2 * 0.125 + 0.25 + 0.125 + 0.5  # after both segments of the first
     assert first.first_token_s == first.landed_s + 2
     assert second.first_token_s == first.first_token_s + 2 > second.landed_s + 2
@@ -220,9 +227,10 @@ def test_arrivals_are_poisson():
 
 def test_whole_requests_go_to_the_instance_with_the_least_to_do():
     costs = dataclasses.replace(PLAIN, first_token_s=1)
-    requests = [Request.of(when, [n], costs) for when, n in ((0, 10), (1, 2), (2, 1), (12, 1))]
-    # 0: 0-11; 1: 1-4; the third sees 10 against 2 tokens; the fourth sees both idle and takes the first.
-    assert [t.first_token_s for t in simulate_whole(requests, 2, costs)] == [11, 4, 6, 14]
+    requests = [Request.of(when, [n], costs) for when, n in ((0, 10), (1, 2), (2, 1), (12, 1), (12, 5))]
+    # 0: 0-11; 1: 1-4; the third sees 10 against 2 tokens; the fourth sees both idle and takes the
+    # first, the fifth then the second.
+    assert [t.first_token_s for t in simulate_whole(requests, 2, costs)] == [11, 4, 6, 14, 18]
     times = simulate_whole([Request.of(0.0, [3], ROUTED)], 2, ROUTED)
     assert (
         times[0].ttft_s == 0.25 + 0.125 + 0.5 + 3 + 2 == 0.375 + alone_s(Request.of(0.0, [3], ROUTED), ROUTED)
@@ -243,7 +251,7 @@ def test_a_load_is_gone_when_its_segment_is_computed():
 
 
 def test_lpt_by_time_counts_the_square():
-    """By tokens 8 | 4 4 is even; squares make 64 + 8 | 32 + 8, and 6 6 would be better left to others."""
+    """By tokens, 8 against 4 + 4, the 8 gets one of the 1s; by time, 72 against 20 + 20, none."""
     costs = dataclasses.replace(PLAIN, prefill_pair_s=1)
     segments = [8, 4, 4, 1, 1]
     tokens, time = (one(segments, Cluster(2, p), costs).ttft_s for p in (Policy.LPT, Policy.LPT_TIME))

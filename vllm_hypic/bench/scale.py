@@ -178,6 +178,13 @@ LOADED = (
     ("round robin", Policy.ROUND_ROBIN),
 )
 WHOLE = "whole requests"
+COLOURS = {
+    "lpt by time": "#2ca02c",
+    "lpt by tokens": "#ff7f0e",
+    "lpt, loads unknown": "#9467bd",
+    "round robin": "#1f77b4",
+    WHOLE: "#7f7f7f",
+}
 
 
 @click.command(help="Segment-parallel prefill on many workers, by simulation.")
@@ -518,10 +525,10 @@ def plot(path: Path, results: Results, title: str, loaded_workers: int) -> None:
 
     ways = (
         Line("no better than", workers, [point.best.mean for point in results.points], colour="#c7c7c7"),
-        of("lpt by time", Policy.LPT_TIME, True, "#2ca02c"),
+        of("lpt by time", Policy.LPT_TIME, True, COLOURS["lpt by time"]),
         of("lpt by time, waiting", Policy.LPT_TIME, False, "#98df8a"),
-        of("lpt by tokens", Policy.LPT, True, "#ff7f0e"),
-        of("round robin", Policy.ROUND_ROBIN, True, "#1f77b4"),
+        of("lpt by tokens", Policy.LPT, True, COLOURS["lpt by tokens"]),
+        of("round robin", Policy.ROUND_ROBIN, True, COLOURS["round robin"]),
         of("round robin, waiting", Policy.ROUND_ROBIN, False, "#aec7e8"),
     )
     ttft = tuple(
@@ -544,8 +551,8 @@ def plot(path: Path, results: Results, title: str, loaded_workers: int) -> None:
     offered = [row.offered for row in results.loaded]
     for name, which in (("p50", "p50_s"), ("p99", "p99_s")):
         lines = tuple(
-            Line(label, offered, [getattr(row, which)[label] for row in results.loaded])
-            for label in (*(label for label, _ in LOADED), WHOLE)
+            Line(label, offered, [getattr(row, which)[label] for row in results.loaded], colour=colour)
+            for label, colour in COLOURS.items()
         )
         where = f"load ({loaded_workers} workers, one combine node)"
         panels.append(Axes(f"{name} of the first token under load", where, "s", lines, log_y=True))
