@@ -95,6 +95,15 @@ def test_settled_names_may_be_expected_again(owner: Owner, peer: Peer) -> None:
     assert len(owner.read) == 2
 
 
+def test_who_expects_a_name_no_longer_has_it(owner: Owner, peer: Peer) -> None:
+    owner.landing.settle(A)
+    owner.expect(A)
+    assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
+    assert not owner.wait_for(A)[0].taken
+    peer.say(wire.Offer(A, len(DATA)))
+    assert peer.hears_nothing()
+
+
 def test_a_record_that_has_left_is_no_longer_said_to_be_there(owner: Owner, peer: Peer) -> None:
     owner.landing.settle(A)
     owner.landing.withdraw(A)

@@ -95,10 +95,13 @@ def test_the_servers_public_key_alone_opens_nothing() -> None:
             assert not server.poll(0)
 
 
-def test_without_anybody_to_ask_nobody_is_let_in() -> None:
+@pytest.mark.parametrize("gone", [False, True], ids=["says nothing", "is not there"])
+def test_when_nobody_answers_for_a_client_nobody_is_let_in(gone: bool) -> None:
     with zmq.Context() as context, zmq.Context() as elsewhere, context.socket(zmq.REP) as deaf:
         deaf.bind("inproc://zeromq.zap.01")  # in the place of the one who answers
         server, url = _server(context, RIGHT)
+        if gone:
+            deaf.close()
         with server, elsewhere.socket(zmq.DEALER) as ours:
             ours.linger = 0
             RIGHT.connect(ours)

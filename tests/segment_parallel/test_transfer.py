@@ -83,13 +83,15 @@ def test_what_is_not_needed_counts_as_delivered() -> None:
 
 
 def test_bytes_are_not_copied_and_let_go_of() -> None:
-    data = bytearray(DATA)
-    with Owner() as owner, Outgoing() as outgoing:
-        ticket = outgoing.sender.send(A, memoryview(data), owner.url, LONG_S)
-        data[:] = DATA[::-1]  # it has not been asked for
+    data = bytearray(bytes_of(A, BIG))
+    with Owner() as owner, Throttle(owner.url, allowance=8 * MIB) as proxy, Outgoing() as outgoing:
         owner.expect(A)
+        ticket = outgoing.sender.send(A, memoryview(data), proxy.url, LONG_S)
+        until(lambda: proxy.full)
+        data[-MIB:] = bytes(MIB)  # has not left yet: a copy would not change
+        proxy.open()
         assert outgoing.wait_for(ticket).delivered
-        assert owner.read == [hashlib.sha256(DATA[::-1]).digest()]
+        assert owner.read == [hashlib.sha256(data).digest()]
 
     def resized() -> bool:
         gc.collect()
@@ -295,6 +297,22 @@ def test_a_record_under_way_at_the_deadline_is_let_go_of() -> None:
         assert outgoing.wait_for(waiting).delivered  # over a connection of its own
         assert owner.read == [hashlib.sha256(DATA).digest()]
         assert set(owner.poll()) == {B}
+
+
+def test_bytes_are_the_callers_again_only_when_they_have_left() -> None:
+    """The record is withdrawn half-way: the sender knows, and libzmq still reads the bytes."""
+    with Owner() as owner, Throttle(owner.url, allowance=8 * MIB) as proxy, Outgoing() as outgoing:
+        owner.expect(A)
+        ticket = outgoing.send(A, bytes_of(A, BIG), proxy.url)
+        until(lambda: proxy.full)
+        owner.landing.withdraw(A)
+        with pytest.raises(AssertionError, match="waited in vain"):
+            outgoing.wait_for(ticket, timeout_s=0.7)
+        assert outgoing.sender.pending_bytes() == BIG
+        proxy.open()
+        assert outgoing.wait_for(ticket).reason == "not needed"
+        until(lambda: owner.landing.counts().late == 1)
+        assert not owner.read and not owner.poll()
 
 
 # -- senders that are killed or stopped
