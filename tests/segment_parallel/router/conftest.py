@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,22 @@ def wait_for(met: Callable[[], Any], what: str, bound_s: float = BOUND_S) -> Non
     while not met():
         assert time.monotonic() < until, f"not within {bound_s} s: {what}"
         time.sleep(0.005)
+
+
+class Caller:
+    """A client that may leave."""
+
+    def __init__(self, router: RunningRouter, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self._socket = socket.create_connection(("127.0.0.1", router.port), timeout=BOUND_S)
+        self._socket.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+
+    def leave(self) -> None:
+        self._socket.close()
 
 
 class RunningRouter:

@@ -100,6 +100,7 @@ class FakeInstance:
         self.computed: list[str] = []
         """Keys, in order, whoever asked."""
         self.cancelled = 0
+        self.load = 0
         self.withdrawn: list[str] = []
         self.resident: set[str] = set()
         self.instance = ""
@@ -199,12 +200,13 @@ class FakeInstance:
     def have(self, *keys: str) -> None:
         """From now on these are cached here."""
         self.resident.update(keys)
-        self.publisher.change(keys, [], [], 0)
+        self.publisher.change(keys, [], [], self.load)
 
     def pend(self, *keys: str) -> None:
-        self.publisher.change([], keys, [], 0)
+        self.publisher.change([], keys, [], self.load)
 
     def loaded(self, tokens: int) -> None:
+        self.load = tokens
         self.publisher.change([], [], [], tokens)
 
     async def _make(self, key: str, tokens: int) -> None:
@@ -216,7 +218,7 @@ class FakeInstance:
         await asyncio.shield(self._making[key])
 
     async def _compute(self, key: str, tokens: int) -> None:
-        self.publisher.change([], [key], [], 0)
+        self.publisher.change([], [key], [], self.load)
         while self.behaviour.segments_hang:
             await asyncio.sleep(0.005)
         await asyncio.sleep(self.behaviour.s_per_token * tokens)
@@ -242,7 +244,7 @@ class FakeInstance:
         await asyncio.shield(self._making[key])
 
     async def _expect(self, key: str, name: str, tokens: int, seconds: float) -> None:
-        self.publisher.change([], [key], [], 0)
+        self.publisher.change([], [key], [], self.load)
         self.landing.expect(name, 1 << 20, lambda data: Verdict.TAKEN)
         until = time.monotonic() + seconds
         while name not in self._landing_results and time.monotonic() < until:

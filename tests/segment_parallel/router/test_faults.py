@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -14,7 +13,7 @@ import pytest
 from vllm_hypic.primitives.plan import PoolLimits
 from vllm_hypic.segment_parallel.secret import Secret
 
-from .conftest import Site, wait_for
+from .conftest import Caller, Site, wait_for
 from .fake import STREAM
 from .prompts import cold
 
@@ -248,12 +247,10 @@ def test_a_client_that_leaves_cancels_its_requests(site: Site, stream: bool) -> 
     router = site.router(workers, [combine])
     for worker in workers:
         worker.behaviour.segments_hang = True
-    with pytest.raises(httpx.ReadTimeout):
-        router.http.post(
-            "/v1/completions",
-            json={"prompt": cold(LENGTHS), "stream": stream},
-            timeout=httpx.Timeout(10, read=1.0),
-        )
+    caller = Caller(router, {"prompt": cold(LENGTHS), "stream": stream})
+    wait_for(lambda: combine.composed, "the combine node has it")
+    wait_for(lambda: [len(w.segment_requests) for w in workers] == [2, 2], "the workers have theirs")
+    caller.leave()
     wait_for(lambda: combine.cancelled == 1, "the combine node is told")
     wait_for(lambda: router.health()["flights"] == 0, "nothing is left of it")
     wait_for(lambda: sum(w.cancelled for w in workers) == 4, "so are the workers, two requests each")
@@ -271,16 +268,11 @@ def test_a_client_that_leaves_does_not_disturb_those_who_share(site: Site) -> No
         worker.behaviour.segments_hang = True
     prompt, answers = cold(LENGTHS), []
 
-    def leave() -> None:
-        with (
-            contextlib.suppress(httpx.ReadTimeout),
-            httpx.stream("POST", router.url + "/v1/completions", json={"prompt": prompt}, timeout=1.5),
-        ):
-            pass
-
-    threads = in_background(leave)
+    caller = Caller(router, {"prompt": prompt})
     wait_for(lambda: combine.composed, "the first one is there")
-    threads += in_background(lambda: answers.append(router.complete(prompt)))
+    threads = in_background(lambda: answers.append(router.complete(prompt)))
+    wait_for(lambda: len(combine.composed) == 2, "so is the second one")
+    caller.leave()
     wait_for(lambda: combine.cancelled == 1, "the first one has left")
     for worker in workers:
         worker.behaviour.segments_hang = False

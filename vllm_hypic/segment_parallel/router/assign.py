@@ -78,8 +78,8 @@ def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[Segm
 def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], traffic: Traffic) -> Decision:
     """Spread what ``combine`` misses over ``instances``, which may take part now.
 
-    A record goes to whoever has it, then to whoever computes it (for another request of ours, or so its events
-    say), the rest by LPT to those whose role is prefill.  Changes nothing.
+    A record comes from whoever has it, else from whoever computes it (for another request of ours, or so its
+    events say), the rest by LPT from those whose role is prefill.  Changes nothing.
     """
     others = [i for i in instances if i is not combine]
     wanted = missing(planned, combine, traffic)
@@ -130,7 +130,7 @@ def _known_source(
     busy = traffic.computing(ask.key)
     if busy is not None and busy in others:
         return busy, Source.JOINED
-    pending = [i for i in others if ask.key in i.view.pending]
+    pending = [i for i in others if i.makes(ask.key)]
     return (min(pending, key=loads.__getitem__), Source.JOINED) if pending else None
 
 

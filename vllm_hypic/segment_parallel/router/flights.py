@@ -330,6 +330,7 @@ class Flights:
             body = segment_body(
                 planned, flight.ask, worker, flight.name.destination, origin, self._settings.deadline_s
             )
+            worker.asked_for(flight.name.key)
             return await send_segment(
                 self._http, worker, body, origin, name, longest_s(worker, self._settings.deadline_s)
             )

@@ -26,13 +26,17 @@ from .plan import Planned, plan_request
 from .prompt import PATHS, Whole, tokenize_request, whole_reason
 from .segment_request import Origin
 from .settings import Settings
-from .tokens import tokens_of
+from .tokens import NoAnswer, tokens_of
 from .upstream import Answer, Ask, UpstreamFailed, open_answer, request_headers
 
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0
 """How long workers' answers are waited for after the combine node's."""
+_TOKENIZERS = 2
+"""Instances that are asked to tokenise a prompt before it goes whole to one."""
+_LEFT_S = 1.0
+"""How long a combine node has to notice that a client left."""
 _REMIND_S = 2.0
 """A record that should have come and is not there after so long is withdrawn."""
 
@@ -136,7 +140,8 @@ class Front:
         described = [i for i in self._pool.combiners() if i.spreads and i.description is not None]
         if not described:
             return Whole.NO_WORKERS, None
-        instance = min(described, key=lambda i: i.open_requests)
+        described.sort(key=lambda i: i.open_requests)
+        instance = described[0]
         description = instance.description
         assert description is not None
         reason = whole_reason(
@@ -152,11 +157,17 @@ class Front:
         if isinstance(prompt, list):
             return None, prompt
         asked = tokenize_request(request.path, request.body)
-        ids = await tokens_of(self._http, instance, asked, request.origin)
-        if ids is None:
-            self._metrics.failures.labels("tokenize", instance.url).inc()
-            return Whole.NOT_TOKENISED, None
-        return (None, ids) if description.primitives.sep in ids else (Whole.NO_SEGMENTS, None)
+        for instance in described[:_TOKENIZERS]:
+            try:
+                ids = await tokens_of(self._http, instance, asked, request.origin)
+            except NoAnswer as e:
+                self._metrics.failures.labels("tokenize", instance.url).inc()
+                log.warning("request %s: %s did not tokenise it: %s", request.id, instance.url, e)
+                continue
+            if ids is None:
+                return Whole.NOT_TOKENISED, None
+            return (None, ids) if description.primitives.sep in ids else (Whole.NO_SEGMENTS, None)
+        return Whole.NOT_TOKENISED, None
 
     def _choose(
         self, plans: _Plans, candidates: Sequence[Instance], reason: Whole | None
@@ -212,8 +223,7 @@ class Front:
             answer = await self._open(request, combine, replace(request.ask, body=body), tokens)
         except asyncio.CancelledError:
             if unwanted := self._flights.release(flights):
-                # Requests of other routers may wait there for the same records.
-                self._later(self._withdraw_from(combine, [f.name.key for f in unwanted]))
+                self._later(self._withdraw_unwanted(combine, unwanted, plans.traffic))
             raise
         except BaseException:
             self._flights.release(flights)
@@ -280,6 +290,18 @@ class Front:
             ]
             if names:
                 await self._withdraw_from(combine, names)
+
+    async def _withdraw_unwanted(
+        self, combine: Instance, unwanted: Sequence[Flight], traffic: Traffic
+    ) -> None:
+        """Requests of other routers may wait at ``combine`` for what the last client here no longer wants.
+
+        Not at once: by then the combine node has noticed that this client left, and computes nothing for it.
+        """
+        await asyncio.sleep(_LEFT_S)
+        keys = [f.name.key for f in unwanted if not traffic.coming(f.name.key, combine)]
+        if keys:
+            await self._withdraw_from(combine, keys)
 
     async def _withdraw_from(self, combine: Instance, keys: Sequence[str]) -> None:
         if (description := combine.description) is not None:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 FIRST_BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 30.0
 FRESH_S = 1.0
-"""How long a record counts as resident because we had it made, until events say so."""
+"""How long we know better than an instance's events what it has and makes."""
 ASSUMED_S_PER_TOKEN = 0.002
 """Until a segment was timed: slow, so that nobody is called late without reason."""
 _SMOOTHING = 0.3
@@ -72,6 +72,7 @@ class Instance:
         self._suspect_until = 0.0
         self._back_off_s = 0.0
         self._fresh: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
 
     # -- health ----------------------------------------------------------------------------------
 
@@ -123,10 +124,15 @@ class Instance:
 
     def has_now(self, key: str) -> None:
         """A record was made there or sent to it; its events have perhaps not said so yet."""
-        now = time.monotonic()
-        for old in [k for k, until in self._fresh.items() if until <= now]:
-            del self._fresh[old]
-        self._fresh[key] = now + FRESH_S
+        _note(self._fresh, key)
+
+    def makes(self, key: str) -> bool:
+        """Whether it computes the record, or has been asked to just now."""
+        return key in self.view.pending or self._asked.get(key, 0.0) > time.monotonic()
+
+    def asked_for(self, key: str) -> None:
+        """A request for the record was sent; its events have perhaps not said so yet."""
+        _note(self._asked, key)
 
     # -- load and speed --------------------------------------------------------------------------
 
@@ -147,6 +153,13 @@ class Instance:
     def s_per_token(self) -> float | None:
         """Smoothed; ``None``: nothing was timed yet."""
         return self._s_per_token
+
+
+def _note(keys: dict[str, float], key: str) -> None:
+    now = time.monotonic()
+    for old in [k for k, until in keys.items() if until <= now]:
+        del keys[old]
+    keys[key] = now + FRESH_S
 
 
 class Pool:
