@@ -298,14 +298,16 @@ def test_withdrawing_waits_for_a_reader_under_way(owner: Owner, peer: Peer, call
         getattr(owner.landing, call)(A)
         seen.append(over)
 
-    thread = threading.Thread(target=withdraw, daemon=True)
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive() and not seen
+    threads = [threading.Thread(target=withdraw, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not seen
     owner.landing.counts(), owner.landing.poll(), owner.landing.settle(B)  # others go on
     go_on.set()
-    thread.join(20)
-    assert seen == [True]
+    for thread in threads:
+        thread.join(20)
+    assert seen == [True, True]
     assert peer.hear() == wire.Done(A)
     assert not owner.poll() and owner.landing.counts().taken == 0
 

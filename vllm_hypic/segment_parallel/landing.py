@@ -227,10 +227,10 @@ class Landing:
         A record that was taken counts as settled: call this when it leaves again, so that who offers it anew
         is not told that it is there."""
         with self._lock:
-            expected = self._stop_expecting(name)
+            self._stop_expecting(name)
             self._forget_reports(name)
             self._settled.discard(name)
-            self._wait_for_reader(name, expected)
+            self._wait_for_reader(name)
         self._wake.set()
 
     def settle(self, name: str) -> None:
@@ -238,10 +238,10 @@ class Landing:
         is expected or withdrawn.  Of more than 4096 such names the oldest is forgotten."""
         wire.check_name(name)
         with self._lock:
-            expected = self._stop_expecting(name)
+            self._stop_expecting(name)
             self._forget_reports(name)
             self._settled.add(name, time.monotonic())
-            self._wait_for_reader(name, expected)
+            self._wait_for_reader(name)
         self._wake.set()
 
     def poll(self) -> list[Landed]:
@@ -269,7 +269,7 @@ class Landing:
         self._wake.close()
         self._context.term()
 
-    def _stop_expecting(self, name: str) -> _Expected | None:
+    def _stop_expecting(self, name: str) -> None:
         """Whoever sends or offers it will be told.  Lock held."""
         expected = self._expected.pop(name, None)
         going = list(expected.going) if expected else []
@@ -277,16 +277,15 @@ class Landing:
         self._to_send.extend((peer, wire.Done(name)) for peer in (*going, *offering))
         for peer in going:
             self._called_off.add(f"{name} {peer.hex()}", time.monotonic())
-        return expected
 
     def _forget_reports(self, name: str) -> None:
         if any(landed.name == name for landed in self._landed):
             self._landed = deque(landed for landed in self._landed if landed.name != name)
 
-    def _wait_for_reader(self, name: str, expected: _Expected | None) -> None:
+    def _wait_for_reader(self, name: str) -> None:
         if threading.current_thread() is self._thread:
             return
-        while expected is not None and self._reading is expected:
+        while self._reading is not None and self._reading.name == name:
             if not self._lock.wait(5.0):
                 logger.warning("landing %s: withdrawing %s waits for its reader", self.url, wire.short(name))
 
