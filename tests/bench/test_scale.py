@@ -333,6 +333,23 @@ def test_lpt_reaches_seven_times_on_eight_workers():
     assert lpt.parts.transfer_s < 0.05 * lpt.parts.dispatch_phase_s
 
 
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_results_in_the_documents_are_those_of_this_code(name):
+    """docs/scale.md quotes these files."""
+    written = json.loads((DOCS / "scale" / f"{name}.json").read_text())
+    asked, costs = written["settings"], PRESETS[name]
+    stated = {key: value for key, value in asked["costs"].items() if key != "records"}
+    assert stated == {key: getattr(costs, key) for key in stated}
+    lengths = Lengths(**asked["lengths"])
+    sample = at_once(asked["requests"], asked["segments"], lengths, costs, asked["seed"])
+    [point] = (point for point in written["results"]["points"] if point["workers"] == GOAL_WORKERS)
+    now = measure(sample, GOAL_WORKERS, costs)
+    assert point["best"]["mean"] == pytest.approx(now.best.mean)
+    for before, after in zip(point["ways"], now.ways, strict=True):
+        assert (before["policy"], before["pipelined"]) == (after.policy, after.pipelined)
+        assert before["speed_up"]["mean"] == pytest.approx(after.speed_up.mean)
+
+
 def test_parts_add_up_to_the_time():
     costs = PRESETS["hypic-gpu"]
     sample = at_once(5, 12, Lengths(1000, 0.9), costs, seed=0)
