@@ -1,0 +1,73 @@
+"""Options of ``vllm-hypic router``, and what its process loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import vllm_hypic.segment_parallel.router
+from vllm_hypic.cli import main
+
+ONE, TWO = ["--prefill", "http://127.0.0.1:1"], ["--combine", "http://127.0.0.1:2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--combine URL, or --pool URL"),
+        (ONE, "--combine URL"),
+        (TWO, "--prefill URL"),
+        ([*ONE, "--combine", "127.0.0.1:8000"], "'127.0.0.1:8000': expected http://HOST:PORT"),
+        ([*ONE, "--combine", "http://h:99999"], "'http://h:99999': expected http://HOST:PORT"),
+        ([*ONE, "--combine", "http://h:1/?a=b"], "expected http://HOST:PORT"),
+        ([*ONE, *ONE, *TWO], "is given twice"),
+        ([*ONE, "--pool", "http://h:1"], "--pool URL stands alone"),
+        ([*ONE, *TWO, "--min-gain", "2"], "--min-gain 2.0: expected a share, 0 to 1"),
+        ([*ONE, *TWO, "--min-gain", "nan"], "--min-gain nan: expected a finite number >= 0"),
+        ([*ONE, *TWO, "--deadline-s", "0"], "--deadline-s 0.0: expected a finite number > 0"),
+        ([*ONE, *TWO, "--deadline-s", "inf"], "--deadline-s inf"),
+        ([*ONE, *TWO, "--segments-per-worker", "0"], "--segments-per-worker 0: expected 1 to 64"),
+        ([*ONE, *TWO, "--straggler-factor", "0.5"], "--straggler-factor 0.5: expected a finite number >= 1"),
+        ([*ONE, *TWO, "--silence-s", "1"], "--silence-s 1.0: expected a finite number >= 2"),
+        ([*ONE, *TWO, "--port", "0"], "0 is not in the range"),
+        ([*ONE, *TWO, "--secret-file", "/nowhere"], "secret_file='/nowhere': cannot be read"),
+    ],
+)
+def test_bad_options_are_named(options: list[str], said: str) -> None:
+    found = CliRunner().invoke(main, ["router", *options])
+    assert found.exit_code == 2
+    assert said in " ".join(found.output.split())
+
+
+def test_a_short_secret(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("short")
+    found = CliRunner().invoke(main, ["router", *ONE, *TWO, "--secret-file", str(tmp_path / "secret")])
+    assert found.exit_code == 2 and "expected 32" in found.output
+
+
+def test_the_command_is_listed() -> None:
+    assert "router" in CliRunner().invoke(main, ["--help"]).output
+
+
+def test_its_process_loads_no_vllm() -> None:
+    package = Path(vllm_hypic.segment_parallel.router.__file__).parent
+    names = [f"vllm_hypic.segment_parallel.router.{p.stem}" for p in package.glob("*.py")]
+    assert len(names) > 15
+    heavy = "('vllm', 'torch', 'transformers', 'numpy')"
+    code = f"import sys, {', '.join(names)}\nprint([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert out.stdout.strip() == "[]", out.stdout + out.stderr
+
+
+def test_other_commands_do_not_load_the_router() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from vllm_hypic.cli import main\n"
+        "assert CliRunner().invoke(main, ['cache', '--help']).exit_code == 0\n"
+        "print('uvicorn' in sys.modules, 'zmq' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert out.stdout.strip() == "False False", out.stdout + out.stderr

@@ -1,0 +1,166 @@
+"""The router's plan is the engine's, and a warm-up prompt makes exactly the record that the plan names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
+from vllm_hypic.primitives.keys import Namespace
+from vllm_hypic.primitives.plan import PromptError
+from vllm_hypic.primitives.policies import LinkError
+from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.segment_parallel.router.description import Description, DescriptionError
+from vllm_hypic.segment_parallel.router.plan import plan_request
+from vllm_hypic.segment_parallel.router.prompt import CHAT, tokenize_request
+
+IDS = PrimitiveIds(100, 101, 102)
+NAMESPACE = "ab" * 32
+MODEL_LEN = 400
+LINKS = ["hypic", "epic-0", "epic-3", "block", "prompt-cache", "naive", "full", "nonsense"]
+
+
+def engine(linear: bool, **options: Any) -> SchedulerSide:
+    attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
+    gdn = (LinearGeometry("layers.1", 3, 16, 16, 3, 8, torch.bfloat16),)
+    # Small: some prompts do not fit.
+    pool = PoolGeometry(attention, gdn if linear else (), page_tokens=16, pages=12, slots=6, tiles=9)
+    config = HypicConfig.from_mapping({"min_segment_tokens": 4, "seam_tokens": 2, **options})
+    return SchedulerSide(config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS)
+
+
+def described(side: SchedulerSide, **more: Any) -> Description:
+    """What ``GET /v1/hypic/describe`` of this engine says."""
+    limits = side.limits()
+    body = {
+        "instance": "i",
+        "model": ["m"],
+        "namespace": side.namespace.digest,
+        "landing": "tcp://127.0.0.1:7100",
+        "events": "tcp://127.0.0.1:7101",
+        "separator": IDS.sep,
+        "pdep": IDS.pdep,
+        "pad": IDS.pad,
+        "link": side.config.link,
+        "seam_tokens": side.config.seam_tokens,
+        "min_segment_tokens": side.config.min_segment_tokens,
+        "max_model_len": MODEL_LEN,
+        "has_linear": side.traits.has_linear,
+        "has_attention": side.traits.has_attention,
+        "limits": {
+            "pages": limits.pages,
+            "slots": limits.slots,
+            "page_tokens": limits.page_tokens,
+            "max_request_tokens": limits.max_request_tokens,
+            "tiles": limits.tiles,
+            "record_tiles": limits.segment_tiles,
+        },
+        **more,
+    }
+    return Description.parse(msgspec.json.encode(body))
+
+
+prompts = st.lists(
+    st.one_of(
+        st.lists(st.integers(0, 99), min_size=1, max_size=30),
+        st.sampled_from([[IDS.sep], [IDS.sep], [IDS.pdep], [IDS.pad]]),
+    ),
+    max_size=24,
+).map(lambda parts: [token for part in parts for token in part])
+
+
+@given(
+    prompts,
+    st.sampled_from(LINKS),
+    st.sampled_from([None, 0, 3]),
+    st.sampled_from([None, "t"]),
+    st.booleans(),
+)
+def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
+    ids: list[int], link: str, seam: int | None, salt: str | None, linear: bool
+) -> None:
+    side = engine(linear)
+    extra: dict[str, Any] = {"hypic_link": link} | ({} if seam is None else {"hypic_seam_tokens": seam})
+    try:
+        expected = side.plan(Ask(ids, extra, salt, None))
+    except (LinkError, PromptError):
+        expected = None
+    description = described(side)
+    planned = plan_request(ids, extra, salt, description)
+    if expected is None:
+        assert planned is None
+        return
+    assert planned is not None and planned.plan == expected
+    assert {s.key for s in planned.segments} == {s.key for s in expected.segments}
+    for segment in planned.segments:
+        warm = side.plan(Ask(list(segment.prompt), dict(planned.options), salt, None))
+        assert warm is not None and warm.warm_only and [s.key for s in warm.segments] == [segment.key]
+        assert planned.made_by(description, segment)
+        small = dataclasses.replace(description.limits, max_request_tokens=segment.tokens - 1)
+        assert not planned.made_by(dataclasses.replace(description, limits=small), segment)
+
+
+def test_prompts_that_are_worth_a_test_are_among_them() -> None:
+    """The property above is about prompts with records, dummies, jumps in position and dependent tokens."""
+    side = engine(linear=False)
+    words = list(range(20))
+    sep, pad, pdep = [IDS.sep], [IDS.pad], [IDS.pdep]
+    for link in ("hypic", "epic-0", "block", "prompt-cache"):
+        ids = [*words, *sep, *pad * 3, *words, *pad * 2, *words, *pdep, 7, *sep, *words, *sep, 1]
+        planned = plan_request(ids, {"hypic_link": link}, None, described(side))
+        assert planned is not None and len(planned.segments) == 3
+        assert any(s.offsets is not None for s in planned.plan.segments)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"namespace": ""}, "namespace"),
+        ({"separator": -1}, "separator"),
+        ({"pdep": 100}, "must differ"),
+        ({"landing": "tcp://nowhere"}, "tcp://ADDRESS:PORT"),
+        ({"limits": {}}, "limits"),
+        ({"model": []}, "model"),
+        ({"has_linear": 1}, "has_linear"),
+    ],
+)
+def test_descriptions_that_make_no_sense(change: dict, said: str) -> None:
+    with pytest.raises(DescriptionError, match=said):
+        described(engine(linear=True), **change)
+
+
+def test_a_chat_is_tokenised_with_what_its_template_gets() -> None:
+    """vLLM's chat requests put more into the template's arguments than its tokenise requests do."""
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function"}],
+        "documents": [{"text": "d"}],
+        "reasoning_effort": "none",
+        "chat_template_kwargs": {"a": 1},
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "temperature": 0.5,
+        "stream": True,
+    }
+    assert tokenize_request(CHAT, body) == {
+        "model": "m",
+        "messages": body["messages"],
+        "tools": body["tools"],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {
+            "a": 1,
+            "documents": body["documents"],
+            "reasoning_effort": "none",
+            "enable_thinking": False,
+        },
+    }
