@@ -12,18 +12,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from . import report
 from .report import check_outputs, console, output_options, percent, seconds
-from .scale_control import Control, control_plane
 from .scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
 from .scale_sim import Cluster, Policy, Times, alone_s, least_s, simulate, simulate_whole
 from .settings import Numbers
 from .stats import percentile
+
+if TYPE_CHECKING:
+    from .scale_control import Control
 
 GOAL_WORKERS, GOAL = 8, 7.0
 PUBLISHED = {4: "HYPIC's release: 3.6x by LPT, 2.4x by round robin", 8: "HYPIC's paper: 6.1x"}
@@ -283,6 +285,8 @@ def scale(
             steps.done()
         measured = None
         if control:
+            from .scale_control import control_plane  # needs msgspec and aiohttp, which vLLM brings
+
             steps.show("router and directory")
             measured = control_plane()
             steps.done()
