@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,11 +133,11 @@ class Site:
         return self.routers[-1]
 
     def close(self) -> None:
-        for router in self.routers:
-            router.close()
         for fake in self.fakes:
             fake.behaviour.hold = fake.behaviour.segments_hang = False
-            fake.close()
+        with ThreadPoolExecutor() as threads:
+            for ended in [threads.submit(one.close) for one in (*self.routers, *self.fakes)]:
+                ended.result(2 * STOP_S)
 
 
 @contextmanager
@@ -146,6 +147,13 @@ def running() -> Iterator[Site]:
         yield site
     finally:
         site.close()
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Site]:
+    """For tests that leave no trace in it."""
+    with running() as found:
+        yield found
 
 
 @pytest.fixture

@@ -86,14 +86,19 @@ class Instance:
         return self.state is State.DESCRIBED and not self.view.known
 
     def fail(self, reason: str) -> None:
-        """A request to it failed for reasons that are its own: nothing new is sent there for a while."""
+        """A request to it failed for reasons that are its own: nothing new is sent there for a while.
+
+        Requests that fail together count as one failure.
+        """
+        if time.monotonic() < self._suspect_until:
+            return
         self._back_off_s = min(LONGEST_BACK_OFF_S, 2 * self._back_off_s or FIRST_BACK_OFF_S)
         self._suspect_until = time.monotonic() + self._back_off_s
         log.warning("%s is left out for %.0f s: %s", self.url, self._back_off_s, reason)
 
     def trust(self) -> None:
         """It did what it was asked, or it is a new process."""
-        self._back_off_s = 0.0
+        self._back_off_s = self._suspect_until = 0.0
 
     @property
     def spreads(self) -> bool:
