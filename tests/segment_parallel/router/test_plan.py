@@ -15,7 +15,7 @@ from vllm_hypic.config import HypicConfig
 from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
 from vllm_hypic.primitives.keys import Namespace
-from vllm_hypic.primitives.plan import PromptError
+from vllm_hypic.primitives.plan import PromptError, PromptPlan
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.router.description import Description, DescriptionError
@@ -32,7 +32,7 @@ def engine(linear: bool, **options: Any) -> SchedulerSide:
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     gdn = (LinearGeometry("layers.1", 3, 16, 16, 3, 8, torch.bfloat16),)
     # Small: some prompts do not fit.
-    pool = PoolGeometry(attention, gdn if linear else (), page_tokens=16, pages=12, slots=6, tiles=9)
+    pool = PoolGeometry(attention, gdn if linear else (), page_tokens=16, pages=30, slots=6, tiles=9)
     config = HypicConfig.from_mapping({"min_segment_tokens": 4, "seam_tokens": 2, **options})
     return SchedulerSide(config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS)
 
@@ -87,8 +87,14 @@ prompts = st.lists(
 def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
     ids: list[int], link: str, seam: int | None, salt: str | None, linear: bool
 ) -> None:
-    side = engine(linear)
     extra: dict[str, Any] = {"hypic_link": link} | ({} if seam is None else {"hypic_seam_tokens": seam})
+    planned_alike(engine(linear), ids, extra, salt)
+
+
+def planned_alike(
+    side: SchedulerSide, ids: list[int], extra: dict[str, Any], salt: str | None
+) -> PromptPlan | None:
+    """The plan of both, found to be the same; every warm-up prompt makes its record.  ``None``: refused."""
     try:
         expected = side.plan(Ask(ids, extra, salt, None))
     except (LinkError, PromptError):
@@ -97,7 +103,7 @@ def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
     planned = plan_request(ids, extra, salt, description)
     if expected is None:
         assert planned is None
-        return
+        return None
     assert planned is not None and planned.plan == expected
     assert {s.key for s in planned.segments} == {s.key for s in expected.segments}
     for segment in planned.segments:
@@ -106,18 +112,25 @@ def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
         assert planned.made_by(description, segment)
         small = dataclasses.replace(description.limits, max_request_tokens=segment.tokens - 1)
         assert not planned.made_by(dataclasses.replace(description, limits=small), segment)
+    return expected
 
 
-def test_prompts_that_are_worth_a_test_are_among_them() -> None:
-    """The property above is about prompts with records, dummies, jumps in position and dependent tokens."""
-    side = engine(linear=False)
+@pytest.mark.parametrize("link", ["hypic", "epic-0", "epic-3", "block", "prompt-cache"])
+def test_padding_dependent_tokens_and_fixed_positions(link: str) -> None:
     words = list(range(20))
     sep, pad, pdep = [IDS.sep], [IDS.pad], [IDS.pdep]
-    for link in ("hypic", "epic-0", "block", "prompt-cache"):
-        ids = [*words, *sep, *pad * 3, *words, *pad * 2, *words, *pdep, 7, *sep, *words, *sep, 1]
-        planned = plan_request(ids, {"hypic_link": link}, None, described(side))
-        assert planned is not None and len(planned.segments) == 3
-        assert any(s.offsets is not None for s in planned.plan.segments)
+    ids = [*words, *sep, *pad * 3, *words, *pad * 2, *words, *pdep, 7, *sep, *words, *sep, 1]
+    plan = planned_alike(engine(linear=False), ids, {"hypic_link": link}, None)
+    assert plan is not None and len(plan.segments) == 3
+    assert any(s.offsets is not None for s in plan.segments)
+
+
+def test_the_longest_segment_that_a_model_takes() -> None:
+    for n in (MODEL_LEN - 2, MODEL_LEN - 1, MODEL_LEN):
+        side = engine(linear=True)
+        ids = [*([1] * n), IDS.sep, *([2] * 40), IDS.sep, 3]
+        plan = planned_alike(side, ids, {}, None)
+        assert plan is not None and len(plan.segments) == (2 if n < MODEL_LEN else 1)
 
 
 @pytest.mark.parametrize(

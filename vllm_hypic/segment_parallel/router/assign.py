@@ -11,6 +11,8 @@ from ..lpt import assign
 from .instances import Instance
 from .plan import Planned, SegmentAsk
 
+MOST_REMOTE = 4096
+"""Records of others that an engine lets one request wait for."""
 HELD_COST = 0.05
 """Of a segment's tokens: what sending a record costs beside computing it."""
 
@@ -107,12 +109,15 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
             else:
                 tasks.append(Task(ask, worker, Source.DISPATCHED, ask.tokens))
     tasks.sort(key=lambda t: -t.ask.tokens)
+    coming = tuple(s for s in planned.segments if traffic.coming(s.key, combine))[:MOST_REMOTE]
+    most = MOST_REMOTE - len(coming)
+    tasks, local = tasks[:most], [*local, *(t.ask for t in tasks[most:])]
     spread = max([loads[combine], *(loads[t.worker] for t in tasks)]) + planned.stream_tokens
     work = sum(a.tokens for a in wanted) + planned.stream_tokens
     return Decision(
         combine,
         tuple(tasks),
-        tuple(s for s in planned.segments if traffic.coming(s.key, combine)),
+        coming,
         tuple(local),
         (alone - spread) / work if len(wanted) > 1 and tasks else 0.0,
     )

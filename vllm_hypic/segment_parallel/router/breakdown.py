@@ -46,7 +46,7 @@ class Breakdown:
     def dispatched_s(self) -> tuple[float, float] | None:
         """First segment request sent, last record delivered; ``None``: some are still under way."""
         sent = [f.sent_at for f in self.flights if f.sent_at is not None]
-        over = [f.over_at for f in self.flights]
+        over = [f.delivered_at for f in self.flights]
         if not sent or None in over:
             return None
         return min(sent), max(t for t in over if t is not None)
@@ -54,7 +54,7 @@ class Breakdown:
     @property
     def exposed_s(self) -> float | None:
         """From when all were computed to when all were delivered; ``None``: not known."""
-        times = [(f.computed_at, f.over_at) for f in self.flights if not f.given_up]
+        times = [(f.computed_at, f.delivered_at) for f in self.flights if not f.given_up]
         if not times or any(over is None for _, over in times):
             return None
         # A worker's event may come after its answer: then nothing of the transfer was exposed.
@@ -107,8 +107,8 @@ class Breakdown:
 
 def _segment(flight: Flight) -> dict[str, Any]:
     seconds = None
-    if flight.sent_at is not None and flight.over_at is not None:
-        seconds = _s(flight.over_at - flight.sent_at)
+    if flight.sent_at is not None and flight.delivered_at is not None:
+        seconds = _s(flight.delivered_at - flight.sent_at)
     return {
         "key": flight.name.key[:12],
         "source": flight.source.value,

@@ -84,12 +84,19 @@ class Flight:
     """When it was first sent."""
     computed_at: float | None = None
     """When a worker was first seen to have it."""
+    landed_at: float | None = None
+    """When the combine node was first seen to have it: most often before its worker's answer is here."""
     over_at: float | None = None
-    """When it was delivered, or given up."""
+    """When its worker said that it is delivered, or it was given up."""
     given_up: bool = False
     delivered_by: Instance | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def delivered_at(self) -> float | None:
+        """When the combine node had it, as far as is known, or it was given up."""
+        return min((t for t in (self.landed_at, self.over_at) if t is not None), default=None)
 
 
 def _name(key: str, combine: Instance, origin: Origin) -> FlightName:
@@ -162,14 +169,15 @@ class Flights:
         return unwanted
 
     async def watch(self) -> None:
-        """Forever: note when workers have what they were asked for.  Cancel it to stop."""
+        """Forever: note when records are where they should be.  Cancel it to stop."""
         while True:
             await asyncio.sleep(_SEEN_S)
             for flight in self._flights.values():
-                if flight.computed_at is None and any(
-                    flight.name.key in w.view.resident for w in flight.workers
-                ):
-                    flight.computed_at = time.monotonic()
+                key, now = flight.name.key, time.monotonic()
+                if flight.computed_at is None and any(key in w.view.resident for w in flight.workers):
+                    flight.computed_at = now
+                if flight.landed_at is None and key in flight.combine.view.resident:
+                    flight.landed_at = now
 
     async def close(self) -> None:
         """Break off everything."""

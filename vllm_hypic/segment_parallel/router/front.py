@@ -35,6 +35,8 @@ _SETTLE_S = 2.0
 """How long workers' answers are waited for after the combine node's."""
 _TOKENIZERS = 2
 """Instances that are asked to tokenise a prompt before it goes whole to one."""
+_MOST_TRIED = 3
+"""Instances that one request is given to: one that kills its engine must not kill them all."""
 _LEFT_S = 1.0
 """How long a combine node has to notice that a client left."""
 _REMIND_S = 2.0
@@ -117,7 +119,7 @@ class Front:
         tried: list[Instance] = []
         reason, ids = await self._tokens(request)
         last: UpstreamFailed | None = None
-        while candidates := self._pool.combiners(without=tried):
+        while (candidates := self._pool.combiners(without=tried)) and len(tried) < _MOST_TRIED:
             plans = _Plans(request, ids, self._flights.traffic(request.origin))
             instance, decision, reason = self._choose(plans, candidates, reason)
             try:
@@ -155,7 +157,7 @@ class Front:
             return reason, None
         prompt = request.body.get("prompt")
         if isinstance(prompt, list):
-            return None, prompt
+            return (None, prompt) if len(prompt) <= description.max_model_len else (Whole.NOT_PLANNED, None)
         asked = tokenize_request(request.path, request.body)
         for instance in described[:_TOKENIZERS]:
             try:
@@ -166,6 +168,8 @@ class Front:
                 continue
             if ids is None:
                 return Whole.NOT_TOKENISED, None
+            if len(ids) > description.max_model_len:
+                return Whole.NOT_PLANNED, None  # it will be refused
             return (None, ids) if description.primitives.sep in ids else (Whole.NO_SEGMENTS, None)
         return Whole.NOT_TOKENISED, None
 
@@ -380,7 +384,8 @@ class Front:
     def _failed(self, what: str, instance: Instance, request_id: str, error: UpstreamFailed) -> None:
         self._metrics.failures.labels(what, instance.url).inc()
         log.warning("request %s: %s failed at %s: %s", request_id, what, instance.url, error)
-        instance.fail(str(error))
+        if error.answer is None:  # else it lives: the next request may be none of those that fail there
+            instance.fail(str(error))
 
 
 class _BrokenOff(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .flights import Flights
-from .instances import Instance, Pool
+from .instances import Instance, Pool, State
 
 
 def health(pool: Pool, flights: Flights) -> tuple[int, dict[str, Any]]:
@@ -19,6 +19,12 @@ def health(pool: Pool, flights: Flights) -> tuple[int, dict[str, Any]]:
     }
 
 
+def _unheard(instance: Instance) -> str:
+    if instance.state is not State.DESCRIBED or instance.view.known:
+        return ""
+    return "its events are not heard: not reachable, another secret_file, or its engine hangs"
+
+
 def _instance(instance: Instance) -> dict[str, Any]:
     view = instance.view
     return {
@@ -26,7 +32,7 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "prefill": instance.roles.prefill,
         "combine": instance.roles.combine,
         "state": instance.state.value,
-        "reason": instance.reason,
+        "reason": instance.reason or _unheard(instance),
         "up": instance.up,
         "answers": instance.answers,
         "suspect": instance.suspect,

@@ -35,7 +35,7 @@ class State(Enum):
     """Answers requests whole; it takes no part in segment parallelism."""
     DESCRIBED = "described"
     EXCLUDED = "excluded"
-    """Of another namespace than the pool."""
+    """Of another namespace than the pool, or described as another one is."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,9 @@ class Pool:
         known = [i.s_per_token for i in self.instances if i.s_per_token is not None]
         return sum(known) / len(known) if known else ASSUMED_S_PER_TOKEN
 
-    def settle_namespace(self) -> list[Instance]:
-        """Exclude described instances of another namespace than the pool's, and take back those that match.
+    def settle(self) -> list[Instance]:
+        """Exclude described instances of another namespace than the pool's, or with another one's landing;
+        take back those that match.
 
         The pool's is that of most instances that answer clients; among equals it stays what it was, then that
         of the first one counts.  Returns those that this call excluded.
@@ -228,18 +229,27 @@ class Pool:
         if self.namespace not in most:
             self.namespace = most[0]
         excluded = []
+        landings: dict[str, str] = {}
         for instance in described:
-            if _namespace(instance) == self.namespace:
-                instance.state, instance.reason = State.DESCRIBED, ""
-            elif instance.state is not State.EXCLUDED:
-                instance.state = State.EXCLUDED
-                instance.reason = (
-                    f"its namespace is {_namespace(instance)[:16]}, the pool's {self.namespace[:16]}: model, "
-                    "weights, dtypes and the plugin's version must be the same"
-                )
-                log.error("%s is excluded: %s", instance.url, instance.reason)
+            reason = self._refusal(instance, landings)
+            if reason and instance.state is not State.EXCLUDED:
+                log.error("%s is excluded: %s", instance.url, reason)
                 excluded.append(instance)
+            instance.state, instance.reason = State.EXCLUDED if reason else State.DESCRIBED, reason
         return excluded
+
+    def _refusal(self, instance: Instance, landings: dict[str, str]) -> str:
+        """Why it takes no part, or nothing; ``landings``: those of the others so far, with their URLs."""
+        assert instance.description is not None and self.namespace is not None
+        if _namespace(instance) != self.namespace:
+            return (
+                f"its namespace is {_namespace(instance)[:16]}, the pool's {self.namespace[:16]}: model, "
+                "weights, dtypes and the plugin's version must be the same"
+            )
+        landing = instance.description.landing
+        if (other := landings.setdefault(landing, instance.url)) != instance.url:
+            return f"its records land at {landing} as those of {other}: give each its own `listen`"
+        return ""
 
 
 def _namespace(instance: Instance) -> str:

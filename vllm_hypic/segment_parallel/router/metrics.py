@@ -85,7 +85,9 @@ class _Instances(Collector):
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("hypic_router_instance_up", "1: known and given work.", labels=["instance"])
         excluded = GaugeMetricFamily(
-            "hypic_router_instance_excluded", "1: of another namespace.", labels=["instance"]
+            "hypic_router_instance_excluded",
+            "1: of another namespace, or described as another one is.",
+            labels=["instance"],
         )
         load = GaugeMetricFamily(
             "hypic_router_instance_load_tokens", "Tokens still to be prefilled.", labels=["instance"]

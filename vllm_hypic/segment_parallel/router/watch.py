@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx
+import zmq
 
 from ..events import InstanceView, Subscription
 from .description import Description, DescriptionError
@@ -66,6 +66,8 @@ class Watcher:
 
     def _due(self) -> bool:
         instance, since = self._instance, time.monotonic() - self._asked_at
+        if self._subscribed is not None and self._subscribed.done():
+            return since > _SILENT_AGAIN_S
         if instance.view.known and instance.view.boot != instance.described_boot:
             return True
         if instance.state is State.DESCRIBED:
@@ -102,8 +104,8 @@ class Watcher:
         else:
             found = replace(found, separator_text=before.separator_text)
         instance.description = found
-        for excluded in self._pool.settle_namespace():
-            self._metrics.failures.labels("namespace", excluded.url).inc()
+        for excluded in self._pool.settle():
+            self._metrics.failures.labels("excluded", excluded.url).inc()
         await self._subscribe(found.events)
 
     def _lost(self, reason: str) -> None:
@@ -137,7 +139,8 @@ class Watcher:
         instance.description = None
 
     async def _subscribe(self, url: str) -> None:
-        if self._subscription is not None and self._subscription.url == url:
+        running = self._subscribed is not None and not self._subscribed.done()
+        if running and self._subscription is not None and self._subscription.url == url:
             return
         await self._unsubscribe()
         self._subscription = Subscription(url, self._secret)
@@ -147,7 +150,11 @@ class Watcher:
     async def _unsubscribe(self) -> None:
         if self._subscribed is not None:
             self._subscribed.cancel()
-            with suppress(asyncio.CancelledError):
+            try:
                 await self._subscribed
+            except asyncio.CancelledError:
+                pass
+            except zmq.ZMQError as e:  # for example no file descriptors left
+                log.error("events of %s broke off: %s", self._instance.url, e)
         self._subscription = self._subscribed = None
         self._instance.view = InstanceView()
