@@ -126,6 +126,7 @@ class _HypicMixin(Scheduler):
             min_segment_tokens=hypic.config.min_segment_tokens,
             has_linear=hypic.traits.has_linear,
             has_attention=hypic.traits.has_attention,
+            deadline_s=parallel.deadline_s,
             limits=Room(
                 limits.pages,
                 limits.slots,

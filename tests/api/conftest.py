@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from vllm_hypic.demo import EXAMPLE
-from vllm_hypic.serving import Server
+from vllm_hypic.serving import Server, free_port
 
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "hypic,hypic_cache"}
 TOKENS, SEAM = 96, 8
@@ -33,6 +33,7 @@ def make_server(folder: Path, name: str, *options: str) -> Server:
         "expected_segment_tokens": TOKENS,
         "expected_live_heads": 1.0,
         "store": {"tiers": [{"type": "disk", "path": str(folder / "store"), "bytes": "200MB"}]},
+        "segment_parallel": {name: f"tcp://127.0.0.1:{free_port()}" for name in ("listen", "events")},
     }
     return Server(
         EXAMPLE / "model",

@@ -29,11 +29,21 @@ from vllm_hypic.api.client import (
 )
 from vllm_hypic.api.forms import id_form
 from vllm_hypic.cli import main
-from vllm_hypic.demo import make_tasks
+from vllm_hypic.demo import EXAMPLE, make_tasks
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 from vllm_hypic.serving import Server, ask
 
-from .conftest import MAX_MODEL_LEN, REUSED, TOKENS, choices, make_server, post, usage, words
+from .conftest import (
+    MAX_MODEL_LEN,
+    POOL_SEGMENTS,
+    REUSED,
+    TOKENS,
+    choices,
+    make_server,
+    post,
+    usage,
+    words,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SEP = PrimitiveTexts().sep
@@ -344,11 +354,28 @@ class TestServer:
         assert {"pool", "disk"} <= stats.tiers.keys() and stats.tiers["pool"]["objects"] > 0
         cache.check_health()
 
+    def test_what_a_router_must_know(self, server):
+        found = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).raise_for_status().json()
+        assert found["model"] == [str(EXAMPLE / "model")] and found["max_model_len"] == MAX_MODEL_LEN
+        assert found["limits"]["slots"] == POOL_SEGMENTS and found["link"] == "hypic"
+        assert len(found["namespace"]) == 64 and found["landing"].startswith("tcp://127.0.0.1:")
+        again = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).json()
+        assert again["instance"] == found["instance"]
+
+    def test_records_go_nowhere_but_to_this_machine(self, server):
+        body = {"prompt": [1, 2], "vllm_xargs": {"hypic_push_to": "tcp://192.0.2.1:7100"}}
+        assert post(server, body).status_code == 400, "not a prompt that only warms"
+        text = f"{words('push')}<|hypic_sep|>"
+        to = {"hypic_push_to": "tcp://192.0.2.1:7100"}
+        assert post(server, {"prompt": text, "vllm_xargs": to}).status_code == 500
+        late = {"hypic_remote": ["0" * 64], "hypic_remote_deadline_s": 1000}
+        assert "at most 120" in post(server, {"prompt": text, "vllm_xargs": late}).text
+
     def test_no_request_breaks_the_server(self, server):
         """Requests made up from the server's own OpenAPI description."""
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         operations = [found.ok() for found in schema.include(path_regex="^/v1/hypic").get_all_operations()]
-        assert len(operations) == 7
+        assert len(operations) == 8
 
         for operation in operations:
 

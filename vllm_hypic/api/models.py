@@ -171,6 +171,7 @@ class DescriptionInfo(BaseModel):
     max_model_len: int
     has_linear: bool
     has_attention: bool
+    deadline_s: float = Field(description="Longest that a request waits for other instances.")
     limits: LimitsInfo
 
 
@@ -195,6 +196,7 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
         400: "A value is not allowed; the message names it.",
         404: "The id is unknown or has expired; the message names it.",
         409: "The record cannot be pinned.",
+        501: "The engine is not configured for it.",
         503: "The engine or the catalogue cannot answer now.",
     }
     return {status: {"model": ErrorAnswer, "description": says[status]} for status in statuses}

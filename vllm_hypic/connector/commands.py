@@ -156,6 +156,7 @@ class Description(msgspec.Struct, frozen=True, tag="description"):
     min_segment_tokens: int
     has_linear: bool
     has_attention: bool
+    deadline_s: float
     limits: Room
 
 
