@@ -304,7 +304,7 @@ def test_another_model_is_excluded_and_taken_back(site: Site, caplog: pytest.Log
         router.ready(worker, combine)
         wait_for(lambda: router.instance(other)["state"] == "excluded", "it is excluded")
     assert any(other.url in r.message and "namespace" in r.message for r in caplog.records)
-    assert router.counted("hypic_router_failures_total", "excluded", other.url) == 1
+    assert router.counted("hypic_router_failures_total", "namespace", other.url) == 1
     assert router.counted("hypic_router_instance_excluded", other.url) == 1
     assert router.complete(cold(LENGTHS)).status_code == 200
     assert other.completions == []

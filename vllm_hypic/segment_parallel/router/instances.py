@@ -38,6 +38,13 @@ class State(Enum):
     """Of another namespace than the pool, or described as another one is."""
 
 
+class Exclusion(Enum):
+    """Why an instance is excluded."""
+
+    NAMESPACE = "namespace"
+    LANDING = "landing"
+
+
 @dataclass(frozen=True)
 class Roles:
     """What an instance is used for."""
@@ -213,7 +220,7 @@ class Pool:
         known = [i.s_per_token for i in self.instances if i.s_per_token is not None]
         return sum(known) / len(known) if known else ASSUMED_S_PER_TOKEN
 
-    def settle(self) -> list[Instance]:
+    def settle(self) -> list[tuple[Instance, Exclusion]]:
         """Exclude described instances of another namespace than the pool's, or with another one's landing;
         take back those that match.
 
@@ -231,25 +238,30 @@ class Pool:
         excluded = []
         landings: dict[str, str] = {}
         for instance in described:
-            reason = self._refusal(instance, landings)
-            if reason and instance.state is not State.EXCLUDED:
+            refusal = self._refusal(instance, landings)
+            if refusal is None:
+                instance.state, instance.reason = State.DESCRIBED, ""
+                continue
+            kind, reason = refusal
+            if instance.state is not State.EXCLUDED:
                 log.error("%s is excluded: %s", instance.url, reason)
-                excluded.append(instance)
-            instance.state, instance.reason = State.EXCLUDED if reason else State.DESCRIBED, reason
+                excluded.append((instance, kind))
+            instance.state, instance.reason = State.EXCLUDED, reason
         return excluded
 
-    def _refusal(self, instance: Instance, landings: dict[str, str]) -> str:
-        """Why it takes no part, or nothing; ``landings``: those of the others so far, with their URLs."""
+    def _refusal(self, instance: Instance, landings: dict[str, str]) -> tuple[Exclusion, str] | None:
+        """Why it takes no part, if so; ``landings``: those of the others so far, with their URLs."""
         assert instance.description is not None and self.namespace is not None
         if _namespace(instance) != self.namespace:
-            return (
+            return Exclusion.NAMESPACE, (
                 f"its namespace is {_namespace(instance)[:16]}, the pool's {self.namespace[:16]}: model, "
                 "weights, dtypes and the plugin's version must be the same"
             )
         landing = instance.description.landing
         if (other := landings.setdefault(landing, instance.url)) != instance.url:
-            return f"its records land at {landing} as those of {other}: give each its own `listen`"
-        return ""
+            text = f"its records land at {landing} as those of {other}: give each its own `listen`"
+            return Exclusion.LANDING, text
+        return None
 
 
 def _namespace(instance: Instance) -> str:

@@ -104,8 +104,8 @@ class Watcher:
         else:
             found = replace(found, separator_text=before.separator_text)
         instance.description = found
-        for excluded in self._pool.settle():
-            self._metrics.failures.labels("excluded", excluded.url).inc()
+        for excluded, why in self._pool.settle():
+            self._metrics.failures.labels(why.value, excluded.url).inc()
         await self._subscribe(found.events)
 
     def _lost(self, reason: str) -> None:
