@@ -161,10 +161,10 @@ class Router(Server):
             time.sleep(0.1)
 
     def samples(self) -> dict[tuple[str, ...], float]:
-        """``/metrics`` by name and values of labels: ``("hypic_router_requests_total", "parallel")``."""
+        """``/metrics`` by name and values of labels (in the order of labels' names)."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
         return {
-            (sample.name, *sample.labels.values()): sample.value
+            (sample.name, *(sample.labels[k] for k in sorted(sample.labels))): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }

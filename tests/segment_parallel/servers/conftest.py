@@ -1,0 +1,72 @@
+"""Two workers, two combine nodes and a router on the demo model; tests break one at a time, and it is mended.
+
+Every server prefills one segment at a time, so that an answer through the router, whoever computed what, has
+the bits of a single server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_hypic.bench.prompts import Writer
+from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.segment_parallel.asking import separator_of, writer
+from vllm_hypic.segment_parallel.cluster import Cluster, Setup, resume
+
+from .stand import Stand
+
+SETUP = Setup(
+    EXAMPLE / "model",
+    combines=2,
+    context=16384,
+    cache_bytes=1 << 26,
+    pool_bytes=1 << 26,
+    options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
+    # Segments here take milliseconds: what takes so long is late.
+    router=("--straggler-min-s", "2"),
+)
+
+
+@pytest.fixture(scope="session")
+def _cluster() -> Iterator[Cluster]:
+    cluster = Cluster(SETUP)
+    # Its computing process can be stopped while its engine goes on telling that it is there.
+    old = cluster.workers[1]
+    cluster.workers[1] = cluster.instance(old.name, replace(SETUP, in_process=False), port=old.port)
+    with cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def _draw() -> Writer:
+    return writer(EXAMPLE / "model", seed=5)
+
+
+@pytest.fixture
+def stand(_cluster: Cluster, _draw: Writer) -> Iterator[Stand]:
+    """All servers are up and idle before the test; afterwards nothing is under way, whatever it broke."""
+    for server in (*_cluster.instances, _cluster.router):
+        resume(server)
+    for dead in [i for i in _cluster.instances if not i.processes()]:
+        _cluster.replace(dead)
+    _cluster.router.ready(len(_cluster.instances))
+    with ThreadPoolExecutor(32, thread_name_prefix="client") as clients:
+        found = Stand(_cluster, _draw, separator_of(_cluster.combines[0].url), clients)
+        found.begin()
+        yield found
+        for server in (*_cluster.instances, _cluster.router):
+            resume(server)
+    found.settled()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(180))

@@ -1,0 +1,133 @@
+"""What tests do with the servers: ask, break, and wait until something is seen."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from vllm_hypic.bench.prompts import Writer
+from vllm_hypic.segment_parallel.asking import Reply, completion, uneven
+from vllm_hypic.segment_parallel.cluster import FAILURES, Cluster, Instance
+from vllm_hypic.serving import Server
+
+LENGTHS = (160, 480, 64, 320, 96, 224, 400, 128)
+"""Tokens of the eight segments of a prompt, the leading one first."""
+BOUND_S = 60.0
+"""No request takes longer, whatever breaks."""
+_SALTS = itertools.count()
+Samples = Mapping[tuple[str, ...], float]
+
+
+@dataclass
+class Stand:
+    """The servers, all up."""
+
+    cluster: Cluster
+    draw: Writer
+    separator: int
+    clients: ThreadPoolExecutor
+    _begun: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def prompt(self, lengths: tuple[int, ...] = LENGTHS) -> list[int]:
+        """One that nobody has seen."""
+        return uneven(self.draw, lengths, 24).marked(self.separator)
+
+    def ask(self, prompt: list[int], **body: Any) -> Reply:
+        """Through the router."""
+        return completion(self.cluster.router.url, _body(prompt, body), timeout_s=BOUND_S)
+
+    def asking(self, prompt: list[int], **body: Any) -> Future[Reply]:
+        """The same, in a thread."""
+        return self.clients.submit(self.ask, prompt, **body)
+
+    def alone(self, prompt: list[int]) -> Reply:
+        """From a single server, cold."""
+        return self.alone_at(next(c for c in self.cluster.combines if c.processes()), prompt)
+
+    def alone_at(self, server: Instance, prompt: list[int]) -> Reply:
+        """From this one, cold: nobody else has this salt."""
+        body = _body(prompt, {"cache_salt": f"alone {next(_SALTS)}"})
+        return completion(server.url, body, timeout_s=BOUND_S)
+
+    def samples(self) -> Samples:
+        return self.cluster.router.samples()
+
+    def wait(self, met: Callable[[Samples], bool], what: str) -> Samples:
+        return self.cluster.router.wait_for(met, what, BOUND_S)
+
+    def counted(self, name: str, instances: Sequence[Instance]) -> float:
+        """By how much ``vllm:hypic_<name>`` of these has grown since :meth:`begin`."""
+        alive = [i for i in instances if i.processes()]
+        return sum(_hypic(i).get(name, 0) - self._begun.get(i.url, {}).get(name, 0) for i in alive)
+
+    def expect(self, name: str, instances: Sequence[Instance], count: float) -> None:
+        """Wait until so much is counted, and be sure that it is no more once nothing is under way."""
+        deadline = time.monotonic() + BOUND_S
+        while (found := self.counted(name, instances)) < count:
+            assert time.monotonic() < deadline, f"{name} is {found}, expected {count}"
+            time.sleep(0.05)
+        self.settled()
+        assert self.counted(name, instances) == count
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._begun = self.settled()
+
+    def settled(self) -> dict[str, dict[str, float]]:
+        """Nothing is under way anywhere, and no record is held; what each server has counted."""
+        deadline = time.monotonic() + BOUND_S
+        router = self.cluster.router
+        while True:
+            health = httpx.get(f"{router.url}/healthcheck", timeout=10).json()
+            alive = [i for i in self.cluster.instances if i.processes()]
+            numbers = {i.url: _hypic(i) for i in alive}
+            held = {u: (n.get("pinned", 0), n.get("waiting", 0)) for u, n in numbers.items()}
+            busy = [i["url"] for i in health["instances"] if i["open_requests"]]
+            if not health["flights"] and not busy and not any(any(h) for h in held.values()):
+                break
+            assert time.monotonic() < deadline, f"still under way: {health}, pinned and waiting: {held}"
+            time.sleep(0.1)
+        return numbers
+
+
+def grown(before: Samples, after: Samples, *name: str) -> float:
+    """By how much a sample has grown; 0 where it is not there yet."""
+    return after.get(name, 0.0) - before.get(name, 0.0)
+
+
+def failures(before: Samples, after: Samples) -> dict[tuple[str, ...], float]:
+    """Where and what, and how often."""
+    found = {k[1:]: grown(before, after, *k) for k in after if k[0] == FAILURES}
+    return {k: v for k, v in found.items() if v}
+
+
+def kill(server: Server) -> None:
+    """SIGKILL to all of its processes at once."""
+    processes = server.processes()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(processes, timeout=10)
+    assert not left, left
+
+
+def _body(prompt: list[int], more: Mapping[str, Any]) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 6, "ignore_eos": True, **more}
+
+
+def _hypic(instance: Instance) -> dict[str, float]:
+    prefix = "vllm:hypic_"
+    return {
+        k.removeprefix(prefix).removesuffix("_total"): v
+        for k, v in instance.metrics().items()
+        if k.startswith(prefix) and not k.endswith("_created")
+    }
