@@ -233,3 +233,33 @@ def test_two_requests_at_once_share_what_they_have_in_common(site: Site) -> None
     assert len(workers[0].computed + workers[1].computed) == 8 and combine.computed == []
     assert len(workers[0].segment_requests + workers[1].segment_requests) == 8
     assert SEP not in combine.computed
+
+
+def test_many_requests_at_once_compute_everything_once_and_leave_nothing_behind(site: Site) -> None:
+    workers, combines = [site.fake() for _ in range(3)], [site.fake(), site.fake()]
+    for worker in workers:
+        worker.behaviour.s_per_token = 0.00002
+    router = site.router(workers, combines)
+    documents = [cold([n], "")[: -len(" <|hypic_sep|> ")] for n in range(40, 100, 5)]
+    statuses: list[int] = []
+
+    def ask(i: int) -> None:
+        chosen = [documents[(i * 5 + j * 3) % len(documents)] for j in range(4)]
+        prompt = " <|hypic_sep|> ".join([f"system prompt {i}", *chosen, "what ?"])
+        statuses.append(router.complete(prompt, stream=bool(i % 2)).status_code)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert statuses == [200] * 40
+    computed = [key for fake in site.fakes for key in fake.computed]
+    assert len(set(computed)) == len(documents)
+    assert len(computed) <= len(documents) + 2  # two asked in the same moment of two workers, before events
+    assert router.counted("hypic_router_failures_total") == 0
+    wait_for(lambda: router.health()["flights"] == 0, "no flight is left")
+    for fake in site.fakes:
+        wait_for(lambda f=fake: router.instance(f)["load_tokens"] == 0, "no load is left")
+        assert router.instance(fake)["open_requests"] == 0

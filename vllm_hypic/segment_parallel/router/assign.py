@@ -52,8 +52,15 @@ class Decision:
     that one would have to prefill."""
 
     def only_joining(self) -> Decision:
-        """Nothing is sent out for it: the combine node computes what is not coming anyway."""
-        return replace(self, tasks=(), local=(*self.local, *(t.ask for t in self.tasks)))
+        """Nobody computes for it what nobody computes anyway: that is left to the combine node."""
+        joined = tuple(t for t in self.tasks if t.source is Source.JOINED)
+        others = (t.ask for t in self.tasks if t.source is not Source.JOINED)
+        return replace(self, tasks=joined, local=(*self.local, *others))
+
+    @property
+    def joins(self) -> bool:
+        """Whether it waits for what is computed or sent for other requests."""
+        return bool(self.coming) or any(t.source is Source.JOINED for t in self.tasks)
 
 
 class Traffic(Protocol):
@@ -71,9 +78,7 @@ def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[Segm
     return [
         s
         for s in planned.segments
-        if not instance.holds(s.key)
-        and s.key not in instance.view.pending
-        and not traffic.coming(s.key, instance)
+        if not instance.holds(s.key) and not instance.makes(s.key) and not traffic.coming(s.key, instance)
     ]
 
 
@@ -112,14 +117,19 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
     coming = tuple(s for s in planned.segments if traffic.coming(s.key, combine))[:MOST_REMOTE]
     most = MOST_REMOTE - len(coming)
     tasks, local = tasks[:most], [*local, *(t.ask for t in tasks[most:])]
-    spread = max([loads[combine], *(loads[t.worker] for t in tasks)]) + planned.stream_tokens
+    # Who has a record, or will, sends it beside what else there is to do: no queue is waited for.
+    held = HELD_COST * sum(t.ask.tokens for t in tasks if t.source is Source.HELD)
+    ends = [loads[t.worker] for t in tasks if t.source is Source.DISPATCHED]
+    spread = max([loads[combine] + held, *ends]) + planned.stream_tokens
     work = sum(a.tokens for a in wanted) + planned.stream_tokens
+    # One segment that somebody must compute is computed where it is wanted.
+    useful = len(wanted) > 1 or any(t.source is not Source.DISPATCHED for t in tasks)
     return Decision(
         combine,
         tuple(tasks),
         coming,
         tuple(local),
-        (alone - spread) / work if len(wanted) > 1 and tasks else 0.0,
+        (alone - spread) / work if tasks and useful else 0.0,
     )
 
 

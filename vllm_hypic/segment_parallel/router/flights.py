@@ -153,6 +153,8 @@ class Flights:
             flights.append(self._flight(planned, decision.combine, task, origin, label))
         for flight in flights:
             flight.waiters += 1
+        for ask in decision.local:
+            decision.combine.asked_for(ask.key)
         self._metrics.segments.labels("local").inc(len(decision.local))
         return flights
 

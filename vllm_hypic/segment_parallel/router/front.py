@@ -22,7 +22,7 @@ from .exchange import REQUEST_ID, ClientGone, Exchange, good_request_id
 from .flights import Flight, Flights, Withdraw
 from .instances import Instance, Pool
 from .metrics import RouterMetrics
-from .plan import Planned, plan_request
+from .plan import Planned, SegmentAsk, plan_request
 from .prompt import PATHS, Whole, tokenize_request, whole_reason
 from .segment_request import Origin
 from .settings import Settings
@@ -182,8 +182,8 @@ class Front:
         """
         if reason is Whole.SEGMENT_IDS:
             return candidates[0], None, reason  # ids of compiled segments are known where /v1/hypic goes
-        missing = [plans.missing_tokens(i) for i in candidates]
-        instance = self._pool.cheapest(candidates, missing)
+        tokens = [plans.tokens(i, plans.missing(i)) for i in candidates]
+        instance = self._pool.cheapest(candidates, tokens)
         if reason is not None:
             return instance, None, reason
         planned = plans.at(instance)
@@ -197,19 +197,21 @@ class Front:
         decision = decide(planned, instance, spreading, plans.traffic)
         if decision.gain <= 0 or decision.gain < self._settings.min_gain:
             decision = decision.only_joining()
-            if not decision.coming:
+            if not decision.joins:
                 return instance, None, Whole.NO_GAIN
         return instance, decision, None
 
     async def _open_whole(
         self, request: _Request, instance: Instance, reason: Whole, plans: _Plans
     ) -> Answer:
-        tokens = plans.missing_tokens(instance)
+        wanted = plans.missing(instance)
+        for ask in wanted:
+            instance.asked_for(ask.key)
         request.times.whole(reason.value)
         self._metrics.requests.labels("whole").inc()
         self._metrics.whole.labels(reason.value).inc()
         self._metrics.plan_s.observe(time.monotonic() - request.times.begun)
-        return await self._open(request, instance, request.ask, tokens)
+        return await self._open(request, instance, request.ask, plans.tokens(instance, wanted))
 
     async def _open_parallel(self, request: _Request, decision: Decision, plans: _Plans) -> Answer:
         """Send the segments out and the composed request at once; its first byte ends the flights."""
@@ -399,12 +401,15 @@ class _Plans:
         self._request, self._ids, self.traffic = request, ids, traffic
         self._found: dict[object, Planned | None] = {}
 
-    def missing_tokens(self, instance: Instance) -> int:
+    def missing(self, instance: Instance) -> list[SegmentAsk]:
+        """What it would have to compute records of; none where nothing is planned."""
+        planned = self.at(instance)
+        return [] if planned is None else missing(planned, instance, self.traffic)
+
+    def tokens(self, instance: Instance, wanted: Sequence[SegmentAsk]) -> int:
         """That it would have to prefill; 0 where nothing is planned."""
         planned = self.at(instance)
-        if planned is None:
-            return 0
-        return planned.stream_tokens + sum(a.tokens for a in missing(planned, instance, self.traffic))
+        return 0 if planned is None else planned.stream_tokens + sum(a.tokens for a in wanted)
 
     def at(self, instance: Instance) -> Planned | None:
         """``None``: it cannot be planned, or need not."""
