@@ -185,10 +185,6 @@ class Pool:
         self.namespace: str | None = None
         self._turn = itertools.count(1)
 
-    def workers(self) -> list[Instance]:
-        """That may be given segments now."""
-        return [i for i in self.instances if i.roles.prefill and i.spreads]
-
     def spreading(self) -> list[Instance]:
         """Whose records are known now, whatever their role."""
         return [i for i in self.instances if i.spreads]

@@ -1,0 +1,219 @@
+"""Who computes what, and who may be asked: decided from what is known, without sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from vllm_hypic.primitives.keys import Namespace
+from vllm_hypic.primitives.plan import PoolLimits
+from vllm_hypic.primitives.policies import ModelTraits
+from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.segment_parallel.events import InstanceView
+from vllm_hypic.segment_parallel.router import assign
+from vllm_hypic.segment_parallel.router.assign import Decision, Source, decide
+from vllm_hypic.segment_parallel.router.description import Description
+from vllm_hypic.segment_parallel.router.instances import Exclusion, Instance, Pool, State
+from vllm_hypic.segment_parallel.router.plan import Planned, plan_request
+from vllm_hypic.segment_parallel.router.settings import Settings
+
+IDS = PrimitiveIds(100_000, 100_001, 100_002)
+DESCRIPTION = Description(
+    models=("m",),
+    namespace=Namespace("a"),
+    landing="tcp://127.0.0.1:7100",
+    events="tcp://127.0.0.1:7101",
+    instance="i",
+    primitives=IDS,
+    link="hypic",
+    seam_tokens=2,
+    min_segment_tokens=4,
+    max_model_len=8192,
+    traits=ModelTraits(True, True),
+    limits=PoolLimits(10_000, 10_000, 64, 8191, 10_000, 1),
+)
+
+
+class View(InstanceView):
+    """One that is right."""
+
+    known = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boot = "b"
+
+
+class Nothing:
+    """Nothing is under way."""
+
+    on_the_way: tuple[str, ...] = ()
+
+    def computing(self, key: str) -> Instance | None:
+        return None
+
+    def coming(self, key: str, combine: Instance) -> bool:
+        return key in self.on_the_way
+
+
+def pool(workers: int, *, equals: bool = False) -> Pool:
+    """A combine node, then workers."""
+    prefill = tuple(f"http://w{i}" for i in range(workers))
+    combine = "http://c"
+    found = Pool(Settings((combine, *prefill) if equals else prefill, (combine,)))
+    for i, instance in enumerate(found.instances):
+        instance.view, instance.described_boot = View(), "b"
+        instance.description = replace(DESCRIPTION, landing=f"tcp://127.0.0.1:{7000 + i}")
+    found.settle()
+    return found
+
+
+def planned(lengths: Sequence[int]) -> Planned:
+    ids: list[int] = []
+    for i, n in enumerate(lengths):
+        ids += [*range(1000 * i, 1000 * i + n), IDS.sep]
+    found = plan_request([*ids, 7], {}, None, DESCRIPTION)
+    assert found is not None and len(found.segments) == len(lengths)
+    return found
+
+
+def decided(of: Pool, request: Planned, traffic: Nothing | None = None) -> Decision:
+    return decide(request, of.instances[0], of.spreading(), traffic or Nothing())
+
+
+def tokens_at(decision: Decision, worker: Instance) -> int:
+    return sum(t.ask.tokens for t in decision.tasks if t.worker is worker)
+
+
+def test_present_loads_are_evened_out() -> None:
+    of = pool(2)
+    _, one, two = of.instances
+    request = planned([100] * 8)
+    even = decided(of, request)
+    assert abs(tokens_at(even, one) - tokens_at(even, two)) <= 2
+    one.view.load_tokens = 400
+    assert tokens_at(decided(of, request), one) < tokens_at(decided(of, request), two) - 300
+    one.view.load_tokens = 0
+    one.queued_tokens = 400  # of ours, which it does not know of yet
+    assert tokens_at(decided(of, request), one) < tokens_at(decided(of, request), two) - 300
+
+
+def test_what_the_combine_node_makes_or_gets_is_not_asked_for_again() -> None:
+    of = pool(2)
+    combine = of.instances[0]
+    request = planned([100] * 6)
+    keys = [s.key for s in request.segments]
+    combine.view.resident.add(keys[0])
+    combine.view.pending.add(keys[1])
+    combine.has_now(keys[2])
+    combine.asked_for(keys[3])
+    traffic = Nothing()
+    traffic.on_the_way = (keys[4],)
+    decision = decided(of, request, traffic)
+    assert [t.ask.key for t in decision.tasks] == [keys[5]]
+    assert [s.key for s in decision.coming] == [keys[4]]
+
+
+def test_what_others_make_is_joined_even_where_spreading_gains_nothing() -> None:
+    of = pool(2)
+    combine, one, two = of.instances
+    request = planned([100] * 3)
+    keys = [s.key for s in request.segments]
+    one.view.pending.add(keys[0])
+    one.view.load_tokens = two.view.load_tokens = 10_000
+    decision = decided(of, request)
+    assert decision.gain < 0 and decision.joins
+    alone = decision.only_joining()
+    assert [(t.ask.key, t.worker, t.source) for t in alone.tasks] == [(keys[0], one, Source.JOINED)]
+    assert [s.key for s in alone.local] == keys[1:]
+    assert alone.combine is combine
+
+
+def test_gain_does_not_depend_on_what_all_wait_for() -> None:
+    of = pool(2)
+    request = planned([100] * 8)
+    idle = decided(of, request).gain
+    assert 0.4 < idle < 0.5
+    for instance in of.instances:
+        instance.view.load_tokens = 100_000
+    assert decided(of, request).gain == pytest.approx(idle)
+    of.instances[1].view.load_tokens = of.instances[2].view.load_tokens = 0
+    assert decided(of, request).gain > 0.9  # else a loaded combine node would be loaded more and more
+
+
+def test_one_segment_that_nobody_has_is_not_sent_out() -> None:
+    of = pool(2)
+    request = planned([400])
+    assert decided(of, request).gain == 0
+    of.instances[2].view.resident.add(request.segments[0].key)
+    decision = decided(of, request)
+    assert decision.gain > 0.8 and [t.source for t in decision.tasks] == [Source.HELD]
+
+
+def test_a_combine_node_takes_part_only_in_a_pool_of_equals() -> None:
+    request = planned([100] * 9)
+    assert not decided(pool(2), request).local
+    assert len(decided(pool(2, equals=True), request).local) == 3
+
+
+def test_no_more_than_an_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assign, "MOST_REMOTE", 5)
+    decision = decided(pool(2), planned([50, 60, 70, 80, 90, 100, 110]))
+    assert [t.ask.tokens for t in decision.tasks] == [108, 98, 88, 78, 68]
+    assert len(decision.local) == 2
+
+
+def test_a_restarted_process_is_given_nothing_before_it_has_described_itself() -> None:
+    of = pool(1)
+    worker = of.instances[1]
+    assert worker in of.spreading()
+    worker.view.boot = "another"
+    assert worker not in of.spreading()
+
+
+def test_failures_together_count_once_and_back_off_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = pool(1).instances[1]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lasted = []
+    for _ in range(7):
+        begun = now
+        for _ in range(5):
+            worker.fail("told to")
+        while worker.suspect:
+            now += 0.5
+        lasted.append(now - begun)
+    assert lasted == [1, 2, 4, 8, 16, 30, 30]
+    worker.trust()
+    worker.fail("told to")
+    now += 1
+    assert not worker.suspect
+    worker.fail("told to")
+    now += 60
+    worker.view.known = False  # type: ignore[misc]
+    assert worker.suspect  # until it is heard of
+
+
+def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
+    of = Pool(Settings(("http://w",), tuple(f"http://c{i}" for i in range(3))))
+    for i, instance in enumerate(of.instances):
+        instance.description = replace(DESCRIPTION, landing=f"tcp://127.0.0.1:{7000 + i}")
+    assert of.settle() == []
+
+    def change(i: int, to: str) -> list[tuple[Instance, Exclusion]]:
+        old = of.instances[i].description
+        assert old is not None
+        of.instances[i].description = replace(old, namespace=Namespace(to))
+        return of.settle()
+
+    first, _, third, worker = of.instances
+    assert change(0, "z") == [(first, Exclusion.NAMESPACE)]
+    assert of.settle() == []  # counted once
+    excluded = change(1, "z")
+    assert {i for i, _ in excluded} == {third, worker} and first.state is State.DESCRIBED
+    assert change(3, "z") == [] and worker.state is State.DESCRIBED
+    worker.description = replace(DESCRIPTION, landing="tcp://127.0.0.1:7000", namespace=Namespace("z"))
+    assert of.settle() == [(worker, Exclusion.LANDING)]
