@@ -1,5 +1,6 @@
 # Every target sets up what it needs in .venv; once that is done, it starts at once.
 #   make demo    serve the demo model and compare stock, cold and warm requests
+#   make demo-parallel    two workers prefill a cold prompt, a third server combines
 #   make test    lint, then all tests but the slow ones
 #   make check   lint and the tests that start no engine: run it before a commit
 
@@ -17,7 +18,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export LMCACHE_TRACK_USAGE := false
 
-.PHONY: venv demo test test-slow lint format check bench clean distclean
+.PHONY: venv demo demo-parallel test test-slow lint format check bench clean distclean
 
 venv: $(READY)
 
@@ -44,6 +45,9 @@ $(READY): $(INSTALLED) $(wildcard csrc/*)
 
 demo: $(READY)
 	$(BIN)/python -m vllm_hypic.demo
+
+demo-parallel: $(READY)
+	$(BIN)/python -m vllm_hypic.segment_parallel.demo
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow"

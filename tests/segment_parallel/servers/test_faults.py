@@ -46,7 +46,7 @@ def test_a_worker_killed_while_it_computes_comes_back_with_another_model(stand: 
             prompt = stand.prompt()
             found = stand.ask(prompt)
             assert found.same_as(stand.alone(prompt))
-        assert (new.url, "excluded") in failures(before, stand.samples())
+        assert (new.url, "namespace") in failures(before, stand.samples())
         assert not new.metrics().get("vllm:hypic_segments_computed_total", 0)
         # Another model it is: the same prompt has another answer there.
         assert not stand.alone_at(new, prompt).same_as(found)
