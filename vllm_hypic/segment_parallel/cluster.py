@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,11 +32,13 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..serving import _LAUNCH, Server, ServerError, free_port
+from ..serving import _LAUNCH, Server, ServerError
 
 FAILURES = "hypic_router_failures_total"
 _MOST_STARTED = 64
 """Servers that one cluster starts in its life; each is kept by a thread."""
+_PORTS = (10000, 32768)
+"""Below those that Linux gives to outgoing connections: a server listens seconds after it chose its port."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Instance(Server):
     def __init__(self, name: str, setup: Setup, log: Path, *, port: int | None = None) -> None:
         """``port``: of HTTP, where another one should be replaced; its other ports are new."""
         self.name = name
-        self.listen, self.events = (f"tcp://127.0.0.1:{p}" for p in _ports(2))
+        self.listen, self.events = (f"tcp://127.0.0.1:{_port()}" for _ in range(2))
         options = {
             "pool_bytes": setup.pool_bytes,
             **setup.hypic,
@@ -101,8 +105,7 @@ class Instance(Server):
             log=log,
             start_timeout_s=600.0,
         )
-        if port is not None:
-            self.port = port
+        self.port = port or _port()
 
 
 class Router(Server):
@@ -120,8 +123,7 @@ class Router(Server):
         where += [*(w for url in combine for w in ("--combine", url))]
         super().__init__("", *where, *options, log=log, start_timeout_s=60.0)
         self.name = "router"
-        if port is not None:
-            self.port = port
+        self.port = port or _port()
 
     @property
     def command(self) -> list[str]:
@@ -328,10 +330,10 @@ def _all(futures: Sequence[Future[None]]) -> None:
         raise errors[0]
 
 
-def _ports(count: int) -> list[int]:
-    """Different ones: of two calls of ``free_port`` the second may find the first's again."""
-    found: list[int] = []
-    while len(found) < count:
-        if (port := free_port()) not in found:
-            found.append(port)
-    return found
+def _port() -> int:
+    """One that nobody listens on now, and that no outgoing connection is given before our server is up."""
+    while True:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
