@@ -71,6 +71,8 @@ class Behaviour:
     s_per_token: float = 0.0
     segment_status: int | None = None
     segments_hang: bool = False
+    segments_lost: bool = False
+    """Segment requests are answered as delivered, and are not."""
     answer_status: int | None = None
     error_event: bool = False
     hold: bool = False
@@ -336,6 +338,8 @@ class FakeInstance:
     async def _segment(self, seen: Seen, plan: PromptPlan | None, destination: str) -> Response:
         if self.behaviour.segment_status is not None:
             return error(self.behaviour.segment_status, "told to fail")
+        if self.behaviour.segments_lost:
+            return Response(b"{}", 200)
         if plan is None or not plan.warm_only or len(plan.segments) != 1:
             return error(400, "no warm-up prompt of one segment")
         [segment] = plan.segments

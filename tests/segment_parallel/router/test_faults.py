@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from vllm_hypic.primitives.plan import PoolLimits
+from vllm_hypic.segment_parallel.router import front
 from vllm_hypic.segment_parallel.router.settings import Settings
 from vllm_hypic.segment_parallel.secret import Secret
 
@@ -78,7 +79,10 @@ def test_a_worker_is_asked_again_once_it_is_well(site: Site) -> None:
     assert bad.computed
 
 
-def test_no_segment_is_asked_twice_of_one_worker_and_in_the_end_the_combine_node_computes(site: Site) -> None:
+def test_no_segment_is_asked_twice_of_one_worker_and_in_the_end_the_combine_node_computes(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_REMIND_S", 1000.0)  # told at once, not when reminded
     workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
     router = site.router(workers, [combine])
     for worker in workers:
@@ -92,6 +96,30 @@ def test_no_segment_is_asked_twice_of_one_worker_and_in_the_end_the_combine_node
         asked = [tuple(s.json["prompt"]) for s in worker.segment_requests]
         assert len(set(asked)) == len(asked)
     assert router.counted("hypic_router_segments_total", "local") == 8
+
+
+def test_a_combine_node_that_reads_its_request_after_the_withdrawal(site: Site) -> None:
+    worker, combine = site.fake(), site.fake(deadline_s=300.0)
+    router = site.router([worker, site.fake()], [combine])
+    for fake in (worker, site.fakes[-1]):
+        fake.behaviour.segment_status = 503
+    combine.behaviour.hold = True
+    answers: list[httpx.Response] = []
+    threads = in_background(lambda: answers.append(router.complete(cold(LENGTHS))))
+    wait_for(lambda: router.counted("hypic_router_segments_total", "local") == 8, "all are given up")
+    wait_for(lambda: router.health()["flights"] == 0, "and withdrawn")
+    combine.behaviour.hold = False
+    ended(threads)
+    assert answers[0].status_code == 200 and len(combine.computed) == 8
+
+
+def test_records_that_were_delivered_and_are_not_there(site: Site) -> None:
+    """As when they were found no longer wanted, for a request that has left."""
+    workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
+    router = site.router(workers, [combine])
+    workers[0].behaviour.segments_lost = workers[1].behaviour.segments_lost = True
+    assert router.complete(cold(LENGTHS)).status_code == 200
+    assert len(combine.computed) == 8
 
 
 def test_a_straggler_is_helped_out(site: Site) -> None:
