@@ -127,6 +127,7 @@ class _HypicMixin(Scheduler):
             has_linear=hypic.traits.has_linear,
             has_attention=hypic.traits.has_attention,
             deadline_s=parallel.deadline_s,
+            quadratic=hypic.quadratic,
             limits=Room(
                 limits.pages,
                 limits.slots,

@@ -359,6 +359,7 @@ class TestServer:
         assert found["model"] == [str(EXAMPLE / "model")] and found["max_model_len"] == MAX_MODEL_LEN
         assert found["limits"]["slots"] == POOL_SEGMENTS and found["link"] == "hypic"
         assert len(found["namespace"]) == 64 and found["landing"].startswith("tcp://127.0.0.1:")
+        assert 0 < found["quadratic"] < 1e-2
         again = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).json()
         assert again["instance"] == found["instance"]
 

@@ -172,6 +172,9 @@ class DescriptionInfo(BaseModel):
     has_linear: bool
     has_attention: bool
     deadline_s: float = Field(description="Longest that a request waits for other instances.")
+    quadratic: float = Field(
+        description="Prefilling n tokens takes FLOPs in proportion to n + quadratic * n^2."
+    )
     limits: LimitsInfo
 
 

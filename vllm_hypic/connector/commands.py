@@ -141,7 +141,8 @@ class Room(msgspec.Struct, frozen=True):
 class Description(msgspec.Struct, frozen=True, tag="description"):
     """What a router must know of an instance to plan as it does, and where its sockets are.
 
-    ``namespace``: of keys without tenant and adapter; ``instance``: another at every start.
+    ``namespace``: of keys without tenant and adapter; ``instance``: another at every start; ``quadratic``:
+    prefilling n tokens takes FLOPs in proportion to ``n + quadratic * n^2``.
     """
 
     instance: str
@@ -157,6 +158,7 @@ class Description(msgspec.Struct, frozen=True, tag="description"):
     has_linear: bool
     has_attention: bool
     deadline_s: float
+    quadratic: float
     limits: Room
 
 

@@ -202,6 +202,14 @@ class SchedulerSide:
             min_segment_tokens=self.config.min_segment_tokens,
         )
 
+    @property
+    def quadratic(self) -> float:
+        """What attention adds to a prefill: n tokens take FLOPs in proportion to ``n + quadratic * n^2``."""
+        n = 4096
+        once, twice = self._prefill_flops(n), self._prefill_flops(2 * n)
+        square = (twice - 2 * once) / (2 * n * n)
+        return max(0.0, square / (once / n - square * n))
+
     def limits(self) -> PoolLimits:
         """What a request may take: everything but what records hold that nobody may evict."""
         kept, total = self.directory.kept_space(), self.directory.total

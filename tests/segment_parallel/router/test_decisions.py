@@ -101,6 +101,17 @@ def test_present_loads_are_evened_out() -> None:
     assert tokens_at(decided(of, request), one) < tokens_at(decided(of, request), two) - 300
 
 
+def test_long_segments_weigh_more_than_their_tokens() -> None:
+    """80 + 20 tokens stand against 60 + 30; with attention's share the longest one outweighs all others."""
+    even = planned([80, 60, 30, 20])
+    found = pool(2)
+    for quadratic, alone in ((0.0, False), (1.0, True)):
+        weighed = replace(even, description=replace(even.description, quadratic=quadratic))
+        spread = decide(weighed, found.instances[0], found.spreading(), Nothing())
+        with_longest = [t for t in spread.tasks if t.worker is spread.tasks[0].worker]
+        assert (len(with_longest) == 1) is alone
+
+
 def test_what_the_combine_node_makes_or_gets_is_not_asked_for_again() -> None:
     of = pool(2)
     combine = of.instances[0]

@@ -105,7 +105,7 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
         loads[worker] += HELD_COST * ask.tokens
     local: list[SegmentAsk] = []
     for group, machines in _groups(planned, combine, others, rest):
-        places = assign([a.tokens for a in group], [loads[m] for m in machines])
+        places = assign([_weight(a, planned) for a in group], [loads[m] for m in machines])
         for ask, place in zip(group, places, strict=True):
             worker = machines[place]
             loads[worker] += ask.tokens
@@ -131,6 +131,11 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
         tuple(local),
         (alone - spread) / work if tasks and useful else 0.0,
     )
+
+
+def _weight(ask: SegmentAsk, planned: Planned) -> float:
+    """Its prefill, in units of a token's FLOPs without attention: a long one costs more than its tokens."""
+    return ask.tokens + planned.description.quadratic * ask.tokens**2
 
 
 def _known_source(

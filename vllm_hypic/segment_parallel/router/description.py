@@ -43,6 +43,7 @@ class _Wire(msgspec.Struct, frozen=True):
     limits: _Limits
     instance: str
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    quadratic: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class DescriptionError(ValueError):
@@ -69,6 +70,8 @@ class Description:
     limits: PoolLimits
     deadline_s: float | None = None
     """Longest that it lets a request wait for others; ``None``: it does not say."""
+    quadratic: float = 0.0
+    """Prefilling n tokens takes FLOPs in proportion to ``n + quadratic * n^2``."""
     separator_text: str | None = None
     """The separator in prompts; ``None``: not known, so every text must be tokenised to find it."""
 
@@ -117,5 +120,6 @@ class Description:
                 limits.record_tiles,
             ),
             deadline_s=wire.deadline_s,
+            quadratic=wire.quadratic,
             separator_text=separator_text,
         )
