@@ -118,11 +118,13 @@ class Router(Server):
         *options: str,
         log: Path,
         port: int | None = None,
+        always: bool = False,
     ) -> None:
+        """``always``: it spreads requests even if they gain nothing by it, as no router of a user's does."""
         where = [*(w for url in prefill for w in ("--prefill", url))]
         where += [*(w for url in combine for w in ("--combine", url))]
         super().__init__("", *where, *options, log=log, start_timeout_s=60.0)
-        self.name = "router"
+        self.name, self.always = "router", always
         self.port = port or _port()
 
     @property
@@ -134,6 +136,8 @@ class Router(Server):
         if self._process is not None:
             raise ServerError("the router is already started")
         arguments = ["-c", "from vllm_hypic.cli import main; main()", *self.command[1:]]
+        if self.always:
+            arguments = ["-m", "vllm_hypic.segment_parallel.spread_always", *self.command[2:]]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH, str(os.getpid()), *arguments],
@@ -256,9 +260,12 @@ class Cluster:
         self.router = self._router(self.workers, self.combines, *self.setup.router, port=old.port)
         self.start(self.router)
 
-    def another_router(self, workers: Sequence[Instance], *options: str) -> Router:
-        """One more router in front of the same combine nodes, with these workers alone; up and informed."""
-        router = self._router(workers, self.combines, *options)
+    def another_router(self, workers: Sequence[Instance], *, always: bool = False) -> Router:
+        """One more router in front of the same combine nodes, with these workers alone; up and informed.
+
+        ``always``: it spreads requests even if they gain nothing by it.
+        """
+        router = self._router(workers, self.combines, *self.setup.router, always=always)
         self.start(router)
         router.ready(len(workers) + len(self.combines))
         return router
@@ -273,9 +280,10 @@ class Cluster:
         combines: Sequence[Instance],
         *options: str,
         port: int | None = None,
+        always: bool = False,
     ) -> Router:
         prefill, combine = [i.url for i in workers], [i.url for i in combines]
-        return Router(prefill, combine, *options, log=self._log("router"), port=port)
+        return Router(prefill, combine, *options, log=self._log("router"), port=port, always=always)
 
     def _log(self, name: str) -> Path:
         taken = len(list(self.folder.glob(f"{name}-*.log")))

@@ -66,8 +66,8 @@ def measure(
     server gives another answer.
     """
     two, [combine] = cluster.router, cluster.combines
-    # Alone it saves nothing, and the router would not spread over it.
-    one = cluster.another_router(cluster.workers[:1], "--min-gain", "0")
+    # A router spreads over a single worker only when told to: nothing is gained by it.
+    one = cluster.another_router(cluster.workers[:1], always=True)
     draw, separator = writer(setup.model, seed), separator_of(combine.url)
     asked = 0
 
