@@ -34,6 +34,7 @@ PLAIN = Costs(
     prefill_token_s=1,
     prefill_pair_s=0,
     prefill_segment_s=0,
+    flops_quadratic=0,
     link_bytes_s=math.inf,
     ingress_bytes_s=math.inf,
     round_trip_s=0,

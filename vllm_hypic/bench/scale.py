@@ -330,7 +330,7 @@ def measure(sample: Sequence[Request], workers: int, costs: Costs) -> Point:
     """Each request of the sample by itself on idle workers, in every way."""
     alone = [alone_s(request, costs) for request in sample]
     ways = []
-    for policy in (Policy.LPT_TIME, Policy.LPT, Policy.ROUND_ROBIN):
+    for policy in (Policy.LPT_TIME, Policy.LPT_FLOPS, Policy.LPT, Policy.ROUND_ROBIN):
         for pipelined in (True, False):
             times = [
                 simulate([request], Cluster(workers, policy, pipelined), costs).times[0] for request in sample
@@ -430,6 +430,7 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
             str(point.workers),
             seconds(point.way(lpt).parts.ttft_s),
             _times(point.way(lpt)),
+            _times(point.way(Policy.LPT_FLOPS)),
             _times(point.way(Policy.LPT)),
             _times(point.way(turns)),
             f"{point.best.mean:.2f}x",
@@ -438,7 +439,7 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
         )
         for point in results.points
     ]
-    heads = ("workers", "ttft", "lpt by time", "lpt by tokens", "round robin", "no better than")
+    heads = ("workers", "ttft", "lpt by time", "by flops", "by tokens", "round robin", "no better than")
     to.print(report.table("speed-up over one instance", (*heads, "lpt, waiting", "rr, waiting"), rows))
     to.print("waiting: a worker waits until its record has landed; the other columns are pipelined")
     spent = [(point.workers, point.way(lpt).parts) for point in results.points]

@@ -30,6 +30,8 @@ class Costs:
     """A worker's prefill of n tokens: ``prefill_token_s * n + prefill_pair_s * n**2 + prefill_segment_s``."""
     prefill_pair_s: float
     prefill_segment_s: float
+    flops_quadratic: float
+    """FLOPs of n tokens are in proportion to ``n + flops_quadratic * n^2``: what the router weighs by."""
     link_bytes_s: float
     """A worker's way out, and the combine node's way in; one transfer at a time on either."""
     ingress_bytes_s: float
@@ -69,6 +71,8 @@ PRESETS: Mapping[str, Costs] = {
         prefill_token_s=4.586e-4,
         prefill_pair_s=2.352e-8,
         prefill_segment_s=0.0,
+        # store/eviction/flops.py, for the layers of this model.
+        flops_quadratic=2.75e-5,
         first_token_s=0.01352,
         compose_segment_s=0.01027,
         compose_token_s=2.757e-6,
@@ -89,6 +93,7 @@ PRESETS: Mapping[str, Costs] = {
         prefill_token_s=0.0407 / 1024,
         prefill_pair_s=0.0,
         prefill_segment_s=0.0,
+        flops_quadratic=0.0,
         compose_segment_s=0.0023,
         compose_token_s=0.0,
         # Assumed, all of them: one step with a question, a server's overhead, 400 Gbit/s for each GPU.

@@ -32,6 +32,8 @@ class Policy(Enum):
 
     LPT = "lpt by tokens"
     """Longest first, by tokens, over the workers' present loads in tokens."""
+    LPT_FLOPS = "lpt by flops"
+    """The same, but by the prefill's FLOPs, as the router weighs them."""
     LPT_TIME = "lpt by time"
     """The same by prefill times, in which attention's square is counted."""
     LPT_BLIND = "lpt, loads unknown"
@@ -219,7 +221,10 @@ class _Run:
             self._at(when, lambda w=self._workers[chosen[j]], p=pieces[j]: self._queue(w, i, p))  # type: ignore[misc]
 
     def _weight(self, piece: Piece) -> float:
-        return piece.prefill_s if self._cluster.policy is Policy.LPT_TIME else piece.tokens
+        if self._cluster.policy is Policy.LPT_TIME:
+            return piece.prefill_s
+        quadratic = self._costs.flops_quadratic if self._cluster.policy is Policy.LPT_FLOPS else 0.0
+        return piece.tokens + quadratic * piece.tokens**2
 
     def _assign(self, weights: Sequence[float]) -> list[int]:
         n = len(self._workers)
