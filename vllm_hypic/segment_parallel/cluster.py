@@ -225,13 +225,13 @@ class Cluster:
             self.start(*self.instances)
             self.start(self.router)
             self.router.ready(len(self.instances))
-        except BaseException:
-            self._close(keep_logs=True)
+        except BaseException as e:
+            self._close(keep_logs=isinstance(e, Exception))
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        self._close(keep_logs=kind is not None)
+        self._close(keep_logs=kind is not None and issubclass(kind, Exception))
 
     def start(self, *servers: Server) -> None:
         """Start servers, all at once; the first failure is raised when all have been tried."""
