@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,15 +27,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-# The server asks to be told when its parent is gone, be it by SIGKILL: nothing outlives a dead test run.
-# exec keeps the process id; the check closes the gap between the parent's death and the request.
-_LAUNCH = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent process is gone")
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
+from .processes import free_port, launch
 
 
 class ServerError(RuntimeError):
@@ -46,7 +37,7 @@ class ServerError(RuntimeError):
 class Server:
     """One ``vllm serve MODEL OPTIONS...`` on a free port of 127.0.0.1, as a context manager.
 
-    Entering waits until ``/health`` answers.  Leaving, by whatever way, ends every process of the
+    Entering waits until :attr:`health` answers.  Leaving, by whatever way, ends every process of the
     server's session and raises :class:`ServerError` if one survives.  It also ends when the thread that
     started it ends, so start it from a thread that stays.
     """
@@ -71,6 +62,11 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    health = "/health"
+    """Route that answers 200 once the server is up."""
+    program = ("-m", "vllm.entrypoints.cli.main")
+    """What Python runs in place of :attr:`command`'s first word."""
+
     @property
     def command(self) -> list[str]:
         """What a user would type."""
@@ -85,19 +81,11 @@ class Server:
         self.stop()
 
     def start(self) -> None:
-        """Start and wait for ``/health``; raises :class:`ServerError` when the process ends or time is up."""
+        """Start and wait for :attr:`health`; :class:`ServerError` when the process ends or time is up."""
         if self._process is not None:
             raise ServerError("the server is already started")
-        arguments = ["-m", "vllm.entrypoints.cli.main", *self.command[1:]]
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, str(os.getpid()), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=self._env,
-            )
+        self.log.write_bytes(b"")
+        self._process = launch([sys.executable, *self.program, *self.command[1:]], self.log, env=self._env)
         try:
             self._wait_for_health()
         except BaseException:
@@ -111,7 +99,7 @@ class Server:
             if (code := self._process.poll()) is not None:
                 raise ServerError(f"the server ended with exit code {code} while starting; {self._told()}")
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if httpx.get(self.url + self.health, timeout=5).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -168,13 +156,6 @@ class Server:
                 raise ServerError(f"the metrics did not get there in {timeout_s:g} s: {hypic}")
             time.sleep(0.1)
         return found
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _session(leader: int) -> list[psutil.Process]:

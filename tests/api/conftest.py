@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from vllm_hypic.demo import EXAMPLE
-from vllm_hypic.serving import Server, free_port
+from vllm_hypic.processes import free_port
+from vllm_hypic.serving import Server
 
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "hypic,hypic_cache"}
 TOKENS, SEAM = 96, 8

@@ -23,7 +23,7 @@ from vllm_hypic.bench.client import (
     run_closed,
     run_schedule,
 )
-from vllm_hypic.serving import free_port
+from vllm_hypic.processes import free_port
 
 from .fake_server import Fake
 

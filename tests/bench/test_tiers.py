@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 from vllm_hypic.bench import page_cache, services, tiers
 from vllm_hypic.bench.__main__ import main
 from vllm_hypic.bench.beside import Answer
-from vllm_hypic.bench.services import ServiceMissing, redis_program, redis_server
 from vllm_hypic.bench.tiers import ROWS, Row
 
 
@@ -66,24 +65,21 @@ def test_what_is_missing_is_left_out_with_the_way_to_get_it(tmp_path: Path) -> N
 
 
 def test_a_redis_server_ends_with_its_context(tmp_path: Path) -> None:
-    try:
-        redis_program()
-    except ServiceMissing as e:
-        pytest.skip(str(e))
-    import redis
-
-    with redis_server(tmp_path) as url, redis.Redis.from_url(url, socket_timeout=5) as client:
+    with services.RedisServer(tmp_path) as server, server.client() as client:
         assert client.set("a", b"1") and client.dbsize() == 1
         children = psutil.Process().children(recursive=True)
         assert any("redis" in child.name() for child in children)
     assert not [c for c in children if c.is_running() and "redis" in c.name()]
 
 
+class NoSuchOption(services.Service):
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", "import sys; sys.exit('no such option')"]
+
+
 def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; sys.exit('no such option')"]
-    service = services._service("x", command, services.free_port(), tmp_path / "x.log", os.environ)
-    with pytest.raises(services.ServiceError, match=r"(?s)ended with exit code 1.*no such option"), service:
-        pass
+    with pytest.raises(services.ServiceError, match=r"(?s)ended with exit code 1.*no such option"):
+        NoSuchOption(tmp_path).start()
 
 
 def answers(*times: float) -> tiers._Found:

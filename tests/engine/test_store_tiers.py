@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.services import LMCacheServer, RedisServer, needs_redis
+
+from vllm_hypic.bench.services import LMCacheServer, RedisServer
 
 from .conftest import EngineFactory
 from .engines import Engine, audit
@@ -17,7 +18,7 @@ from .test_store import RECORDED, RECORDS, ask, computed, empty_pool, same, stor
 KINDS = [
     "memory",
     "disk",
-    pytest.param("redis", marks=needs_redis),
+    "redis",
     "lmcache",
     "lmcache-disk",
     "lmcache-server",

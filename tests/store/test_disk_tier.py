@@ -17,7 +17,21 @@ from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.disk import PARTIAL, DiskTier
 from vllm_hypic.store.worth import ObjectName
 
-from .tier_contract import BudgetContract, TierContract, content, got, name, put, view, worth
+from .tier_contract import (
+    BudgetContract,
+    CountsItsBytes,
+    HeedsPins,
+    ListsItsObjects,
+    SurvivesRestart,
+    TellsAbsence,
+    TierContract,
+    content,
+    got,
+    name,
+    put,
+    view,
+    worth,
+)
 
 HEAD_BYTES = 64
 
@@ -28,7 +42,7 @@ def opened(path: Path, budget: int, clock, *, durable: bool = False, shared: boo
     return tier
 
 
-class TestContract(TierContract):
+class DiskContract(SurvivesRestart, CountsItsBytes, ListsItsObjects, HeedsPins):
     @pytest.fixture
     def tier(self, clock, tmp_path):
         tier = opened(tmp_path, 6 << 20, clock)
@@ -44,6 +58,10 @@ class TestContract(TierContract):
         return reopen
 
 
+class TestContract(TellsAbsence, DiskContract):
+    """A folder of its own."""
+
+
 class TestBudget(BudgetContract):
     @pytest.fixture
     def small(self, clock, tmp_path):
@@ -52,10 +70,8 @@ class TestBudget(BudgetContract):
         tier.close()
 
 
-class TestSharedContract(TestContract):
+class TestSharedContract(DiskContract):
     """A folder that others may write to: nothing is denied without a look."""
-
-    tells = False
 
     @pytest.fixture
     def tier(self, clock, tmp_path):

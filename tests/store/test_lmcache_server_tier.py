@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from vllm_hypic.bench.services import LMCacheServer
+from vllm_hypic.processes import free_port
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.lmcache_server import LMCacheServerTier
 
 from .conftest import WallClock
-from .services import LMCacheServer, free_port
-from .tier_contract import TierContract, content, got, put
+from .tier_contract import SurvivesRestart, content, got, put
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,7 +25,7 @@ WORKERS = 4
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[LMCacheServer]:
-    with LMCacheServer(tmp_path_factory.mktemp("lmcache"), l1_gb=1 / 16) as server:
+    with LMCacheServer(tmp_path_factory.mktemp("lmcache"), l1_gib=1 / 16) as server:
         yield server
 
 
@@ -39,12 +40,7 @@ def tier(server: LMCacheServer) -> Iterator[LMCacheServerTier]:
     tier.close()
 
 
-class TestContract(TierContract):
-    keeps_worth = False
-    lists = False
-    counts = False
-    tells = False
-    heeds_pins = False
+class TestContract(SurvivesRestart):
     tick = 0.25
 
     @pytest.fixture
@@ -151,7 +147,7 @@ def test_a_server_without_our_module_tells(tier: LMCacheServerTier, monkeypatch:
 
 def test_larger_than_the_servers_memory_is_refused(tier: LMCacheServerTier, server: LMCacheServer):
     size = tier.used()[1]
-    assert size == int(server.l1_gb * (1 << 30))
+    assert size == int(server.l1_gib * (1 << 30))
     kept = put(tier, 1, 100)
     with pytest.raises(TierFull, match="no room"):
         put(tier, 2, size + 1)
@@ -190,7 +186,7 @@ def test_a_killed_test_run_leaves_no_server(tmp_path):
     """The parent dies by SIGKILL, right after the server is up."""
     code = f"""
 import os, signal, pathlib
-from tests.store.services import Service
+from vllm_hypic.bench.services import Service
 class Sleeper(Service):
     def command(self): return ["/bin/sleep", "300"]
     def answers(self): return True

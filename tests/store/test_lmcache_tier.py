@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from vllm_hypic.bench.services import RedisServer
 from vllm_hypic.store.tiers import lmcache
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.lmcache import LMCacheTier
 
+from .awkward_tiers import wait_for
 from .conftest import WallClock
-from .services import RedisServer, needs_redis, wait_until
-from .tier_contract import TierContract, content, got, name, put, worth
+from .tier_contract import ForgetsAtRestart, SurvivesRestart, TierContract, content, got, name, put, worth
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,11 +65,6 @@ def redis_l2(server: RedisServer) -> dict[str, Any]:
 class LMCacheContract(TierContract):
     """One tier for all tests: closing one takes LMCache seconds."""
 
-    keeps_worth = False
-    lists = False
-    counts = False
-    tells = False
-    heeds_pins = False
     tick = 0.25
 
     @pytest.fixture(scope="class")
@@ -104,19 +100,18 @@ class LMCacheContract(TierContract):
         return again
 
 
-class TestMemory(LMCacheContract):
-    survives_restart = False
+class TestMemory(ForgetsAtRestart, LMCacheContract):
+    """Memory alone."""
 
 
-class TestDisk(LMCacheContract):
+class TestDisk(SurvivesRestart, LMCacheContract):
     @pytest.fixture(scope="class")
     @classmethod
     def l2(cls, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return [{"type": "fs_native", "base_path": str(tmp_path_factory.mktemp("l2"))}]
 
 
-@needs_redis
-class TestRedis(LMCacheContract):
+class TestRedis(SurvivesRestart, LMCacheContract):
     @pytest.fixture(scope="class")
     @classmethod
     def l2(cls, redis_server: RedisServer) -> list[dict[str, Any]]:
@@ -178,7 +173,7 @@ def only_on_disk(tier: LMCacheTier) -> tuple[Path, Path]:
         manager.clear()  # passes by what LMCache has just written to the disk and not yet unlocked
         return manager.get_l1_usage()[0] == 0
 
-    wait_until(emptied, 30, "LMCache's memory is empty")
+    wait_for(emptied, "LMCache's memory is empty")
     body, head = sorted(Path(tier._l2[0]["base_path"]).rglob("*.data"), key=lambda f: -f.stat().st_size)
     return body, head
 
@@ -255,7 +250,6 @@ def test_a_head_with_another_body(on_disk: LMCacheTier):
 # -- faults
 
 
-@needs_redis
 def test_a_killed_redis_behind_lmcache(make_tier: MakeTier, redis_server: RedisServer):
     tier = make_tier([redis_l2(redis_server)], timeout_s=1.0)
     data = put(tier, 1, 100_000)

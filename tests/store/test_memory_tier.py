@@ -7,7 +7,19 @@ from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.tiers.base import Tier, TierError
 from vllm_hypic.store.tiers.memory import MemoryTier
 
-from .tier_contract import BudgetContract, TierContract, content, name, put, view, worth
+from .tier_contract import (
+    BudgetContract,
+    CountsItsBytes,
+    ForgetsAtRestart,
+    HeedsPins,
+    ListsItsObjects,
+    TellsAbsence,
+    content,
+    name,
+    put,
+    view,
+    worth,
+)
 
 
 def opened(budget: int, clock) -> MemoryTier:
@@ -16,9 +28,7 @@ def opened(budget: int, clock) -> MemoryTier:
     return tier
 
 
-class TestContract(TierContract):
-    survives_restart = False
-
+class TestContract(ForgetsAtRestart, CountsItsBytes, ListsItsObjects, TellsAbsence, HeedsPins):
     @pytest.fixture
     def tier(self, clock):
         tier = opened(6 << 20, clock)

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hypic.bench.services import RedisServer
+from vllm_hypic.processes import free_port
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.redis import MAX_OBJECT_BYTES, RedisTier
 
 from .conftest import WallClock
-from .services import RedisServer, free_port, needs_redis
-from .tier_contract import TierContract, content, got, name, put, view, worth
+from .tier_contract import HeedsPins, SurvivesRestart, content, got, name, put, view, worth
 
-pytestmark = [needs_redis, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 PASSWORD = "open-sesame-7"
 WORKERS = 4
@@ -41,11 +42,7 @@ def key(i: int) -> str:
     return f"hypic:default:redis:{name(i)}"
 
 
-class TestContract(TierContract):
-    keeps_worth = False
-    lists = False
-    counts = False
-    tells = False
+class TestContract(SurvivesRestart, HeedsPins):
     tick = 0.25
 
     @pytest.fixture

@@ -1,7 +1,10 @@
 """What every tier must do, sentence by sentence of ``store/tiers/base.py``.
 
-A tier's test file subclasses :class:`TierContract`, provides the fixtures ``tier`` and ``reopen``, and says
-with the flags what its tier does not promise.  Tiers that keep a budget subclass :class:`BudgetContract` too.
+A tier's test class inherits what its tier promises and provides the fixtures ``tier`` and ``reopen``.
+:class:`TierContract` is what all promise; one of :class:`SurvivesRestart` and :class:`ForgetsAtRestart` holds
+for each; :class:`CountsItsBytes`, :class:`ListsItsObjects`, :class:`TellsAbsence` and :class:`HeedsPins` for
+some.  They bring tests of their own, and more to look at for all tests.  Tiers that keep a budget are tested
+by :class:`BudgetContract` too.
 """
 
 import contextlib
@@ -59,17 +62,6 @@ class TierContract:
     ``clock``: the tier's time (``conftest.ManualClock``; ``WallClock`` where time cannot be set).
     """
 
-    survives_restart = True
-    keeps_worth = True
-    """``held`` after a restart tells the worth that was put."""
-    lists = True
-    """``held`` lists."""
-    counts = True
-    """``used`` is exactly the objects' bytes."""
-    tells = True
-    """``may_hold`` is false for absent objects."""
-    heeds_pins = True
-    heeds_expiry = True
     tick = 1.0
     """Seconds that expiry is tested with; large enough for the tier's resolution."""
 
@@ -80,18 +72,31 @@ class TierContract:
         if audit is not None:
             audit()
 
-    def assert_absent(self, tier: Tier, i: int) -> None:
-        if self.tells:
-            assert not tier.may_hold(name(i))
-        assert got(tier, i) is None
-        if self.lists:
-            assert name(i) not in self.names(tier)
+    # -- what is looked at: contracts of some tiers look closer
 
-    @staticmethod
-    def names(tier: Tier) -> set[ObjectName]:
-        held = tier.held()
-        assert held is not None
-        return {h.name for h in held}
+    def assert_may_be_absent(self, tier: Tier, i: int) -> None:
+        """``may_hold`` of an absent object."""
+        tier.may_hold(name(i))
+
+    def assert_absent(self, tier: Tier, i: int) -> None:
+        self.assert_may_be_absent(tier, i)
+        assert got(tier, i) is None
+
+    def assert_lists(self, tier: Tier, objects: list[Held]) -> None:
+        """``held`` of a tier with exactly these objects."""
+        assert tier.held() is None
+
+    def assert_uses(self, tier: Tier, nbytes: int) -> None:
+        """``used`` of a tier whose objects have so many bytes."""
+        used, budget = tier.used()
+        assert used >= 0 and (budget is None or used <= budget)
+
+    def assert_whole(self, tier: Tier, sizes: dict[int, int]) -> None:
+        """Each of the objects is there whole or not at all, and the tier says which."""
+        there = {i: data for i in sizes if (data := got(tier, i)) is not None}
+        assert all(data == content(i, sizes[i]) for i, data in there.items())
+        self.assert_lists(tier, [Held(name(i), worth(sizes[i])) for i in there])
+        self.assert_uses(tier, sum(sizes[i] for i in there))
 
     # -- bytes in, the same bytes out
 
@@ -106,8 +111,7 @@ class TierContract:
         data = put(tier, 1, 100)
         tier.put(name(1), view(content(2, 3000)), worth(3000))
         assert got(tier, 1) == data
-        if self.counts:
-            assert tier.used()[0] == 100
+        self.assert_uses(tier, 100)
 
     def test_ranks_are_different_objects(self, tier: Tier):
         key = "ab" * 32
@@ -141,8 +145,7 @@ class TierContract:
         assert got(tier, 1, limit=4096 - short_by) is None
         self.assert_absent(tier, 1)
         assert got(tier, 2) == kept
-        if self.counts:
-            assert tier.used()[0] == 4096
+        self.assert_uses(tier, 4096)
 
     def test_delete(self, tier: Tier):
         put(tier, 1, 100)
@@ -160,8 +163,7 @@ class TierContract:
 
     def test_may_hold_changes_nothing(self, tier: Tier):
         for _ in range(3):
-            if self.tells:
-                assert not tier.may_hold(name(1))
+            self.assert_may_be_absent(tier, 1)
         data = put(tier, 1, 100)
         for _ in range(3):
             assert tier.may_hold(name(1))
@@ -170,25 +172,10 @@ class TierContract:
     # -- lists and levels
 
     def test_held_lists_all_objects_with_their_worth(self, tier: Tier):
-        if not self.lists:
-            assert tier.held() is None
-            return
         put(tier, 1, 100, tokens=7)
         put(tier, 2, 200, tokens=8)
-        expected = [Held(name(1), worth(100, 7)), Held(name(2), worth(200, 8))]
         for _ in range(2):
-            held = tier.held()
-            assert held is not None
-            assert sorted(held, key=lambda h: h.worth.nbytes) == expected
-
-    def test_used(self, tier: Tier):
-        if not self.counts:
-            pytest.skip("this tier does not count its bytes exactly")
-        put(tier, 1, 100)
-        put(tier, 2, 4096)
-        assert tier.used()[0] == 4196
-        tier.delete(name(1))
-        assert tier.used()[0] == 4096
+            self.assert_lists(tier, [Held(name(1), worth(100, 7)), Held(name(2), worth(200, 8))])
 
     def test_clear(self, tier: Tier):
         put(tier, 1, 100)
@@ -197,35 +184,25 @@ class TierContract:
         tier.clear()
         self.assert_absent(tier, 1)
         self.assert_absent(tier, 2)
-        if self.counts:
-            assert tier.used()[0] == 0
+        self.assert_uses(tier, 0)
         data = put(tier, 3, 100)
         assert got(tier, 3) == data
 
     # -- expiry
 
     def test_expiry(self, tier: Tier, clock):
-        if not self.heeds_expiry:
-            pytest.skip("this tier knows no expiry")
         put(tier, 1, 100)
         kept = put(tier, 2, 100)
         at = clock() + 2 * self.tick
         tier.expire(name(1), at)
         assert got(tier, 1) == content(1, 100)
-        if self.lists:
-            assert {h.name: h.expires for h in tier.held() or ()} == {
-                name(1): pytest.approx(at),
-                name(2): None,
-            }
+        self.assert_lists(tier, [Held(name(1), worth(100), at), Held(name(2), worth(100))])
         clock.advance(3 * self.tick)
         self.assert_absent(tier, 1)
         assert got(tier, 2) == kept
-        if self.counts:
-            assert tier.used()[0] == 100
+        self.assert_uses(tier, 100)
 
     def test_an_expired_object_makes_way(self, tier: Tier, clock):
-        if not self.heeds_expiry:
-            pytest.skip("this tier knows no expiry")
         put(tier, 1, 100)
         tier.expire(name(1), clock() + self.tick)
         clock.advance(2 * self.tick)
@@ -233,8 +210,6 @@ class TierContract:
         assert got(tier, 1) == content(2, 200)
 
     def test_expiry_in_the_past(self, tier: Tier, clock):
-        if not self.heeds_expiry:
-            pytest.skip("this tier knows no expiry")
         put(tier, 1, 100)
         tier.expire(name(1), clock() - self.tick)
         self.assert_absent(tier, 1)
@@ -254,27 +229,7 @@ class TierContract:
         clock.advance(2 * self.tick)
         assert got(tier, 1) == data
 
-    @pytest.mark.parametrize("pinned_first", [False, True])
-    def test_expiry_passes_pinned_objects_by(self, tier: Tier, clock, pinned_first: bool):
-        if not (self.heeds_expiry and self.heeds_pins):
-            pytest.skip("this tier knows no expiry or no pins")
-        if pinned_first:
-            tier.pin(name(1))
-        data = put(tier, 1, 100)
-        tier.expire(name(1), clock() + self.tick)
-        if not pinned_first:
-            tier.pin(name(1))
-        clock.advance(2 * self.tick)
-        assert tier.may_hold(name(1))
-        assert got(tier, 1) == data
-        put(tier, 2, 100)
-        assert got(tier, 1) == data
-        tier.unpin(name(1))
-        self.assert_absent(tier, 1)
-
     def test_a_pin_revives_nothing(self, tier: Tier, clock):
-        if not self.heeds_expiry:
-            pytest.skip("this tier knows no expiry")
         put(tier, 1, 100)
         tier.expire(name(1), clock() + self.tick)
         clock.advance(2 * self.tick)
@@ -282,28 +237,6 @@ class TierContract:
         self.assert_absent(tier, 1)
 
     # -- life
-
-    def test_restart(self, tier: Tier, reopen: Callable[[Tier], Tier]):
-        data = {i: put(tier, i, nbytes, tokens=i) for i, nbytes in enumerate(SIZES[:3])}
-        put(tier, 9, 100)
-        tier.delete(name(9))
-        again = reopen(tier)
-        if not self.survives_restart:
-            for i in data:
-                self.assert_absent(again, i)
-            return
-        for i in data:
-            assert again.may_hold(name(i))
-        self.assert_absent(again, 9)
-        if self.lists and self.keeps_worth:
-            assert {h.name: h.worth for h in again.held() or ()} == {
-                name(i): worth(len(d), tokens=i) for i, d in data.items()
-            }
-        if self.counts:
-            assert again.used()[0] == sum(map(len, data.values()))
-        assert {i: got(again, i) for i in data} == data
-        assert again.delete(name(0)) is True
-        self.assert_absent(again, 0)
 
     def test_after_close_operations_fail(self, tier: Tier):
         put(tier, 1, 100)
@@ -348,11 +281,7 @@ class TierContract:
 
         self.in_threads(work)
         assert not faults, faults
-        if self.lists:
-            held = self.names(tier)
-            assert held == {name(i) for i in names if got(tier, i) == content(i, sizes[i])}
-            if self.counts:
-                assert tier.used()[0] == sum(sizes[i] for i in names if name(i) in held)
+        self.assert_whole(tier, sizes)
 
     def test_threads_that_put_the_same_object(self, tier: Tier):
         """When any of them returns, the object is there, whole."""
@@ -369,8 +298,7 @@ class TierContract:
 
         self.in_threads(work)
         assert not faults, faults
-        if self.counts:
-            assert tier.used()[0] == 10 * 200_000
+        self.assert_uses(tier, 10 * 200_000)
 
     @staticmethod
     def in_threads(work: Callable[[int], None]) -> None:
@@ -380,6 +308,94 @@ class TierContract:
         for thread in threads:
             thread.join(120)
             assert not thread.is_alive(), "a thread hangs"
+
+
+class SurvivesRestart(TierContract):
+    def test_restart(self, tier: Tier, reopen: Callable[[Tier], Tier]):
+        data = {i: put(tier, i, nbytes, tokens=i) for i, nbytes in enumerate(SIZES[:3])}
+        put(tier, 9, 100)
+        tier.delete(name(9))
+        again = reopen(tier)
+        for i in data:
+            assert again.may_hold(name(i))
+        self.assert_absent(again, 9)
+        self.assert_lists(again, [Held(name(i), worth(len(d), tokens=i)) for i, d in data.items()])
+        self.assert_uses(again, sum(map(len, data.values())))
+        assert {i: got(again, i) for i in data} == data
+        assert again.delete(name(0)) is True
+        self.assert_absent(again, 0)
+
+
+class ForgetsAtRestart(TierContract):
+    def test_restart(self, tier: Tier, reopen: Callable[[Tier], Tier]):
+        data = {i: put(tier, i, nbytes, tokens=i) for i, nbytes in enumerate(SIZES[:3])}
+        again = reopen(tier)
+        for i in data:
+            self.assert_absent(again, i)
+        self.assert_lists(again, [])
+        self.assert_uses(again, 0)
+
+
+class CountsItsBytes(TierContract):
+    """``used`` is exactly the objects' bytes."""
+
+    def assert_uses(self, tier: Tier, nbytes: int) -> None:
+        super().assert_uses(tier, nbytes)
+        assert tier.used()[0] == nbytes
+
+    def test_used(self, tier: Tier):
+        put(tier, 1, 100)
+        put(tier, 2, 4096)
+        assert tier.used()[0] == 4196
+        tier.delete(name(1))
+        assert tier.used()[0] == 4096
+
+
+class ListsItsObjects(TierContract):
+    """``held`` lists all objects with the worth that was put, also after a restart."""
+
+    @staticmethod
+    def listed(tier: Tier) -> list[Held]:
+        held = tier.held()
+        assert held is not None
+        return sorted(held, key=lambda h: h.name)
+
+    def assert_absent(self, tier: Tier, i: int) -> None:
+        super().assert_absent(tier, i)
+        assert name(i) not in {h.name for h in self.listed(tier)}
+
+    def assert_lists(self, tier: Tier, objects: list[Held]) -> None:
+        assert self.listed(tier) == sorted(objects, key=lambda h: h.name)
+
+    def assert_whole(self, tier: Tier, sizes: dict[int, int]) -> None:
+        listed = self.listed(tier)
+        super().assert_whole(tier, sizes)
+        assert self.listed(tier) == listed, "an object was listed that could not be read"
+
+
+class TellsAbsence(TierContract):
+    """``may_hold`` is false for absent objects."""
+
+    def assert_may_be_absent(self, tier: Tier, i: int) -> None:
+        assert not tier.may_hold(name(i))
+
+
+class HeedsPins(TierContract):
+    @pytest.mark.parametrize("pinned_first", [False, True])
+    def test_expiry_passes_pinned_objects_by(self, tier: Tier, clock, pinned_first: bool):
+        if pinned_first:
+            tier.pin(name(1))
+        data = put(tier, 1, 100)
+        tier.expire(name(1), clock() + self.tick)
+        if not pinned_first:
+            tier.pin(name(1))
+        clock.advance(2 * self.tick)
+        assert tier.may_hold(name(1))
+        assert got(tier, 1) == data
+        put(tier, 2, 100)
+        assert got(tier, 1) == data
+        tier.unpin(name(1))
+        self.assert_absent(tier, 1)
 
 
 class BudgetContract:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from store.services import LMCacheServer, RedisServer, redis_program
 
-from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.bench.services import LMCacheServer, RedisServer
+from vllm_hypic.demo import EXAMPLE, Task
 from vllm_hypic.serving import Server
 
 from .asking import DOCUMENT_TOKENS, DOCUMENTS, Questions, ask_right
@@ -29,6 +29,7 @@ ENV = {
 RECORD_BYTES = 3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512
 """Room that a document's record takes in the pool; its object is no longer."""
 DEADLINE_S = 4.0
+_TRIES = 4
 
 
 def small_server(log: Path, records: int, *tier_options: dict[str, object]) -> Server:
@@ -54,7 +55,10 @@ class Stand:
     """A server whose pool is too small for what it is asked, and its three tiers."""
 
     server: Server
-    disk: SmallDisk
+    records: Path
+    """Folder of the disk tier."""
+    small_disk: SmallDisk | None
+    """Where that lies, as far as this machine lets us mount one."""
     redis: RedisServer
     way: SlowWay
     """To Redis."""
@@ -64,9 +68,44 @@ class Stand:
     POOL_RECORDS = 3 * DOCUMENTS
     DISK_RECORDS = 6
 
+    @property
+    def disk(self) -> SmallDisk:
+        """For tests that break it."""
+        if self.small_disk is None:
+            pytest.skip(
+                "needs a file system of its own: this user may not mount one, nor have a user namespace"
+            )
+        return self.small_disk
+
     def push_out(self) -> None:
         """Of pool and disk go the records that were there: new ones take their room."""
         ask_right(self.server, *self.questions.new(4))
+
+    def kept(self, *tiers: str) -> tuple[Task, TierCounts]:
+        """A new question whose documents all got into these tiers, and what was reported then.
+
+        A tier may refuse records: its queue is full, or the machine stood still for longer than its deadline.
+        """
+        found = settled(self.server)
+        for task in self.questions.new(_TRIES):
+            before = found
+            ask_right(self.server, task)
+            found = settled(self.server)
+            if all(found[tier]["stored"] - before[tier]["stored"] >= DOCUMENTS for tier in tiers):
+                return task, found
+        raise AssertionError(f"{tiers} do not take records: {found}")
+
+    def read_back(self, task: Task, tier: str, before: TierCounts) -> TierCounts:
+        """Documents that are in ``tier`` are read from it, at the latest when asked for again."""
+
+        def hit(found: TierCounts) -> bool:
+            if found[tier]["hits"] > before[tier]["hits"]:
+                return True
+            self.push_out()
+            ask_right(self.server, task)
+            return False
+
+        return tiers_when(self.server, hit, f"records are read from {tier}")
 
     def recover(self, tier: str) -> None:
         """A tier that was mended is up again, and new records reach it.
@@ -86,29 +125,29 @@ class Stand:
 
 @pytest.fixture(scope="package")
 def _stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    if redis_program() is None:
-        pytest.skip("no redis-server: neither on PATH nor in the environment (tools/fetch_redis.py)")
     folders = tmp_path_factory.mktemp("faults")
     for name in ("redis", "lmcache"):
         (folders / name).mkdir()
     with ExitStack() as stack:
-        disk = SmallDisk(folders / "disk", Stand.DISK_RECORDS * RECORD_BYTES)
+        disk: SmallDisk | None = SmallDisk(folders / "disk", Stand.DISK_RECORDS * RECORD_BYTES)
+        folder, nbytes = folders / "disk" / "records", Stand.DISK_RECORDS * RECORD_BYTES
         try:
-            stack.enter_context(disk)
-        except NoDisk as e:
-            pytest.skip(f"no file system of the test's own: {e}")
+            folder = stack.enter_context(disk).path / "records"
+            nbytes = 1 << 30
+        except NoDisk:
+            disk = None
         redis = stack.enter_context(RedisServer(folders / "redis"))
         way = stack.enter_context(SlowWay(redis.port))
         lmcache = stack.enter_context(LMCacheServer(folders / "lmcache"))
         server = small_server(
             folders / "server.log",
             Stand.POOL_RECORDS,
-            {"type": "disk", "path": str(disk.path / "records"), "bytes": "1GiB"},
+            {"type": "disk", "path": str(folder), "bytes": nbytes},
             {"type": "redis", "url": f"redis://127.0.0.1:{way.port}/0"},
             {"type": "lmcache", "url": lmcache.url},
         )
         stack.enter_context(server)
-        yield Stand(server, disk, redis, way, lmcache, Questions())
+        yield Stand(server, folder, disk, redis, way, lmcache, Questions())
 
 
 @pytest.fixture

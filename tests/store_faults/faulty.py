@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from store.services import wait_until
+from store.awkward_tiers import wait_for
 
 
 class NoDisk(Exception):
@@ -74,7 +74,7 @@ class SmallDisk:
     def set_writable(self, writable: bool) -> None:
         """Also while it is used: waits for a moment in which no file is being written."""
         how = "rw" if writable else "ro"
-        wait_until(lambda: self._run(f"mount -o remount,{how} {self._point}") is None, 20, f"mounted {how}")
+        wait_for(lambda: self._run(f"mount -o remount,{how} {self._point}") is None, f"mounted {how}")
 
     def fill(self) -> None:
         """Not a byte is free, also when others remove their files, until :meth:`relieve`."""

@@ -45,7 +45,7 @@ def test_answers_and_books_hold_while_servers_die_and_come_back(stand: Stand) ->
 
 def check_books(stand: Stand) -> None:
     """Whatever lies in a tier is whole, and the server knows what it has."""
-    folder = stand.disk.path / "records"
+    folder = stand.records
     found = tiers_when(
         stand.server, lambda t: t["disk"]["objects"] == len(files_of(folder)), "files are what is booked"
     )

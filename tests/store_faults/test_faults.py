@@ -17,37 +17,36 @@ from .observing import TierCounts, files_of, settled, tiers, tiers_when
 
 
 def test_a_full_disk_refuses_records_and_takes_them_again(stand: Stand) -> None:
+    disk = stand.disk
     stand.push_out()
     before = settled(stand.server)["disk"]
-    assert before["evictions"] > 0 == before["refused"], "what fits is kept instead of what is older"
+    # Seldom one is refused all the same: a file that was removed while it is read takes its room with it.
+    assert before["evictions"] > before["refused"], "what fits is kept instead of what is older"
     # All room is another's: the tier's own files are gone, so it has none to give away.
-    for file in files_of(stand.disk.path / "records").values():
+    for file in files_of(stand.records).values():
         file.unlink()
-    stand.disk.fill()
+    disk.fill()
     try:
         stand.push_out()
-        full = tiers_when(stand.server, lambda t: t["disk"]["refused"] > 0, "records are refused")["disk"]
+        refused = before["refused"]
+        full = tiers_when(stand.server, lambda t: t["disk"]["refused"] > refused, "it refuses")["disk"]
         assert full["up"] and full["errors"] == before["errors"], "a full disk is no failing one"
     finally:
-        stand.disk.relieve()
+        disk.relieve()
     stand.recover("disk")
 
 
 def test_a_disk_made_read_only_is_still_read(stand: Stand) -> None:
-    [old] = stand.questions.new(1)
-    ask_right(stand.server, old)
-    before = settled(stand.server)["disk"]
-    stand.disk.set_writable(False)
+    disk = stand.disk
+    old, before = stand.kept("disk")
+    disk.set_writable(False)
     try:
         stand.push_out()  # of the pool; the disk cannot change
         down = tiers_when(stand.server, lambda t: not t["disk"]["up"], "the disk is down")
-        ask_right(stand.server, old)
-        found = tiers_when(
-            stand.server, lambda t: t["disk"]["hits"] > before["hits"], "records are read from the disk"
-        )
-        assert found["disk"]["stored"] == down["disk"]["stored"] == before["stored"]
+        found = stand.read_back(old, "disk", before)
+        assert found["disk"]["stored"] == down["disk"]["stored"] == before["disk"]["stored"]
     finally:
-        stand.disk.set_writable(True)
+        disk.set_writable(True)
     stand.recover("disk")
 
 
@@ -80,8 +79,7 @@ def test_a_tier_that_keeps_one_waiting(
     stand: Stand, spoil: Callable[[Stand], None], mend: Callable[[Stand], None]
 ) -> None:
     """Who waits for its records gets them from the next tier or computed; the others notice nothing."""
-    [old] = stand.questions.new(1)
-    ask_right(stand.server, old)
+    old, _ = stand.kept("redis", "lmcache")
     stand.push_out()
     before = settled(stand.server)
     with PlainStream(stand.server) as plain:
@@ -95,11 +93,7 @@ def test_a_tier_that_keeps_one_waiting(
             ended = time.monotonic()
             ask_right(stand.server, *stand.questions.new(2))
             felt = tiers_when(stand.server, lambda t: not t["redis"]["up"], "Redis is down")
-            tiers_when(
-                stand.server,
-                lambda t: t["lmcache"]["hits"] > before["lmcache"]["hits"],
-                "the next tier has it",
-            )
+            stand.read_back(old, "lmcache", before)
         finally:
             mend(stand)
     assert faults_of(felt) > faults_of(before), "nobody waited: the test says nothing"

@@ -1,4 +1,4 @@
-"""Redis and LMCache servers of a benchmark: on free ports of 127.0.0.1, empty, gone when it ends."""
+"""Redis and LMCache servers of benchmarks and tests: on free ports of 127.0.0.1, gone when they end."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
-from ..serving import free_port
+from ..processes import free_port, launch
 
+if TYPE_CHECKING:
+    import redis
+
+HOST = "127.0.0.1"
 START_S = 90.0
 STOP_S = 10.0
-HOST = "127.0.0.1"
-
-# The kernel kills the server with the thread that started it; the check closes the gap before that request.
-_LAUNCH = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the benchmark is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class ServiceMissing(Exception):
@@ -60,70 +55,165 @@ def require_lmcache() -> None:
     from ..store.tiers import lmcache
 
     try:
-        lmcache.require_lmcache("this row")
+        lmcache.require_lmcache("this server")
     except ImportError as e:
         raise ServiceMissing(str(e)) from e
 
 
-@contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
-    """An empty Redis server that keeps everything in memory; its URL."""
-    program, port = redis_program(), free_port()
-    command = [str(program), "--port", str(port), "--bind", HOST, "--dir", str(folder)]
-    with _service(
-        "redis", [*command, "--save", "", "--appendonly", "no"], port, folder / "redis.log", os.environ
-    ):
-        yield f"redis://{HOST}:{port}/0"
+class Service(ABC):
+    """One process that listens on ``port``, with its data in ``folder``; can be killed and started again."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.log = folder / f"{type(self).__name__}-{self.port}.log"
+        self._process: subprocess.Popen[bytes] | None = None
 
-@contextmanager
-def lmcache_server(folder: Path, l1_gib: float) -> Iterator[str]:
-    """An LMCache server with the plugin's module and ``l1_gib`` of memory; its URL."""
-    require_lmcache()
-    port, http_port = free_port(), free_port()
-    module = {"module_path": "vllm_hypic.store.tiers.lmcache_module"}
-    command = [
-        *(sys.executable, "-m", "lmcache.cli.main", "server"),
-        *("--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)),
-        *("--l1-size-gb", str(l1_gib), "--no-l1-use-lazy", "--eviction-policy", "LRU"),
-        *("--server-module", json.dumps(module), "--max-workers", "4", "--disable-observability"),
-    ]
-    quiet = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
-    with _service("lmcache", command, port, folder / "lmcache.log", quiet):
-        yield f"tcp://{HOST}:{port}"
+    @abstractmethod
+    def command(self) -> list[str]:
+        """Its program's path and arguments."""
 
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
 
-@contextmanager
-def _service(
-    name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str]
-) -> Iterator[None]:
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCH, str(os.getpid()), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=log.parent,
-            env=dict(environment),
-            start_new_session=True,
+    def answers(self) -> bool:
+        """One try, which may also raise ``OSError``."""
+        with socket.create_connection((HOST, self.port), timeout=1):
+            return True
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start, and wait until it answers; :class:`ServiceError` when it ends or time is up."""
+        if self._process is not None:
+            raise ServiceError(f"{type(self).__name__} is already started")
+        self._process = launch(
+            self.command(),
+            self.log,
+            env=self.environment(),
+            folder=self.folder,
+            at_the_end=signal.SIGKILL,
         )
-    try:
-        _wait(name, process, port, log)
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(STOP_S)
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_S
+        while True:
+            with suppress(OSError):
+                if self.answers():
+                    return
+            code = self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                how = (
+                    f"does not answer within {START_S:g} s"
+                    if code is None
+                    else f"ended with exit code {code}"
+                )
+                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+                raise ServiceError(f"{type(self).__name__} {how}; its log ends:\n{tail}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """``kill -9`` to it and its children; may be called when nothing runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(STOP_S)
+
+    def pause(self) -> None:
+        """It accepts connections and answers nothing, until :meth:`resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is None:
+            raise ServiceError(f"{type(self).__name__} is not started")
+        os.killpg(self._process.pid, number)
 
 
-def _wait(name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        with suppress(OSError), socket.create_connection((HOST, port), timeout=1):
-            return
-        code = process.poll()
-        if code is not None or time.monotonic() > deadline:
-            how = f"is not up after {START_S:g} s" if code is None else f"ended with exit code {code}"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise ServiceError(f"the {name} server {how}; its log ends:\n{tail}")
-        time.sleep(0.05)
+class RedisServer(Service):
+    """A redis-server.  ``durable``: it appends every write to a file, so that a restart finds all."""
+
+    def __init__(self, folder: Path, password: str = "", *options: str, durable: bool = True) -> None:
+        super().__init__(folder)
+        self.password, self.options, self.durable = password, options, durable
+
+    @property
+    def url(self) -> str:
+        secret = f":{self.password}@" if self.password else ""
+        return f"redis://{secret}{HOST}:{self.port}/0"
+
+    def client(self) -> redis.Redis:
+        """A connection beside the tier's."""
+        import redis
+
+        return redis.Redis.from_url(self.url, socket_timeout=5)
+
+    def command(self) -> list[str]:
+        kept = ("--appendonly", "yes", "--appendfsync", "always") if self.durable else ("--appendonly", "no")
+        return [
+            *(str(redis_program()), "--port", str(self.port), "--bind", HOST, "--dir", str(self.folder)),
+            *("--save", "", *kept),
+            *(("--requirepass", self.password) if self.password else ()),
+            *self.options,
+        ]
+
+    def answers(self) -> bool:
+        import redis
+
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+
+
+class LMCacheServer(Service):
+    """``lmcache server`` with the plugin's module and ``l1_gib`` of memory; ``durable``: and a folder."""
+
+    def __init__(self, folder: Path, l1_gib: float = 0.25, *, durable: bool = True) -> None:
+        super().__init__(folder)
+        self.l1_gib = l1_gib
+        self.http_port = free_port()
+        self.disk = folder / "disk" if durable else None
+
+    @property
+    def url(self) -> str:
+        return f"tcp://{HOST}:{self.port}"
+
+    def command(self) -> list[str]:
+        require_lmcache()
+        module = {"module_path": "vllm_hypic.store.tiers.lmcache_module"}
+        disk = {"type": "fs_native", "base_path": str(self.disk)}
+        return [
+            *(sys.executable, "-m", "lmcache.cli.main", "server"),
+            *(
+                "--host",
+                HOST,
+                "--port",
+                str(self.port),
+                "--http-host",
+                HOST,
+                "--http-port",
+                str(self.http_port),
+            ),
+            *("--l1-size-gb", str(self.l1_gib), "--no-l1-use-lazy", "--eviction-policy", "LRU"),
+            *(("--l2-adapter", json.dumps(disk)) if self.disk is not None else ()),
+            *("--server-module", json.dumps(module), "--max-workers", "4", "--disable-observability"),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}

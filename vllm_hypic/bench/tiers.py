@@ -24,7 +24,7 @@ from .gate import GateFailed
 from .points import BESIDE, HEAD, QUESTION, Shape
 from .prompts import Prompt, Writer
 from .report import Steps, check_outputs, console, output_options, seconds, size
-from .services import ServiceError, ServiceMissing, lmcache_server, redis_server, require_lmcache
+from .services import LMCacheServer, RedisServer, ServiceError, ServiceMissing, require_lmcache
 from .settings import SHORTEST, EngineSettings, engine_options, needed_context, repeat_options
 from .stats import Spread
 
@@ -188,7 +188,7 @@ def _setup(tier_gib: float, folder: Path | None) -> Iterator[Setup]:
         ]
         missing: dict[str, str] = {}
         try:
-            url = stack.enter_context(redis_server(top))
+            url = stack.enter_context(RedisServer(top, durable=False)).url
             made.append({"type": "redis", "name": "redis", "url": url})
         except ServiceMissing as e:
             missing["redis"] = str(e)
@@ -199,7 +199,7 @@ def _setup(tier_gib: float, folder: Path | None) -> Iterator[Setup]:
             adapter = {"type": "fs_native", "base_path": str(below_lmcache)}
             made.append({"type": "lmcache", "name": "lmcache", "l1_bytes": nbytes})
             made.append({"type": "lmcache", "name": "lmcache-fs", "l1_bytes": nbytes, "l2": [adapter]})
-            url = stack.enter_context(lmcache_server(top, tier_gib))
+            url = stack.enter_context(LMCacheServer(top, tier_gib, durable=False)).url
             made.append({"type": "lmcache", "name": "lmcache-server", "url": url})
         except ServiceMissing as e:
             missing |= dict.fromkeys(("lmcache", "lmcache-fs", "lmcache-server"), str(e))

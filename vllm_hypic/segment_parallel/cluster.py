@@ -9,13 +9,9 @@ Whatever happens inside, nothing that was started is left afterwards.
 from __future__ import annotations
 
 import json
-import os
-import random
 import shlex
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,13 +28,12 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..serving import _LAUNCH, Server, ServerError
+from ..processes import free_port
+from ..serving import Server, ServerError
 
 FAILURES = "hypic_router_failures_total"
 _MOST_STARTED = 64
 """Servers that one cluster starts in its life; each is kept by a thread."""
-_PORTS = (10000, 32768)
-"""Below those that Linux gives to outgoing connections: a server listens seconds after it chose its port."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Instance(Server):
     def __init__(self, name: str, setup: Setup, log: Path, *, port: int | None = None) -> None:
         """``port``: of HTTP, where another one should be replaced; its other ports are new."""
         self.name = name
-        self.listen, self.events = (f"tcp://127.0.0.1:{_port()}" for _ in range(2))
+        self.listen, self.events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         options = {
             "pool_bytes": setup.pool_bytes,
             **setup.hypic,
@@ -105,11 +100,14 @@ class Instance(Server):
             log=log,
             start_timeout_s=600.0,
         )
-        self.port = port or _port()
+        self.port = port or free_port()
 
 
 class Router(Server):
     """One ``vllm-hypic router``."""
+
+    health = "/healthcheck"
+    program = ("-c", "from vllm_hypic.cli import main; main()")
 
     def __init__(
         self,
@@ -118,53 +116,16 @@ class Router(Server):
         *options: str,
         log: Path,
         port: int | None = None,
-        always: bool = False,
     ) -> None:
-        """``always``: it spreads requests even if they gain nothing by it, as no router of a user's does."""
         where = [*(w for url in prefill for w in ("--prefill", url))]
         where += [*(w for url in combine for w in ("--combine", url))]
         super().__init__("", *where, *options, log=log, start_timeout_s=60.0)
-        self.name, self.always = "router", always
-        self.port = port or _port()
+        self.name = "router"
+        self.port = port or free_port()
 
     @property
     def command(self) -> list[str]:
         return ["vllm-hypic", "router", *self.options, "--host", "127.0.0.1", "--port", str(self.port)]
-
-    def start(self) -> None:
-        """Start and wait for ``/healthcheck``."""
-        if self._process is not None:
-            raise ServerError("the router is already started")
-        arguments = ["-c", "from vllm_hypic.cli import main; main()", *self.command[1:]]
-        if self.always:
-            arguments = ["-m", "vllm_hypic.segment_parallel.spread_always", *self.command[2:]]
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, str(os.getpid()), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=self._env,
-            )
-        try:
-            self._wait_for_health()
-        except BaseException:
-            self.stop()
-            raise
-
-    def _wait_for_health(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + self.start_timeout_s
-        while True:
-            if (code := self._process.poll()) is not None:
-                raise ServerError(f"the router ended with exit code {code} while starting; {self._told()}")
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/healthcheck", timeout=5).status_code == 200:
-                    return
-            if time.monotonic() > deadline:
-                raise ServerError(f"the router was not up after {self.start_timeout_s:g} s; {self._told()}")
-            time.sleep(0.1)
 
     def samples(self) -> dict[tuple[str, ...], float]:
         """``/metrics`` by name and values of labels (in the order of labels' names)."""
@@ -260,12 +221,10 @@ class Cluster:
         self.router = self._router(self.workers, self.combines, *self.setup.router, port=old.port)
         self.start(self.router)
 
-    def another_router(self, workers: Sequence[Instance], *, always: bool = False) -> Router:
-        """One more router in front of the same combine nodes, with these workers alone; up and informed.
-
-        ``always``: it spreads requests even if they gain nothing by it.
-        """
-        router = self._router(workers, self.combines, *self.setup.router, always=always)
+    def another_router(self, workers: Sequence[Instance], *options: str) -> Router:
+        """One more router in front of the same combine nodes, with these workers alone and with more options;
+        up and informed."""
+        router = self._router(workers, self.combines, *self.setup.router, *options)
         self.start(router)
         router.ready(len(workers) + len(self.combines))
         return router
@@ -280,10 +239,9 @@ class Cluster:
         combines: Sequence[Instance],
         *options: str,
         port: int | None = None,
-        always: bool = False,
     ) -> Router:
         prefill, combine = [i.url for i in workers], [i.url for i in combines]
-        return Router(prefill, combine, *options, log=self._log("router"), port=port, always=always)
+        return Router(prefill, combine, *options, log=self._log("router"), port=port)
 
     def _log(self, name: str) -> Path:
         taken = len(list(self.folder.glob(f"{name}-*.log")))
@@ -336,12 +294,3 @@ def _all(futures: Sequence[Future[None]]) -> None:
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]
-
-
-def _port() -> int:
-    """One that nobody listens on now, and that no outgoing connection is given before our server is up."""
-    while True:
-        port = random.randrange(*_PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -67,7 +67,7 @@ def measure(
     """
     two, [combine] = cluster.router, cluster.combines
     # A router spreads over a single worker only when told to: nothing is gained by it.
-    one = cluster.another_router(cluster.workers[:1], always=True)
+    one = cluster.another_router(cluster.workers[:1], "--min-gain", "-1")
     draw, separator = writer(setup.model, seed), separator_of(combine.url)
     asked = 0
 

@@ -20,11 +20,11 @@ from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.options import link_of_request
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
 from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.processes import free_port
 from vllm_hypic.segment_parallel.events import Publisher
 from vllm_hypic.segment_parallel.landing import Landing
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender
-from vllm_hypic.serving import free_port
 from vllm_hypic.store.protocol import Verdict
 from vllm_hypic.store.worth import object_name
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import httpx
 import zmq
@@ -37,12 +38,7 @@ def build_app(settings: Settings, secret: Secret | None) -> FastAPI:
     """Routes of its own: ``/healthcheck`` and ``/metrics``.  Everything else goes to an instance."""
     pool = Pool(settings)
     metrics = RouterMetrics(pool.instances)
-    http = httpx.AsyncClient(
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S
-        ),
-        trust_env=False,
-    )
+    http = _client(settings.urls)
     withdraw = _withdrawing(secret, metrics)
     flights = Flights(pool, settings, http, withdraw, metrics)
     front = Front(pool, settings, http, flights, withdraw, metrics)
@@ -77,6 +73,16 @@ def build_app(settings: Settings, secret: Secret | None) -> FastAPI:
 
     app.mount("/", front)
     return app
+
+
+def _client(urls: Sequence[str]) -> httpx.AsyncClient:
+    """Each instance has connections of its own: what a request costs grows with those of its pool."""
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S
+    )
+    sites = {f"{u.scheme}://{u.netloc}" for u in map(urlsplit, urls)}
+    mounts = {site: httpx.AsyncHTTPTransport(limits=limits, trust_env=False) for site in sites}
+    return httpx.AsyncClient(mounts=mounts, trust_env=False)
 
 
 def _withdrawing(secret: Secret | None, metrics: RouterMetrics) -> Withdraw:

@@ -29,7 +29,10 @@ from .settings import Settings
 )
 @click.option("--deadline-s", type=float, help="Longest wait for segments.  [default: the instances' own]")
 @click.option(
-    "--min-gain", default=Settings.min_gain, show_default=True, help="Least share of its prefill saved."
+    "--min-gain",
+    default=Settings.min_gain,
+    show_default=True,
+    help="Least share of its prefill saved; -1: spread always.",
 )
 @click.option("--segments-per-worker", default=Settings.segments_per_worker, show_default=True)
 @click.option("--straggler-factor", default=Settings.straggler_factor, show_default=True)

@@ -195,7 +195,7 @@ class Front:
         if not instance.spreads or not any(i is not instance for i in spreading):
             return instance, None, Whole.NO_WORKERS
         decision = decide(planned, instance, spreading, plans.traffic)
-        if decision.gain <= 0 or decision.gain < self._settings.min_gain:
+        if not decision.tasks or not self._settings.enough(decision.gain):
             decision = decision.only_joining()
             if not decision.joins:
                 return instance, None, Whole.NO_GAIN

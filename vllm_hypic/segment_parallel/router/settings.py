@@ -23,7 +23,8 @@ class Settings:
     deadline_s: float | None = None
     """Longest that a request waits for segments of others; ``None``: as long as its instance lets it."""
     min_gain: float = 0.1
-    """Share of a request's own prefill that its first token must be spared by spreading it."""
+    """Share of a request's own prefill that its first token must be spared by spreading it; -1: it is spread
+    whatever that gains, for measurements."""
     segments_per_worker: int = 2
     """Segment requests open at one worker: one travels while the next is computed."""
     straggler_factor: float = 3.0
@@ -42,14 +43,17 @@ class Settings:
             raise ConfigError("no instance computes segments: give --prefill URL, or --pool URL")
         if self.deadline_s is not None:
             _number("--deadline-s", self.deadline_s, above=0)
-        _number("--min-gain", self.min_gain, at_least=0)
-        if self.min_gain > 1:
-            raise ConfigError(f"--min-gain {self.min_gain}: expected a share, 0 to 1")
+        if self.min_gain != -1 and not 0 <= self.min_gain <= 1:
+            raise ConfigError(f"--min-gain {self.min_gain}: expected a share, 0 to 1, or -1")
         _number("--straggler-factor", self.straggler_factor, at_least=1)
         _number("--straggler-min-s", self.straggler_min_s, above=0)
         _number("--silence-s", self.silence_s, at_least=2)
         if not 1 <= self.segments_per_worker <= 64:
             raise ConfigError(f"--segments-per-worker {self.segments_per_worker}: expected 1 to 64")
+
+    def enough(self, gain: float) -> bool:
+        """Whether a request is spread that gains so much by it."""
+        return self.min_gain < 0 or (gain > 0 and gain >= self.min_gain)
 
     @property
     def urls(self) -> tuple[str, ...]:
