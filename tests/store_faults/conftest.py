@@ -29,7 +29,7 @@ ENV = {
 RECORD_BYTES = 3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512
 """Room that a document's record takes in the pool; its object is no longer."""
 DEADLINE_S = 4.0
-_TRIES = 4
+TRIES = 4
 
 
 def small_server(log: Path, records: int, *tier_options: dict[str, object]) -> Server:
@@ -87,7 +87,7 @@ class Stand:
         A tier may refuse records: its queue is full, or the machine stood still for longer than its deadline.
         """
         found = settled(self.server)
-        for task in self.questions.new(_TRIES):
+        for task in self.questions.new(TRIES):
             before = found
             ask_right(self.server, task)
             found = settled(self.server)

@@ -6,13 +6,14 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from vllm_hypic.demo import Task
 
-from .asking import Clients, PlainStream, ask_right
-from .conftest import DEADLINE_S, Stand
+from .asking import Clients, Gaps, PlainStream, ask_right
+from .conftest import DEADLINE_S, TRIES, Stand
 from .observing import TierCounts, files_of, settled, tiers, tiers_when
 
 
@@ -71,14 +72,19 @@ def fast_redis(stand: Stand) -> None:
     stand.way.delay_s = 0.0
 
 
-@pytest.mark.parametrize(
-    ("spoil", "mend"),
-    [pytest.param(hang_redis, go_on_redis, id="hangs"), pytest.param(slow_redis, fast_redis, id="slow")],
-)
-def test_a_tier_that_keeps_one_waiting(
-    stand: Stand, spoil: Callable[[Stand], None], mend: Callable[[Stand], None]
-) -> None:
-    """Who waits for its records gets them from the next tier or computed; the others notice nothing."""
+@dataclass(frozen=True)
+class Felt:
+    """Of a request whose records are in a tier that keeps it waiting, and of a plain request beside it."""
+
+    waited_s: float
+    faults: float
+    gaps: Gaps
+    quiet: Gaps
+    """When nothing was wrong."""
+
+
+def keep_one_waiting(stand: Stand, spoil: Callable[[Stand], None], mend: Callable[[Stand], None]) -> Felt:
+    stand.recover("redis")
     old, _ = stand.kept("redis", "lmcache")
     stand.push_out()
     before = settled(stand.server)
@@ -91,17 +97,34 @@ def test_a_tier_that_keeps_one_waiting(
             started = time.monotonic()
             ask_right(stand.server, old)
             ended = time.monotonic()
+            gaps = plain.gaps(started, ended)
             ask_right(stand.server, *stand.questions.new(2))
-            felt = tiers_when(stand.server, lambda t: not t["redis"]["up"], "Redis is down")
+            down = tiers_when(stand.server, lambda t: not t["redis"]["up"], "Redis is down")
             stand.read_back(old, "lmcache", before)
         finally:
             mend(stand)
-    assert faults_of(felt) > faults_of(before), "nobody waited: the test says nothing"
+    return Felt(ended - started, faults_of(down) - faults_of(before), gaps, quiet)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mend"),
+    [pytest.param(hang_redis, go_on_redis, id="hangs"), pytest.param(slow_redis, fast_redis, id="slow")],
+)
+def test_a_tier_that_keeps_one_waiting(
+    stand: Stand, spoil: Callable[[Stand], None], mend: Callable[[Stand], None]
+) -> None:
+    """Who waits for its records gets them from the next tier or computed; the others notice nothing."""
+    for _ in range(TRIES):
+        felt = keep_one_waiting(stand, spoil, mend)
+        # On a busy machine Redis may fall out just before, so that nobody waits for it.
+        if felt.waited_s > DEADLINE_S / 2:
+            break
+    else:
+        raise AssertionError("nobody ever waited")
+    assert felt.faults > 0
     # Two tiers share the deadline: an engine that waits for the one that hangs gives no token for half of it.
-    assert ended - started > DEADLINE_S / 2
-    gaps = plain.gaps(started, ended)
-    assert gaps.longest < max(DEADLINE_S / 4, 3 * quiet.longest), (gaps.longest, quiet.longest)
-    assert gaps.median < DEADLINE_S / 20
+    assert felt.gaps.longest < max(DEADLINE_S / 4, 3 * felt.quiet.longest), felt
+    assert felt.gaps.median < max(DEADLINE_S / 20, 3 * felt.quiet.median), felt
     stand.recover("redis")
 
 
