@@ -23,6 +23,10 @@ class Ask:
     """Ids whose logprobs are wanted, instead of the most likely ones'."""
     extra: dict[str, Any] = field(default_factory=dict)
     """``hypic_link``, ``hypic_seam_tokens``."""
+    ignore_eos: bool = True
+    """Go on to ``max_tokens``, whatever the model says."""
+    fresh: bool = False
+    """Compute every token, also those that vLLM's prefix cache has; records are read all the same."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,12 @@ def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
     return [_answer(last[i], token_s[i]) for i in ids]
 
 
+def decode(llm: Any, answers: Sequence[Sequence[int]]) -> list[str]:
+    """Texts of tokens, without special ones."""
+    tokenizer = llm.get_tokenizer()
+    return [tokenizer.decode(list(tokens), skip_special_tokens=True) for tokens in answers]
+
+
 def add(llm: Any, ask: Ask) -> str:
     """Give the engine a request; its id."""
     from vllm import SamplingParams
@@ -113,7 +123,8 @@ def add(llm: Any, ask: Ask) -> str:
     params = SamplingParams(
         temperature=0,
         max_tokens=ask.max_tokens,
-        ignore_eos=True,
+        ignore_eos=ask.ignore_eos,
+        skip_reading_prefix_cache=ask.fresh or None,
         logprobs=None if ask.logprobs_of is not None else ask.logprobs,
         logprob_token_ids=ask.logprobs_of,
         extra_args=dict(ask.extra) or None,

@@ -1,0 +1,6 @@
+"""What reuse costs in answers: tasks, methods and metrics on the real engine.
+
+tasks -> examples (token ids of every segment) -> outcomes of each method -> scores -> tables and plots
+
+Imports neither torch nor vLLM: engines run in processes of their own (``bench/engines.py``).
+"""

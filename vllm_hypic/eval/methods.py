@@ -1,0 +1,64 @@
+"""Ways to answer the same prompt: what a request says, and to which engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..bench.beside import Ask
+from ..bench.prompts import Prompt
+from ..primitives.options import LINK, SEAM
+from ..primitives.policies import LinkError, parse_link
+
+
+@dataclass(frozen=True)
+class Method:
+    """``link`` is ``None`` where the prompt goes without separators, as an ordinary one."""
+
+    name: str
+    link: str | None = None
+    seam: int = 0
+    """Seam window; only ``hypic`` and ``naive`` take one."""
+
+    def ask(self, prompt: Prompt, separator: int, *, max_tokens: int, logprobs_of: list[int] | None) -> Ask:
+        """The request.  ``logprobs_of``: tokens whose logprobs are compared, at the first position."""
+        tokens = prompt.plain() if self.link is None else prompt.marked(separator)
+        extra = {} if self.link is None else {LINK: self.link, SEAM: self.seam}
+        return Ask(
+            tokens,
+            max_tokens,
+            logprobs_of=logprobs_of,
+            extra=extra,
+            ignore_eos=False,
+            fresh=self is not PREFIX,
+        )
+
+
+FULL = Method("full recompute")
+PREFIX = Method("prefix caching")
+"""The same documents were asked about before, in another order: what vLLM's prefix cache has of that."""
+
+
+def link_method(text: str) -> Method:
+    """The method that the command line calls ``text``: ``hypic-8`` (seam window 8), ``naive-8``, ``epic-16``,
+    ``epic-0``, ``block``, ``full``, ``prefix``.  Raises :class:`LinkError` naming a bad one."""
+    if text == "full":
+        return FULL
+    if text == "prefix":
+        return PREFIX
+    if match := re.fullmatch(r"(hypic|naive)-(\d{1,4})", text):
+        link, seam = match.group(1), int(match.group(2))
+    else:
+        link, seam = text, 0
+        if text in ("hypic", "naive"):
+            raise LinkError(f"method {text!r}: say its seam window, too, like {text}-8")
+    parse_link(link, seam)
+    return Method(text, link, seam)
+
+
+DEFAULT = (
+    *("full", "prefix", "naive-8", "block"),
+    *("epic-0", "epic-2", "epic-8", "epic-16", "epic-32"),
+    *("hypic-0", "hypic-4", "hypic-8", "hypic-16", "hypic-32"),
+)
+"""Methods that are compared unless others are named."""

@@ -1,0 +1,82 @@
+"""A task: a question over segments, with its right answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..bench.engines import Engine
+from ..bench.prompts import Prompt
+from ..primitives.builder import build_messages, build_prompt
+from ..primitives.tokens import PrimitiveTexts
+
+TEXTS = PrimitiveTexts()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Texts; none of them holds a primitive's text."""
+
+    family: str
+    """Kind of task: results are told by family."""
+    system: str
+    """The leading segment: instructions that stand before the segments, never empty."""
+    segments: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+    """Any of them is right."""
+    answer_tokens: int
+    """Most tokens that an answer may take."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A task as one model's token ids."""
+
+    task: Task
+    prompt: Prompt
+
+
+def encode(engine: Engine, tasks: Sequence[Task], *, chat: bool) -> list[Example]:
+    """``tasks`` for the model of a hypic engine; ``chat``: through its chat template.
+
+    Every segment is tokenised alone, so that all methods, plain prompts among them, see the same tokens.
+    Raises ``ValueError`` for a task that has other segments once it is tokenised.
+    """
+    texts = [
+        build_messages(documents=t.segments, question=t.question, system=t.system)
+        if chat
+        else build_prompt(system=t.system, segments=t.segments, query=t.question)
+        for t in tasks
+    ]
+    found = engine.call(_token_ids, texts)
+    return [
+        Example(task, _split(task, ids, engine.separator)) for task, ids in zip(tasks, found, strict=True)
+    ]
+
+
+def _token_ids(llm: object, texts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
+    """Runs beside the engine."""
+    tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
+    return [
+        list(tokenizer.encode(text))
+        if isinstance(text, str)
+        else list(tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False))
+        for text in texts
+    ]
+
+
+def _split(task: Task, ids: Sequence[int], separator: int) -> Prompt:
+    parts: list[list[int]] = [[]]
+    for token in ids:
+        if token == separator:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    if len(parts) != len(task.segments) + 2 or not all(parts):
+        raise ValueError(
+            f"a task of the family {task.family!r} has {len(task.segments)} segments, its prompt "
+            f"{len(parts) - 2}, of which {sum(not p for p in parts)} are empty"
+        )
+    head, *documents, question = map(tuple, parts)
+    return Prompt(head, tuple(documents), question)

@@ -1,0 +1,1 @@
+"""Families of tasks: each module makes :class:`~vllm_hypic.eval.task.Task`s from seeds or files."""
