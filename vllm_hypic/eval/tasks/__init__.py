@@ -1,1 +1,4 @@
-"""Families of tasks: each module makes :class:`~vllm_hypic.eval.task.Task`s from seeds or files."""
+"""Families of tasks, one a file: ``make(first, count, ...)`` gives the tasks ``first``, ``first + 1``, ...
+
+The same number is the same task in every run.
+"""

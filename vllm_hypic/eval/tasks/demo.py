@@ -1,0 +1,88 @@
+"""Questions of the generator that a demo model brings along: ``gen.py`` beside its folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Protocol, TypedDict, cast
+
+from ...demo import FIRST_SEED
+from ..task import Task
+
+FACTS = 2
+"""Facts of a document: what the demo model's state was made to hold."""
+
+
+class Parts(TypedDict):
+    """One prompt as token ids; the answer ends with the end-of-sequence token."""
+
+    system: list[int]
+    docs: list[list[int]]
+    question: list[int]
+    answer: list[int]
+
+
+class Generator(Protocol):
+    """What ``gen.py`` offers."""
+
+    KINDS: Container[str]
+
+    def prompt(self, seed: int, n_docs: int, doc_len: int, kind: str, facts: int | None = None) -> Parts: ...
+
+    def vocab_words(self) -> list[str]: ...
+
+
+def find_generator(model: Path) -> Generator | None:
+    """The generator of the demo model in the folder ``model``; ``None``: this is no demo model."""
+    path = model.absolute().parent / "gen.py"
+    if not path.is_file():
+        return None
+    name = f"gen_of_{path.parent.name.replace('-', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look for their module there
+    spec.loader.exec_module(module)
+    return cast(Generator, module)
+
+
+def make(
+    first: int,
+    count: int,
+    *,
+    documents: int,
+    tokens: int,
+    generator: Generator,
+    kind: str = "one",
+    facts: int | None = FACTS,
+    family: str | None = None,
+    chat: bool = False,
+) -> list[Task]:
+    """Tasks with ``documents`` documents of ``tokens`` tokens; ``family`` is ``kind`` unless it is named.
+
+    ``chat``: leave out of the leading segment what the chat template writes, ``<bos> <sys>``.
+    Raises ``ValueError`` when the generator has no questions of this kind.
+    """
+    if kind not in generator.KINDS:
+        raise ValueError(f"the demo model's generator has no questions of the kind {kind!r}")
+    words = generator.vocab_words()
+
+    def text(ids: Sequence[int]) -> str:
+        return " ".join(words[i] for i in ids)
+
+    tasks = []
+    for number in range(first, first + count):
+        parts = generator.prompt(FIRST_SEED + number, documents, tokens, kind, facts=facts)
+        tasks.append(
+            Task(
+                family=family or kind,
+                system=text(parts["system"][2 if chat else 0 :]),
+                segments=tuple(map(text, parts["docs"])),
+                question=text(parts["question"]),
+                answers=(text(parts["answer"][:-1]),),
+                answer_tokens=len(parts["answer"]) + 1,
+            )
+        )
+    return tasks
