@@ -75,7 +75,7 @@ class _HypicMixin(Scheduler):
         path = catalogue_path(self.hypic.config.store)
         self._desk = Desk(
             lambda: Catalogue(path),
-            self.hypic,
+            self.hypic.upkeep,
             self._tenant,
             self._pool_numbers,
             describe=self._description,

@@ -308,7 +308,7 @@ def audit(llm: Any) -> Audit:
         free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         pinned=side.directory.pinned,
         composed=len(side._composed) + len(side._pending),
-        captures=len(side._captures) + len(side._lost) + len(side._loading),
+        captures=len(side._captures) + len(side._lost) + len(side._loads) + len(side._pushes),
         held=len(side._held) + len(scheduler._ending),
         worker_streams=len(worker._streams),
         worker_captures=len(worker._captures),

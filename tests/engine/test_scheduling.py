@@ -244,7 +244,7 @@ def start_and_reset(llm: Any, ask: Ask) -> tuple[bool, Any]:
     engine.add_request("held", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
     for _ in range(3):
         engine.step()
-    emptied = scheduler_of(llm).hypic.reset()
+    emptied = scheduler_of(llm).hypic.upkeep.reset()
     answer = None
     while answer is None:
         answer = next((answer_of(o) for o in engine.step() if o.finished), None)

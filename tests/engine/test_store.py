@@ -237,17 +237,17 @@ def interior_key(llm: Any) -> Any:
 
 def drop_interior(llm: Any) -> None:
     side, key = scheduler_of(llm).hypic, interior_key(llm)
-    assert side.record_state(key).resident
-    side.drop_record(key)
-    assert not side.record_state(key).resident
+    assert side.upkeep.record_state(key).resident
+    side.upkeep.drop_record(key)
+    assert not side.upkeep.record_state(key).resident
 
 
 def expire_interior(llm: Any) -> None:
-    scheduler_of(llm).hypic.expire_record(interior_key(llm), 1.0)
+    scheduler_of(llm).hypic.upkeep.expire_record(interior_key(llm), 1.0)
 
 
 def pin_interior(llm: Any) -> None:
-    scheduler_of(llm).hypic.pin_record(interior_key(llm))
+    scheduler_of(llm).hypic.upkeep.pin_record(interior_key(llm))
 
 
 def test_records_survive_a_restart_on_disk(

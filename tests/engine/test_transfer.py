@@ -56,7 +56,7 @@ def computed(llm: Any) -> int:
 
 
 def awaited(llm: Any) -> int:
-    return len(scheduler_of(llm).hypic._loading)
+    return len(scheduler_of(llm).hypic._loads)
 
 
 def same(one: Answer, other: Answer) -> bool:

@@ -11,7 +11,8 @@ import torch
 from vllm_hypic.config import HypicConfig
 from vllm_hypic.connector.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, StoreAction, WorkerReport
-from vllm_hypic.connector.scheduler_side import Ask, PinRefused, SchedulerSide
+from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
+from vllm_hypic.connector.upkeep import PinRefused
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.protocol import StoreStats, TierStats
@@ -82,8 +83,8 @@ def test_without_a_store_nothing_is_fetched_or_stored() -> None:
     (job,) = on.pump()
     plan = on.capture_plan(job.request_id)
     assert plan is not None and plan.stored is None
-    on.drop_record(plan_key(on, "r"))
-    assert step(on).loads == [] and not on.has_orders
+    on.upkeep.drop_record(plan_key(on, "r"))
+    assert step(on).loads == [] and not on.upkeep.has_orders
 
 
 def plan_key(on: SchedulerSide, name: str) -> SegmentKey:
@@ -158,13 +159,13 @@ def test_a_dropped_record_leaves_when_nobody_uses_it_and_leaves_the_store_twice(
     """Once at once; and again when it is gone here: it may have been written meanwhile."""
     on = side()
     (key,) = resident(on, "r", 0)
-    on.drop_record(key)
+    on.upkeep.drop_record(key)
     assert [(o.action, o.key) for o in step(on).orders] == [(StoreAction.DELETE, key)]
-    assert on.record_state(key).resident and not on.has_orders
+    assert on.upkeep.record_state(key).resident and not on.upkeep.has_orders
     on.finished("r", completed=True)
-    assert not on.record_state(key).resident and on.has_orders
+    assert not on.upkeep.record_state(key).resident and on.upkeep.has_orders
     assert [(o.action, o.key) for o in step(on).orders] == [(StoreAction.DELETE, key)]
-    assert not on.has_orders
+    assert not on.upkeep.has_orders
     on.directory.check_integrity()
 
 
@@ -172,23 +173,23 @@ def test_an_expired_record_is_dropped() -> None:
     on = side()
     (key,) = resident(on, "r", 0)
     on.finished("r", completed=True)
-    on.expire_record(key, time.time() + 3600)
+    on.upkeep.expire_record(key, time.time() + 3600)
     on.pump()
-    assert on.record_state(key).resident
-    on.expire_record(key, None)
-    on.expire_record(key, time.time() - 1)
+    assert on.upkeep.record_state(key).resident
+    on.upkeep.expire_record(key, None)
+    on.upkeep.expire_record(key, time.time() - 1)
     on.pump()
-    assert not on.record_state(key).resident
+    assert not on.upkeep.record_state(key).resident
 
 
 def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     on = side(segments=4, max_pinned_fraction=0.5)
     keys = resident(on, "r", 0, 1, 2)
     on.finished("r", completed=True)
-    on.pin_record(keys[0])
-    on.pin_record(keys[1])
+    on.upkeep.pin_record(keys[0])
+    on.upkeep.pin_record(keys[1])
     with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and tiles"):
-        on.pin_record(keys[2])
+        on.upkeep.pin_record(keys[2])
     # Three new documents beside two pinned ones do not fit in four places: one is computed in the stream.
     DOCUMENTS.append(list(range(500, 540)))
     try:
@@ -198,15 +199,15 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     plan = on.plan_of("s")
     assert plan is not None and len(plan.segments) == 2
     on.pump()
-    assert all(on.record_state(k).resident for k in keys[:2])
+    assert all(on.upkeep.record_state(k).resident for k in keys[:2])
     say(on, taken=tuple(p.serial for p in step(on).loads))
     on.finished("s", completed=True)
     # Pinned documents themselves cost a request nothing.
     admit(on, "t", 0, 1, 2, 3)
     plan = on.plan_of("t")
     assert plan is not None and len(plan.segments) == 4
-    on.unpin_record(keys[0])
-    on.pin_record(keys[2])
+    on.upkeep.unpin_record(keys[0])
+    on.upkeep.pin_record(keys[2])
 
 
 def test_a_request_planned_before_a_pin_still_runs() -> None:
@@ -214,13 +215,13 @@ def test_a_request_planned_before_a_pin_still_runs() -> None:
     on = side(segments=2)
     key, _ = resident(on, "earlier", 2, 3)
     admit(on, "r", 0, 1)
-    on.pin_record(key)
+    on.upkeep.pin_record(key)
     on.pump()
     assert step(on).loads == [], "records in use give no room"
     on.finished("earlier", completed=True)
     on.pump()
     say(on, taken=tuple(p.serial for p in step(on).loads))
-    assert on.ready("r") and not on.record_state(key).resident
+    assert on.ready("r") and not on.upkeep.record_state(key).resident
     on.directory.check_integrity()
 
 
@@ -229,7 +230,8 @@ def test_reports_add_up() -> None:
     tier = TierStats(hits=2, read_seconds=[0.1], bytes_used=10, objects=1)
     for _ in range(2):
         on.absorb(WorkerReport(store=StoreStats({"disk": tier}, dropped_writes=1)))
-    assert on.store_stats()["disk"]["hits"] == 4 and on.store_stats()["disk"]["bytes_used"] == 10
+    found = on.upkeep.store_stats()["disk"]
+    assert found["hits"] == 4 and found["bytes_used"] == 10
     counters = on.take_counters()
     assert counters.store is not None
     assert counters.store.tiers["disk"].read_seconds == [0.1, 0.1] and counters.store.dropped_writes == 2

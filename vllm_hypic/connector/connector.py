@@ -91,10 +91,10 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self.scheduler is None else HypicStats.of(self.scheduler.take_counters())
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.has_orders
+        return self.scheduler is not None and self.scheduler.upkeep.has_orders
 
     def reset_cache(self) -> bool | None:
-        return None if self.scheduler is None else self.scheduler.reset()
+        return None if self.scheduler is None else self.scheduler.upkeep.reset()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

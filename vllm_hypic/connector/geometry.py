@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import ConfigError, HypicConfig
+from .directory import Space
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -76,6 +77,10 @@ class PoolGeometry:
     @property
     def slot_bytes(self) -> int:
         return sum(layer.slot_bytes for layer in self.linear)
+
+    def bytes_of(self, space: Space) -> int:
+        """Bytes that so many pages, slots and tiles take."""
+        return space.pages * self.page_bytes + space.slots * self.slot_bytes + space.tiles * self.tile_bytes
 
     @property
     def tile_bytes(self) -> int:

@@ -7,8 +7,6 @@ Life of a composed request here: :meth:`admit` (plan, tokens become the stream) 
 
 from __future__ import annotations
 
-import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -22,24 +20,23 @@ from ..primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan,
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
 from ..store.eviction.make import make_policy
-from ..store.protocol import StoreStats
-from ..store.totals import append_stats, numbers_of, without_latencies
+from ..store.totals import append_stats
 from ..store.worth import Worth
 from .directory import Entry, Lookup, Need, SegmentDirectory, Space
 from .geometry import PoolGeometry
+from .loads import Loads
 from .metadata import (
     CapturePlan,
     ComposePoint,
     HypicMetadata,
     LoadCount,
-    PushOrder,
     RecordPlace,
-    StoreAction,
-    StoreOrder,
     StreamPlan,
     WorkerReport,
 )
+from .pushes import Pushes
 from .stats import HypicCounters
+from .upkeep import Upkeep
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,6 @@ class _Composed:
     """Records that this request asked the store or other instances for, and that may yet have to be
     computed."""
     transfer: Transfer = NO_TRANSFER
-    pushes: set[int] | None = None
-    """Orders to push its records that have not ended; ``None``: not given yet."""
-    push_faults: list[str] = field(default_factory=list)
 
     @property
     def hit_tokens(self) -> int:
@@ -93,32 +87,6 @@ class _Capture:
 
     key: SegmentKey
     segment: CachedSegment
-
-
-class PinRefused(ValueError):
-    """Pinning the record would leave too little of the pool to others."""
-
-
-@dataclass(frozen=True)
-class RecordState:
-    """Where a record stands: complete in the pool, being made, or neither; its bytes there.  ``stored``: the
-    store was given it by this engine, or found it (a tier may have evicted it since)."""
-
-    resident: bool
-    pending: bool
-    nbytes: int
-    stored: bool
-
-
-@dataclass
-class _Load:
-    """A record being fetched from the store, or sent by another instance; how many ranks have said what."""
-
-    key: SegmentKey
-    count: LoadCount = field(default_factory=LoadCount)
-    remote: bool = False
-    until: float = math.inf
-    """Monotonic time at which waiting for another instance ends."""
 
 
 class SchedulerSide:
@@ -140,7 +108,7 @@ class SchedulerSide:
         self.max_model_len = max_model_len
         self._primitive_ids = primitive_ids
         self._ids: PrimitiveIds | None = None
-        self._prefill_flops, self._ranks = prefill_flops, ranks
+        self._prefill_flops = prefill_flops
         self.directory = SegmentDirectory(
             geometry.pages,
             geometry.slots,
@@ -148,24 +116,14 @@ class SchedulerSide:
             geometry.tiles,
             policy=make_policy(config.store.eviction, "always"),  # what is asked for must be in the pool
         )
+        self.upkeep = Upkeep(config, geometry, self.directory)
         self.counters = HypicCounters()
+        self._loads, self._pushes = Loads(ranks), Pushes()
         self._composed: dict[str, _Composed] = {}
         self._pending: OrderedDict[str, None] = OrderedDict()
         self._captures: dict[str, _Capture] = {}
         self._lost: list[SegmentKey] = []
-        self._loading: dict[int, _Load] = {}
-        self._to_load: list[RecordPlace] = []
-        self._orders: list[StoreOrder] = []
-        self._to_await: list[RecordPlace] = []
-        self._to_unawait: list[int] = []
         self._unneeded: list[tuple[SegmentKey, int]] = []
-        self._to_push: list[PushOrder] = []
-        self._pushes = 0
-        self._store: StoreStats | None = None
-        self._stored: set[SegmentKey] = set()
-        self._expiry: dict[SegmentKey, float] = {}
-        self._dropping: set[SegmentKey] = set()
-        """Dropped while they were being made or used."""
         self._jobs = 0
         self._held: set[str] = set()
 
@@ -242,7 +200,7 @@ class SchedulerSide:
         """At most one tile per head of every linear layer; nothing stands before a leading segment."""
         leading = segment.role is Role.LEADING
         need = Need(segment.columns, 0 if leading else self.geometry.record_tiles)
-        nbytes = self._bytes(self.directory.space_for(need))
+        nbytes = self.geometry.bytes_of(self.directory.space_for(need))
         return replace(need, worth=Worth(segment.columns, self._prefill_flops(segment.stop), nbytes))
 
     def pump(self) -> list[SegmentJob]:
@@ -251,8 +209,8 @@ class SchedulerSide:
         Strictly in order: nobody overtakes a request that waits for room, so it cannot starve, and
         every plan fits the empty pool, so it cannot wait for ever.
         """
-        self._drop_expired()
-        self._give_up_waiting()
+        self.upkeep.drop_expired()
+        self._loads.give_up_late()
         jobs = [self._job(key, owner) for key, owner in self._take_lost()]
         for request_id in list(self._pending):
             composed = self._composed[request_id]
@@ -265,10 +223,13 @@ class SchedulerSide:
             composed.acquired = True
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
             for entry in reserved:
+                place = self._place(entry, composed.role_of(entry.key))
                 if entry.key in composed.transfer.remote:
-                    self._await(entry, composed)
+                    composed.undecided.add(entry.key)
+                    self._loads.await_remote(place, composed.transfer.remote_deadline_s)
                 elif self.config.store.tiers:
-                    self._fetch(entry, composed)
+                    composed.undecided.add(entry.key)
+                    self._loads.fetch(place)
                 else:
                     composed.fresh.add(entry.key)
                     jobs.append(self._job(entry.key, request_id))
@@ -279,37 +240,14 @@ class SchedulerSide:
 
     def _decline(self, composed: _Composed, reserved: set[SegmentKey]) -> None:
         """Whoever sends a record that nobody awaits here is told so."""
-        awaited = {load.key for load in self._loading.values() if load.remote}
-        for key in composed.transfer.remote & composed.wanted.keys() - reserved - awaited:
+        unreserved = composed.transfer.remote & composed.wanted.keys() - reserved
+        for key in unreserved - self._loads.awaited():
             self._unneeded.append((key, self.directory.get(key).slot))
-
-    def _fetch(self, entry: Entry, composed: _Composed) -> None:
-        """Ask the worker for a record; what the store does not have is computed after all."""
-        composed.undecided.add(entry.key)
-        self._loading[entry.serial] = _Load(entry.key)
-        self._to_load.append(self._place(entry, composed.role_of(entry.key)))
-
-    def _await(self, entry: Entry, composed: _Composed) -> None:
-        """Let the worker take a record from whoever sends it; what does not come is computed after all."""
-        composed.undecided.add(entry.key)
-        until = time.monotonic() + composed.transfer.remote_deadline_s
-        self._loading[entry.serial] = _Load(entry.key, remote=True, until=until)
-        self._to_await.append(self._place(entry, composed.role_of(entry.key)))
-
-    def _give_up_waiting(self) -> None:
-        """Of awaited records, for those whose time is over; the worker reports them like any load."""
-        now = time.monotonic()
-        for serial, load in self._loading.items():
-            if now >= load.until:
-                load.until = math.inf
-                self._to_unawait.append(serial)
 
     @property
     def awaiting(self) -> bool:
         """Whether records are on their way from other instances, and none from the store."""
-        return any(load.remote for load in self._loading.values()) and all(
-            load.remote for load in self._loading.values()
-        )
+        return self._loads.awaiting
 
     def _count(self, composed: _Composed) -> None:
         """It is known which of the request's records were reused."""
@@ -394,19 +332,14 @@ class SchedulerSide:
         to = composed.transfer.push_to
         if to is None:
             return True
-        if composed.pushes is None:
-            composed.pushes = set()
-            for key in composed.wanted:
-                self._pushes += 1
-                composed.pushes.add(self._pushes)
-                place = self._place(self.directory.get(key), composed.role_of(key))
-                self._to_push.append(PushOrder(self._pushes, place, to, composed.transfer.push_deadline_s))
-        return not composed.pushes
+        if not self._pushes.started(request_id):
+            places = [self._place(self.directory.get(k), composed.role_of(k)) for k in composed.wanted]
+            self._pushes.start(request_id, places, to, composed.transfer.push_deadline_s)
+        return self._pushes.over(request_id)
 
     def push_fault(self, request_id: str) -> str | None:
         """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
-        composed = self._composed.get(request_id)
-        return composed.push_faults[0] if composed is not None and composed.push_faults else None
+        return self._pushes.fault(request_id)
 
     def stream_plan(self, request_id: str) -> StreamPlan | None:
         """The worker's view of a composed request that is about to run."""
@@ -481,41 +414,23 @@ class SchedulerSide:
         composed = self._composed.pop(request_id, None)
         if composed is not None:
             self._pending.pop(request_id, None)
+            self._pushes.forget(request_id)
             if composed.acquired:
                 self.directory.release(composed.wanted)
             if composed.undecided:
-                self._wait_no_longer()
+                others = (c for c in self._composed.values() if c.acquired)
+                self._loads.give_up_unwanted({key for c in others for key in c.wanted})
 
-    def _wait_no_longer(self) -> None:
-        """For records of other instances that no request wants now: their room is given back."""
-        wanted = {key for c in self._composed.values() if c.acquired for key in c.wanted}
-        for load in self._loading.values():
-            if load.remote and load.key not in wanted:
-                load.until = min(load.until, 0.0)
-
-    # -- the store -----------------------------------------------------------------------------
+    # -- the worker ----------------------------------------------------------------------------
 
     def instruct(self, metadata: HypicMetadata) -> None:
-        """Give the worker the loads and orders that came up since the last step."""
+        """Give the worker what came up since the last step."""
         metadata.dropped_slots = self.directory.take_dropped_slots()
-        # A record that was being made or used when it was dropped may have reached the store since.
-        for key in self._gone():
-            self._dropping.discard(key)
-            self._order(StoreAction.DELETE, key)
-        metadata.loads, self._to_load = self._to_load, []
-        metadata.orders, self._orders = self._orders, []
-        metadata.awaited, self._to_await = self._to_await, []
+        metadata.orders = self.upkeep.take_orders()
+        orders = self._loads.take_orders()
+        metadata.loads, metadata.awaited, metadata.unawaited = orders.loads, orders.awaited, orders.unawaited
         metadata.unneeded, self._unneeded = self._unneeded, []
-        metadata.unawaited, self._to_unawait = self._to_unawait, []
-        metadata.pushes, self._to_push = self._to_push, []
-
-    @property
-    def has_orders(self) -> bool:
-        """Whether the worker must be stepped although no request runs."""
-        return bool(self._orders or self._gone())
-
-    def _gone(self) -> list[SegmentKey]:
-        return [k for k in self._dropping if self.directory.lookup(k) is Lookup.MISS]
+        metadata.pushes = self._pushes.take_orders()
 
     def absorb(self, report: WorkerReport) -> None:
         """Take in what the worker says of a step."""
@@ -523,112 +438,31 @@ class SchedulerSide:
             self.directory.shrink(serial, tiles, self.geometry.tile_bytes)
         for serial, count in report.loads.items():
             self._loaded(serial, count)
-        self._stored |= report.handed
+        self.upkeep.stored(report.handed)
         for number, fault in report.pushed.items():
-            self._pushed(number, fault)
+            self.counters.segments_pushed += not fault
+            self.counters.segments_unpushed += bool(fault)
+            self._pushes.reported(number, fault)
         if report.store is not None:
-            # The metrics have the latencies.
-            self._store = append_stats(self._store, without_latencies(report.store))
+            self.upkeep.absorb(report.store)
             self.counters.store = append_stats(self.counters.store, report.store)
 
     def _loaded(self, serial: int, count: LoadCount) -> None:
-        load = self._loading[serial]
-        load.count += count
-        if load.count.taken + load.count.missed < self._ranks:
+        load = self._loads.reported(serial, count)
+        if load is None:
             return
-        del self._loading[serial]
-        found = not load.count.missed
-        self._decide(load.key, found=found)
+        self._decide(load.key, found=load.found)
         if load.remote:
-            self.counters.segments_landed += found
-            self.counters.segments_unlanded += not found
-        elif found:
-            self._stored.add(load.key)
+            self.counters.segments_landed += load.found
+            self.counters.segments_unlanded += not load.found
+        elif load.found:
+            self.upkeep.stored([load.key])
             self.counters.segments_loaded += 1
-        if found:
+        if load.found:
             self.directory.commit(load.key)
         else:
-            self._stored.discard(load.key)
+            self.upkeep.not_stored(load.key)
             self._lost.append(load.key)
-
-    def _pushed(self, number: int, fault: str) -> None:
-        self.counters.segments_pushed += not fault
-        self.counters.segments_unpushed += bool(fault)
-        for composed in self._composed.values():
-            if composed.pushes and number in composed.pushes:
-                composed.pushes.discard(number)
-                if fault:
-                    composed.push_faults.append(fault)
-
-    def pin_record(self, key: SegmentKey) -> None:
-        """The record never leaves, neither the pool nor the store; also when it comes later.
-
-        Raises :class:`PinRefused` when pinned records would take more of the pool than
-        ``max_pinned_fraction``.
-        """
-        entry = self.directory.get(key) if self.directory.lookup(key) is not Lookup.MISS else None
-        if entry is not None and key not in self.directory.kept:
-            total, kept = self.directory.total, self.directory.kept_space() + entry.space
-            share = self.config.max_pinned_fraction
-            if not Space(int(total.pages * share), int(total.slots * share), int(total.tiles * share)).covers(
-                kept
-            ):
-                raise PinRefused(
-                    f"pinned records would take {self._bytes(kept)} bytes of the pool's "
-                    f"{self.geometry.nbytes}: at most {share:.0%} of its pages, state slots and tiles may "
-                    "be pinned; unpin others, or raise max_pinned_fraction or pool_bytes"
-                )
-        self.directory.keep(key)
-        self._order(StoreAction.PIN, key)
-
-    def unpin_record(self, key: SegmentKey) -> None:
-        """Undo :meth:`pin_record`."""
-        self.directory.unkeep(key)
-        self._order(StoreAction.UNPIN, key)
-
-    def drop_record(self, key: SegmentKey) -> None:
-        """Forget the record: in the store at once, in the pool as soon as no request uses it."""
-        self._expiry.pop(key, None)
-        self.directory.unkeep(key)
-        if self.directory.lookup(key) is not Lookup.MISS:
-            self._dropping.add(key)
-        self.directory.discard(key)
-        self._stored.discard(key)
-        self._order(StoreAction.DELETE, key)
-
-    def expire_record(self, key: SegmentKey, at: float | None) -> None:
-        """The record is dropped at Unix time ``at``; ``None``: never."""
-        self._expiry.pop(key, None)
-        if at is not None:
-            self._expiry[key] = at
-        self._order(StoreAction.EXPIRE, key, at)
-
-    def _drop_expired(self) -> None:
-        now = time.time()
-        for key in [k for k, at in self._expiry.items() if at <= now]:
-            self.drop_record(key)
-
-    def record_state(self, key: SegmentKey) -> RecordState:
-        """Changes nothing."""
-        found = self.directory.lookup(key)
-        if found is Lookup.MISS:
-            return RecordState(resident=False, pending=False, nbytes=0, stored=key in self._stored)
-        nbytes = self._bytes(self.directory.get(key).space)
-        return RecordState(found is Lookup.HIT, found is Lookup.PENDING, nbytes, key in self._stored)
-
-    def _order(self, action: StoreAction, key: SegmentKey, at: float | None = None) -> None:
-        if self.config.store.tiers:
-            self._orders.append(StoreOrder(action, key, at))
-
-    def reset(self) -> bool:
-        """Forget every record that no request uses, in the store as well.  True when none is left."""
-        self.directory.drop_unpinned()
-        if self.config.segment_parallel is not None or self.config.store.tiers:
-            self._orders.append(StoreOrder(StoreAction.CLEAR))
-        if self.config.store.tiers:
-            self._orders += [StoreOrder(StoreAction.PIN, key) for key in self.directory.kept]
-            self._stored.clear()
-        return len(self.directory) == 0
 
     def close(self) -> None:
         """The engine ends."""
@@ -640,26 +474,13 @@ class SchedulerSide:
     def pool_bytes_used(self) -> int:
         """Bytes of the public pool that records hold."""
         directory = self.directory
-        return self._bytes(
+        return self.geometry.bytes_of(
             Space(
                 directory.total_pages - directory.free_pages,
                 directory.total_slots - directory.free_slots,
                 directory.total_tiles - directory.free_tiles,
             )
         )
-
-    def _bytes(self, space: Space) -> int:
-        geometry = self.geometry
-        return (
-            space.pages * geometry.page_bytes
-            + space.slots * geometry.slot_bytes
-            + space.tiles * geometry.tile_bytes
-        )
-
-    def store_stats(self) -> dict[str, dict[str, float]]:
-        """By tier: what it counted since the start, and its levels as last reported; empty without a store
-        and until it has been heard of."""
-        return {} if self._store is None else {n: numbers_of(t) for n, t in self._store.tiers.items()}
 
     def take_counters(self) -> HypicCounters:
         """Counters since the last call, with the pool's present state."""
