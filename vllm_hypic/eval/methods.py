@@ -37,6 +37,16 @@ class Method:
 FULL = Method("full recompute")
 PREFIX = Method("prefix caching")
 """The same documents were asked about before, in another order: what vLLM's prefix cache has of that."""
+_OTHER_CHUNKS = f"{FULL.name}, chunks of "
+
+
+def noise_name(chunk: int) -> str:
+    """What full recompute is called on a stock engine whose ``max_num_batched_tokens`` is ``chunk``."""
+    return f"{_OTHER_CHUNKS}{chunk}"
+
+
+def is_noise(name: str) -> bool:
+    return name.startswith(_OTHER_CHUNKS)
 
 
 def link_method(text: str) -> Method:

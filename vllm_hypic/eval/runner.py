@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..bench import beside
 from ..bench.beside import Answer, Ask
 from ..bench.engines import Engine
 from ..bench.fidelity import top
+from ..bench.prompts import Writer
 from .methods import FULL, PREFIX, Method
+from .room import groups, pool_limits
 from .task import Example
 
 BATCH = 16
@@ -44,49 +45,58 @@ def evaluate(
     *,
     done: Callable[[int], None] = lambda n: None,
     batch: int = BATCH,
+    references: Sequence[Outcome] | None = None,
 ) -> dict[Method, list[Outcome]]:
     """Outcomes of each method, in the order of ``examples``; full recompute is always among the methods.
 
     Each method runs once with nothing cached and once more, which is what counts: reused records are what
     it is about, and what was computed for one method must not serve another.  Requests run ``batch`` at a
-    time.  ``done`` is told how many (example, method) pairs were finished since the last time.
+    time, or as many as the pool has room for; raises ``RoomError`` where it has none for one.  ``done`` is
+    told how many (example, method) pairs were finished since the last time.  ``references``: full
+    recompute's outcomes on another engine, whose most likely tokens are compared instead of this one's.
     """
+    limits = pool_limits(engine)
     found: dict[Method, list[Outcome]] = {}
     for method in dict.fromkeys((FULL, *methods)):
-        references = found.get(FULL)
+        compared = references or found.get(FULL)
         outcomes: list[Outcome] = []
-        for part in (range(len(examples))[i : i + batch] for i in range(0, len(examples), batch)):
+        for part in groups(examples, limits, batch):
             group = [examples[i] for i in part]
-            wanted = [None if references is None else top(references[i].logprobs) for i in part]
+            wanted = [None if compared is None else top(compared[i].logprobs) for i in part]
             outcomes += _answers(engine, method, group, wanted)
             done(len(group))
         found[method] = outcomes
     return found
 
 
+def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
+    """Empty the caches, and compute what ``method`` finds there when the same documents come again."""
+    engine.call(beside.reset)
+    if method is PREFIX:
+        engine.call(beside.generate, [_in_another_order(e, i, engine) for i, e in enumerate(group)])
+    elif method.link is not None:
+        asks = [method.ask(e.prompt, engine.separator, max_tokens=1, logprobs_of=None) for e in group]
+        engine.call(beside.generate, asks)
+
+
 def _answers(
     engine: Engine, method: Method, group: Sequence[Example], wanted: Sequence[list[int] | None]
 ) -> Iterator[Outcome]:
-    engine.call(beside.reset)
+    prepare(engine, method, group)
     asks = [
         method.ask(e.prompt, engine.separator, max_tokens=e.task.answer_tokens, logprobs_of=w)
         for e, w in zip(group, wanted, strict=True)
     ]
-    if method is PREFIX:
-        engine.call(beside.generate, [_warming(e, i, engine) for i, e in enumerate(group)])
-    elif method.link is not None:
-        engine.call(beside.generate, [replace(ask, max_tokens=1) for ask in asks])
     answers = engine.call(beside.generate, asks)
     texts = engine.call(beside.decode, [answer.tokens for answer in answers])
     for example, answer, text in zip(group, answers, texts, strict=True):
         yield _outcome(example, answer, text)
 
 
-def _warming(example: Example, seed: int, engine: Engine) -> Ask:
-    """The same documents in another order."""
-    order = list(range(len(example.prompt.documents)))
-    random.Random(seed).shuffle(order)
-    prompt = example.prompt.reordered(order, example.prompt.question)
+def _in_another_order(example: Example, seed: int, engine: Engine) -> Ask:
+    """The same documents, another one first where there are two; no question, which is new every time."""
+    order = Writer((), seed).order(len(example.prompt.documents))
+    prompt = example.prompt.reordered(order, ())
     return PREFIX.ask(prompt, engine.separator, max_tokens=1, logprobs_of=None)
 
 

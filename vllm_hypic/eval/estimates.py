@@ -1,0 +1,83 @@
+"""Means over prompts and how far they may be off: 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Z = 1.959964
+"""Standard normal quantile of a two-sided interval of 95 %."""
+BOUNDS = (2.5, 97.5)
+"""The same as percentiles of a bootstrap."""
+RESAMPLES = 4000
+SEED = 20
+"""Of the resampling: the same values give the same interval."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of ``n`` values and its interval."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def times(self, factor: float) -> Estimate:
+        """In another unit; ``factor`` is positive."""
+        return Estimate(self.value * factor, self.low * factor, self.high * factor, self.n)
+
+
+def share(hits: Sequence[bool]) -> Estimate:
+    """How often something happens, with Wilson's interval.  Raises ``ValueError`` without values."""
+    _require(hits)
+    n = len(hits)
+    p = sum(hits) / n
+    spread = 1 + Z**2 / n
+    centre = (p + Z**2 / (2 * n)) / spread
+    reach = Z / spread * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    # At the ends the interval touches p; rounding must not leave p outside.
+    return Estimate(p, max(0.0, min(p, centre - reach)), min(1.0, max(p, centre + reach)), n)
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Mean with its percentile-bootstrap interval.  Raises ``ValueError`` without values."""
+    return mean_of_means([values])
+
+
+def difference(values: Sequence[float], reference: Sequence[float]) -> Estimate:
+    """Mean of ``values[i] - reference[i]``, resampled in pairs: what one prompt has in common cancels out.
+
+    Where no pair differs the interval is empty, which says little of few prompts: with n of them, up to
+    3 / n of all prompts may differ.  Raises ``ValueError`` without values or for unequal lengths.
+    """
+    return mean([a - b for a, b in zip(values, reference, strict=True)])
+
+
+def mean_of_means(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Mean over groups of the groups' means: every group counts alike, and is resampled by itself."""
+    _require(groups)
+    rng = np.random.default_rng(SEED)
+    value, resampled = 0.0, np.zeros(RESAMPLES)
+    for group in groups:
+        _require(group)
+        values = np.asarray(group, dtype=np.float64)
+        value += float(values.mean()) / len(groups)
+        resampled += _resampled_means(values, rng) / len(groups)
+    low, high = np.percentile(resampled, BOUNDS)
+    return Estimate(value, float(low), float(high), sum(map(len, groups)))
+
+
+def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draws how often each distinct value occurs, so that many equal values cost no more than one."""
+    distinct, counts = np.unique(values, return_counts=True)
+    draws = rng.multinomial(len(values), counts / len(values), size=RESAMPLES)
+    return draws @ distinct / len(values)
+
+
+def _require(values: Sequence[object]) -> None:
+    if not len(values):
+        raise ValueError("an estimate needs at least one value")

@@ -1,0 +1,156 @@
+"""The plot of accuracy against time to first token (HYPIC's figure 10, EPIC's figure 6)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bench.plots import COLOURS
+from .estimates import Estimate
+from .methods import FULL, PREFIX, is_noise
+from .results import FamilyResult, Metric, Overall
+
+COLUMNS = 3
+LEAST_SPAN = 1.0
+"""Points on either side of 0 that a panel shows at least: a fraction of a point must not fill it."""
+COLOUR_OF = {
+    FULL.name: COLOURS["stock"],
+    PREFIX.name: COLOURS["prefix"],
+    "hypic": COLOURS["warm"],
+    "naive": COLOURS["naive"],
+    "epic": "#9467bd",
+    "block": "#8c564b",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method: ``x`` is what its first token costs, ``y`` its difference to full recompute in points."""
+
+    method: str
+    x: float
+    y: Estimate
+
+    @property
+    def line(self) -> str:
+        """Methods that differ in a width alone are joined by a line."""
+        return re.sub(r"-\d+$", "", self.method)
+
+    @property
+    def width(self) -> int:
+        found = re.search(r"-(\d+)$", self.method)
+        return int(found.group(1)) if found else 0
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    x_label: str
+    points: tuple[Point, ...]
+    noise: Estimate | None
+    """Difference of full recompute to itself on another engine."""
+
+
+def panels(results: Sequence[FamilyResult], over: Sequence[Overall], metric: Metric) -> list[Panel]:
+    """One for each family and, where there are several, one for their mean.
+
+    Costs are times to first token or, where these were not measured, shares of the prompt that are computed.
+    """
+    found = [_of_family(r, metric) for r in results]
+    if len(results) > 1:
+        found.append(_of_all(over))
+    return found
+
+
+def _of_family(result: FamilyResult, metric: Metric) -> Panel:
+    full = result.cells[0]
+    points = []
+    for c in result.cells:
+        x = 100 * c.computed_share
+        if full.first_token is not None:
+            x = 1000 * c.first_token.median if c.first_token is not None else x
+        points.append(Point(c.method, x, c.score(metric).difference))
+    title = f"{result.family}: full recompute {full.score(metric).mean.value:.1f} %"
+    label = "computed, % of the prompt" if full.first_token is None else "warm time to first token, ms"
+    return _panel(title, label, points)
+
+
+def _of_all(over: Sequence[Overall]) -> Panel:
+    timed = over[0].first_token_speedup is not None
+    points = [
+        Point(
+            o.method,
+            100 / o.first_token_speedup if o.first_token_speedup is not None else 100 * o.computed_share,
+            o.difference,
+        )
+        for o in over
+    ]
+    label = "warm time to first token, % of full recompute's" if timed else "computed, % of the prompt"
+    return _panel(f"mean: full recompute {over[0].mean.value:.1f} %", label, points)
+
+
+def _panel(title: str, x_label: str, points: Sequence[Point]) -> Panel:
+    """Noise was not timed, and is a band instead of a point."""
+    noise = next((p.y for p in points if is_noise(p.method)), None)
+    return Panel(title, x_label, tuple(p for p in points if not is_noise(p.method)), noise)
+
+
+def plot(path: Path, drawn: Sequence[Panel], *, title: str, metric: Metric) -> None:
+    """Draw the panels into a PNG file."""
+    # Not pyplot: no global state, and no display is asked for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(COLUMNS, len(drawn))
+    lines = -(-len(drawn) // columns)
+    figure = Figure(figsize=(6.0 * columns, 4.6 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axis, panel in zip(axes, drawn, strict=False):
+        _draw(axis, panel, metric)
+    for axis in axes[len(drawn) :]:
+        axis.set_axis_off()
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _draw(axis: Any, panel: Panel, metric: Metric) -> None:
+    if panel.noise is not None:
+        low, high = min(panel.noise.low, 0.0), max(panel.noise.high, 0.0)
+        axis.axhspan(low, high, color="grey", alpha=0.15, label="full recompute, other chunks")
+    for line in dict.fromkeys(p.line for p in panel.points):
+        points = sorted((p for p in panel.points if p.line == line), key=lambda p: p.width)
+        y = [p.y.value for p in points]
+        axis.errorbar(
+            [p.x for p in points],
+            y,
+            yerr=[
+                [v - p.y.low for v, p in zip(y, points, strict=True)],
+                [p.y.high - v for v, p in zip(y, points, strict=True)],
+            ],
+            marker="o",
+            markersize=4,
+            capsize=2,
+            elinewidth=0.8,
+            label=line,
+            color=COLOUR_OF.get(line),
+        )
+        for p in points:
+            if p.line != p.method:
+                axis.annotate(
+                    str(p.width), (p.x, p.y.value), xytext=(3, 4), textcoords="offset points", fontsize=7
+                )
+    axis.set_xscale("log")
+    for each in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+        each(lambda x, _: f"{x:g}")
+    axis.tick_params(axis="x", which="minor", labelsize=7)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, -LEAST_SPAN), max(high, LEAST_SPAN))
+    axis.set_title(panel.title)
+    axis.set_xlabel(panel.x_label)
+    axis.set_ylabel(f"{metric.value}, points to full recompute")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)

@@ -1,0 +1,168 @@
+"""Numbers of each method, by family of tasks and over all of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..bench.stats import Spread
+from . import estimates
+from .estimates import Estimate
+from .runner import Outcome
+from .scores import Scores
+
+PERCENT = 100.0
+
+
+class Metric(Enum):
+    """What an answer is worth, 0 to 1."""
+
+    EXACT = "exact"
+    F1 = "f1"
+    ROUGE_L = "rouge-l"
+
+    def of(self, scores: Scores) -> float:
+        return {Metric.EXACT: float(scores.exact), Metric.F1: scores.f1, Metric.ROUGE_L: scores.rouge_l}[self]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric: its mean in percent, and how many points it differs from full recompute's, in pairs."""
+
+    mean: Estimate
+    difference: Estimate
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one family.  Counts of tokens are means over prompts."""
+
+    method: str
+    exact: Score
+    f1: Score
+    rouge_l: Score
+    same_tokens: Estimate
+    """Percent of answers that are full recompute's, token by token."""
+    same_argmax: Estimate
+    """Percent of prompts whose most likely first token is full recompute's."""
+    first_divergence: float | None
+    """Median over the other answers, counted from 0; ``None``: there are none."""
+    kl_median: float
+    kl_mean: Estimate
+    kl_worst: float
+    """KL divergences of the first token from full recompute's, in nats."""
+    prompt_tokens: float
+    computed_tokens: float
+    reused_none: int
+    """Prompts of which every token was computed."""
+    first_token: Spread | None
+    """Seconds; ``None``: not measured."""
+
+    def score(self, metric: Metric) -> Score:
+        return {Metric.EXACT: self.exact, Metric.F1: self.f1, Metric.ROUGE_L: self.rouge_l}[metric]
+
+    @property
+    def computed_share(self) -> float:
+        return self.computed_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class FamilyResult:
+    """All methods on one family; full recompute is the first."""
+
+    family: str
+    prompts: int
+    left_out: int
+    """Prompts that are longer than the engine's context."""
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Overall:
+    """One method over all families, each of which counts alike."""
+
+    method: str
+    mean: Estimate
+    """Percent."""
+    difference: Estimate
+    """Points; to full recompute."""
+    worst_family: str
+    worst: Estimate
+    """The difference there."""
+    computed_share: float
+    first_token_speedup: float | None
+    """How many times sooner than full recompute's the first token is there: geometric mean."""
+
+
+def cell(
+    method: str,
+    outcomes: Sequence[Outcome],
+    scores: Sequence[Scores],
+    reference: Sequence[Scores],
+    first_token: Spread | None = None,
+) -> Cell:
+    """``scores`` of ``outcomes``, and full recompute's of the same tasks in the same order."""
+
+    def compared(metric: Metric) -> Score:
+        own, other = [metric.of(s) for s in scores], [metric.of(s) for s in reference]
+        mean = estimates.share([s.exact for s in scores]) if metric is Metric.EXACT else estimates.mean(own)
+        return Score(mean.times(PERCENT), estimates.difference(own, other).times(PERCENT))
+
+    kls = [s.kl for s in scores]
+    places = [s.first_divergence for s in scores if s.first_divergence is not None]
+    return Cell(
+        method=method,
+        exact=compared(Metric.EXACT),
+        f1=compared(Metric.F1),
+        rouge_l=compared(Metric.ROUGE_L),
+        same_tokens=estimates.share([s.first_divergence is None for s in scores]).times(PERCENT),
+        same_argmax=estimates.share([s.same_argmax for s in scores]).times(PERCENT),
+        first_divergence=statistics.median(places) if places else None,
+        kl_median=statistics.median(kls),
+        kl_mean=estimates.mean(kls),
+        kl_worst=max(kls),
+        prompt_tokens=statistics.mean(o.prompt_tokens for o in outcomes),
+        computed_tokens=statistics.mean(o.computed for o in outcomes),
+        reused_none=sum(o.cached == 0 for o in outcomes),
+        first_token=first_token,
+    )
+
+
+def overall(
+    results: Sequence[FamilyResult],
+    scores: Mapping[str, Mapping[str, Sequence[Scores]]],
+    metric: Metric,
+) -> list[Overall]:
+    """``scores[family][method]``; methods in the order of the first family's cells."""
+    full = results[0].cells[0].method
+    return [_over_families(c.method, full, results, scores, metric) for c in results[0].cells]
+
+
+def _over_families(
+    method: str,
+    full: str,
+    results: Sequence[FamilyResult],
+    scores: Mapping[str, Mapping[str, Sequence[Scores]]],
+    metric: Metric,
+) -> Overall:
+    cells = {r.family: next(c for c in r.cells if c.method == method) for r in results}
+    own = [[metric.of(s) for s in scores[family][method]] for family in cells]
+    other = [[metric.of(s) for s in scores[family][full]] for family in cells]
+    gaps = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(own, other, strict=True)]
+    worst = min(cells, key=lambda family: cells[family].score(metric).difference.value)
+    ratios = [
+        base.first_token.median / found.first_token.median
+        for base, found in ((r.cells[0], cells[r.family]) for r in results)
+        if base.first_token is not None and found.first_token is not None
+    ]
+    return Overall(
+        method=method,
+        mean=estimates.mean_of_means(own).times(PERCENT),
+        difference=estimates.mean_of_means(gaps).times(PERCENT),
+        worst_family=worst,
+        worst=cells[worst].score(metric).difference,
+        computed_share=statistics.mean(c.computed_share for c in cells.values()),
+        first_token_speedup=statistics.geometric_mean(ratios) if len(ratios) == len(cells) else None,
+    )

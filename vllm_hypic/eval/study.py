@@ -1,0 +1,125 @@
+"""All families through both engines: what the command measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..bench.engines import Engine
+from ..bench.report import Steps
+from ..primitives.policies import parse_link
+from . import room
+from .first_token import first_token_times
+from .methods import FULL, Method
+from .results import FamilyResult, cell
+from .runner import Outcome, evaluate
+from .scores import Scores, score
+from .task import Example, Task, encode
+
+ENCODED_TOGETHER = 64
+SPARE = 32
+"""Tokens of the context that a prompt leaves free: separators count in the engine's front end."""
+
+
+class StudyError(ValueError):
+    """Tasks that cannot be prompts of this engine."""
+
+
+Keep = Callable[[Task, str, Outcome, Scores], None]
+"""(task, method, outcome, scores): told of every single answer."""
+
+
+@dataclass
+class Study:
+    """What was found so far; filled by :meth:`add`."""
+
+    engine: Engine
+    noise: Engine | None
+    """A stock engine that cuts prompts into other chunks."""
+    noise_name: str
+    methods: Sequence[Method]
+    """Full recompute is the first."""
+    chat: bool
+    ttft_repeats: int
+    steps: Steps
+    keep: Keep
+    results: list[FamilyResult] = field(default_factory=list)
+    scores: dict[str, dict[str, list[Scores]]] = field(default_factory=dict)
+    """By family and method, in the order of the tasks."""
+
+    @staticmethod
+    def pairs(tasks: int, methods: int, *, noise: bool, ttft_repeats: int) -> int:
+        """Steps of the progress bar that a family of ``tasks`` tasks takes."""
+        return tasks * (methods + noise) + ttft_repeats * methods
+
+    def add(self, family: str, tasks: Sequence[Task]) -> None:
+        """Run and score one family.
+
+        Raises :class:`StudyError` when no prompt fits the context, ``RoomError`` when one does not fit the
+        pool.
+        """
+        self.steps.show(f"{family}: accuracy")
+        examples = self._fitting(family, tasks)
+        outcomes = self._outcomes(examples)
+        self.steps.done((len(tasks) - len(examples)) * (len(self.methods) + (self.noise is not None)))
+        scores = {name: self._scored(examples, found, outcomes) for name, found in outcomes.items()}
+        for name, found in scores.items():
+            for example, outcome, one in zip(examples, outcomes[name], found, strict=True):
+                self.keep(example.task, name, outcome, one)
+        self.steps.show(f"{family}: time to first token")
+        times = (
+            first_token_times(self.engine, examples, self.methods, self.ttft_repeats, done=self.steps.done)
+            if self.ttft_repeats
+            else {}
+        )
+        by_name = {method.name: spread for method, spread in times.items()}
+        cells = tuple(
+            cell(name, outcomes[name], found, scores[FULL.name], by_name.get(name))
+            for name, found in scores.items()
+        )
+        self.results.append(FamilyResult(family, len(examples), len(tasks) - len(examples), cells))
+        self.scores[family] = scores
+
+    def _fitting(self, family: str, tasks: Sequence[Task]) -> list[Example]:
+        context = self.engine.described["max_model_len"]
+        examples: list[Example] = []
+        for i in range(0, len(tasks), ENCODED_TOGETHER):
+            try:
+                examples += encode(self.engine, tasks[i : i + ENCODED_TOGETHER], chat=self.chat)
+            except ValueError as e:
+                raise StudyError(f"{family}: {e}") from e
+        fitting = [
+            e
+            for e in examples
+            if len(e.prompt) + len(e.prompt.documents) + e.task.answer_tokens + SPARE <= context
+        ]
+        if not fitting:
+            raise StudyError(
+                f"{family}: no prompt fits the context of {context} tokens; the shortest has "
+                f"{min(len(e.prompt) for e in examples)}"
+            )
+        return fitting
+
+    def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[Outcome]]:
+        """By name: full recompute, its noise, the other methods."""
+        found = evaluate(self.engine, examples, self.methods, done=self.steps.done)
+        full = found[FULL]
+        named = {FULL.name: full}
+        if self.noise is not None:
+            again = evaluate(self.noise, examples, [], done=self.steps.done, references=full)
+            named[self.noise_name] = again[FULL]
+        return named | {method.name: outcomes for method, outcomes in found.items()}
+
+    @staticmethod
+    def _scored(
+        examples: Sequence[Example], found: Sequence[Outcome], outcomes: Mapping[str, list[Outcome]]
+    ) -> list[Scores]:
+        full = outcomes[FULL.name]
+        return [score(e.task, o, r) for e, o, r in zip(examples, found, full, strict=True)]
+
+
+def refused(engine: Engine, methods: Sequence[Method]) -> dict[Method, str]:
+    """Methods that the engine's model cannot honour, and why."""
+    traits = room.traits(engine)
+    reasons = {m: parse_link(m.link, m.seam).refused_by(traits) for m in methods if m.link is not None}
+    return {method: reason for method, reason in reasons.items() if reason is not None}

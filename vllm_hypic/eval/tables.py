@@ -1,0 +1,106 @@
+"""Results as tables and sentences."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..bench.report import percent, seconds, table
+from .estimates import Estimate
+from .methods import FULL
+from .results import Cell, FamilyResult, Metric, Overall
+
+COLUMNS = (
+    "",
+    "exact match, %",
+    "to full, points",
+    "F1",
+    "ROUGE-L",
+    "same tokens",
+    "KL",
+    "computed",
+    "warm TTFT",
+)
+
+
+WIDTH = 140
+"""Characters that the tables take."""
+
+
+def wide_console() -> Console:
+    """Wide enough for the tables when the output is a file."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def family_table(result: FamilyResult) -> Table:
+    """One row a method."""
+    return _plain(table(f"{result.family}, {result.prompts} prompts", COLUMNS, map(_row, result.cells)))
+
+
+def _row(c: Cell) -> list[str]:
+    return [
+        c.method,
+        with_interval(c.exact.mean),
+        "" if c.method == FULL.name else with_interval(c.exact.difference, sign="+"),
+        f"{c.f1.mean.value:.1f}",
+        f"{c.rouge_l.mean.value:.1f}",
+        f"{c.same_tokens.value:.1f} %",
+        f"{c.kl_median:.2g}",
+        f"{c.computed_tokens:.0f}",
+        "" if c.first_token is None else seconds(c.first_token.median),
+    ]
+
+
+def overall_table(rows: Sequence[Overall], families: int, metric: Metric) -> Table:
+    """One row a method, the mean over families."""
+    columns = ("", f"{metric.value}, %", "to full, points", "worst family", "", "computed", "TTFT")
+    return _plain(
+        table(
+            f"mean over {families} families",
+            columns,
+            [
+                [
+                    r.method,
+                    with_interval(r.mean),
+                    "" if r.method == FULL.name else with_interval(r.difference, sign="+"),
+                    "" if r.method == FULL.name else with_interval(r.worst, sign="+"),
+                    "" if r.method == FULL.name else r.worst_family,
+                    percent(r.computed_share),
+                    "" if r.first_token_speedup is None else f"full / {r.first_token_speedup:.1f}",
+                ]
+                for r in rows
+            ],
+        )
+    )
+
+
+def notes(result: FamilyResult) -> list[str]:
+    """What a reader of the family's table must know."""
+    found = []
+    if result.left_out:
+        found.append(f"{result.family}: {result.left_out} prompts do not fit the context and were left out.")
+    for c in result.cells:
+        # The last word is the method's own: these compute everything by their nature.
+        if c.reused_none and c.method.startswith(("hypic-", "naive-", "epic-", "block")):
+            found.append(
+                f"{result.family}: {c.method} reused nothing in {c.reused_none} of {result.prompts} prompts, "
+                "whose segments are too short for its seams."
+            )
+    return found
+
+
+def with_interval(e: Estimate, sign: str = "") -> str:
+    """``98.2 [96.9, 99.1]``; ``0`` where nothing differs."""
+    if sign and e.value == e.low == e.high == 0:
+        return "0"
+    return f"{e.value:{sign}.1f} [{e.low:{sign}.1f}, {e.high:{sign}.1f}]"
+
+
+def _plain(found: Table) -> Table:
+    """Without lines between columns: there are many."""
+    found.box = SIMPLE_HEAD
+    return found

@@ -1,0 +1,96 @@
+"""Names of the generated families of tasks, their usual shapes, and what makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from ..task import Task
+from . import demo, keyvalue, needle, variables
+from .demo import FACTS, Generator
+
+ENGLISH_LONGER = 4
+"""English documents have so many times the usual tokens of the demo models', which read short ones."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What tasks are made of."""
+
+    generator: Generator | None
+    """Of the demo model; ``None``: tasks are English."""
+    chat: bool = False
+    """Prompts go through the chat template."""
+    facts: int | None = FACTS
+    """Facts in a document of the demo model's own families; ``None``: its generator's default."""
+
+
+Maker = Callable[[Source, int, int, int, int], list[Task]]
+"""(source, first, count, documents, tokens) -> tasks."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family and its usual shape."""
+
+    about: str
+    make: Maker
+    kind: str | None = None
+    """The kind of question that only a demo model's generator has; ``None``: there is an English version."""
+    documents: int = 8
+    tokens: int = 128
+
+    def suits(self, generator: Generator | None) -> bool:
+        return self.kind is None or (generator is not None and self.kind in generator.KINDS)
+
+    def shape(self, source: Source, documents: int | None, tokens: int | None) -> tuple[int, int]:
+        """Documents, and tokens of each: what is asked for, or else the usual."""
+        usual = self.tokens * (ENGLISH_LONGER if source.generator is None else 1)
+        return documents or self.documents, tokens or usual
+
+
+def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8, tokens: int = 128) -> Family:
+    """A family of the demo model's generator alone; ``kind`` is ``name`` unless it is named."""
+    kind = kind or name
+
+    def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
+        if source.generator is None:
+            raise ValueError(f"tasks of the family {name!r} are made by the generator beside a demo model")
+        shape = {"documents": documents, "tokens": tokens}
+        return demo.make(
+            first,
+            count,
+            **shape,
+            generator=source.generator,
+            kind=kind,
+            facts=source.facts,
+            family=name,
+            chat=source.chat,
+        )
+
+    return Family(about, make, kind, documents, tokens)
+
+
+def _any(about: str, module: ModuleType) -> Family:
+    """A family with an English version."""
+
+    def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
+        shape = {"documents": documents, "tokens": tokens}
+        return module.make(first, count, **shape, generator=source.generator, chat=source.chat)
+
+    return Family(about, make)
+
+
+FAMILIES = {
+    "one": _demo("one fact of a document", "one"),
+    "two": _demo("two hops over two documents", "two"),
+    "head": _demo("a fact whose subject stands in the document's header", "head"),
+    "latest": _demo("the last of several values", "latest"),
+    "both": _demo("the last of several values, and a fact about it", "both"),
+    "many": _demo("as one, many documents", "many", "one", documents=16),
+    "long": _demo("as one, long documents", "long", "one", tokens=512),
+    "needle": _any("one statement among fillers", needle),
+    "keyvalue": _any("one of many keys", keyvalue),
+    "variables": _any("chains of assignments", variables),
+}

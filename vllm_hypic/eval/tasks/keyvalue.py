@@ -1,0 +1,54 @@
+"""Retrieval of one value among many keys, after RULER's multi-key needles: documents full of statements."""
+
+from __future__ import annotations
+
+from ..task import Task
+from . import demo, english
+from .demo import Generator
+
+FAMILY = "keyvalue"
+TOKENS_PER_FACT = 20
+"""In the demo model's words: facts are four or five tokens."""
+WORDS_PER_KEY = 32
+"""In English: statements are eight words."""
+
+
+def make(
+    first: int,
+    count: int,
+    *,
+    documents: int,
+    tokens: int,
+    generator: Generator | None = None,
+    chat: bool = False,
+) -> list[Task]:
+    """English, or in the words of a demo model's ``generator``: about a quarter of the text is statements."""
+    if generator is not None:
+        return demo.make(
+            first,
+            count,
+            documents=documents,
+            tokens=tokens,
+            generator=generator,
+            kind="one",
+            facts=max(1, tokens // TOKENS_PER_FACT),
+            family=FAMILY,
+            chat=chat,
+        )
+    return [_english(number, documents, tokens) for number in range(first, first + count)]
+
+
+def _english(number: int, documents: int, tokens: int) -> Task:
+    writer = english.Writer(f"{FAMILY} {number}")
+    words = int(tokens * english.WORDS_PER_TOKEN)
+    keys = writer.keys(min(documents * max(1, words // WORDS_PER_KEY), english.MOST_KEYS))
+    taken: set[str] = set()
+    values = {key: writer.number(taken) for key in keys}
+    held = english.spread(writer.rng, [f"The code of the {k} is {v}." for k, v in values.items()], documents)
+    asked = writer.rng.choice(keys)
+    return english.task(
+        FAMILY,
+        [writer.document(words, statements) for statements in held],
+        f"What is the code of the {asked}?",
+        values[asked],
+    )
