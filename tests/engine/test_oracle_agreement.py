@@ -89,6 +89,7 @@ METHODS = [
     pytest.param({"hypic_seam_tokens": 3}, 3, 3, True, id="hypic-3"),
     pytest.param({"hypic_seam_tokens": 16}, 16, 16, True, id="hypic-16"),
     pytest.param({"hypic_seam_tokens": 0}, 0, 0, True, id="hypic-0"),
+    pytest.param({"hypic_link": "seam-3-12"}, 3, 12, True, id="seam-3-12"),
     pytest.param({"hypic_link": "epic-8"}, 8, 0, True, id="epic-8"),
     pytest.param({"hypic_link": "block"}, 0, 0, True, id="block"),
     pytest.param({"hypic_link": "naive"}, 8, 8, False, id="naive"),

@@ -55,10 +55,6 @@ def computed(llm: Any) -> int:
     return scheduler_of(llm).hypic._jobs
 
 
-def awaited(llm: Any) -> int:
-    return len(scheduler_of(llm).hypic._loads)
-
-
 def same(one: Answer, other: Answer) -> bool:
     return one.samples == other.samples and one.logprobs == other.logprobs
 

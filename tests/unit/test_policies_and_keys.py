@@ -27,6 +27,7 @@ ATTENTION = ModelTraits(has_linear=False, has_attention=True)
         ("full", LinkMethod("full", reuse=False)),
         ("epic-0", LinkMethod("epic-0", dummies=4)),
         ("epic-16", LinkMethod("epic-16", head=16)),
+        ("seam-12-3", LinkMethod("seam-12-3", head=12, tail=3)),
     ],
 )
 def test_methods(name: str, expected: LinkMethod) -> None:
@@ -37,7 +38,7 @@ def test_methods(name: str, expected: LinkMethod) -> None:
     "name", ["", "HYPIC", "epic", "epic-", "epic--1", "epic-1.5", "epic-9999999", "hypic ", None, 3]
 )
 def test_unknown_methods_are_refused_with_the_known_ones(name: Any) -> None:
-    with pytest.raises(LinkError, match=r"hypic_link=.*expected one of hypic, epic-<k>"):
+    with pytest.raises(LinkError, match=r"hypic_link=.*expected one of hypic, seam-<h>-<t>, epic-<k>"):
         parse_link(name, 8)
 
 
@@ -51,6 +52,18 @@ def test_absurd_seam_widths_are_refused_with_the_range(seam: int) -> None:
 def test_seam_widths_of_another_type_are_refused(seam: Any) -> None:
     with pytest.raises(LinkError, match="expected an integer"):
         parse_link("hypic", seam)
+
+
+@pytest.mark.parametrize("name", ["seam-8", "seam-8-", "seam--8", "seam-8-8-8"])
+def test_seams_need_two_widths(name: str) -> None:
+    with pytest.raises(LinkError, match="expected one of"):
+        parse_link(name, 8)
+
+
+@pytest.mark.parametrize("widths", [(MAX_SEAM_TOKENS + 1, 0), (0, MAX_SEAM_TOKENS + 1)])
+def test_wide_seams_are_refused_on_either_side(widths: tuple[int, int]) -> None:
+    with pytest.raises(LinkError, match=f"expected h and t <= {MAX_SEAM_TOKENS}"):
+        parse_link("seam-{}-{}".format(*widths), 8)
 
 
 def test_wide_epic_heads_are_refused() -> None:

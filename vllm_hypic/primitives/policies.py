@@ -17,7 +17,7 @@ MAX_SEAM_TOKENS = 1024
 EPIC0_DUMMY_TOKENS = 4
 """EPIC's LegoLink-0 puts four dummy tokens before a segment at compile time and drops them."""
 
-METHODS = ("hypic", "epic-<k>", "epic-0", "block", "prompt-cache", "naive", "full")
+METHODS = ("hypic", "seam-<h>-<t>", "epic-<k>", "epic-0", "block", "prompt-cache", "naive", "full")
 
 
 class LinkError(ValueError):
@@ -89,6 +89,11 @@ def parse_link(name: str, seam_tokens: int) -> LinkMethod:
         return LinkMethod(name, fixed_position=True)
     if name == "full":
         return LinkMethod(name, reuse=False)
+    if match := re.fullmatch(r"seam-(\d{1,6})-(\d{1,6})", name):
+        head, tail = map(int, match.groups())
+        if max(head, tail) > MAX_SEAM_TOKENS:
+            raise LinkError(f"hypic_link={name!r}: expected h and t <= {MAX_SEAM_TOKENS}")
+        return LinkMethod(name, head=head, tail=tail)
     if match := re.fullmatch(r"epic-(\d{1,6})", name):
         k = int(match.group(1))
         if k == 0:
