@@ -12,7 +12,7 @@ Z = 1.959964
 """Standard normal quantile of a two-sided interval of 95 %."""
 BOUNDS = (2.5, 97.5)
 """The same as percentiles of a bootstrap."""
-RESAMPLES = 4000
+RESAMPLES = 2000
 SEED = 20
 """Of the resampling: the same values give the same interval."""
 

@@ -96,7 +96,7 @@ def _segments(context: str, words: int, where: str) -> tuple[str, ...]:
     """``context`` cut where paragraphs end, before a segment would hold more than ``words`` words; a
     paragraph that alone holds more is cut between words.  End to end, the segments are ``context``."""
     segments: list[str] = []
-    held = words
+    held = 0
     for paragraph in re.findall(r"[^\n]*\n+|[^\n]+", context):
         for piece in _pieces(paragraph, words):
             size = len(piece.split())

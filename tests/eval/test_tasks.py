@@ -1,0 +1,245 @@
+"""Tasks: their answers are in their texts, the same number is the same task, files are read or refused."""
+
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hypic.eval.task import TEXTS, Task
+from vllm_hypic.eval.tasks import demo, english, keyvalue, longbench, needle, variables
+from vllm_hypic.eval.tasks.demo import Generator
+from vllm_hypic.eval.tasks.families import FAMILIES, Source
+from vllm_hypic.eval.tasks.longbench import DataError
+
+ENGLISH = {"needle": needle.make, "keyvalue": keyvalue.make, "variables": variables.make}
+
+
+def made(name: str, generator: Generator | None, first: int = 0, count: int = 8) -> list[Task]:
+    return FAMILIES[name].make(Source(generator), first, count, 5, 100)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "English"])
+def test_shape_and_reproducibility(name: str, generator: Generator) -> None:
+    families = list(ENGLISH) if name == "English" else [name]
+    for family in families:
+        of = None if name == "English" else generator
+        if not FAMILIES[family].suits(generator):
+            with pytest.raises(ValueError, match=repr(family)):
+                made(family, of)
+            continue
+        tasks = made(family, of)
+        assert tasks == made(family, of)
+        assert tasks[3:] == made(family, of, first=3, count=5)
+        assert len({t.segments for t in tasks}) == len(tasks)
+        for task in tasks:
+            assert task.family == family
+            assert len(task.segments) == 5
+            assert task.system
+            assert all(s.strip() for s in task.segments)
+            assert not any(TEXTS.contains(s) for s in (task.system, *task.segments, task.question))
+
+
+def test_demo_tasks_have_their_answers_in_the_documents(generator: Generator) -> None:
+    for task in demo.make(0, 20, documents=4, tokens=64, generator=generator):
+        _, entity, relation, _ = task.question.split()
+        told = " ".join(task.segments)
+        assert task.answers[0] in told
+        assert f"{entity} {relation} {task.answers[0]} ." in told
+        assert all(len(s.split()) == 64 for s in task.segments)
+        assert task.answer_tokens > len(task.answers[0].split())  # and the end of the sequence
+    for task in demo.make(0, 20, documents=4, tokens=64, generator=generator, kind="two"):
+        _, entity, first, second, _ = task.question.split()
+        middle, value = task.answers[0].split()
+        told = " ".join(task.segments)
+        assert f"{entity} {first} {middle} ." in told
+        assert f"{middle} {second} {value} ." in told
+
+
+def test_a_chat_template_writes_the_first_words_itself(generator: Generator) -> None:
+    [plain] = demo.make(7, 1, documents=4, tokens=64, generator=generator)
+    [chat] = demo.make(7, 1, documents=4, tokens=64, generator=generator, chat=True)
+    assert plain.system == f"<bos> <sys> {chat.system}"
+
+
+def test_demo_tasks_are_held_out(generator: Generator) -> None:
+    seeds = []
+
+    class Recording:
+        KINDS = generator.KINDS
+        vocab_words = staticmethod(generator.vocab_words)
+
+        @staticmethod
+        def prompt(seed: int, *args: Any, **more: Any) -> demo.Parts:
+            seeds.append(seed)
+            return generator.prompt(seed, *args, **more)
+
+    demo.make(5, 2, documents=3, tokens=64, generator=Recording())
+    assert seeds == [20_000_005, 20_000_006]
+
+
+def test_a_folder_without_generator_is_no_demo_model(tmp_path: Path) -> None:
+    assert demo.find_generator(tmp_path / "model") is None
+
+
+def test_a_generator_may_hold_dataclasses(tmp_path: Path) -> None:
+    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    (tmp_path / "gen.py").write_text(f"{source}@dataclass\nclass A:\n    x: int\nKINDS = {{'one': 0}}\n")
+    found = demo.find_generator(tmp_path / "model")
+    assert found is not None and "one" in found.KINDS
+
+
+def test_words_of_the_demo_model_are_used_where_there_is_a_generator(generator: Generator) -> None:
+    few, dense = made("needle", generator)[0], made("keyvalue", generator)[0]
+    assert few.segments[0].startswith("#") and dense.segments[0].startswith("#")
+
+    def facts(task: Task) -> int:
+        return sum(len(re.findall(r"rel\d+ val", s)) for s in task.segments)
+
+    assert facts(few) <= 5 < 20 <= facts(dense)
+    assert len(made("variables", generator)[0].question.split()) == 5
+
+
+@pytest.mark.parametrize(("name", "make"), ENGLISH.items())
+def test_english_documents_have_the_length_asked_for(name: str, make: Callable[..., list[Task]]) -> None:
+    for task in make(0, 10, documents=6, tokens=200):
+        for segment in task.segments:
+            assert 150 <= len(segment.split()) <= 150 + 25  # to the end of the last sentence
+
+
+def test_the_needle_stands_once() -> None:
+    places = set()
+    for task in needle.make(0, 30, documents=6, tokens=200):
+        key = re.fullmatch(r"Question: What is the secret number of the (.+)\?\nAnswer:", task.question)
+        assert key is not None
+        holding = [i for i, s in enumerate(task.segments) if task.answers[0] in s]
+        assert len(holding) == 1
+        assert f"The secret number of the {key.group(1)} is {task.answers[0]}." in task.segments[holding[0]]
+        places.add(holding[0])
+    assert places == set(range(6))
+
+
+def test_every_document_is_full_of_keys() -> None:
+    for task in keyvalue.make(0, 5, documents=6, tokens=400):
+        statements = [re.findall(r"The code of the (.+?) is (\d{7})\.", s) for s in task.segments]
+        assert all(len(found) == 300 // keyvalue.WORDS_PER_KEY for found in statements)
+        pairs = [pair for found in statements for pair in found]
+        assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
+        [asked] = re.findall(r"code of the (.+)\?", task.question)
+        assert task.answers == (dict(pairs)[asked],)
+
+
+def test_keys_do_not_run_out() -> None:
+    [task] = keyvalue.make(0, 1, documents=100, tokens=4000)
+    assert sum(s.count("The code of") for s in task.segments) == english.MOST_KEYS
+
+
+@pytest.mark.parametrize("documents", [2, 3, 8])
+def test_variables_are_solved_by_reading_on(documents: int) -> None:
+    for task in variables.make(0, 10, documents=documents, tokens=150):
+        values: dict[str, str] = {}
+        links = {}
+        for place, segment in enumerate(task.segments):
+            for name, value, other in re.findall(
+                r"The variable (\w+) is set to (?:(\d+)|the value of (\w+))\.", segment
+            ):
+                assert name not in values
+                values[name] = value or values[other]  # what it takes was told before
+                links[name] = place
+        assert len(values) == variables.CHAINS * (variables.LINKS + 1)
+        [asked] = re.findall(r"variable (\w+)\?", task.question)
+        assert task.answers == (values[asked],)
+        chain = [links[name] for name, value in values.items() if value == task.answers[0]]
+        assert len(chain) == variables.LINKS + 1
+        if documents >= len(chain):
+            assert len(set(chain)) == len(chain)
+
+
+# -- files in LongBench's format ---------------------------------------------------------------------
+
+LINE = {"input": "Who?", "context": "One two.\n\nThree four five.\nSix.", "answers": ["Ann", "Bob"]}
+
+
+def data(folder: Path, *lines: object) -> Path:
+    path = folder / "mine.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
+    return path
+
+
+def test_a_line_becomes_a_task(tmp_path: Path) -> None:
+    [task, other] = longbench.read(data(tmp_path, LINE, "", {**LINE, "dataset": "hotpotqa"}), words=3)
+    assert task.segments == ("One two.\n\n", "Three four five.\n", "Six.")
+    assert task.question.endswith("Question: Who?\nAnswer:")
+    assert task.answers == ("Ann", "Bob")
+    assert (task.family, other.family) == ("mine", "hotpotqa")
+    assert task.answer_tokens == longbench.SPARE_TOKENS + longbench.TOKENS_PER_WORD
+
+
+@pytest.mark.parametrize("words", [1, 2, 7, 50, 10_000])
+def test_segments_are_the_context(tmp_path: Path, words: int) -> None:
+    paragraphs = [" ".join(f"w{i}.{j}" for j in range(i * 7 % 31 + 1)) for i in range(20)]
+    context = "\n \n" + "\n\n".join(paragraphs) + "\n\n\n"
+    [task] = longbench.read(data(tmp_path, {**LINE, "context": context}), words=words)
+    assert "".join(task.segments) == context
+    sizes = [len(s.split()) for s in task.segments]
+    assert all(0 < size <= words for size in sizes)
+    if words >= 50:  # no paragraph is longer
+        assert all(s.endswith("\n") for s in task.segments)
+        for segment, later in pairwise(task.segments):
+            first = next(line for line in later.split("\n") if line.strip())
+            assert len(segment.split()) + len(first.split()) > words  # else it would stand in there, too
+
+
+def test_classes_and_summaries(tmp_path: Path) -> None:
+    lines = [{**LINE, "all_classes": ["Sun", "Moon"]}, {**LINE, "input": " ", "all_classes": None}]
+    classes, summary = longbench.read(data(tmp_path, *lines))
+    assert "Answer with one of: Sun, Moon." in classes.question
+    assert longbench.SUMMARISE in summary.question
+
+
+def test_no_more_than_asked_for_is_read(tmp_path: Path) -> None:
+    path = data(tmp_path, LINE, LINE, "no JSON")
+    assert len(longbench.read(path, limit=2)) == 2
+    with pytest.raises(DataError, match="line 3"):
+        longbench.read(path, limit=3)
+
+
+def without(field: str) -> dict[str, Any]:
+    return {k: v for k, v in LINE.items() if k != field}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: no JSON"),
+        ("[1]", "line 2: expected an object"),
+        (without("input"), "line 2: there is no field 'input'"),
+        (without("context"), "line 2: there is no field 'context'"),
+        (without("answers"), "line 2: there is no field 'answers'"),
+        ({**LINE, "context": 3}, "line 2: 'context' is no text: 3"),
+        ({**LINE, "context": " \n"}, "line 2: 'context' is empty"),
+        ({**LINE, "context": f"a {TEXTS.sep} b"}, "line 2: 'context' holds the text of a token primitive"),
+        ({**LINE, "answers": []}, "line 2: 'answers' is no list of texts: \\[\\]"),
+        ({**LINE, "answers": "Ann"}, "line 2: 'answers' is no list of texts: 'Ann'"),
+        ({**LINE, "answers": [1]}, "line 2: 'answers' is no list of texts"),
+        ({**LINE, "all_classes": "Sun"}, "line 2: 'all_classes' is no list of texts"),
+        ({**LINE, "dataset": 5}, "line 2: 'dataset' is no text"),
+    ],
+)
+def test_faults_are_told_with_file_line_and_field(tmp_path: Path, line: object, says: str) -> None:
+    path = data(tmp_path, LINE, line)
+    with pytest.raises(DataError, match=f"{re.escape(str(path))}, {says}"):
+        longbench.read(path)
+
+
+def test_files_that_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no tasks"):
+        longbench.read(data(tmp_path, ""))
+    with pytest.raises(DataError, match="cannot be read"):
+        longbench.read(tmp_path / "none.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="cannot be read"):
+        longbench.read(tmp_path / "binary.jsonl")
