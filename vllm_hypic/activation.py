@@ -54,6 +54,7 @@ def complete(config: VllmConfig) -> None:
             f"--attention-backend hypic: runner_type={config.model_config.runner_type!r}: expected 'generate'"
         )
     _use_tokenizer(config)
+    _look_at_gate(config)
 
 
 def _backend_is_hypic(args: EngineArgs) -> bool:
@@ -116,6 +117,14 @@ def _use_tokenizer(config: VllmConfig) -> None:
         model.tokenizer_mode = MODE
     elif config_of(config).token_ids is None:
         raise ConfigError(f"--attention-backend hypic: {reason}")
+
+
+def _look_at_gate(config: VllmConfig) -> None:
+    """Before weights are read: a model that may not be served should not take minutes to say so."""
+    from .connector.build import config_of
+    from .eval.gate.startup import look
+
+    look(config, config_of(config))
 
 
 def _use_connector(args: EngineArgs, config: HypicConfig) -> None:

@@ -1,8 +1,9 @@
-"""``vllm-hypic cache ...``: compiled segments of a running server; ``vllm-hypic router`` starts from here."""
+"""``vllm-hypic cache ...``: compiled segments of a running server.  Other commands join from elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 import time
@@ -30,18 +31,22 @@ class _Session:
     as_json: bool
 
 
+_LAZY = {"gate": ".eval.gate.command", "router": ".segment_parallel.router.command"}
+"""Commands that are imported when they are asked for: the others need none of what these need."""
+
+
 class _Commands(click.Group):
-    """``router`` is imported when it is asked for: the others need none of what it needs."""
+    """Knows the lazy commands, too."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), "router"})
+        return sorted({*super().list_commands(ctx), *_LAZY})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "router":
+        if cmd_name not in _LAZY:
             return super().get_command(ctx, cmd_name)
-        from .segment_parallel.router.command import router
-
-        return router
+        module = importlib.import_module(_LAZY[cmd_name], __package__)
+        command: click.Command = getattr(module, cmd_name)
+        return command
 
 
 @click.group(cls=_Commands)

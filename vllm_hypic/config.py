@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
+from .eval.gate.config import GateConfig
 from .primitives.policies import LinkError, parse_link
 from .primitives.tokens import PrimitiveIds, PrimitiveTexts
 from .segment_parallel.config import ParallelConfig
@@ -55,6 +56,8 @@ class HypicConfig:
     segment_parallel: ParallelConfig | None = None
     """Where records of other instances land, and who may send them: see ``segment_parallel/config.py``;
     ``None``: this engine neither takes nor gives any."""
+    gate: GateConfig = field(default_factory=GateConfig)
+    """What is asked of the model's sign-off when the engine starts: see ``eval/gate/config.py``."""
     tokens: PrimitiveTexts = field(default_factory=PrimitiveTexts)
     """Text forms of separator, PDep and padding."""
     token_ids: PrimitiveIds | None = None
@@ -97,6 +100,8 @@ class HypicConfig:
         parallel = values.get("segment_parallel")
         if parallel is not None and not isinstance(parallel, ParallelConfig):
             values["segment_parallel"] = ParallelConfig.from_mapping(parallel)
+        if "gate" in values and not isinstance(values["gate"], GateConfig):
+            values["gate"] = GateConfig.from_mapping(values["gate"])
         try:
             if "tokens" in values and not isinstance(values["tokens"], PrimitiveTexts):
                 values["tokens"] = PrimitiveTexts.from_mapping(values["tokens"])

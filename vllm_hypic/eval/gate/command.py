@@ -1,0 +1,373 @@
+"""``vllm-hypic gate MODEL``: is reuse good enough on this model, at these settings?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...bench.engines import EngineError
+from ...bench.report import console, machine, plain, progress, versions
+from ...bench.settings import EngineSettings, HypicOptions, Numbers, model_context, with_options
+from ...config import ConfigError, HypicConfig
+from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
+from ..methods import Method
+from ..room import RoomError
+from ..tasks.demo import Generator, find_generator
+from ..tasks.longbench import DataError
+from .criteria import Limits, judge
+from .fixed_set import TaskSet, data_set, fixed_set
+from .identity import reads_seam
+from .measure import Measured, MeasureError, Place, measure
+from .shown import numbers_table, reasons_text
+from .signoff import FOLDER, SignOff, default_folder, path_in, write
+from .verdict import Verdict
+
+CONTEXT = 8192
+"""Tokens that engines are given for the fixed set: more than any of its prompts has."""
+CHARACTERS_PER_TOKEN = 3
+"""Few, for text in words: a file of data is given context enough."""
+OURS = (
+    *("model", "dtype", "attention_backend", "attention_config", "additional_config", "kv_transfer_config"),
+    *("enforce_eager", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching"),
+    *("kv_cache_memory_bytes", "scheduler_cls", "worker_cls"),
+)
+"""Arguments of vLLM that the gate gives itself."""
+BEYOND = ("store", "segment_parallel", "gate")
+"""Options that reach beyond the engine: the gate fills no tiers, opens no ports, asks for no sign-off."""
+PAIR_EXTRA = 2
+"""Besides the methods, each task is answered by full recompute and, for the noise, once more."""
+
+
+class Exit(IntEnum):
+    GO = 0
+    NO_GO = 1
+    """Also when the gate did not finish."""
+    USAGE = 2
+    CANNOT_TELL = 3
+
+
+class EngineArguments(click.ParamType):
+    """Arguments of ``vllm.LLM`` as JSON."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            given = json.loads(value)
+        except ValueError as e:
+            self.fail(f"{value!r} is no JSON: {e}", param, ctx)
+        if not isinstance(given, dict):
+            self.fail(f"{value!r}: expected an object", param, ctx)
+        if ours := [name for name in given if name in OURS]:
+            self.fail(f"{ours[0]!r} is what the gate gives itself: leave it out", param, ctx)
+        return given
+
+
+LIMITS = {
+    "loss": ("max-loss", "Points that answers may lose on average."),
+    "certain_loss": ("max-certain-loss", "Points: the interval of the loss may not lie wholly beyond."),
+    "kl": ("max-kl", "Nats that nine first-token distributions of ten may be away from full recompute's."),
+    "times_noise": ("max-noise", "The same in noise floors, where that is more."),
+    "changed": ("max-changed", "Points: how many more sure first tokens may change than by noise."),
+    "least_right": ("min-right", "Points of full recompute below which answers say nothing."),
+    "least_reused": ("min-reused", "Percent of the reusable tokens that must be reused."),
+}
+"""Option and help of each limit."""
+
+
+def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    limits = dataclasses.asdict(Limits())
+    options = (
+        click.option(
+            f"--{option}",
+            name,
+            type=click.FloatRange(0),
+            default=limits[name],
+            show_default=True,
+            help=text,
+        )
+        for name, (option, text) in LIMITS.items()
+    )
+    return with_options(command, *options)
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--data",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Also your own tasks: JSON Lines in LongBench's format (input, context, answers).",
+)
+@click.option(
+    "--prompts", type=click.IntRange(8, 100_000), default=96, show_default=True, help="Most of each set."
+)
+@click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of the fixed set.")
+@click.option("--link", help="Link method that will be served; default: that of --hypic.")
+@click.option("--seam-tokens", type=click.IntRange(0, MAX_SEAM_TOKENS), help="Seam window; likewise.")
+@click.option(
+    "--try-seams",
+    type=Numbers(click.IntRange(0, MAX_SEAM_TOKENS)),
+    help="Judge several seam windows, like 0,4,8,16, and recommend the narrowest that is a go.",
+)
+@click.option(
+    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="The plugin's options, as JSON."
+)
+@click.option("--dtype", default="auto", show_default=True, help="vLLM's option of this name.")
+@click.option(
+    "--engine-args",
+    type=EngineArguments(),
+    default="{}",
+    show_default=True,
+    help='Other arguments of vLLM, as JSON: {"quantization": "awq"}.',
+)
+@click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles).")
+@click.option("--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all usable cores.")
+@click.option(
+    "--kv-gib",
+    type=click.FloatRange(0.05, 4096),
+    default=2.0,
+    show_default=True,
+    help="vLLM's KV cache of each engine; the public pool comes beside it.",
+)
+@click.option(
+    "--chat/--no-chat",
+    default=None,
+    help="Put prompts through the model's chat template; default: where it has one.",
+)
+@_limit_options
+@click.option("--by", help="Who answers for the verdict: recorded in the sign-off.")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help=f"Folder of sign-offs; default: ${FOLDER}, or vllm-hypic/gates in the user's cache.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the sign-off to this file, not to the folder.",
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    default=3600.0,
+    show_default=True,
+    help="Give up when a batch of requests, or an engine's start, takes longer.",
+)
+@click.pass_context
+def gate(
+    context: click.Context,
+    /,
+    model: str,
+    data: Path | None,
+    prompts: int,
+    seed: int,
+    link: str | None,
+    seam_tokens: int | None,
+    try_seams: tuple[int, ...] | None,
+    hypic: dict[str, Any],
+    dtype: str,
+    engine_args: dict[str, Any],
+    eager: bool,
+    threads: int | None,
+    kv_gib: float,
+    chat: bool | None,
+    by: str | None,
+    folder: Path | None,
+    out: Path | None,
+    timeout_s: float,
+    **limits: float,
+) -> None:
+    """Judge what reuse costs in answers on MODEL, a folder or a name in the hub's cache: go or no-go.
+
+    A fixed set of tasks is answered by full recompute and with reuse, at the settings that will be served.
+    The verdict, its reasons and the numbers go to a sign-off, which a server can ask for when it starts.
+
+    Exit code: 0 go, 1 no-go or not finished, 2 usage, 3 cannot tell.
+    """
+    path = _model(model)
+    config = _config(hypic, link, seam_tokens)
+    judged = _judged(config, try_seams)
+    if out is not None and len(judged) > 1:
+        raise click.UsageError("--out names one file, --try-seams makes several sign-offs: use --folder")
+    folder = folder or default_folder()
+    _check_writable(out.absolute().parent if out is not None else folder, path)
+    try:
+        own = None if data is None else data_set(data, prompts)
+    except DataError as e:
+        raise click.UsageError(f"--data {e}") from e
+    settings = EngineSettings(
+        model=path,
+        threads=threads or len(os.sched_getaffinity(0)),
+        eager=eager,
+        kv_gib=kv_gib,
+        hypic={n: v for n, v in config.to_mapping().items() if n not in BEYOND}
+        | {"gate": {"require": "off"}},
+        timeout_s=timeout_s,
+    )
+    context_tokens = _context(path, own)
+    place = Place(settings, context_tokens, {"dtype": dtype, "max_model_len": context_tokens, **engine_args})
+    tasks = _Tasks(find_generator(path), prompts, seed, own)
+    measured = _measure(place, tuple(judged), tasks, chat)
+    verdicts = {}
+    to = console()
+    for method, numbers in measured.numbers.items():
+        judgement = judge(numbers, Limits(**limits))
+        verdicts[method] = judgement.verdict
+        sign_off = SignOff(
+            model=_shown_name(model),
+            subject=measured.subject.linked(judged[method]),
+            judgement=judgement,
+            limits=limits,
+            by=by,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            evidence=_evidence(measured, method, tasks, settings, place),
+        )
+        to.print(numbers_table(method.name, numbers))
+        to.print(reasons_text(judgement))
+        written = out or path_in(folder, sign_off.subject)
+        write(written, sign_off)
+        to.print(f"Signed off: {written}\n", soft_wrap=True)
+    if try_seams is not None:
+        to.print(_recommendation(verdicts))
+    context.exit(_exit(set(verdicts.values())))
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """Makes the sets that are asked for."""
+
+    generator: Generator | None
+    prompts: int
+    seed: int
+    own: TaskSet | None
+
+    def sets(self, chat: bool) -> list[TaskSet]:
+        fixed = fixed_set(self.generator, self.prompts, self.seed, chat=chat)
+        return [fixed] if self.own is None else [fixed, self.own]
+
+
+def _model(name: str) -> Path:
+    """The model's folder.  Raises ``click.UsageError`` where it is not on this machine."""
+    path = Path(name)
+    if not path.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:
+            found = None
+        if not isinstance(found, str):
+            raise click.UsageError(
+                f"{name!r} is neither a folder nor a model in the hub's cache on this machine (hf download)"
+            )
+        path = Path(found).parent
+    model_context(path)
+    return path
+
+
+def _shown_name(model: str) -> str:
+    """The hub's name, or the last two parts of a folder's: many are called ``model``."""
+    path = Path(model)
+    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model
+
+
+def _config(hypic: Mapping[str, Any], link: str | None, seam_tokens: int | None) -> HypicConfig:
+    given = {
+        name: value for name, value in {"link": link, "seam_tokens": seam_tokens}.items() if value is not None
+    }
+    try:
+        config = HypicConfig.from_mapping({**hypic, **given})
+    except ConfigError as e:
+        raise click.UsageError(str(e)) from e
+    if not parse_link(config.link, config.seam_tokens).reuse:
+        raise click.UsageError(f"link method {config.link!r} reuses nothing: there is nothing to judge")
+    return config
+
+
+def _judged(config: HypicConfig, try_seams: tuple[int, ...] | None) -> dict[Method, HypicConfig]:
+    """Methods, and the options that they stand for."""
+    windowed = reads_seam(config)
+    if try_seams is not None and not windowed:
+        raise click.UsageError(f"--try-seams: link method {config.link!r} takes no seam window")
+    configs = (
+        [config] if try_seams is None else [replace(config, seam_tokens=int(w)) for w in sorted(try_seams)]
+    )
+    names = [f"{c.link}-{c.seam_tokens}" if windowed else c.link for c in configs]
+    return {Method(n, c.link, c.seam_tokens): c for n, c in zip(names, configs, strict=True)}
+
+
+def _check_writable(folder: Path, model: Path) -> None:
+    """Refuse now what would only fail, or do harm, after the measurement."""
+    folder = folder.absolute()
+    if folder.resolve() == model.resolve():
+        raise click.UsageError(
+            f"{folder} is the model's own folder: a sign-off there would be taken for a part of the model"
+        )
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise click.UsageError(f"{folder}: sign-offs cannot be written there")
+
+
+def _context(model: Path, own: TaskSet | None) -> int:
+    needed = CONTEXT
+    for task in () if own is None else own.tasks:
+        characters = len(task.system) + sum(map(len, task.segments)) + len(task.question)
+        needed = max(needed, characters // CHARACTERS_PER_TOKEN + task.answer_tokens)
+    return min(needed, model_context(model) or needed)
+
+
+def _measure(place: Place, methods: tuple[Method, ...], tasks: _Tasks, chat: bool | None) -> Measured:
+    total = sum(len(one.tasks) for one in tasks.sets(chat=False)) * (len(methods) + PAIR_EXTRA)
+    try:
+        with progress(console(), total, "starting engines") as steps:
+            return measure(place, methods, tasks.sets, chat=chat, steps=steps)
+    except (EngineError, MeasureError, RoomError) as e:
+        raise click.ClickException(f"the gate did not finish: {e}") from e
+
+
+def _evidence(
+    measured: Measured, method: Method, tasks: _Tasks, settings: EngineSettings, place: Place
+) -> dict[str, Any]:
+    sets = [
+        {"name": s.name, "metric": s.metric.value, "prompts": len(s.tasks)} for s in tasks.sets(measured.chat)
+    ]
+    return plain(
+        {
+            "numbers": measured.numbers[method],
+            "tasks": {
+                "sets": sets,
+                "seed": tasks.seed,
+                "chat": measured.chat,
+                "left_out": measured.left_out,
+            },
+            "engine": {**place.more, **measured.described, "hypic": settings.hypic},
+            "machine": machine(settings.threads),
+            "versions": versions(),
+        }
+    )
+
+
+def _recommendation(verdicts: Mapping[Method, Verdict]) -> str:
+    narrowest = next((m for m, v in verdicts.items() if v is Verdict.GO), None)
+    if narrowest is None:
+        return "No seam window that was tried is a go."
+    return f"Recommended: seam_tokens={narrowest.seam}, the narrowest window that is a go."
+
+
+def _exit(verdicts: set[Verdict]) -> Exit:
+    """One go is enough: it was asked for the best of several."""
+    if Verdict.GO in verdicts:
+        return Exit.GO
+    return Exit.CANNOT_TELL if Verdict.CANNOT_TELL in verdicts else Exit.NO_GO

@@ -1,0 +1,188 @@
+"""From what was measured to a verdict.  docs/gate.md says why the limits are what they are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...bench.fidelity import distance
+from ...bench.report import percent
+from ...bench.stats import percentile
+from ..estimates import Estimate, difference
+from ..runner import Outcome
+from .verdict import Judgement, Reason
+
+SURE = 0.5
+"""A first token to which full recompute gives more than this is one that it is sure of."""
+
+FAULTS, ANSWERS, DISTRIBUTIONS, FIRST_TOKENS = "faults", "answers", "distributions", "first tokens"
+"""Names of the criteria."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a go ends."""
+
+    loss: float = 3.0
+    """Points that answers may lose on average."""
+    certain_loss: float = 1.0
+    """Points: the interval of the loss must not lie wholly beyond."""
+    kl: float = 0.1
+    """Nats that nine first-token distributions of ten may be away from full recompute's ..."""
+    times_noise: float = 5.0
+    """... or so many times the noise floor, where that is more."""
+    changed: float = 5.0
+    """Points: how many more first tokens that full recompute is sure of may change than change by noise."""
+    least_right: float = 20.0
+    """Points that full recompute itself must score for answers to say anything."""
+    least_reused: float = 95.0
+    """Percent of the tokens that could be reused that must have been."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Scores of one set of tasks, in points: 100 for a set without a fault."""
+
+    name: str
+    metric: str
+    """``exact match`` or ``F1``."""
+    full: float
+    reuse: float
+    loss: Estimate
+
+    @staticmethod
+    def of(name: str, metric: str, full: Sequence[float], reuse: Sequence[float]) -> Answers:
+        """``full[i]`` and ``reuse[i]``, 0 to 1, are scores of the same task."""
+        return Answers(
+            name,
+            metric,
+            100 * statistics.fmean(full),
+            100 * statistics.fmean(reuse),
+            difference(full, reuse).times(100),
+        )
+
+
+@dataclass(frozen=True)
+class Distances:
+    """First-token distributions against full recompute's, over all prompts."""
+
+    prompts: int
+    kl_median: float
+    kl_p90: float
+    kl_mean: float
+    """Nats."""
+    agreement: float
+    """Percent of the prompts with the same most likely token."""
+    sure: int
+    """Prompts of whose first token full recompute is sure."""
+    changed: float
+    """Percent of these with another most likely token; 0 where there are none."""
+
+    @staticmethod
+    def of(references: Sequence[Outcome], others: Sequence[Outcome]) -> Distances:
+        """Raises ``ValueError`` without outcomes, ``KeyError`` where logprobs of other tokens were taken."""
+        found = [distance(r.logprobs, o.logprobs) for r, o in zip(references, others, strict=True)]
+        sure = [
+            d.same_argmax
+            for d, r in zip(found, references, strict=True)
+            if max(r.logprobs.values()) > math.log(SURE)
+        ]
+        kl = [d.kl for d in found]
+        return Distances(
+            prompts=len(found),
+            kl_median=statistics.median(kl),
+            kl_p90=percentile(kl, 90),
+            kl_mean=statistics.fmean(kl),
+            agreement=100 * statistics.fmean(d.same_argmax for d in found),
+            sure=len(sure),
+            changed=100 * (1 - statistics.fmean(sure)) if sure else 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Prompt tokens."""
+
+    reused: int
+    reusable: int
+    """Of the segments that are long enough, without their seams."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What was measured of one method; after a fault some of it is missing."""
+
+    faults: tuple[str, ...] = ()
+    """A sentence each."""
+    answers: tuple[Answers, ...] = ()
+    reuse: Reuse | None = None
+    distances: Distances | None = None
+    noise: Distances | None = None
+    """Full recompute against full recompute, cut into other chunks."""
+
+
+def judge(numbers: Numbers, limits: Limits) -> Judgement:
+    reasons = [Reason(FAULTS, False, None, None, fault) for fault in numbers.faults]
+    if numbers.reuse is not None:
+        reasons.append(_reuse(numbers.reuse, limits))
+    reasons += [_answers(answers, limits) for answers in numbers.answers]
+    if numbers.distances is not None and numbers.noise is not None:
+        reasons.append(_distributions(numbers.distances, numbers.noise, limits))
+        reasons.append(_first_tokens(numbers.distances, numbers.noise, limits))
+    return Judgement.of(reasons, answers=ANSWERS)
+
+
+def _reuse(reuse: Reuse, limits: Limits) -> Reason:
+    if not reuse.reusable:
+        says = "nothing can be reused: all segments are too short (seam_tokens, min_segment_tokens)"
+        return Reason(FAULTS, False, 0.0, limits.least_reused, says)
+    share = 100 * reuse.reused / reuse.reusable
+    says = (
+        f"{reuse.reused} of {reuse.reusable} reusable tokens were reused, {share:.1f} %; "
+        f"at least {limits.least_reused:g} % are expected"
+    )
+    return Reason(FAULTS, share >= limits.least_reused, share, limits.least_reused, says)
+
+
+def _answers(answers: Answers, limits: Limits) -> Reason:
+    name, loss = f"{answers.name}, {answers.metric}", answers.loss
+    if answers.full < limits.least_right:
+        says = (
+            f"{name}: full recompute itself scores {answers.full:.1f} points, less than "
+            f"{limits.least_right:g}: answers say nothing of reuse"
+        )
+        return Reason(ANSWERS, None, answers.full, limits.least_right, says)
+    says = (
+        f"{name}: {answers.full:.1f} points recomputed, {answers.reuse:.1f} reused: {loss.value:.1f} lost "
+        f"[{loss.low:.1f} to {loss.high:.1f}]; at most {limits.loss:g} may be"
+    )
+    if loss.low > limits.certain_loss:
+        says += f", and more than {limits.certain_loss:g} are for certain"
+        return Reason(ANSWERS, False, loss.low, limits.certain_loss, says)
+    holds = loss.value <= limits.loss
+    if not holds:
+        says += "; with more --prompts the interval is narrower"
+    return Reason(ANSWERS, holds, loss.value, limits.loss, says)
+
+
+def _distributions(reuse: Distances, noise: Distances, limits: Limits) -> Reason:
+    limit = max(limits.kl, limits.times_noise * noise.kl_p90)
+    says = (
+        f"nine first-token distributions of ten are within {reuse.kl_p90:.2g} nats of full recompute's "
+        f"(noise floor: {noise.kl_p90:.2g}); allowed are {limit:.2g}"
+    )
+    return Reason(DISTRIBUTIONS, reuse.kl_p90 <= limit, reuse.kl_p90, limit, says)
+
+
+def _first_tokens(reuse: Distances, noise: Distances, limits: Limits) -> Reason:
+    if not reuse.sure:
+        says = f"full recompute is sure of no first token: it gives none more than {percent(SURE)}"
+        return Reason(FIRST_TOKENS, None, None, limits.changed, says)
+    more = reuse.changed - noise.changed
+    says = (
+        f"{reuse.changed:.1f} % of the {reuse.sure} first tokens that full recompute is sure of change "
+        f"(by noise: {noise.changed:.1f} %); allowed are {limits.changed:g} points more than by noise"
+    )
+    return Reason(FIRST_TOKENS, more <= limits.changed, more, limits.changed, says)

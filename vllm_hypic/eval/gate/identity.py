@@ -1,0 +1,119 @@
+"""What a sign-off holds for: one model as it is served, told by everything that changes its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...config import HypicConfig
+from ...primitives.policies import parse_link
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NEUTRAL = frozenset(
+    {
+        *("page_tokens", "pool_bytes", "pool_fraction", "expected_segment_tokens", "expected_live_heads"),
+        *("store", "max_pinned_fraction", "segment_parallel", "tokens", "token_ids", "gate"),
+    }
+)
+"""Options that say where records are and what things are called.  All others are taken to change numbers."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Equal subjects compute the same, but for the last bits: those that depend on the machine, the number of
+    threads or ranks, compilation, and how the pool is divided."""
+
+    weights: str
+    """:func:`~vllm_hypic.connector.fingerprint.fingerprint`: the same wherever the files are."""
+    dtype: str
+    quantization: str | None
+    rope: str
+    kv_dtype: str
+    """Of stored K and V."""
+    state_dtype: str
+    """Of the recurrent states in vLLM's own cache."""
+    record_dtypes: str
+    """Of stored transitions and states."""
+    plugin: str
+    vllm: str
+    options: dict[str, Any]
+    """The plugin's options that change numbers: see :func:`telling`."""
+
+    @property
+    def key(self) -> str:
+        """Digest that names the sign-off."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def linked(self, config: HypicConfig) -> Subject:
+        """This model with the link options of ``config``."""
+        return dataclasses.replace(self, options=telling(config))
+
+    def differs(self, other: Subject) -> list[str]:
+        """``name: mine, not other's`` for each value that is not the same."""
+        mine, theirs = ({**dataclasses.asdict(one), **one.options} for one in (self, other))
+        names = [n for n in dict.fromkeys((*mine, *theirs)) if n != "options"]
+        pairs = [(n, mine.get(n), theirs.get(n)) for n in names]
+        return [f"{n}: {here!r}, not {there!r}" for n, here, there in pairs if here != there]
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> Subject:
+        """The inverse of ``dataclasses.asdict``.  Raises ``ValueError`` for other fields than ours."""
+        names = {f.name for f in dataclasses.fields(Subject)}
+        if set(values) != names:
+            raise ValueError(f"expected the fields {', '.join(sorted(names))}")
+        return Subject(**values)
+
+
+def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
+    """The model of an engine with the options ``config``, as requests that name no link of their own see it.
+
+    Reads samples of the weights' files.
+    """
+    import vllm
+
+    from ... import __version__
+    from ...connector.fingerprint import fingerprint
+    from ...connector.geometry import STATE_DTYPE, TRANSITION_DTYPE
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)
+    return Subject(
+        weights=fingerprint(vllm_config),
+        dtype=_plain(model.dtype),
+        quantization=None if model.quantization is None else str(model.quantization),
+        rope=json.dumps(rope, sort_keys=True, default=str),
+        kv_dtype=_plain(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
+        state_dtype=str(cache.mamba_ssm_cache_dtype),
+        record_dtypes=f"T {_plain(TRANSITION_DTYPE)}, S {_plain(STATE_DTYPE)}",
+        plugin=__version__,
+        vllm=vllm.__version__,
+        options=telling(config),
+    )
+
+
+def _plain(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def telling(config: HypicConfig) -> dict[str, Any]:
+    """Options that change numbers; ``None`` where the link method does not read one."""
+    unread = set()
+    if not reads_seam(config):
+        unread.add("seam_tokens")
+    if not parse_link(config.link, config.seam_tokens).dummies:
+        unread.add("dummy_token")
+    values = config.to_mapping().items()
+    return {name: None if name in unread else value for name, value in values if name not in NEUTRAL}
+
+
+def reads_seam(config: HypicConfig) -> bool:
+    """Whether the link method takes a seam window."""
+    return parse_link(config.link, 0) != parse_link(config.link, 1)

@@ -1,0 +1,225 @@
+"""From a model to numbers: two engines, one after the other, so that memory holds one at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...bench.engines import Engine, running
+from ...bench.gate import GateFailed, require_cold_equals_warm
+from ...bench.report import Steps
+from ...bench.settings import EngineSettings
+from ...config import HypicConfig
+from ...primitives.policies import parse_link
+from ..methods import FULL, Method
+from ..results import Metric
+from ..runner import Outcome, evaluate
+from ..scores import score
+from ..study import refused
+from ..task import Example, encode
+from .criteria import Answers, Distances, Numbers, Reuse
+from .fixed_set import TaskSet
+from .identity import Subject, subject_of
+
+NOISE_CHUNK = 256
+"""Tokens of a step of the engine that shows the noise: prompts of the fixed set are cut into several."""
+NOISE_SEQUENCES = 64
+"""``max_num_seqs`` there: vLLM wants no more than tokens in a step."""
+ENCODED_TOGETHER = 64
+SPARE = 32
+"""Tokens of the context that a prompt leaves free: separators count in the engine's front end."""
+METRICS = {Metric.EXACT: "exact match", Metric.F1: "F1", Metric.ROUGE_L: "ROUGE-L"}
+
+
+class MeasureError(RuntimeError):
+    """Nothing can be measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is measured."""
+
+    settings: EngineSettings
+    context: int
+    more: Mapping[str, Any]
+    """Further options of ``vllm.LLM``, for both engines."""
+
+    def hypic(self) -> Engine:
+        return Engine(self.settings, self.context, hypic=True, **self.more)
+
+    def noise(self) -> Engine:
+        """A stock engine that cuts prompts into other chunks."""
+        chunks = {"max_num_batched_tokens": NOISE_CHUNK, "max_num_seqs": NOISE_SEQUENCES}
+        more = {**self.more, **chunks, "enable_prefix_caching": False}
+        return Engine(self.settings, self.context, hypic=False, name="noise", **more)
+
+
+@dataclass(frozen=True)
+class Measured:
+    subject: Subject
+    """With the link options of the engine."""
+    numbers: dict[Method, Numbers]
+    chat: bool
+    left_out: int
+    """Prompts that are longer than the engine's context."""
+    described: dict[str, Any]
+
+
+def link_in(config: HypicConfig) -> Method:
+    """What requests get that name no link of their own."""
+    return Method(f"{config.link}, w = {config.seam_tokens}", config.link, config.seam_tokens)
+
+
+def measure(
+    place: Place,
+    methods: Sequence[Method],
+    make: Callable[[bool], Sequence[TaskSet]],
+    *,
+    chat: bool | None,
+    steps: Steps,
+) -> Measured:
+    """``make(chat)`` makes the tasks; ``chat=None``: through the chat template where the model has one.
+
+    ``steps`` are told of (task, method) pairs; full recompute and the noise count as methods.  Raises
+    ``EngineError`` when an engine does not start or dies, ``RoomError`` where the pool does not hold a
+    prompt, and :class:`MeasureError`.
+    """
+    steps.show("starting vLLM with hypic")
+    with running(engine := place.hypic()):
+        if chat is None:
+            chat = engine.call(_has_chat_template)
+        asked, left_out = _encoded(engine, make(chat), chat=chat)
+        examples = [example for one in asked for example in one.examples]
+        steps.done(left_out * (len(methods) + 2))
+        subject, minimum = engine.call(_subject), _config(place).min_segment_tokens
+        faults = {method: [reason] for method, reason in refused(engine, methods).items()}
+        steps.done(len(faults) * len(examples))
+        kept = [method for method in methods if method not in faults]
+        steps.show("cold against warm")
+        faults |= {m: _cold_against_warm(engine, m, [one.examples[0] for one in asked]) for m in kept}
+        steps.show("full recompute against reuse")
+        outcomes = evaluate(engine, examples, kept, done=steps.done)
+        described = engine.described
+    full = outcomes[FULL]
+    if (broken := _not_finite(full)) is not None:
+        raise MeasureError(f"{place.settings.model.name} is broken without reuse: {broken}")
+    steps.show("starting stock vLLM")
+    with running(engine := place.noise()):
+        steps.show("full recompute in other chunks")
+        noise = Distances.of(full, evaluate(engine, examples, [], done=steps.done, references=full)[FULL])
+    numbers = {}
+    for method in methods:
+        found = outcomes.get(method)
+        if found is not None and (broken := _not_finite(found)) is not None:
+            faults[method].append(broken)
+            found = None
+        numbers[method] = (
+            Numbers(tuple(faults[method]), noise=noise)
+            if found is None
+            else Numbers(
+                faults=tuple(faults[method]),
+                answers=_answers(asked, full, found),
+                reuse=_reuse(method, examples, found, minimum),
+                distances=Distances.of(full, found),
+                noise=noise,
+            )
+        )
+    return Measured(subject, numbers, chat, left_out, described)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One set of tasks as token ids."""
+
+    tasks: TaskSet
+    examples: list[Example]
+
+
+def _config(place: Place) -> HypicConfig:
+    return HypicConfig.from_mapping(place.settings.hypic)
+
+
+def _encoded(engine: Engine, sets: Sequence[TaskSet], *, chat: bool) -> tuple[list[_Asked], int]:
+    """Prompts that fit the context, and how many do not."""
+    context, left_out = engine.described["max_model_len"], 0
+    asked = []
+    for tasks in sets:
+        examples: list[Example] = []
+        for i in range(0, len(tasks.tasks), ENCODED_TOGETHER):
+            examples += encode(engine, tasks.tasks[i : i + ENCODED_TOGETHER], chat=chat)
+        fitting = [
+            e
+            for e in examples
+            if len(e.prompt) + len(e.prompt.documents) + e.task.answer_tokens + SPARE <= context
+        ]
+        if not fitting:
+            raise MeasureError(
+                f"{tasks.name}: no prompt fits the context of {context} tokens; the shortest has "
+                f"{min(len(e.prompt) for e in examples)}"
+            )
+        left_out += len(examples) - len(fitting)
+        asked.append(_Asked(tasks, fitting))
+    return asked, left_out
+
+
+def _cold_against_warm(engine: Engine, method: Method, examples: Sequence[Example]) -> list[str]:
+    """What is wrong with these prompts, asked with nothing cached and once more."""
+    faults = []
+    for example in examples:
+        ask = method.ask(example.prompt, engine.separator, max_tokens=1, logprobs_of=None)
+        try:
+            require_cold_equals_warm(engine, ask.tokens, ask.extra)
+        except GateFailed as e:
+            faults.append(f"a prompt of the family {example.task.family!r}: {e}")
+    return faults
+
+
+def _not_finite(outcomes: Sequence[Outcome]) -> str | None:
+    """A sentence, where logprobs are no numbers."""
+    bad = [v for o in outcomes for v in o.logprobs.values() if not math.isfinite(v)]
+    return f"{len(bad)} logprobs of first tokens are no numbers ({bad[0]})" if bad else None
+
+
+def _answers(
+    asked: Sequence[_Asked], full: Sequence[Outcome], found: Sequence[Outcome]
+) -> tuple[Answers, ...]:
+    """Set by set; outcomes are those of all sets, end to end."""
+    answers, begin = [], 0
+    for one in asked:
+        end = begin + len(one.examples)
+        base, reuse = (
+            [
+                one.tasks.metric.of(score(e.task, o, r))
+                for e, o, r in zip(one.examples, outcomes[begin:end], full[begin:end], strict=True)
+            ]
+            for outcomes in (full, found)
+        )
+        answers.append(Answers.of(one.tasks.name, METRICS[one.tasks.metric], base, reuse))
+        begin = end
+    return tuple(answers)
+
+
+def _reuse(method: Method, examples: Sequence[Example], found: Sequence[Outcome], minimum: int) -> Reuse:
+    assert method.link is not None
+    link = parse_link(method.link, method.seam)
+    reusable = 0
+    for example in examples:
+        inner = [len(d) - link.head - link.tail for d in example.prompt.documents]
+        reusable += sum(n for n in (len(example.prompt.head), *inner) if n >= minimum)
+    return Reuse(sum(o.cached for o in found), reusable)
+
+
+# -- functions that run beside the engine ------------------------------------------------------------
+
+
+def _has_chat_template(llm: Any) -> bool:
+    return getattr(llm.get_tokenizer(), "chat_template", None) is not None
+
+
+def _subject(llm: Any) -> Subject:
+    from ...connector.build import config_of
+
+    vllm_config = llm.llm_engine.vllm_config
+    return subject_of(vllm_config, config_of(vllm_config))

@@ -1,0 +1,125 @@
+"""Sign-offs: one JSON file for each subject that was judged.
+
+The file carries a SHA-256 of its own content.  That tells a file that was edited or cut off from one that the
+gate wrote; it is no signature: whoever means to can compute it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .identity import Subject
+from .verdict import Judgement
+
+KIND = "vllm-hypic gate"
+FORMAT = 1
+"""Version of the file's layout, and of what a verdict means: raised when either changes."""
+
+FOLDER = "HYPIC_GATE_FOLDER"
+"""Environment variable that names another default folder."""
+
+
+class SignOffError(ValueError):
+    """A file that counts as no sign-off; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class SignOff:
+    model: str
+    """Name, for readers: the weights' fingerprint is in the subject."""
+    subject: Subject
+    judgement: Judgement
+    limits: Mapping[str, float]
+    """Of the verdict: :class:`~.criteria.Limits`."""
+    by: str | None
+    """Who answers for it, as given on the command line."""
+    time: str
+    """ISO 8601, UTC."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers, tasks, engine, machine, versions, as plain JSON: for readers, not for programs."""
+
+
+def default_folder() -> Path:
+    """``$HYPIC_GATE_FOLDER``, or ``vllm-hypic/gates`` in the user's cache."""
+    if folder := os.environ.get(FOLDER):
+        return Path(folder)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "vllm-hypic" / "gates"
+
+
+def path_in(folder: Path, subject: Subject) -> Path:
+    """Where a subject's sign-off stands."""
+    return folder / f"{subject.key}.json"
+
+
+def write(path: Path, sign_off: SignOff) -> None:
+    """Write in one piece, in place of an older one; makes the folder.  Raises ``OSError``."""
+    content: dict[str, Any] = {
+        "kind": KIND,
+        "format": FORMAT,
+        "key": sign_off.subject.key,
+        "model": sign_off.model,
+        **dataclasses.asdict(sign_off.judgement),
+        "limits": dict(sign_off.limits),
+        "by": sign_off.by,
+        "time": sign_off.time,
+        "subject": dataclasses.asdict(sign_off.subject),
+        "evidence": sign_off.evidence,
+    }
+    text = json.dumps({**content, "sha256": _checksum(content)}, indent=2, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(path: Path, subject: Subject | None = None) -> SignOff:
+    """The sign-off in a file; with ``subject``, it must be that one's.
+
+    Raises :class:`SignOffError` for any other content, ``FileNotFoundError`` where there is no file.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise SignOffError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise SignOffError(f"{path} is no JSON") from e
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise SignOffError(f"{path} is no sign-off of the gate")
+    if (found := content.get("format")) != FORMAT:
+        raise SignOffError(f"{path} has format {found!r}, expected {FORMAT}: run the gate again")
+    claimed = content.pop("sha256", None)
+    if claimed != _checksum(content):
+        raise SignOffError(f"{path} was changed since it was written: its checksum does not fit")
+    try:
+        sign_off = SignOff(
+            model=str(content["model"]),
+            subject=Subject.from_mapping(content["subject"]),
+            judgement=Judgement.from_mapping(content),
+            limits={str(name): float(limit) for name, limit in content["limits"].items()},
+            by=content["by"],
+            time=str(content["time"]),
+            evidence=content["evidence"],
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise SignOffError(f"{path} lacks something: {type(e).__name__}: {e}") from e
+    if subject is not None and sign_off.subject != subject:
+        raise SignOffError(f"{path} is another's: {'; '.join(sign_off.subject.differs(subject))}")
+    return sign_off
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

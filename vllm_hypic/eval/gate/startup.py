@@ -1,0 +1,104 @@
+"""What a server says of its model's sign-off when it starts, or why it does not start.
+
+Looked up once, in the process that makes the engine's configuration: before weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...config import ConfigError, HypicConfig
+from ...primitives.policies import parse_link
+from .criteria import Limits
+from .identity import Subject, subject_of
+from .signoff import SignOff, SignOffError, default_folder, path_in, read
+from .verdict import Verdict
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sign-off, or why there is none that counts."""
+
+    sign_off: SignOff | None
+    says: str
+
+    @property
+    def go(self) -> bool:
+        return self.sign_off is not None and self.sign_off.judgement.verdict is Verdict.GO
+
+
+def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
+    """Say in one line of the log what the gate found, as the options ask.
+
+    Raises :class:`ConfigError` where a go is required and there is none.  Nothing is said where nobody
+    reuses by default (link ``full``), and by all but one of several front-end processes.
+    """
+    from vllm.logger import init_logger
+
+    if config.gate.require == "off" or not parse_link(config.link, config.seam_tokens).reuse:
+        return
+    parallel = vllm_config.parallel_config
+    if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
+        return  # the process that started this one has looked
+    subject = subject_of(vllm_config, config)
+    found = find(Path(config.gate.folder) if config.gate.folder else default_folder(), subject)
+    logger = init_logger("vllm.hypic.gate")
+    if found.go:
+        logger.info("hypic gate: %s", found.says)
+        return
+    way_out = f"run: {command(vllm_config.model_config.model, subject, config)}"
+    if config.gate.require == "go":
+        raise ConfigError(f"hypic config: gate.require='go': {found.says}; {way_out}")
+    logger.warning("hypic gate: %s; %s", found.says, way_out)
+
+
+def find(folder: Path, subject: Subject) -> Found:
+    """The sign-off of ``subject`` in ``folder``.  Changes nothing."""
+    path = path_in(folder, subject)
+    try:
+        sign_off = read(path, subject)
+    except FileNotFoundError:
+        says = f"nobody has checked what reuse costs this model at these settings: no sign-off {path}"
+        return Found(None, says)
+    except SignOffError as e:
+        return Found(None, f"no sign-off of this model at these settings counts: {e}")
+    judgement = sign_off.judgement
+    says = f"{judgement.verdict}, signed off {sign_off.time}"
+    if sign_off.by is not None:
+        says += f" by {sign_off.by}"
+    usual = dataclasses.asdict(Limits())
+    if chosen := [f"{name} {limit:g}" for name, limit in sign_off.limits.items() if usual.get(name) != limit]:
+        says += f", with limits of its own ({', '.join(chosen)})"
+    if against := judgement.against:
+        says += f": {'; '.join(reason.says for reason in against)}"
+    return Found(sign_off, f"{says} ({path})")
+
+
+def command(model: str, subject: Subject, config: HypicConfig) -> str:
+    """The command line that judges ``subject``."""
+    words = ["vllm-hypic", "gate", model, "--dtype", subject.dtype]
+    usual = HypicConfig().to_mapping()
+    if options := {
+        name: value
+        for name, value in config.to_mapping().items()
+        if subject.options.get(name) is not None and value != usual[name]
+    }:
+        words += ["--hypic", json.dumps(options)]
+    engine = {}
+    if subject.quantization is not None:
+        engine["quantization"] = subject.quantization
+    if subject.kv_dtype != subject.dtype:
+        engine["kv_cache_dtype"] = subject.kv_dtype
+    if engine:
+        words += ["--engine-args", json.dumps(engine)]
+    if config.gate.folder is not None:
+        words += ["--folder", config.gate.folder]
+    return shlex.join(words)

@@ -1,0 +1,60 @@
+"""What the gate says: a verdict and its reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    GO = "go"
+    NO_GO = "no-go"
+    CANNOT_TELL = "cannot tell"
+    """Nothing speaks against reuse, but full recompute itself answers too little for answers to say much."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One criterion and what was found."""
+
+    criterion: str
+    holds: bool | None
+    """``None``: this criterion says nothing here."""
+    measured: float | None
+    limit: float | None
+    says: str
+    """One sentence with value and limit."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: Verdict
+    reasons: tuple[Reason, ...]
+
+    @property
+    def against(self) -> list[Reason]:
+        """The reasons of a no-go; of another verdict, those that kept it from being a go."""
+        kept_from_go = None if self.verdict is Verdict.CANNOT_TELL else False
+        return [r for r in self.reasons if r.holds is kept_from_go]
+
+    @staticmethod
+    def of(reasons: Sequence[Reason], *, answers: str) -> Judgement:
+        """No-go where one criterion does not hold; go where all others hold and at least one called
+        ``answers`` does."""
+        if any(r.holds is False for r in reasons):
+            verdict = Verdict.NO_GO
+        elif any(r.holds and r.criterion == answers for r in reasons):
+            verdict = Verdict.GO
+        else:
+            verdict = Verdict.CANNOT_TELL
+        return Judgement(verdict, tuple(reasons))
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> Judgement:
+        """The inverse of ``dataclasses.asdict``.  Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
+        names = [f.name for f in dataclasses.fields(Reason)]
+        reasons = tuple(Reason(**{name: reason[name] for name in names}) for reason in values["reasons"])
+        return Judgement(Verdict(values["verdict"]), reasons)
