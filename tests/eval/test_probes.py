@@ -1,0 +1,186 @@
+"""What probes make of what they saw: aggregation, zones, composition, options."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from vllm_hypic.backends.linear.references import GDN, recurrence
+from vllm_hypic.bench.fidelity import distance
+from vllm_hypic.bench.prompts import Prompt, Writer
+from vllm_hypic.bench.settings import EngineSettings
+from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.eval.methods import FULL, link_method
+from vllm_hypic.eval.probes import dtype
+from vllm_hypic.eval.probes.__main__ import main
+from vllm_hypic.eval.probes.attention import Profile, _deviation, _Tokens, token_deviation, zones
+from vllm_hypic.eval.probes.beside import Seen
+from vllm_hypic.eval.probes.drift import aggregate
+from vllm_hypic.eval.probes.looking import Look, Looks, Probe, require_long, reused_tokens
+from vllm_hypic.eval.probes.norms import relative
+from vllm_hypic.eval.probes.prompts import make_prompts
+
+
+def probe(*methods: str) -> Probe:
+    settings = EngineSettings(model=Path("nowhere"), threads=1)
+    return Probe(settings, tuple(map(link_method, methods)), prompts=2, seed=0, noise_chunk=200)
+
+
+# -- drift -------------------------------------------------------------------------------------------
+
+
+def test_relative_difference() -> None:
+    reference = np.array([[3.0, 0.0], [0.0, 4.0]], dtype=np.float32)
+    assert relative(reference, reference) == 0
+    assert relative(2 * reference, reference) == pytest.approx(1)
+    assert relative(np.zeros(3), np.zeros(3)) == 0
+
+
+def seen(*states: float, computed: int = 10) -> Seen:
+    return Seen({}, 0, computed, [np.full((1, 2, 2), s, dtype=np.float32) for s in states], [np.ones(3)])
+
+
+def look(value: Seen, gap: float = 0.0) -> Look:
+    reference = {0: math.log(0.6), 1: math.log(0.4)}
+    return Look(value, distance(reference, {0: reference[0] - gap, 1: reference[1]}))
+
+
+def test_drift_is_told_by_method_and_by_layer() -> None:
+    prompt = Prompt((1,), ((2,),), (3,))
+    looked = [
+        Looks(prompt, seen(1, 2), look(seen(1, 2.002)), (look(seen(1.01, 3), 0.25), look(seen(2, 2), 1.0))),
+        Looks(prompt, seen(1, 4), look(seen(1, 4.004)), (look(seen(1.03, 6), 0.75), look(seen(2, 4), 1.0))),
+    ]
+    truths = [np.full((1, 2, 2), 1.0), np.full((1, 2, 2), 2.0)]
+    full, noise, one, other = aggregate(["full", "noise", "one", "other"], looked, truths)
+    assert [m.value for m in full.states] == [0, 0]
+    assert full.truth is not None and full.truth.value == pytest.approx((0 + 0.5) / 2)
+    assert [m.value for m in noise.states] == pytest.approx([0, 0.001], abs=1e-6)
+    assert [m.value for m in one.states] == pytest.approx([0.02, 0.5], abs=1e-6)
+    assert one.max_abs.value == pytest.approx(0.5)
+    assert other.truth is not None and other.truth.value == pytest.approx((1 + 0) / 2)
+    # A gap of one nat swaps the two tokens, one of a quarter does not.
+    assert (noise.agreement.value, other.agreement.value, one.agreement.value) == (1, 0, 0.5)
+
+
+def test_without_linear_layers_there_is_no_drift_of_states() -> None:
+    dense = replace(seen(), states=[])
+    [full, _] = aggregate(
+        ["full", "noise"], [Looks(Prompt((1,), ((2,),), (3,)), dense, look(dense), ())], None
+    )
+    assert full.states == () and len(full.hidden) == 1 and full.truth is None
+
+
+# -- attention ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 96, 128, 1000])
+def test_zones_are_neighbours_and_end_in_the_middle(tokens: int) -> None:
+    found = zones(tokens)
+    assert found[0].first == 0 and found[-1].stop == min(64, tokens // 2)
+    assert all(a.stop == b.first < b.stop for a, b in pairwise(found))
+    assert [str(z) for z in zones(64)] == ["0", "1", "2-3", "4-7", "8-15", "16-31"]
+
+
+def test_a_profile_counts_distances_from_either_end() -> None:
+    falling = np.arange(128, 0, -1.0)
+    found = Profile.of([np.stack([falling, falling + 2])])
+    assert found.head_curve[:3] == (129, 128, 127)
+    assert found.tail_curve[:3] == (2, 3, 4)
+    assert [m.value for m in found.head[:3]] == [129, 128, 126.5]
+    assert [m.value for m in found.tail[:3]] == [2, 3, 4.5]
+    assert found.middle.value == pytest.approx(falling[32:96].mean() + 1)
+
+
+def test_token_deviation_is_relative_to_a_typical_token() -> None:
+    """A token of nearly no V must not look as if it deviated without bounds."""
+    reference = np.array([[3.0, 4.0], [0.0, 1e-9], [3.0, -4.0], [0.0, 0.0]])
+    other = reference + np.array([[0.5, 0], [0.5, 0], [0, 0], [0, 0]])
+    typical = math.sqrt((25 + 0 + 25 + 0) / 4)
+    assert token_deviation(other, reference) == pytest.approx([0.5 / typical] * 2 + [0, 0])
+
+
+def test_what_the_question_sees_is_weighed_and_shared_out() -> None:
+    weighed = np.zeros((2, 64))
+    weighed[0, 0] = weighed[1, 15] = 0.3  # first quarters
+    weighed[0, 16] = 0.1
+    weighed[1, 63] = 0.3
+    found = _deviation("block", "layer", [_Tokens(weighed, weighed, weighed)])
+    assert found.seen.value == pytest.approx(1.0)
+    assert found.seen_head.value == pytest.approx(0.6)
+    assert found.seen_tail.value == pytest.approx(0.3)
+
+
+# -- dtype -------------------------------------------------------------------------------------------
+
+
+def inputs(tokens: int, *, heads: int = 2, size: int = 8) -> GDN:
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(tokens, *shape, generator=rng, dtype=torch.float64)
+
+    gates = -torch.rand(tokens, heads, generator=rng, dtype=torch.float64) / 20
+    return GDN(q=draw(1, size), k=draw(1, size), v=draw(heads, size), beta=draw(heads).sigmoid(), g=gates)
+
+
+@pytest.mark.parametrize(("head", "tail"), [(0, 0), (8, 8), (16, 0)])
+def test_exact_summaries_compose_to_the_exact_state(head: int, tail: int) -> None:
+    whole, bounds = inputs(130), [(10, 60), (60, 120)]
+    inner = [slice(a + head, b - tail) for a, b in bounds]
+    exact = [(dtype._transition(whole[i]), dtype._scan(whole[i], None)) for i in inner]
+    truth = recurrence(whole)[1].numpy()
+    assert relative(dtype.compose(whole, bounds, inner, exact).numpy(), truth) < 1e-14
+    rounded = [(t.half(), s) for t, s in exact]
+    assert 1e-6 < relative(dtype.compose(whole, bounds, inner, rounded).numpy(), truth) < 1e-3
+    naive = [(torch.eye(8, dtype=torch.float64).expand_as(t), s) for t, s in exact]
+    assert relative(dtype.compose(whole, bounds, inner, naive).numpy(), truth) > 0.1
+
+
+# -- options and prompts -----------------------------------------------------------------------------
+
+
+def test_reused_tokens_are_interiors_that_have_a_record() -> None:
+    prompt = Writer(range(10, 400), 0).prompt(3, 64, head=40, question=9)
+    assert reused_tokens(link_method("hypic-8"), prompt, 32) == 40 + 3 * 48
+    assert reused_tokens(link_method("epic-16"), prompt, 32) == 40 + 3 * 48
+    assert reused_tokens(link_method("hypic-8"), prompt, 41) == 3 * 48
+    assert reused_tokens(FULL, prompt, 32) == 0
+
+
+def test_segments_that_would_not_be_reused_are_refused() -> None:
+    require_long(probe("hypic-16", "epic-32"), 64)
+    with pytest.raises(click.UsageError, match="hypic-17 recomputes 34 of them"):
+        require_long(probe("hypic-8", "hypic-17"), 64)
+
+
+def test_prompts_are_the_demo_models_questions_or_random() -> None:
+    for model in (EXAMPLE / "model", Path("other")):
+        prompts, again = (make_prompts(model, range(10, 400), 2, 3, 64, seed=5) for _ in range(2))
+        assert prompts == again and prompts[0] != prompts[1]
+        assert all([len(d) for d in p.documents] == [64] * 3 for p in prompts)
+    assert make_prompts(EXAMPLE / "model", [], 1, 2, 64, 5)[0].question[0] == 5  # "?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["drift", "--methods", "full"], "full recompute is the reference"),
+        (["drift", "--methods", "hypic-8,hypic-8"], "stands there twice"),
+        (["length", "--methods", "hypic"], "say its seam window"),
+        (["attention", "--noise-chunk", "2048"], "the same chunks show no noise"),
+        (["drift", "--size", "tiny", "--model", "."], "name one of them"),
+        (["drift", "--tokens", "64", "--methods", "hypic-32"], "too little|recomputes 64 of them"),
+        (["dtype", "--seam", "60", "--tokens", "128"], "hypic-60 recomputes 120 of them"),
+    ],
+)
+def test_bad_options_are_refused_before_an_engine_starts(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert any(part in result.output.replace("\n", " ") for part in says.split("|")), result.output

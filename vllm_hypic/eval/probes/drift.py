@@ -1,0 +1,204 @@
+"""``drift``: how far states and hidden states are from full recompute's, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from ...bench import gate, report
+from ...bench.report import check_outputs, console, output_options
+from ...bench.settings import SHORTEST
+from ..estimates import Estimate, mean, share
+from ..methods import noise_name
+from .beside import Layers, Seen
+from .looking import Eyes, Looks, Probe, folder_name, open_eyes, require_long
+from .norms import relative, shown
+from .options import facts, probe_options, write
+from .truth import refusal, true_state
+
+FULL_NAME = "full recompute"
+NOT_ASKED = "not asked for"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One method against full recompute on the same engine.  Relative Frobenius differences, by layer."""
+
+    method: str
+    states: tuple[Estimate, ...]
+    """Recurrent states after the prompt, by linear layer."""
+    hidden: tuple[Estimate, ...]
+    """Last token of the prompt, by decoder layer."""
+    truth: Estimate | None
+    """First linear layer's state against float64, where its truth is known."""
+    kl: Estimate
+    """First token, nats."""
+    max_abs: Estimate
+    """Largest difference of the first token's logprobs."""
+    agreement: Estimate
+    """Share of prompts with the same first token."""
+    computed: Estimate
+    """Tokens of the prompt that were computed."""
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """``rows``: full recompute itself, the noise floor, then the methods."""
+
+    layers: Layers
+    rows: tuple[Drift, ...]
+    no_truth: str | None
+    """Why there is no truth of the first layer."""
+
+    def row(self, method: str) -> Drift:
+        return next(r for r in self.rows if r.method == method)
+
+
+def measure(
+    eyes: Eyes, segments: int, tokens: int, *, truth: bool, done: Callable[[], None] = lambda: None
+) -> DriftReport:
+    """Look at every prompt, ``done`` after each; ``truth``: also compute the first layer in float64."""
+    looked: list[Looks] = []
+    truths: list[np.ndarray] = []
+    no_truth = eyes.engine.call(refusal) if truth else NOT_ASKED
+    for prompt in eyes.prompts(segments, tokens):
+        looked.append(eyes.look(prompt))
+        if no_truth is None:
+            truths.append(eyes.engine.call(true_state, prompt.plain()))
+        done()
+    names = [FULL_NAME, noise_name(eyes.probe.noise_chunk), *(m.name for m in eyes.probe.methods)]
+    return DriftReport(eyes.layers, aggregate(names, looked, truths if no_truth is None else None), no_truth)
+
+
+def aggregate(
+    names: Sequence[str], looked: Sequence[Looks], truths: Sequence[np.ndarray] | None
+) -> tuple[Drift, ...]:
+    """Rows ``names``: full recompute, the noise, the methods."""
+    rows = []
+    for i, name in enumerate(names):
+        seen = [_column(looks, i) for looks in looked]
+        distances = [_distance(looks, i) for looks in looked]
+        rows.append(
+            Drift(
+                name,
+                _by_layer([(s.states, x.full.states) for s, x in zip(seen, looked, strict=True)]),
+                _by_layer([(s.hidden, x.full.hidden) for s, x in zip(seen, looked, strict=True)]),
+                None
+                if truths is None
+                else mean([relative(s.states[0], t) for s, t in zip(seen, truths, strict=True)]),
+                mean([kl for kl, _, _ in distances]),
+                mean([gap for _, gap, _ in distances]),
+                share([same for _, _, same in distances]),
+                mean([float(s.computed) for s in seen]),
+            )
+        )
+    return tuple(rows)
+
+
+def _column(looks: Looks, i: int) -> Seen:
+    return looks.full if i == 0 else (looks.noise, *looks.methods)[i - 1].seen
+
+
+def _distance(looks: Looks, i: int) -> tuple[float, float, bool]:
+    if i == 0:
+        return 0.0, 0.0, True
+    d = (looks.noise, *looks.methods)[i - 1].distance
+    return d.kl, d.max_abs, d.same_argmax
+
+
+def _by_layer(pairs: Sequence[tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> tuple[Estimate, ...]:
+    count = len(pairs[0][1])
+    return tuple(
+        mean([relative(other[layer], reference[layer]) for other, reference in pairs])
+        for layer in range(count)
+    )
+
+
+@click.command(help="Drift of recurrent and hidden states against full recompute, layer by layer.")
+@probe_options()
+@click.option("--segments", type=click.IntRange(1, 256), default=8, show_default=True)
+@click.option("--tokens", type=click.IntRange(SHORTEST, 65536), default=128, show_default=True)
+@click.option("--truth/--no-truth", default=True, help="Also compute the first layer in float64.")
+@output_options
+@gate.reporting_failures
+def drift(
+    probe: Probe, segments: int, tokens: int, truth: bool, json_path: Path | None, plot_path: Path | None
+) -> None:
+    check_outputs(json_path, plot_path)
+    require_long(probe, tokens)
+    to = console()
+    with (
+        report.progress(to, probe.prompts, "starting engines") as steps,
+        open_eyes(probe, segments * tokens) as eyes,
+    ):
+        steps.show("prompts")
+        found = measure(eyes, segments, tokens, truth=truth, done=steps.done)
+        described = facts(eyes)
+    title = f"{folder_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
+    to.print(_table(title, found))
+    for note in _notes(found):
+        to.print(note)
+    write(json_path, "drift", described, probe, {"drift": found}, segments=segments, tokens=tokens)
+    if plot_path is not None:
+        _plot(plot_path, title, found)
+
+
+def _table(title: str, found: DriftReport) -> Any:
+    columns = [""]
+    if found.layers.linear:
+        columns += ["state 0 / fp64", "state 0", "deepest state"]
+    columns += ["last hidden", "KL, nats", "max |dlogp|", "same", "computed"]
+    rows = []
+    for r in found.rows:
+        cells = [r.method]
+        if found.layers.linear:
+            cells += ["" if r.truth is None else shown(r.truth), shown(r.states[0]), shown(r.states[-1])]
+        cells += [shown(r.hidden[-1]), shown(r.kl), shown(r.max_abs), report.percent(r.agreement.value)]
+        rows.append([*cells, f"{r.computed.value:.0f}"])
+    return report.table(f"{title}: relative differences, mean ± 95 %", columns, rows)
+
+
+def _notes(found: DriftReport) -> list[str]:
+    if not found.layers.linear:
+        return ["This model has no linear-attention layers: there are no recurrent states to drift."]
+    if found.no_truth not in (None, NOT_ASKED):
+        return [f"No float64 state of the first layer: {found.no_truth}."]
+    return []
+
+
+def _plot(path: Path, title: str, found: DriftReport) -> None:
+    from ...bench.plots import COLOURS, Axes, Line, plot_lines
+
+    def lines(values: Callable[[Drift], Sequence[Estimate]]) -> list[Line]:
+        return [
+            Line(
+                r.method,
+                range(len(values(r))),
+                [m.value for m in values(r)],
+                [m.low for m in values(r)],
+                [m.high for m in values(r)],
+                COLOURS["stock"] if r.method.startswith("noise") else None,
+            )
+            for r in found.rows[1:]
+        ]
+
+    panels = [
+        Axes(
+            "last token of the prompt",
+            "decoder layer",
+            "relative difference",
+            lines(lambda r: r.hidden),
+            log_y=True,
+        )
+    ]
+    if found.layers.linear:
+        states = lines(lambda r: r.states)
+        panels.insert(
+            0, Axes("state after the prompt", "linear layer", "relative difference", states, log_y=True)
+        )
+    plot_lines(path, panels, title=title)

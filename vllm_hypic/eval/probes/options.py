@@ -1,0 +1,147 @@
+"""Options that all probes share, and how their results are written."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...bench import report
+from ...bench.engines import described
+from ...bench.settings import EngineSettings, HypicOptions, with_options
+from ...bench.sizes import SIZES, random_model
+from ...demo import EXAMPLE
+from ...primitives.policies import LinkError
+from ..methods import FULL, PREFIX, Method, link_method
+from .looking import Eyes, Probe
+
+METHODS = "naive-8,block,epic-0,epic-8,epic-16,hypic-4,hypic-8,hypic-16"
+
+
+class Methods(click.ParamType):
+    """Names of methods with commas between: ``hypic-8,epic-16,naive-8,block``."""
+
+    name = "methods"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Method, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = tuple(link_method(part.strip()) for part in value.split(","))
+        except LinkError as e:
+            self.fail(str(e), param, ctx)
+        if FULL in found or PREFIX in found:
+            self.fail("full recompute is the reference: name methods that reuse records", param, ctx)
+        if len(set(found)) < len(found):
+            self.fail(f"{value!r}: a method stands there twice", param, ctx)
+        return found
+
+
+def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of :class:`Probe`; they reach the command as one ``probe``.
+
+    ``methods``: the default of ``--methods``; ``None``: the probe compares none.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_probe(
+            *,
+            model: Path | None,
+            size: str | None,
+            threads: int,
+            kv_gib: float,
+            hypic: dict[str, Any],
+            timeout_s: float,
+            max_num_batched_tokens: int,
+            noise_chunk: int,
+            prompts: int,
+            seed: int,
+            methods: tuple[Method, ...] = (),
+            **options: Any,
+        ) -> Any:
+            if model is not None and size is not None:
+                raise click.UsageError("--model and --size: name one of them")
+            if noise_chunk == max_num_batched_tokens:
+                raise click.UsageError(
+                    f"--noise-chunk {noise_chunk}: the same chunks show no noise; "
+                    "take another number than --max-num-batched-tokens"
+                )
+            engine = EngineSettings(
+                model=model or (EXAMPLE / "model" if size is None else random_model(size)),
+                threads=threads,
+                eager=True,
+                max_num_batched_tokens=max_num_batched_tokens,
+                kv_gib=kv_gib,
+                hypic=hypic,
+                timeout_s=timeout_s,
+            )
+            return command(probe=Probe(engine, methods, prompts, seed, noise_chunk), **options)
+
+        shared = [
+            click.option(
+                "--model",
+                type=click.Path(exists=True, file_okay=False, path_type=Path),
+                help="A model's folder; default: the demo model.",
+            ),
+            click.option(
+                "--size", type=click.Choice(list(SIZES)), help="A random Qwen3.5-shaped model of this size."
+            ),
+            click.option("--prompts", type=click.IntRange(1, 10000), default=20, show_default=True),
+            click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+            click.option(
+                "--max-num-batched-tokens",
+                type=click.IntRange(64, 1 << 20),
+                default=2048,
+                show_default=True,
+                help="Prefill chunk of the engine that is looked at.",
+            ),
+            click.option(
+                "--noise-chunk",
+                type=click.IntRange(64, 1 << 20),
+                default=200,
+                show_default=True,
+                help="The noise engine's; no multiple of 64, where kernels cut anyway.",
+            ),
+            click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True),
+            click.option(
+                "--kv-gib",
+                type=click.FloatRange(0.05, 4096),
+                default=0.5,
+                show_default=True,
+                help="vLLM's KV cache of each engine; the public pool comes beside it.",
+            ),
+            click.option("--hypic", type=HypicOptions(), default="{}", help="The plugin's options, as JSON."),
+            click.option("--timeout-s", type=click.FloatRange(0, min_open=True), default=1200.0),
+        ]
+        if methods is not None:
+            shared.insert(2, click.option("--methods", type=Methods(), default=methods, show_default=True))
+        return with_options(with_probe, *shared)
+
+    return decorate
+
+
+def write(
+    path: Path | None, name: str, eyes_facts: dict[str, Any], probe: Probe, results: Any, **more: Any
+) -> None:
+    """Write the JSON report of the probe ``name``, if there is a ``path``; ``more``: further settings."""
+    if path is None:
+        return
+    settings = {"probe": probe, **more}
+    found = report.report(
+        f"probe {name}", settings, {"engines": eyes_facts, **results}, threads=probe.engine.threads
+    )
+    found["command"] = shlex.join(["python", "-m", "vllm_hypic.eval.probes", *sys.argv[1:]])
+    report.write_json(path, found)
+
+
+def facts(eyes: Eyes) -> dict[str, Any]:
+    """What the report says of the engines."""
+    return described(eyes.engine, eyes.noise)
