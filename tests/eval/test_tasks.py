@@ -81,6 +81,24 @@ def test_demo_tasks_are_held_out(generator: Generator) -> None:
     assert seeds == [20_000_005, 20_000_006]
 
 
+@pytest.mark.parametrize(
+    ("documents", "tokens", "facts", "most"), [(4, 64, 12, 11), (4, 64, 0, 11), (100, 999, 16, 15)]
+)
+def test_shapes_that_a_generator_cannot_fill(
+    generator: Generator, documents: int, tokens: int, facts: int, most: int
+) -> None:
+    """It would look for free names for ever."""
+    with pytest.raises(ValueError, match=f"{facts} facts in a document: expected 1 to {most}"):
+        demo.make(0, 1, documents=documents, tokens=tokens, generator=generator, facts=facts)
+    demo.make(0, 1, documents=documents, tokens=tokens, generator=generator, facts=most)
+
+
+@pytest.mark.parametrize("name", ["one", "two", "keyvalue", "variables"])
+def test_the_largest_shapes_are_made(generator: Generator, name: str) -> None:
+    [task] = FAMILIES[name].make(Source(generator), 0, 1, demo.MOST_DOCUMENTS, 4000)
+    assert len(task.segments) == demo.MOST_DOCUMENTS
+
+
 def test_a_folder_without_generator_is_no_demo_model(tmp_path: Path) -> None:
     assert demo.find_generator(tmp_path / "model") is None
 

@@ -13,6 +13,11 @@ from ..task import Task
 
 FACTS = 2
 """Facts of a document: what the demo model's state was made to hold."""
+MOST_DOCUMENTS = 100
+MOST_FACTS = 1500
+"""In all documents. Generators draw until they find names that are not taken: these leave enough."""
+FACT_TOKENS, HEADER_TOKENS = 5, 7
+"""Most tokens of a fact, and of what stands beside the facts."""
 
 
 class Parts(TypedDict):
@@ -63,10 +68,11 @@ def make(
     """Tasks with ``documents`` documents of ``tokens`` tokens; ``family`` is ``kind`` unless it is named.
 
     ``chat``: leave out of the leading segment what the chat template writes, ``<bos> <sys>``.
-    Raises ``ValueError`` when the generator has no questions of this kind.
+    Raises ``ValueError`` for a kind that the generator does not have, and for shapes that it cannot fill.
     """
     if kind not in generator.KINDS:
         raise ValueError(f"the demo model's generator has no questions of the kind {kind!r}")
+    _check_shape(documents, tokens, facts)
     words = generator.vocab_words()
 
     def text(ids: Sequence[int]) -> str:
@@ -86,3 +92,11 @@ def make(
             )
         )
     return tasks
+
+
+def _check_shape(documents: int, tokens: int, facts: int | None) -> None:
+    if not 2 <= documents <= MOST_DOCUMENTS:
+        raise ValueError(f"{documents} documents: expected 2 to {MOST_DOCUMENTS}")
+    most = min((tokens - HEADER_TOKENS) // FACT_TOKENS, MOST_FACTS // documents)
+    if facts is not None and not 1 <= facts <= most:
+        raise ValueError(f"{facts} facts in a document: expected 1 to {most}")

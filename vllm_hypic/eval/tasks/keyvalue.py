@@ -31,7 +31,7 @@ def make(
             tokens=tokens,
             generator=generator,
             kind="one",
-            facts=max(1, tokens // TOKENS_PER_FACT),
+            facts=max(1, min(tokens // TOKENS_PER_FACT, demo.MOST_FACTS // documents)),
             family=FAMILY,
             chat=chat,
         )
