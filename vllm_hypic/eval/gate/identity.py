@@ -34,6 +34,8 @@ class Subject:
     dtype: str
     quantization: str | None
     rope: str
+    overrides: str
+    """Of the model's configuration, as given to vLLM (``--hf-overrides``)."""
     kv_dtype: str
     """Of stored K and V."""
     state_dtype: str
@@ -90,6 +92,7 @@ def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
         dtype=_plain(model.dtype),
         quantization=None if model.quantization is None else str(model.quantization),
         rope=json.dumps(rope, sort_keys=True, default=str),
+        overrides=json.dumps(model.hf_overrides, sort_keys=True, default=str),
         kv_dtype=_plain(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
         state_dtype=str(cache.mamba_ssm_cache_dtype),
         record_dtypes=f"T {_plain(TRANSITION_DTYPE)}, S {_plain(STATE_DTYPE)}",

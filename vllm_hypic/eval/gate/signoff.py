@@ -89,7 +89,7 @@ def read(path: Path, subject: Subject | None = None) -> SignOff:
     Raises :class:`SignOffError` for any other content, ``FileNotFoundError`` where there is no file.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
     except OSError as e:

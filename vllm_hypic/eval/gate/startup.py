@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...config import ConfigError, HypicConfig
 from ...primitives.policies import parse_link
@@ -21,6 +22,8 @@ from .verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.hypic.gate")
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,6 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
     Raises :class:`ConfigError` where a go is required and there is none.  Nothing is said where nobody
     reuses by default (link ``full``), and by all but one of several front-end processes.
     """
-    from vllm.logger import init_logger
-
     if config.gate.require == "off" or not parse_link(config.link, config.seam_tokens).reuse:
         return
     parallel = vllm_config.parallel_config
@@ -50,7 +51,6 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
         return  # the process that started this one has looked
     subject = subject_of(vllm_config, config)
     found = find(Path(config.gate.folder) if config.gate.folder else default_folder(), subject)
-    logger = init_logger("vllm.hypic.gate")
     if found.go:
         logger.info("hypic gate: %s", found.says)
         return
@@ -92,11 +92,13 @@ def command(model: str, subject: Subject, config: HypicConfig) -> str:
         if subject.options.get(name) is not None and value != usual[name]
     }:
         words += ["--hypic", json.dumps(options)]
-    engine = {}
+    engine: dict[str, Any] = {}
     if subject.quantization is not None:
         engine["quantization"] = subject.quantization
     if subject.kv_dtype != subject.dtype:
         engine["kv_cache_dtype"] = subject.kv_dtype
+    if (overrides := json.loads(subject.overrides)) != {}:
+        engine["hf_overrides"] = overrides
     if engine:
         words += ["--engine-args", json.dumps(engine)]
     if config.gate.folder is not None:

@@ -1,0 +1,49 @@
+"""Planted numbers and subjects for tests of the gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.eval.gate.criteria import Answers, Distances, Numbers, Reuse
+from vllm_hypic.eval.gate.identity import Subject, telling
+
+FINE = Distances(96, 5e-5, 4e-3, 2e-3, agreement=100.0, sure=95, changed=0.0)
+NOISE = Distances(96, 8e-6, 3e-4, 3e-4, agreement=100.0, sure=95, changed=0.0)
+
+
+def scores(prompts: int, right: int, *, lost: int = 0, gained: int = 0) -> tuple[list[float], list[float]]:
+    """Full recompute's scores, of which ``right`` are right, and those of reuse."""
+    full = [1.0] * right + [0.0] * (prompts - right)
+    reuse = list(full)
+    reuse[:lost] = [0.0] * lost
+    reuse[right : right + gained] = [1.0] * gained
+    return full, reuse
+
+
+def answers(prompts: int = 96, right: int = 92, *, name: str = "fixed set", **changed: int) -> Answers:
+    return Answers.of(name, "exact match", *scores(prompts, right, **changed))
+
+
+def numbers(**changed: Any) -> Numbers:
+    """Of a go, but for what is changed."""
+    go = Numbers(answers=(answers(),), reuse=Reuse(3000, 3000), distances=FINE, noise=NOISE)
+    return replace(go, **changed)
+
+
+def subject(config: HypicConfig | None = None, **changed: Any) -> Subject:
+    one = Subject(
+        weights="0123",
+        dtype="bfloat16",
+        quantization=None,
+        rope="null",
+        overrides="{}",
+        kv_dtype="bfloat16",
+        state_dtype="float32",
+        record_dtypes="T float16, S float32",
+        plugin="0.1.0",
+        vllm="0.32.0",
+        options=telling(config or HypicConfig()),
+    )
+    return replace(one, **changed)

@@ -1,0 +1,162 @@
+"""A verdict for every kind of numbers, with the reason that decides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vllm_hypic.eval.gate.criteria import (
+    ANSWERS,
+    DISTRIBUTIONS,
+    FAULTS,
+    FIRST_TOKENS,
+    Answers,
+    Distances,
+    Limits,
+    Numbers,
+    Reuse,
+    judge,
+)
+from vllm_hypic.eval.gate.verdict import Judgement, Verdict
+from vllm_hypic.eval.runner import Outcome
+
+from .gate_numbers import FINE, NOISE, answers, numbers
+
+LIMITS = Limits()
+
+
+def fails(found: Numbers, limits: Limits = LIMITS) -> list[str]:
+    """Criteria that do not hold; the verdict must follow from them."""
+    judgement = judge(found, limits)
+    names = [r.criterion for r in judgement.reasons if r.holds is False]
+    assert (judgement.verdict is Verdict.NO_GO) == bool(names)
+    assert [r.criterion for r in judgement.against] == names or judgement.verdict is Verdict.CANNOT_TELL
+    return names
+
+
+def test_all_is_well() -> None:
+    judgement = judge(numbers(), LIMITS)
+    assert judgement.verdict is Verdict.GO
+    assert [r.criterion for r in judgement.reasons] == [FAULTS, ANSWERS, DISTRIBUTIONS, FIRST_TOKENS]
+    assert all(r.holds for r in judgement.reasons) and not judgement.against
+
+
+@pytest.mark.parametrize(
+    ("changed", "criterion", "says"),
+    [
+        ({"faults": ("cold differs from warm",)}, FAULTS, "cold differs from warm"),
+        ({"reuse": Reuse(0, 3000)}, FAULTS, "0 of 3000 reusable tokens were reused, 0.0 %"),
+        ({"reuse": Reuse(2840, 3000)}, FAULTS, "94.7 %; at least 95 % are expected"),
+        ({"reuse": Reuse(0, 0)}, FAULTS, "all segments are too short"),
+        ({"answers": (answers(lost=3),)}, ANSWERS, "3.1 lost"),
+        ({"answers": (answers(lost=14),)}, ANSWERS, "more than 1 are for certain"),
+        ({"distances": replace(FINE, kl_p90=0.11)}, DISTRIBUTIONS, "within 0.11 nats"),
+        ({"distances": replace(FINE, changed=5.1)}, FIRST_TOKENS, "5.1 % of the 95 first tokens"),
+    ],
+)
+def test_one_criterion_that_fails_is_a_no_go(changed: dict[str, Any], criterion: str, says: str) -> None:
+    found = numbers(**changed)
+    assert fails(found) == [criterion]
+    [reason] = judge(found, LIMITS).against
+    assert says in reason.says
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"answers": (answers(lost=2),)},
+        {"answers": (answers(lost=6, gained=4),)},
+        {"reuse": Reuse(2860, 3000)},
+        {"distances": replace(FINE, kl_p90=0.09, kl_median=0.09)},
+        {"distances": replace(FINE, changed=4.9)},
+    ],
+)
+def test_just_within_a_limit(changed: dict[str, Any]) -> None:
+    assert judge(numbers(**changed), LIMITS).verdict is Verdict.GO
+
+
+def test_a_small_loss_that_is_certain_is_a_no_go() -> None:
+    """Of many prompts: the mean is within its limit, and all of the interval beyond the other one."""
+    found = numbers(answers=(answers(4000, 3900, lost=100),))
+    [reason] = judge(found, LIMITS).against
+    assert reason.criterion == ANSWERS and reason.measured is not None
+    assert reason.measured > LIMITS.certain_loss and found.answers[0].loss.value < LIMITS.loss
+    assert fails(numbers(answers=(answers(4000, 3900, lost=40),))) == []
+
+
+def test_noise_widens_the_limits_of_distributions() -> None:
+    noisy = replace(NOISE, kl_p90=0.05, changed=10.0)
+    far = replace(FINE, kl_p90=0.2, changed=14.0)
+    assert fails(numbers(distances=far)) == [DISTRIBUTIONS, FIRST_TOKENS]
+    assert fails(numbers(distances=far, noise=noisy)) == []
+
+
+def test_answers_that_say_nothing() -> None:
+    """Full recompute answers too little: no go, whatever reuse answers; distributions alone may condemn."""
+    silent = (answers(right=18, lost=18),)
+    judgement = judge(numbers(answers=silent), LIMITS)
+    assert judgement.verdict is Verdict.CANNOT_TELL
+    [reason] = judgement.against
+    assert "scores 18.8 points, less than 20: answers say nothing of reuse" in reason.says
+    assert fails(numbers(answers=silent, distances=replace(FINE, kl_p90=1.0))) == [DISTRIBUTIONS]
+
+
+def test_one_set_that_tells_is_enough_and_each_is_judged() -> None:
+    silent, own = answers(right=2), answers(name="my.jsonl")
+    assert judge(numbers(answers=(silent, own)), LIMITS).verdict is Verdict.GO
+    lost = answers(40, 40, name="my.jsonl", lost=8)
+    [reason] = judge(numbers(answers=(answers(), lost)), LIMITS).against
+    assert reason.says.startswith("my.jsonl, exact match: 100.0 points recomputed, 80.0 reused")
+
+
+def test_a_model_that_is_never_sure_of_a_first_token() -> None:
+    """Ties may fall either way: that is no loss."""
+    flat = replace(FINE, sure=0, changed=0.0, agreement=60.0)
+    judgement = judge(numbers(distances=flat), LIMITS)
+    assert judgement.verdict is Verdict.GO
+    assert [r.holds for r in judgement.reasons if r.criterion == FIRST_TOKENS] == [None]
+
+
+def test_numbers_missing_after_a_fault() -> None:
+    assert fails(Numbers(faults=("link method 'naive' ... has none",))) == [FAULTS]
+
+
+def test_limits_are_those_given() -> None:
+    found = numbers(answers=(answers(lost=14),), distances=replace(FINE, kl_p90=0.5))
+    assert fails(found, Limits(loss=50, certain_loss=50, kl=1.0)) == []
+
+
+def test_points_of_answers() -> None:
+    found = Answers.of("set", "F1", [1.0, 0.5, 0.75, 0.75], [0.5, 0.5, 0.75, 0.75])
+    assert (found.full, found.reuse) == (75.0, 62.5)
+    assert found.loss.value == 12.5 and found.loss.n == 4
+
+
+def outcome(*probabilities: float) -> Outcome:
+    """First-token probabilities of tokens 0, 1, ..."""
+    return Outcome("", (), {i: math.log(p) for i, p in enumerate(probabilities)}, 10, 5)
+
+
+def test_distances_are_of_all_prompts_and_of_those_that_are_sure() -> None:
+    full = [outcome(0.9, 0.1)] * 8 + [outcome(0.49, 0.48)] * 2
+    same = Distances.of(full, full)
+    assert (same.prompts, same.kl_p90, same.agreement, same.changed) == (10, 0, 100, 0)
+    # One sure first token changes, and both of the others.
+    found = Distances.of(full, [outcome(0.1, 0.9), *full[1:8], *[outcome(0.48, 0.49)] * 2])
+    assert (found.sure, found.changed, found.agreement) == (8, 12.5, 70)
+    gap = 0.9 * math.log(9) + 0.1 * math.log(1 / 9)
+    assert found.kl_median == 0 and found.kl_p90 == pytest.approx(
+        0.49 * math.log(49 / 48) - 0.48 * math.log(49 / 48)
+    )
+    assert found.kl_mean == pytest.approx((gap + 2 * found.kl_p90) / 10)
+
+
+def test_a_judgement_survives_json() -> None:
+    import dataclasses
+    import json
+
+    judgement = judge(numbers(answers=(answers(right=2),)), LIMITS)
+    assert Judgement.from_mapping(json.loads(json.dumps(dataclasses.asdict(judgement)))) == judgement

@@ -1,0 +1,285 @@
+"""Sign-offs as files: what is written is read, and nothing else counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_hypic.config import ConfigError, HypicConfig
+from vllm_hypic.eval.gate import startup
+from vllm_hypic.eval.gate.criteria import Limits, judge
+from vllm_hypic.eval.gate.identity import NEUTRAL, Subject, telling
+from vllm_hypic.eval.gate.signoff import (
+    FOLDER,
+    SignOff,
+    SignOffError,
+    _checksum,
+    default_folder,
+    path_in,
+    read,
+    write,
+)
+from vllm_hypic.eval.gate.startup import command, find, look
+
+from .gate_numbers import answers, numbers, subject
+
+
+def signed(of: Subject, *, lost: int = 0, right: int = 92, **changed: Any) -> SignOff:
+    judgement = judge(numbers(answers=(answers(right=right, lost=lost),)), Limits())
+    limits = dataclasses.asdict(Limits())
+    one = SignOff(
+        "a/model", of, judgement, limits, None, "2026-01-02T03:04:05+00:00", {"machine": {"cores": 2}}
+    )
+    return replace(one, **changed)
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], None], *, seal: bool) -> None:
+    """``seal``: with a checksum that fits."""
+    content = json.loads(path.read_text())
+    change(content)
+    if seal:
+        content.pop("sha256", None)
+        content["sha256"] = _checksum(content)
+    path.write_text(json.dumps(content))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    one = signed(subject(), lost=14, by="Ada")
+    path = path_in(tmp_path / "new" / "folder", one.subject)
+    write(path, one)
+    assert read(path) == read(path, one.subject) == one
+    write(path, again := signed(subject()))
+    assert read(path) == again
+    assert [p.name for p in path.parent.iterdir()] == [f"{one.subject.key}.json"]
+
+
+def test_numbers_that_json_has_not_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        write(tmp_path / "x.json", signed(subject(), evidence={"kl": float("nan")}))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "seal", "says"),
+    [
+        (lambda c: c.update(verdict="go"), False, "was changed since it was written"),
+        (lambda c: c["evidence"].update(machine={}), False, "was changed since it was written"),
+        (lambda c: c.pop("sha256"), False, "was changed since it was written"),
+        (lambda c: c.update(format=0), True, "has format 0, expected 1: run the gate again"),
+        (lambda c: c.update(format=2), True, "has format 2, expected 1"),
+        (lambda c: c.pop("format"), True, "has format None, expected 1"),
+        (lambda c: c.update(kind="bench"), True, "is no sign-off of the gate"),
+        (lambda c: c.pop("verdict"), True, "lacks something: KeyError: 'verdict'"),
+        (lambda c: c.update(verdict="perhaps"), True, "lacks something: ValueError"),
+        (lambda c: c["subject"].pop("dtype"), True, "lacks something: ValueError: expected the fields"),
+        (lambda c: c.update(subject=3), True, "lacks something: TypeError"),
+        (lambda c: c.update(limits=None), True, "lacks something: AttributeError"),
+        (
+            lambda c: c["subject"].update(dtype="float16"),
+            True,
+            "is another's: dtype: 'float16', not 'bfloat16'",
+        ),
+        (
+            lambda c: c["subject"]["options"].update(seam_tokens=4),
+            True,
+            "is another's: seam_tokens: 4, not 8",
+        ),
+    ],
+)
+def test_what_does_not_count(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], seal: bool, says: str
+) -> None:
+    path = path_in(tmp_path, subject())
+    write(path, signed(subject(), lost=14))
+    edited(path, change, seal=seal)
+    with pytest.raises(SignOffError) as caught:
+        read(path, subject())
+    assert says in str(caught.value) and str(path) in str(caught.value)
+    found = find(tmp_path, subject())
+    assert found.sign_off is None and not found.go and says in found.says
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a": 1}', "\udce9"])
+def test_foreign_files_do_not_count(tmp_path: Path, text: str) -> None:
+    path = path_in(tmp_path, subject())
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SignOffError, match=r"is no JSON|is no sign-off"):
+        read(path)
+    assert not find(tmp_path, subject()).go
+
+
+def test_a_folder_in_its_place(tmp_path: Path) -> None:
+    path_in(tmp_path, subject()).mkdir()
+    assert "cannot be read" in find(tmp_path, subject()).says
+
+
+# -- what it holds for -------------------------------------------------------------------------------
+
+
+def test_every_option_is_told_or_named_neutral() -> None:
+    options = {f.name for f in dataclasses.fields(HypicConfig)}
+    assert options >= NEUTRAL
+    assert set(telling(HypicConfig())) == options - NEUTRAL
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"link": "block"},
+        {"seam_tokens": 4},
+        {"min_segment_tokens": 16},
+        {"dead_transition": 0},
+    ],
+)
+def test_options_that_change_numbers_change_the_key(options: dict[str, Any]) -> None:
+    assert subject(HypicConfig.from_mapping(options)).key != subject().key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_tokens": 32, "pool_bytes": 1 << 30},
+        {"gate": {"require": "go", "folder": "/x"}},
+        {"store": {"tiers": [{"type": "memory", "bytes": 1}]}},
+        {"dummy_token": 3},
+    ],
+)
+def test_others_do_not(options: dict[str, Any]) -> None:
+    assert subject(HypicConfig.from_mapping(options)).key == subject().key
+
+
+def test_options_that_the_link_method_does_not_read_do_not_count() -> None:
+    def key(**options: Any) -> str:
+        return subject(HypicConfig.from_mapping(options)).key
+
+    assert key(link="block", seam_tokens=4) == key(link="block", seam_tokens=8)
+    assert key(link="naive", seam_tokens=4) != key(link="naive", seam_tokens=8)
+    assert key(link="epic-0", dummy_token=3) != key(link="epic-0")
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Subject) if f.name != "options"])
+def test_every_field_is_in_the_key(field: str) -> None:
+    other = subject(**{field: "another"})
+    assert other.key != subject().key
+    assert [line.split(":")[0] for line in other.differs(subject())] == [field]
+
+
+def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    assert default_folder() == tmp_path
+    monkeypatch.setenv(FOLDER, "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_folder() == Path("/cache/vllm-hypic/gates")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_folder() == Path.home() / ".cache/vllm-hypic/gates"
+
+
+# -- at the start of a server ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Looks for a sign-off, for a model whose subject follows from the options; lines of the log."""
+
+    def looked(
+        folder: Path, require: str = "warn", processes: tuple[int, int] = (1, 0), **options: Any
+    ) -> list[str]:
+        config = HypicConfig.from_mapping({**options, "gate": {"require": require, "folder": str(folder)}})
+        parallel = SimpleNamespace(_api_process_count=processes[0], _api_process_rank=processes[1])
+        model = SimpleNamespace(model="/models/mine")
+        caplog.clear()
+        look(SimpleNamespace(parallel_config=parallel, model_config=model), config)  # type: ignore[arg-type]
+        return [f"{r.levelname} {r.getMessage()}" for r in caplog.records]
+
+    monkeypatch.setattr(startup, "subject_of", lambda vllm_config, config: subject(config))
+    # vLLM's logger, once configured, does not propagate to where caplog listens.
+    logger = logging.getLogger("vllm.hypic.gate")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield looked
+    logger.setLevel(level)
+    logger.removeHandler(caplog.handler)
+
+
+Told = Callable[..., list[str]]
+
+
+def test_a_model_without_a_sign_off_is_told_in_one_line(told: Told, tmp_path: Path) -> None:
+    [line] = told(tmp_path, seam_tokens=4)
+    assert line.startswith(
+        "WARNING hypic gate: nobody has checked what reuse costs this model at these settings"
+    )
+    assert line.endswith(
+        "run: vllm-hypic gate /models/mine --dtype bfloat16 --hypic '{\"seam_tokens\": 4}' "
+        f"--folder {tmp_path}"
+    )
+
+
+def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
+    write(path_in(tmp_path, subject()), signed(subject(), by="Ada"))
+    for require in ("warn", "go"):
+        [line] = told(tmp_path, require)
+        assert line.startswith("INFO hypic gate: go, signed off 2026-01-02T03:04:05+00:00 by Ada (")
+
+
+def test_limits_of_its_own_are_told(told: Told, tmp_path: Path) -> None:
+    lenient = {**dataclasses.asdict(Limits()), "loss": 50.0}
+    write(path_in(tmp_path, subject()), signed(subject(), limits=lenient))
+    [line] = told(tmp_path, "go")
+    assert "with limits of its own (loss 50)" in line
+
+
+@pytest.mark.parametrize(("verdict", "planted"), [("no-go", {"lost": 14}), ("cannot tell", {"right": 2})])
+def test_any_other_verdict_is_told_with_its_reasons(
+    told: Told, tmp_path: Path, verdict: str, planted: dict[str, int]
+) -> None:
+    one = signed(subject(), **planted)
+    write(path_in(tmp_path, subject()), one)
+    [line] = told(tmp_path)
+    [reason] = one.judgement.against
+    assert line.startswith(f"WARNING hypic gate: {verdict}, signed off") and reason.says in line
+    with pytest.raises(
+        ConfigError, match=rf"gate.require='go': {verdict}, signed off .* run: vllm-hypic gate"
+    ):
+        told(tmp_path, "go")
+
+
+def test_without_a_go_nothing_starts_that_demands_one(told: Told, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gate.require='go': nobody has checked .* run: vllm-hypic gate "):
+        told(tmp_path, "go")
+    write(path_in(tmp_path, subject()), signed(subject()))
+    with pytest.raises(ConfigError, match="nobody has checked"):
+        told(tmp_path, "go", seam_tokens=4)
+
+
+def test_nobody_looks(told: Told, tmp_path: Path) -> None:
+    assert told(tmp_path, "off") == []
+    assert told(tmp_path, "go", link="full") == []
+
+
+def test_one_of_several_processes_looks(told: Told, tmp_path: Path) -> None:
+    """The one that starts the others has no rank among them."""
+    assert len(told(tmp_path, processes=(4, -1))) == 1
+    assert told(tmp_path, processes=(4, 0)) == told(tmp_path, processes=(4, 3)) == []
+
+
+def test_the_command_line_names_what_differs() -> None:
+    config = HypicConfig.from_mapping(
+        {"link": "epic-0", "seam_tokens": 4, "dummy_token": 7, "page_tokens": 32}
+    )
+    one = subject(config, quantization="awq", kv_dtype="fp8", overrides='{"a": 1}')
+    assert command("my model", one, config) == (
+        "vllm-hypic gate 'my model' --dtype bfloat16 "
+        '--hypic \'{"link": "epic-0", "dummy_token": 7}\' '
+        '--engine-args \'{"quantization": "awq", "kv_cache_dtype": "fp8", "hf_overrides": {"a": 1}}\''
+    )
