@@ -27,7 +27,7 @@ from .runner import Outcome
 from .scores import Scores
 from .study import Keep, Study, StudyError, refused
 from .tables import family_table, notes, overall_table, wide_console
-from .task import Task
+from .task import ChatTemplate, Task
 from .tasks import longbench
 from .tasks.demo import FACTS, find_generator
 from .tasks.english import WORDS_PER_TOKEN
@@ -56,6 +56,8 @@ class Settings:
     facts: int | None
     seed: int
     chat: bool
+    chat_template: Path | None
+    chat_template_kwargs: dict[str, Any]
     noise_chunk: int | None
     compare_by: str
     ttft_repeats: int
@@ -83,6 +85,21 @@ class Names(click.ParamType):
         if len(set(names)) < len(names):
             self.fail(f"{value!r}: a name stands there twice", param, ctx)
         return names
+
+
+class Options(click.ParamType):
+    """A JSON object."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        try:
+            found = value if isinstance(value, dict) else json.loads(value)
+        except ValueError as e:
+            self.fail(f"{value!r} is no JSON: {e}", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r}: expected an object", param, ctx)
+        return found
 
 
 def _family(name: str) -> None:
@@ -143,6 +160,17 @@ def _method(name: str) -> Method:
 @click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of the tasks.")
 @click.option("--chat", is_flag=True, help="Put prompts through the model's chat template.")
 @click.option(
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --chat: this template instead of the model's.",
+)
+@click.option(
+    "--chat-template-kwargs",
+    type=Options(),
+    default="{}",
+    help='With --chat: options of the template as JSON, like {"enable_thinking": false}.',
+)
+@click.option(
     "--noise-chunk",
     type=click.IntRange(NOISE_SEQUENCES, 1 << 20),
     default=256,
@@ -183,6 +211,8 @@ def main(
     facts: int,
     seed: int,
     chat: bool,
+    chat_template: Path | None,
+    chat_template_kwargs: dict[str, Any],
     noise_chunk: int,
     no_noise: bool,
     compare_by: str,
@@ -193,6 +223,8 @@ def main(
 ) -> None:
     if click.get_current_context().get_parameter_source("size") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--size: a random model has no answers to compare; give --model")
+    if not chat and (chat_template is not None or chat_template_kwargs):
+        raise click.UsageError("--chat-template and --chat-template-kwargs need --chat")
     check_outputs(json_path, plot_path)
     check_outputs(outcomes_path, None)
     source = Source(find_generator(engine.model), chat, facts or None)
@@ -208,6 +240,8 @@ def main(
         facts=source.facts,
         seed=seed,
         chat=chat,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
         noise_chunk=None if no_noise else noise_chunk,
         compare_by=compare_by,
         ttft_repeats=ttft_repeats,
@@ -298,6 +332,10 @@ def _measure(
     settings: Settings, made: Mapping[str, Sequence[Task]], keep: Keep
 ) -> tuple[Study, dict[str, dict[str, Any]], list[str]]:
     """The study, what the engines are, and which methods were left out and why."""
+    template = ChatTemplate(
+        None if settings.chat_template is None else settings.chat_template.read_text(encoding="utf-8"),
+        settings.chat_template_kwargs,
+    )
     context = _context(settings.engine.model, [task for tasks in made.values() for task in tasks])
     engine = Engine(settings.engine, context, hypic=True, enable_prefix_caching=True)
     engines, noise = [engine], None
@@ -326,6 +364,7 @@ def _measure(
             "" if settings.noise_chunk is None else noise_name(settings.noise_chunk),
             kept,
             settings.chat,
+            template,
             settings.ttft_repeats,
             steps,
             keep,

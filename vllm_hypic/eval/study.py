@@ -14,7 +14,7 @@ from .methods import FULL, Method
 from .results import FamilyResult, cell
 from .runner import Outcome, evaluate
 from .scores import Scores, score
-from .task import Example, Task, encode
+from .task import ChatTemplate, Example, Task, encode
 
 ENCODED_TOGETHER = 64
 SPARE = 32
@@ -40,6 +40,7 @@ class Study:
     methods: Sequence[Method]
     """Full recompute is the first."""
     chat: bool
+    template: ChatTemplate
     ttft_repeats: int
     steps: Steps
     keep: Keep
@@ -85,7 +86,9 @@ class Study:
         examples: list[Example] = []
         for i in range(0, len(tasks), ENCODED_TOGETHER):
             try:
-                examples += encode(self.engine, tasks[i : i + ENCODED_TOGETHER], chat=self.chat)
+                examples += encode(
+                    self.engine, tasks[i : i + ENCODED_TOGETHER], chat=self.chat, template=self.template
+                )
             except ValueError as e:
                 raise StudyError(f"{family}: {e}") from e
         fitting = [

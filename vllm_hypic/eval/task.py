@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..bench.engines import Engine
 from ..bench.prompts import Prompt
@@ -37,8 +37,20 @@ class Example:
     prompt: Prompt
 
 
-def encode(engine: Engine, tasks: Sequence[Task], *, chat: bool) -> list[Example]:
-    """``tasks`` for the model of a hypic engine; ``chat``: through its chat template.
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How messages become a prompt."""
+
+    text: str | None = None
+    """``None``: the template that comes with the model."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Given to the template, like ``{"enable_thinking": False}``."""
+
+
+def encode(
+    engine: Engine, tasks: Sequence[Task], *, chat: bool, template: ChatTemplate = ChatTemplate()
+) -> list[Example]:
+    """``tasks`` for the model of a hypic engine; ``chat``: through the chat template.
 
     Every segment is tokenised alone, so that all methods, plain prompts among them, see the same tokens.
     Raises ``ValueError`` for a task that has other segments once it is tokenised.
@@ -49,21 +61,30 @@ def encode(engine: Engine, tasks: Sequence[Task], *, chat: bool) -> list[Example
         else build_prompt(system=t.system, segments=t.segments, query=t.question)
         for t in tasks
     ]
-    found = engine.call(_token_ids, texts)
+    found = engine.call(_token_ids, texts, template)
     return [
         Example(task, _split(task, ids, engine.separator)) for task, ids in zip(tasks, found, strict=True)
     ]
 
 
-def _token_ids(llm: object, texts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
+def _token_ids(
+    llm: object, texts: Sequence[str | list[dict[str, str]]], template: ChatTemplate
+) -> list[list[int]]:
     """Runs beside the engine."""
     tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
-    return [
-        list(tokenizer.encode(text))
-        if isinstance(text, str)
-        else list(tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False))
-        for text in texts
-    ]
+
+    def of_messages(messages: list[dict[str, str]]) -> list[int]:
+        return list(
+            tokenizer.apply_chat_template(
+                messages,
+                chat_template=template.text,
+                add_generation_prompt=True,
+                return_dict=False,
+                **template.options,
+            )
+        )
+
+    return [list(tokenizer.encode(t)) if isinstance(t, str) else of_messages(t) for t in texts]
 
 
 def _split(task: Task, ids: Sequence[int], separator: int) -> Prompt:
