@@ -10,6 +10,7 @@ import torch
 
 from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW
 from vllm_hypic.config import ConfigError, HypicConfig
+from vllm_hypic.eval.gate.config import GateConfig
 from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts
 
 
@@ -34,8 +35,10 @@ def test_nested_options_survive_json() -> None:
         "token_ids": {"sep": 5, "pdep": 6, "pad": 7},
         "pool_bytes": 1 << 20,
         "dummy_token": 0,
+        "gate": {"require": "go", "folder": "/var/lib/gates"},
     }
     config = HypicConfig.from_mapping(options)
+    assert config.gate == GateConfig("go", "/var/lib/gates")
     assert config.tokens == PrimitiveTexts(sep="<<PIC_SEP>>") and config.token_ids == PrimitiveIds(5, 6, 7)
     assert HypicConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
 
@@ -66,6 +69,13 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
         ({"dead_transition": -1e-9}, "dead_transition=-1e-09: expected a number from 0 to below 1"),
         ({"dead_transition": "0"}, "dead_transition='0': expected a number from 0 to below 1"),
         ({"dummy_token": -1}, "dummy_token=-1: expected an integer >= 0"),
+        ({"gate": {"require": "maybe"}}, "gate.require='maybe': expected one of off, warn, go"),
+        ({"gate": {"require": None}}, "gate.require=None: expected one of off, warn, go"),
+        ({"gate": {"folder": ""}}, "gate.folder='': expected a path, or null"),
+        ({"gate": {"folder": 3}}, "gate.folder=3: expected a path, or null"),
+        ({"gate": {"demand": "go"}}, "gate: unknown option 'demand'; expected one of folder, require"),
+        ({"gate": "go"}, "gate='go': expected an object"),
+        ({"gate": None}, "gate=None: expected an object"),
         ({"tokens": {"sep": ""}}, "sep='': expected a non-empty string"),
         ({"tokens": {"separator": "x"}}, "unknown name 'separator'"),
         ({"tokens": "x"}, "expected an object"),

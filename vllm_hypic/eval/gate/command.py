@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import click
@@ -236,7 +237,10 @@ def gate(
         to.print(numbers_table(method.name, numbers))
         to.print(reasons_text(judgement))
         written = out or path_in(folder, sign_off.subject)
-        write(written, sign_off)
+        try:
+            write(written, sign_off)
+        except OSError as e:
+            raise click.ClickException(f"the sign-off cannot be written to {written}: {e}") from e
         to.print(f"Signed off: {written}\n", soft_wrap=True)
     if try_seams is not None:
         to.print(_recommendation(verdicts))
@@ -309,15 +313,18 @@ def _judged(config: HypicConfig, try_seams: tuple[int, ...] | None) -> dict[Meth
 
 
 def _check_writable(folder: Path, model: Path) -> None:
-    """Refuse now what would only fail, or do harm, after the measurement."""
+    """Refuse now what would only fail, or do harm, after the measurement.  Makes the folder."""
     folder = folder.absolute()
     if folder.resolve() == model.resolve():
         raise click.UsageError(
             f"{folder} is the model's own folder: a sign-off there would be taken for a part of the model"
         )
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise click.UsageError(f"{folder}: sign-offs cannot be written there")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise click.UsageError(f"{folder}: sign-offs cannot be written there: {e.strerror}") from e
 
 
 def _context(model: Path, own: TaskSet | None) -> int:

@@ -1,0 +1,258 @@
+"""The command line of the gate, without engines: what they would measure is planted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from vllm_hypic.bench.engines import EngineError
+from vllm_hypic.cli import main
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.eval.gate import command
+from vllm_hypic.eval.gate.criteria import Numbers
+from vllm_hypic.eval.gate.fixed_set import TaskSet
+from vllm_hypic.eval.gate.measure import Measured, MeasureError, Place
+from vllm_hypic.eval.gate.signoff import FOLDER, read
+from vllm_hypic.eval.gate.verdict import Verdict
+from vllm_hypic.eval.methods import Method
+from vllm_hypic.eval.room import RoomError
+from vllm_hypic.eval.tasks.demo import Generator
+
+from .gate_numbers import answers, numbers, subject
+
+MODEL = str(EXAMPLE / "model")
+GO, NO_GO = numbers(), numbers(answers=(answers(lost=14),))
+CANNOT_TELL = numbers(answers=(answers(right=2),))
+
+
+class Lab:
+    """Stands in for the engines; remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.found: Mapping[str, Numbers] | Exception = {}
+        self.place: Place | None = None
+        self.sets: Sequence[TaskSet] = ()
+
+    def measure(
+        self,
+        place: Place,
+        methods: Sequence[Method],
+        make: Callable[[bool], Sequence[TaskSet]],
+        *,
+        chat: bool | None,
+        steps: object,
+    ) -> Measured:
+        if isinstance(self.found, Exception):
+            raise self.found
+        self.place, self.sets = place, make(bool(chat))
+        planted = {m: self.found.get(m.name, GO) for m in methods}
+        return Measured(subject(), planted, bool(chat), 0, {"max_model_len": place.context})
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
+    lab = Lab()
+    monkeypatch.setattr(command, "measure", lab.measure)
+    return lab
+
+
+def run(*arguments: str) -> Result:
+    """As a user would; an error is a message, never a traceback."""
+    result = CliRunner().invoke(main, ["gate", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.mark.parametrize(
+    ("planted", "verdict", "code"),
+    [(GO, Verdict.GO, 0), (NO_GO, Verdict.NO_GO, 1), (CANNOT_TELL, Verdict.CANNOT_TELL, 3)],
+)
+def test_verdict_sign_off_and_exit_code(
+    lab: Lab, tmp_path: Path, planted: Numbers, verdict: Verdict, code: int
+) -> None:
+    lab.found = {"hypic-8": planted}
+    result = run(MODEL, "--folder", str(tmp_path), "--by", "Ada")
+    assert result.exit_code == code, result.output
+    [path] = tmp_path.iterdir()
+    sign_off = read(path, subject())
+    assert path.stem == subject().key
+    assert sign_off.judgement.verdict is verdict and sign_off.by == "Ada"
+    assert sign_off.model == "tiny-hybrid-qa/model"
+    assert verdict.upper() in result.output.splitlines()
+    said = "".join(result.output.split())
+    for reason in sign_off.judgement.reasons:
+        assert "".join(reason.says.split()) in said
+    assert str(path) in result.output
+    assert sign_off.evidence["numbers"]["answers"][0]["full"] == planted.answers[0].full
+    assert {"tasks", "engine", "machine", "versions"} <= set(sign_off.evidence)
+
+
+def test_the_sign_off_is_of_what_will_be_served(lab: Lab, tmp_path: Path) -> None:
+    options = {"link": "hypic", "min_segment_tokens": 16, "page_tokens": 32}
+    run(
+        MODEL,
+        "--folder",
+        str(tmp_path),
+        "--hypic",
+        json.dumps(options),
+        "--link",
+        "naive",
+        "--seam-tokens",
+        "4",
+    )
+    [path] = tmp_path.iterdir()
+    served = HypicConfig.from_mapping({"link": "naive", "seam_tokens": 4, "min_segment_tokens": 16})
+    assert read(path, subject(served)).judgement.verdict is Verdict.GO
+
+
+def test_what_engines_are_given(lab: Lab, tmp_path: Path) -> None:
+    """Their options, but no tiers, ports or sign-offs of the server's."""
+    hypic = {
+        "min_segment_tokens": 16,
+        "store": {"tiers": [{"type": "disk", "path": "/nowhere", "bytes": 1}]},
+        "segment_parallel": {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"},
+        "gate": {"require": "go"},
+    }
+    engine = {"quantization": "awq", "max_model_len": 4096}
+    result = run(
+        *(MODEL, "--folder", str(tmp_path), "--hypic", json.dumps(hypic), "--dtype", "float32", "--eager"),
+        *("--engine-args", json.dumps(engine), "--threads", "1", "--kv-gib", "0.5"),
+    )
+    assert result.exit_code == 0, result.output
+    assert lab.place is not None
+    assert lab.place.more == {"dtype": "float32", "quantization": "awq", "max_model_len": 4096}
+    given = lab.place.settings.arguments(lab.place.context, hypic=True, **lab.place.more)
+    config = HypicConfig.from_mapping(given["additional_config"]["hypic"])
+    assert config == HypicConfig.from_mapping({"min_segment_tokens": 16, "gate": {"require": "off"}})
+    assert given["enforce_eager"] and given["max_model_len"] == 4096
+    assert given["kv_cache_memory_bytes"] == 2**29
+
+
+def test_the_narrowest_window_that_is_a_go(lab: Lab, tmp_path: Path) -> None:
+    lab.found = {"hypic-0": NO_GO, "hypic-4": CANNOT_TELL}
+    result = run(MODEL, "--folder", str(tmp_path), "--try-seams", "16,0,8,4")
+    assert result.exit_code == 0, result.output
+    assert "Recommended: seam_tokens=8, the narrowest window that is a go." in result.output
+    verdicts = {}
+    for path in tmp_path.iterdir():
+        sign_off = read(path)
+        verdicts[sign_off.subject.options["seam_tokens"]] = sign_off.judgement.verdict
+    assert verdicts == {0: Verdict.NO_GO, 4: Verdict.CANNOT_TELL, 8: Verdict.GO, 16: Verdict.GO}
+
+
+@pytest.mark.parametrize(("other", "code"), [(NO_GO, 1), (CANNOT_TELL, 3)])
+def test_no_window_is_a_go(lab: Lab, tmp_path: Path, other: Numbers, code: int) -> None:
+    lab.found = {"hypic-0": NO_GO, "hypic-4": other}
+    result = run(MODEL, "--folder", str(tmp_path), "--try-seams", "0,4")
+    assert result.exit_code == code
+    assert "No seam window that was tried is a go." in result.output
+
+
+def test_limits_are_options(lab: Lab, tmp_path: Path) -> None:
+    lab.found = {"hypic-8": NO_GO}
+    result = run(MODEL, "--folder", str(tmp_path), "--max-loss", "30", "--max-certain-loss", "30")
+    assert result.exit_code == 0, result.output
+    [path] = tmp_path.iterdir()
+    assert read(path).limits["loss"] == 30
+
+
+def test_where_sign_offs_go(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "default"))
+    run(MODEL)
+    assert read(tmp_path / "default" / f"{subject().key}.json").model == "tiny-hybrid-qa/model"
+    run(MODEL, "--out", str(tmp_path / "mine.json"))
+    assert read(tmp_path / "mine.json").subject == subject()
+
+
+def test_the_users_own_tasks_are_a_set_of_their_own(lab: Lab, tmp_path: Path) -> None:
+    line = {"input": "Who?", "context": "Ada came. " * 20_000, "answers": ["Ada"]}
+    data = tmp_path / "mine.jsonl"
+    data.write_text(2 * (json.dumps(line) + "\n"))
+    result = run(MODEL, "--folder", str(tmp_path / "out"), "--data", str(data), "--prompts", "8")
+    assert result.exit_code == 0, result.output
+    assert [(s.name, len(s.tasks)) for s in lab.sets] == [("fixed set", 8), ("mine.jsonl", 2)]
+    assert lab.place is not None and lab.place.context > 30_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere/to/be/found/model"], "is neither a folder nor a model in the hub's cache"),
+        (["no-such-organisation/no-such-model"], "is neither a folder nor a model in the hub's cache"),
+        ([str(EXAMPLE)], "no config.json there"),
+        ([MODEL, "--link", "fast"], "link='fast'"),
+        ([MODEL, "--link", "full"], "reuses nothing"),
+        ([MODEL, "--hypic", '{"seams": 4}'], "unknown option 'seams'"),
+        ([MODEL, "--link", "block", "--try-seams", "0,4"], "'block' takes no seam window"),
+        ([MODEL, "--try-seams", "4,4"], "a number stands there twice"),
+        ([MODEL, "--try-seams", "0,4", "--out", "x.json"], "--out names one file"),
+        ([MODEL, "--engine-args", "[]"], "expected an object"),
+        ([MODEL, "--engine-args", "{"], "is no JSON"),
+        (
+            [MODEL, "--engine-args", '{"attention_backend": "x"}'],
+            "'attention_backend' is what the gate gives",
+        ),
+        ([MODEL, "--folder", MODEL], "is the model's own folder"),
+        ([MODEL, "--out", f"{MODEL}/gate.json"], "is the model's own folder"),
+        ([MODEL, "--folder", "/proc/nothing"], "sign-offs cannot be written there"),
+        ([MODEL, "--data", __file__], "line 1: no JSON"),
+        ([MODEL, "--prompts", "7"], "7 is not in the range"),
+        ([MODEL, "--max-kl", "-1"], "-1.0 is not in the range"),
+    ],
+)
+def test_usage_errors(lab: Lab, arguments: list[str], says: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert " ".join(says.split()) in " ".join(result.output.replace("│", " ").split())
+    assert lab.place is None
+
+
+@pytest.mark.parametrize(
+    "failure", [EngineError("the engine died"), MeasureError("no"), RoomError("no room")]
+)
+def test_a_gate_that_does_not_finish_signs_nothing(lab: Lab, tmp_path: Path, failure: Exception) -> None:
+    lab.found = failure
+    result = run(MODEL, "--folder", str(tmp_path))
+    assert result.exit_code == 1
+    assert f"the gate did not finish: {failure}" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--an--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"max_position_embeddings": 4096}')
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert command._model("an/model") == snapshot
+    assert command._shown_name("an/model") == "an/model"
+    with pytest.raises(click.UsageError, match="neither a folder"):
+        command._model("another/model")
+
+
+def test_the_fixed_set_is_fixed(generator: Generator) -> None:
+    demo = command.fixed_set(generator, 9, 0, chat=False)
+    assert [t.family for t in demo.tasks] == ["one", "two"] * 5
+    assert (
+        demo
+        == command.fixed_set(generator, 9, 0, chat=False)
+        != command.fixed_set(generator, 9, 1, chat=False)
+    )
+    english = command.fixed_set(None, 9, 0, chat=False)
+    assert [t.family for t in english.tasks] == ["needle", "keyvalue", "variables"] * 3
+    assert all(len(t.segments) == 8 for t in (*demo.tasks, *english.tasks))
+
+
+def test_every_limit_has_an_option() -> None:
+    parameters: Any = {p.name: p for p in command.gate.params}
+    for name, value in vars(command.Limits()).items():
+        assert parameters[name].default == value
