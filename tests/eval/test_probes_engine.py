@@ -1,18 +1,25 @@
 """Probes on real engines: planted differences must show, and noise must not look like one."""
 
+import json
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from engine.engines import FIRST_WORD, LAST_WORD, SEP, Engine, run_apart
 from oracle import Oracle
 from oracle.models import save_hybrid_model
 
 from vllm_hypic.bench.settings import EngineSettings
 from vllm_hypic.eval.methods import link_method, noise_name
-from vllm_hypic.eval.probes import attention, drift, dtype
+from vllm_hypic.eval.probes import attention, drift, dtype, length
+from vllm_hypic.eval.probes.__main__ import main
 from vllm_hypic.eval.probes.beside import layers
 from vllm_hypic.eval.probes.looking import Eyes, Probe
 from vllm_hypic.eval.probes.norms import relative
@@ -26,6 +33,8 @@ SEGMENTS, TOKENS = 3, 96
 class Named(Engine):
     """An engine of the engine tests that also tells the separator and the words of its model."""
 
+    name = "engine"
+    described: ClassVar[dict[str, Any]] = {"compiled": False}
     separator = SEP
     vocabulary = range(FIRST_WORD, LAST_WORD + 1)
 
@@ -109,3 +118,44 @@ def test_dtypes_are_told_apart_below_the_noise(eyes: Eyes) -> None:
     records = found["engine's records, T float16, S float32"]
     assert fp16 < records.error.value < 2 * found["engine, full recompute"].error.value
     assert records.record_bytes == found["exact, T float16, S float32"].record_bytes
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (drift, ["--segments", "2", "--tokens", "96", "--methods", "block,hypic-8"]),
+        (attention, ["--segments", "2", "--tokens", "96", "--methods", "block,hypic-8"]),
+        (length, ["--segments", "2,3", "--tokens", "64", "--lengths", "64,96", "--methods", "block"]),
+        (dtype, ["--segments", "2", "--tokens", "96", "--seam", "4"]),
+    ],
+    ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else "",
+)
+def test_commands_write_what_they_show(
+    eyes: Eyes,
+    model: Path,
+    module: ModuleType,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "open_eyes", lambda probe, context: nullcontext(replace(eyes, probe=probe)))
+    name = module.__name__.rpartition(".")[2]
+    found, plot = tmp_path / "found.json", tmp_path / "found.png"
+    files = ["--json", str(found), "--plot", str(plot)]
+    command = [name, "--model", str(model), "--prompts", "1", *arguments, *files]
+    result = CliRunner().invoke(main, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads(found.read_text())
+    assert report["benchmark"] == f"probe {name}"
+    assert report["command"].startswith("python -m vllm_hypic.eval.probes ")
+    assert report["settings"]["probe"]["prompts"] == 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = {
+        drift: lambda r: [row["method"] for row in r["drift"]["rows"]],
+        attention: lambda r: [row["method"] for row in r["attention"]["rows"]][::2],
+        length: lambda r: [row["method"] for row in r["lengths"][1]["rows"]],
+        dtype: lambda r: [row["name"] for row in r["dtype"]],
+    }[module](report["results"])
+    assert noise_name(200) in rows
+    for row in rows:
+        assert row.split(",")[0] in " ".join(result.output.split()), row

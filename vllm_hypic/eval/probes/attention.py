@@ -17,10 +17,11 @@ import click
 import numpy as np
 
 from ...bench import gate, report
-from ...bench.report import check_outputs, console, output_options
+from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
 from ..estimates import Estimate, mean
 from ..methods import noise_name
+from ..tables import wide_console
 from .beside import SeenAttention
 from .looking import Eyes, Looks, Probe, folder_name, open_eyes, require_long
 from .norms import shown
@@ -199,7 +200,7 @@ def attention(
 ) -> None:
     check_outputs(json_path, plot_path)
     require_long(probe, tokens)
-    to = console()
+    to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
         open_eyes(probe, segments * tokens) as eyes,

@@ -11,10 +11,11 @@ import click
 import numpy as np
 
 from ...bench import gate, report
-from ...bench.report import check_outputs, console, output_options
+from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
 from ..estimates import Estimate, mean, share
 from ..methods import noise_name
+from ..tables import wide_console
 from .beside import Layers, Seen
 from .looking import Eyes, Looks, Probe, folder_name, open_eyes, require_long
 from .norms import relative, shown
@@ -131,7 +132,7 @@ def drift(
 ) -> None:
     check_outputs(json_path, plot_path)
     require_long(probe, tokens)
-    to = console()
+    to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
         open_eyes(probe, segments * tokens) as eyes,

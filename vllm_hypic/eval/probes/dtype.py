@@ -19,11 +19,12 @@ import numpy as np
 from ...bench import gate, report
 from ...bench.beside import Ask
 from ...bench.prompts import Prompt
-from ...bench.report import check_outputs, console, output_options
+from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
 from ...primitives.policies import parse_link
 from ..estimates import Estimate, mean
 from ..methods import link_method, noise_name
+from ..tables import wide_console
 from .beside import answered, layers
 from .looking import Eyes, Probe, folder_name, open_eyes, require_long
 from .norms import relative, shown
@@ -170,7 +171,7 @@ def dtype(
     check_outputs(json_path, plot_path)
     probe = replace(probe, methods=(link_method(f"hypic-{seam}"),))
     require_long(probe, tokens)
-    to = console()
+    to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
         open_eyes(probe, segments * tokens) as eyes,

@@ -11,9 +11,10 @@ import click
 
 from ...bench import gate, report
 from ...bench.points import Shape
-from ...bench.report import check_outputs, console, output_options
+from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST, Numbers
 from ..estimates import Estimate
+from ..tables import wide_console
 from .drift import FULL_NAME, Drift, measure
 from .looking import Probe, folder_name, open_eyes, require_long
 from .norms import shown
@@ -57,7 +58,7 @@ def length(
     shapes = list(dict.fromkeys([*more, *longer]))
     for shape in shapes:
         require_long(probe, shape.tokens)
-    to = console()
+    to = wide_console()
     with (
         report.progress(to, probe.prompts * len(shapes), "starting engines") as steps,
         open_eyes(probe, max(s.segments * s.tokens for s in shapes)) as eyes,
