@@ -94,6 +94,8 @@ def test_over_all_families() -> None:
     assert wide.difference.value == 0
     assert wide.first_token_speedup == pytest.approx(5)
     assert noise.first_token_speedup is None
+    assert narrow.same_tokens == pytest.approx(37.5)  # 3 of 4 and none
+    assert narrow.kl == 0
 
 
 def test_metrics() -> None:
@@ -129,6 +131,8 @@ def test_notes() -> None:
     nothing = cell("hypic-32", outcomes(4, cached=0), SCORES["one"]["hypic-8"], SCORES["one"][FULL.name])
     full = cell(FULL.name, outcomes(4, cached=0), SCORES["one"]["hypic-8"], SCORES["one"][FULL.name])
     [note] = notes(FamilyResult("one", 4, 0, (full, nothing)))
+    [hopeless] = notes(family("one", {FULL.name: [0, 0]}))
+    assert "nothing can be lost" in hopeless
     assert note.startswith("one: hypic-32 reused nothing in 4 of 4 prompts")
 
 

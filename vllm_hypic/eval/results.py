@@ -91,6 +91,10 @@ class Overall:
     worst_family: str
     worst: Estimate
     """The difference there."""
+    same_tokens: float
+    """Percent of answers that are full recompute's."""
+    kl: float
+    """Mean over prompts, in nats."""
     computed_share: float
     first_token_speedup: float | None
     """How many times sooner than full recompute's the first token is there: geometric mean."""
@@ -163,6 +167,8 @@ def _over_families(
         difference=estimates.mean_of_means(gaps).times(PERCENT),
         worst_family=worst,
         worst=cells[worst].score(metric).difference,
+        same_tokens=statistics.mean(c.same_tokens.value for c in cells.values()),
+        kl=statistics.mean(c.kl_mean.value for c in cells.values()),
         computed_share=statistics.mean(c.computed_share for c in cells.values()),
         first_token_speedup=statistics.geometric_mean(ratios) if len(ratios) == len(cells) else None,
     )

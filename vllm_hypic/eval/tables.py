@@ -57,7 +57,17 @@ def _row(c: Cell) -> list[str]:
 
 def overall_table(rows: Sequence[Overall], families: int, metric: Metric) -> Table:
     """One row a method, the mean over families."""
-    columns = ("", f"{metric.value}, %", "to full, points", "worst family", "", "computed", "TTFT")
+    columns = (
+        "",
+        f"{metric.value}, %",
+        "to full, points",
+        "worst family",
+        "",
+        "same",
+        "mean KL",
+        "computed",
+        "TTFT",
+    )
     return _plain(
         table(
             f"mean over {families} families",
@@ -69,6 +79,8 @@ def overall_table(rows: Sequence[Overall], families: int, metric: Metric) -> Tab
                     "" if r.method == FULL.name else with_interval(r.difference, sign="+"),
                     "" if r.method == FULL.name else with_interval(r.worst, sign="+"),
                     "" if r.method == FULL.name else r.worst_family,
+                    f"{r.same_tokens:.1f} %",
+                    f"{r.kl:.2g}",
                     percent(r.computed_share),
                     "" if r.first_token_speedup is None else f"full / {r.first_token_speedup:.1f}",
                 ]
@@ -83,6 +95,11 @@ def notes(result: FamilyResult) -> list[str]:
     found = []
     if result.left_out:
         found.append(f"{result.family}: {result.left_out} prompts do not fit the context and were left out.")
+    if result.cells[0].exact.mean.value == 0:
+        found.append(
+            f"{result.family}: full recompute has no exact match, so that nothing can be lost: only F1, "
+            "ROUGE-L, same tokens and KL say something."
+        )
     for c in result.cells:
         # The last word is the method's own: these compute everything by their nature.
         if c.reused_none and c.method.startswith(("hypic-", "naive-", "epic-", "block")):
