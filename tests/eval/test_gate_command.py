@@ -23,6 +23,7 @@ from vllm_hypic.eval.gate.signoff import FOLDER, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.room import RoomError
+from vllm_hypic.eval.task import ChatTemplate
 from vllm_hypic.eval.tasks.demo import Generator
 
 from .gate_numbers import answers, numbers, subject
@@ -39,6 +40,7 @@ class Lab:
         self.found: Mapping[str, Numbers] | Exception = {}
         self.place: Place | None = None
         self.sets: Sequence[TaskSet] = ()
+        self.template = ChatTemplate()
 
     def measure(
         self,
@@ -47,11 +49,12 @@ class Lab:
         make: Callable[[bool], Sequence[TaskSet]],
         *,
         chat: bool | None,
+        template: ChatTemplate,
         steps: object,
     ) -> Measured:
         if isinstance(self.found, Exception):
             raise self.found
-        self.place, self.sets = place, make(bool(chat))
+        self.place, self.sets, self.template = place, make(bool(chat)), template
         planted = {m: self.found.get(m.name, GO) for m in methods}
         return Measured(subject(), planted, bool(chat), 0, {"max_model_len": place.context})
 
@@ -127,6 +130,7 @@ def test_what_engines_are_given(lab: Lab, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert lab.place is not None
+    assert lab.template.options == {"enable_thinking": False}, "answers are short"
     assert lab.place.more == {"dtype": "float32", "quantization": "awq", "max_model_len": 4096}
     given = lab.place.settings.arguments(lab.place.context, hypic=True, **lab.place.more)
     config = HypicConfig.from_mapping(given["additional_config"]["hypic"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -22,6 +22,7 @@ from ...config import ConfigError, HypicConfig
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
 from ..methods import Method
 from ..room import RoomError
+from ..task import ChatTemplate
 from ..tasks.demo import Generator, find_generator
 from ..tasks.longbench import DataError
 from .criteria import Limits, judge
@@ -56,10 +57,13 @@ class Exit(IntEnum):
     CANNOT_TELL = 3
 
 
-class EngineArguments(click.ParamType):
-    """Arguments of ``vllm.LLM`` as JSON."""
+class JsonObject(click.ParamType):
+    """A JSON object without some of the names."""
 
     name = "json"
+
+    def __init__(self, ours: Sequence[str] = ()) -> None:
+        self.ours = ours
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
         if isinstance(value, dict):
@@ -70,7 +74,7 @@ class EngineArguments(click.ParamType):
             self.fail(f"{value!r} is no JSON: {e}", param, ctx)
         if not isinstance(given, dict):
             self.fail(f"{value!r}: expected an object", param, ctx)
-        if ours := [name for name in given if name in OURS]:
+        if ours := [name for name in given if name in self.ours]:
             self.fail(f"{ours[0]!r} is what the gate gives itself: leave it out", param, ctx)
         return given
 
@@ -127,7 +131,7 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--dtype", default="auto", show_default=True, help="vLLM's option of this name.")
 @click.option(
     "--engine-args",
-    type=EngineArguments(),
+    type=JsonObject(OURS),
     default="{}",
     show_default=True,
     help='Other arguments of vLLM, as JSON: {"quantization": "awq"}.',
@@ -145,6 +149,13 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--chat/--no-chat",
     default=None,
     help="Put prompts through the model's chat template; default: where it has one.",
+)
+@click.option(
+    "--chat-template-kwargs",
+    type=JsonObject(),
+    default='{"enable_thinking": false}',
+    show_default=True,
+    help="Options of the chat template, as JSON.",
 )
 @_limit_options
 @click.option("--by", help="Who answers for the verdict: recorded in the sign-off.")
@@ -183,6 +194,7 @@ def gate(
     threads: int | None,
     kv_gib: float,
     chat: bool | None,
+    chat_template_kwargs: dict[str, Any],
     by: str | None,
     folder: Path | None,
     out: Path | None,
@@ -219,7 +231,8 @@ def gate(
     context_tokens = _context(path, own)
     place = Place(settings, context_tokens, {"dtype": dtype, "max_model_len": context_tokens, **engine_args})
     tasks = _Tasks(find_generator(path), prompts, seed, own)
-    measured = _measure(place, tuple(judged), tasks, chat)
+    template = ChatTemplate(options=chat_template_kwargs)
+    measured = _measure(place, tuple(judged), tasks, chat, template)
     verdicts = {}
     to = console()
     for method, numbers in measured.numbers.items():
@@ -232,7 +245,7 @@ def gate(
             limits=limits,
             by=by,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
-            evidence=_evidence(measured, method, tasks, settings, place),
+            evidence=_evidence(measured, method, tasks, place, template),
         )
         to.print(numbers_table(method.name, numbers))
         to.print(reasons_text(judgement))
@@ -335,17 +348,19 @@ def _context(model: Path, own: TaskSet | None) -> int:
     return min(needed, model_context(model) or needed)
 
 
-def _measure(place: Place, methods: tuple[Method, ...], tasks: _Tasks, chat: bool | None) -> Measured:
+def _measure(
+    place: Place, methods: tuple[Method, ...], tasks: _Tasks, chat: bool | None, template: ChatTemplate
+) -> Measured:
     total = sum(len(one.tasks) for one in tasks.sets(chat=False)) * (len(methods) + PAIR_EXTRA)
     try:
         with progress(console(), total, "starting engines") as steps:
-            return measure(place, methods, tasks.sets, chat=chat, steps=steps)
+            return measure(place, methods, tasks.sets, chat=chat, template=template, steps=steps)
     except (EngineError, MeasureError, RoomError) as e:
         raise click.ClickException(f"the gate did not finish: {e}") from e
 
 
 def _evidence(
-    measured: Measured, method: Method, tasks: _Tasks, settings: EngineSettings, place: Place
+    measured: Measured, method: Method, tasks: _Tasks, place: Place, template: ChatTemplate
 ) -> dict[str, Any]:
     sets = [
         {"name": s.name, "metric": s.metric.value, "prompts": len(s.tasks)} for s in tasks.sets(measured.chat)
@@ -356,11 +371,11 @@ def _evidence(
             "tasks": {
                 "sets": sets,
                 "seed": tasks.seed,
-                "chat": measured.chat,
+                "chat": template.options if measured.chat else None,
                 "left_out": measured.left_out,
             },
-            "engine": {**place.more, **measured.described, "hypic": settings.hypic},
-            "machine": machine(settings.threads),
+            "engine": {**place.more, **measured.described, "hypic": place.settings.hypic},
+            "machine": machine(place.settings.threads),
             "versions": versions(),
         }
     )

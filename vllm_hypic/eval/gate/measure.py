@@ -18,7 +18,7 @@ from ..results import Metric
 from ..runner import Outcome, evaluate
 from ..scores import score
 from ..study import refused
-from ..task import Example, encode
+from ..task import ChatTemplate, Example, encode
 from .criteria import Answers, Distances, Numbers, Reuse
 from .fixed_set import TaskSet
 from .identity import Subject, subject_of
@@ -78,6 +78,7 @@ def measure(
     make: Callable[[bool], Sequence[TaskSet]],
     *,
     chat: bool | None,
+    template: ChatTemplate,
     steps: Steps,
 ) -> Measured:
     """``make(chat)`` makes the tasks; ``chat=None``: through the chat template where the model has one.
@@ -90,7 +91,7 @@ def measure(
     with running(engine := place.hypic()):
         if chat is None:
             chat = engine.call(_has_chat_template)
-        asked, left_out = _encoded(engine, make(chat), chat=chat)
+        asked, left_out = _encoded(engine, make(chat), chat, template)
         examples = [example for one in asked for example in one.examples]
         steps.done(left_out * (len(methods) + 2))
         subject, minimum = engine.call(_subject), _config(place).min_segment_tokens
@@ -141,14 +142,17 @@ def _config(place: Place) -> HypicConfig:
     return HypicConfig.from_mapping(place.settings.hypic)
 
 
-def _encoded(engine: Engine, sets: Sequence[TaskSet], *, chat: bool) -> tuple[list[_Asked], int]:
+def _encoded(
+    engine: Engine, sets: Sequence[TaskSet], chat: bool, template: ChatTemplate
+) -> tuple[list[_Asked], int]:
     """Prompts that fit the context, and how many do not."""
     context, left_out = engine.described["max_model_len"], 0
     asked = []
     for tasks in sets:
         examples: list[Example] = []
         for i in range(0, len(tasks.tasks), ENCODED_TOGETHER):
-            examples += encode(engine, tasks.tasks[i : i + ENCODED_TOGETHER], chat=chat)
+            part = tasks.tasks[i : i + ENCODED_TOGETHER]
+            examples += encode(engine, part, chat=chat, template=template)
         fitting = [
             e
             for e in examples
