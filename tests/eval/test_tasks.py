@@ -150,6 +150,13 @@ def test_every_document_is_full_of_keys() -> None:
         assert task.answers == (dict(pairs)[asked],)
 
 
+def test_numbers_are_not_given_twice() -> None:
+    taken: set[str] = set()
+    first = english.Writer("same").number(taken)
+    assert taken == {first}
+    assert english.Writer("same").number(taken) != first
+
+
 def test_keys_do_not_run_out() -> None:
     [task] = keyvalue.make(0, 1, documents=100, tokens=4000)
     assert sum(s.count("The code of") for s in task.segments) == english.MOST_KEYS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..bench import beside
 from ..bench.beside import Answer, Ask
@@ -49,11 +49,11 @@ def evaluate(
 ) -> dict[Method, list[Outcome]]:
     """Outcomes of each method, in the order of ``examples``; full recompute is always among the methods.
 
-    Each method runs once with nothing cached and once more, which is what counts: reused records are what
-    it is about, and what was computed for one method must not serve another.  Requests run ``batch`` at a
-    time, or as many as the pool has room for; raises ``RoomError`` where it has none for one.  ``done`` is
-    told how many (example, method) pairs were finished since the last time.  ``references``: full
-    recompute's outcomes on another engine, whose most likely tokens are compared instead of this one's.
+    What a method reuses is computed before its requests and dropped after them: what was computed for one
+    method must not serve another.  Requests run ``batch`` at a time, or as many as the pool has room for;
+    raises ``RoomError`` where it has none for one.  ``done`` is told how many (example, method) pairs were
+    finished since the last time.  ``references``: full recompute's outcomes on another engine, whose most
+    likely tokens are compared instead of this one's.
     """
     limits = pool_limits(engine)
     found: dict[Method, list[Outcome]] = {}
@@ -75,7 +75,9 @@ def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
     if method is PREFIX:
         engine.call(beside.generate, [_in_another_order(e, i, engine) for i, e in enumerate(group)])
     elif method.link is not None:
-        asks = [method.ask(e.prompt, engine.separator, max_tokens=1, logprobs_of=None) for e in group]
+        # A prompt that ends in a separator has its segments computed and nothing else.
+        prompts = [replace(e.prompt, question=()) for e in group]
+        asks = [method.ask(p, engine.separator, max_tokens=1, logprobs_of=None) for p in prompts]
         engine.call(beside.generate, asks)
 
 

@@ -100,15 +100,13 @@ def _segments(context: str, words: int, where: str) -> tuple[str, ...]:
     for paragraph in re.findall(r"[^\n]*\n+|[^\n]+", context):
         for piece in _pieces(paragraph, words):
             size = len(piece.split())
+            # White space alone always has room, so that no segment is made of nothing else.
             if segments and held + size <= words:
                 segments[-1] += piece
                 held += size
             else:
                 segments.append(piece)
                 held = size
-    # White space alone would be a segment without content.
-    while len(segments) > 1 and not segments[0].strip():
-        segments[:2] = ["".join(segments[:2])]
     if not segments or not segments[0].strip():
         raise DataError(f"{where}: 'context' is empty")
     return tuple(segments)
