@@ -29,7 +29,10 @@ def test_help_names_the_families() -> None:
         (["--tasks", "one,nine"], "'nine' is no family of tasks: expected one, two, head"),
         (["--tasks", "both"], "'both' has no questions for this model; expected one, two"),
         (["--tasks", "one,one"], "a name stands there twice"),
-        (["--methods", "hypic-8,hpic-4"], "'hpic-4' is no method: expected full, prefix, hypic-W"),
+        (
+            ["--methods", "hypic-8,hpic-4"],
+            "'hpic-4' is no method: expected full, prefix, prefix-same, hypic-W",
+        ),
         (["--methods", "hypic"], "'hypic' is no method"),
         (["--methods", "hypic-9999"], "'hypic-9999' is no method"),
         (["--prompts", "0"], "0 is not in the range"),
@@ -69,8 +72,8 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     data.write_text(json.dumps(mine) + "\n")
     names = {name: tmp_path / name for name in ("found.json", "found.png", "found.jsonl")}
     found = run(
-        *("--tasks", "two", "--data", str(data), "--methods", "prefix,naive-8,block,hypic-8"),
-        *("--prompts", "12", "--documents", "6", "--tokens", "64", "--ttft-repeats", "1"),
+        *("--tasks", "two", "--data", str(data), "--methods", "prefix,prefix-same,naive-8,block,hypic-8"),
+        *("--prompts", "12", "--documents", "6", "--tokens", "96", "--ttft-repeats", "1"),
         *("--eager", "--threads", "1", "--kv-gib", "0.5"),
         *("--json", str(names["found.json"]), "--plot", str(names["found.png"])),
         *("--outcomes", str(names["found.jsonl"])),
@@ -88,6 +91,9 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     assert full["kl_worst"] == 0 and full["same_tokens"]["value"] == 100
     assert full["computed_tokens"] == full["prompt_tokens"]
     assert full["exact"]["mean"]["value"] > 60
+    # vLLM's prefix cache has nothing of the documents in another order, and its first block in the same.
+    assert cells["prefix caching"]["computed_tokens"] == full["prompt_tokens"]
+    assert cells["prefix caching, same order"]["computed_tokens"] == full["prompt_tokens"] - 512
     # Another engine cuts its prompts into other chunks, and gives nearly the same.
     assert 0 < noise["kl_worst"] < 0.05
     # What is reused is nearly that; what leaves out transitions is not.
@@ -96,7 +102,7 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     seams = 6 * 2 * 8
     for method, beside in (("hypic-8", seams), ("naive-8", seams), ("block", 0)):
         # The leading segment is too short to be cached.
-        question_and_head = full["prompt_tokens"] - 6 * 64
+        question_and_head = full["prompt_tokens"] - 6 * 96
         assert cells[method]["computed_tokens"] == beside + question_and_head
         assert cells[method]["reused_none"] == 0
     assert all(cell["first_token"] is not None for name, cell in cells.items() if name != noise["method"])
@@ -106,7 +112,7 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     assert report["settings"]["model"] == "tiny-hybrid-qa/model"
     assert names["found.png"].read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in names["found.jsonl"].read_text().splitlines()]
-    assert len(lines) == 13 * 6
+    assert len(lines) == 13 * 7
     assert sum(x["exact"] for x in lines if x["method"] == "hypic-8" and x["family"] == "two") == round(
         cells["hypic-8"]["exact"]["mean"]["value"] * 12 / 100
     )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vllm_hypic.bench.prompts import Prompt
 from vllm_hypic.bench.stats import Spread
-from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, is_noise, link_method, noise_name
+from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, PREFIX_SAME, is_noise, link_method, noise_name
 from vllm_hypic.eval.pareto import Panel, panels, plot
 from vllm_hypic.eval.results import Cell, FamilyResult, Metric, cell, overall
 from vllm_hypic.eval.room import RoomError, groups
@@ -173,7 +173,10 @@ def test_the_plot_is_a_png(tmp_path: Path, n: int) -> None:
 
 
 def test_names_of_methods() -> None:
-    assert [link_method(name).name for name in DEFAULT] == [FULL.name, PREFIX.name, *DEFAULT[2:]]
+    assert [link_method(name).name for name in DEFAULT] == [
+        *(m.name for m in (FULL, PREFIX, PREFIX_SAME)),
+        *DEFAULT[3:],
+    ]
     assert is_noise(NOISE) and not any(is_noise(link_method(name).name) for name in DEFAULT)
 
 

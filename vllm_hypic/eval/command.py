@@ -33,7 +33,7 @@ from .tasks.demo import FACTS, find_generator
 from .tasks.english import WORDS_PER_TOKEN
 from .tasks.families import FAMILIES, Source
 
-METHODS = "full, prefix, hypic-W, naive-W, epic-K, block"
+METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, block"
 SEED_STEP = 1_000_000
 """Tasks of different seeds are different."""
 DATA_TOKENS = 512

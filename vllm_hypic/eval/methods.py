@@ -30,13 +30,17 @@ class Method:
             logprobs_of=logprobs_of,
             extra=extra,
             ignore_eos=False,
-            fresh=self is not PREFIX,
+            fresh=self not in (PREFIX, PREFIX_SAME),
         )
 
 
 FULL = Method("full recompute")
 PREFIX = Method("prefix caching")
 """The same documents were asked about before, in another order: what vLLM's prefix cache has of that."""
+PREFIX_SAME = Method("prefix caching, same order")
+"""They were asked about in the same order: full recompute's noise where the cache has most of the prompt."""
+PLAIN = {"full": FULL, "prefix": PREFIX, "prefix-same": PREFIX_SAME}
+"""By what the command line calls them."""
 _OTHER_CHUNKS = f"{FULL.name}, chunks of "
 
 
@@ -51,11 +55,12 @@ def is_noise(name: str) -> bool:
 
 def link_method(text: str) -> Method:
     """The method that the command line calls ``text``: ``hypic-8`` (seam window 8), ``naive-8``, ``epic-16``,
-    ``epic-0``, ``block``, ``full``, ``prefix``.  Raises :class:`LinkError` naming a bad one."""
-    if text == "full":
-        return FULL
-    if text == "prefix":
-        return PREFIX
+    ``epic-0``, ``block``, ``full``, ``prefix``, ``prefix-same``.
+
+    Raises :class:`LinkError` naming a bad one.
+    """
+    if text in PLAIN:
+        return PLAIN[text]
     if match := re.fullmatch(r"(hypic|naive)-(\d{1,4})", text):
         link, seam = match.group(1), int(match.group(2))
     else:
@@ -67,7 +72,7 @@ def link_method(text: str) -> Method:
 
 
 DEFAULT = (
-    *("full", "prefix", "naive-8", "block"),
+    *("full", "prefix", "prefix-same", "naive-8", "block"),
     *("epic-0", "epic-2", "epic-8", "epic-16", "epic-32"),
     *("hypic-0", "hypic-4", "hypic-8", "hypic-16", "hypic-32"),
 )

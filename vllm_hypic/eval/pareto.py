@@ -10,7 +10,7 @@ from typing import Any
 
 from ..bench.plots import COLOURS
 from .estimates import Estimate
-from .methods import FULL, PREFIX, is_noise
+from .methods import FULL, PREFIX, PREFIX_SAME, is_noise
 from .results import FamilyResult, Metric, Overall
 
 COLUMNS = 3
@@ -19,6 +19,7 @@ LEAST_SPAN = 1.0
 COLOUR_OF = {
     FULL.name: COLOURS["stock"],
     PREFIX.name: COLOURS["prefix"],
+    PREFIX_SAME.name: "#17becf",
     "hypic": COLOURS["warm"],
     "naive": COLOURS["naive"],
     "epic": "#9467bd",

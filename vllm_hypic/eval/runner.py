@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..bench import beside
-from ..bench.beside import Answer, Ask
+from ..bench.beside import Answer
 from ..bench.engines import Engine
 from ..bench.fidelity import top
-from ..bench.prompts import Writer
+from ..bench.prompts import Prompt, Writer
 from .methods import FULL, PREFIX, Method
 from .room import groups, pool_limits
 from .task import Example
@@ -72,13 +72,15 @@ def evaluate(
 def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
     """Empty the caches, and compute what ``method`` finds there when the same documents come again."""
     engine.call(beside.reset)
+    if method is FULL:
+        return
+    # Without a question: that is new every time. A prompt that ends in a separator has its segments computed
+    # and nothing else.
+    before = [replace(e.prompt, question=()) for e in group]
     if method is PREFIX:
-        engine.call(beside.generate, [_in_another_order(e, i, engine) for i, e in enumerate(group)])
-    elif method.link is not None:
-        # A prompt that ends in a separator has its segments computed and nothing else.
-        prompts = [replace(e.prompt, question=()) for e in group]
-        asks = [method.ask(p, engine.separator, max_tokens=1, logprobs_of=None) for p in prompts]
-        engine.call(beside.generate, asks)
+        before = [_in_another_order(prompt, i) for i, prompt in enumerate(before)]
+    asks = [method.ask(prompt, engine.separator, max_tokens=1, logprobs_of=None) for prompt in before]
+    engine.call(beside.generate, asks)
 
 
 def _answers(
@@ -95,11 +97,9 @@ def _answers(
         yield _outcome(example, answer, text)
 
 
-def _in_another_order(example: Example, seed: int, engine: Engine) -> Ask:
-    """The same documents, another one first where there are two; no question, which is new every time."""
-    order = Writer((), seed).order(len(example.prompt.documents))
-    prompt = example.prompt.reordered(order, ())
-    return PREFIX.ask(prompt, engine.separator, max_tokens=1, logprobs_of=None)
+def _in_another_order(prompt: Prompt, seed: int) -> Prompt:
+    """The same documents, another one first where there are two."""
+    return prompt.reordered(Writer((), seed).order(len(prompt.documents)), prompt.question)
 
 
 def _outcome(example: Example, answer: Answer, text: str) -> Outcome:
