@@ -33,7 +33,7 @@ from .tasks.demo import FACTS, find_generator
 from .tasks.english import WORDS_PER_TOKEN
 from .tasks.families import FAMILIES, Source
 
-METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, block"
+METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, block"
 SEED_STEP = 1_000_000
 """Tasks of different seeds are different."""
 DATA_TOKENS = 512
@@ -139,7 +139,7 @@ def _method(name: str) -> Method:
     type=Names(_method),
     default=",".join(DEFAULT),
     show_default=True,
-    help=f"Of {METHODS}; W and K are tokens. Full recompute is always among them.",
+    help=f"Of {METHODS}; W, K, H and T are tokens. Full recompute is always among them.",
 )
 @click.option(
     "--prompts", type=click.IntRange(1, SEED_STEP), default=500, show_default=True, help="Per family."

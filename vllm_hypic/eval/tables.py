@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..bench.report import percent, seconds, table
 from .estimates import Estimate
-from .methods import FULL
+from .methods import FULL, PLAIN, is_noise
 from .results import Cell, FamilyResult, Metric, Overall
 
 COLUMNS = (
@@ -27,6 +27,8 @@ COLUMNS = (
 )
 
 
+COMPUTE_ALL = {method.name for method in PLAIN.values()}
+"""Methods that have no segments to reuse."""
 WIDTH = 140
 """Characters that the tables take."""
 
@@ -101,8 +103,7 @@ def notes(result: FamilyResult) -> list[str]:
             "ROUGE-L, same tokens and KL say something."
         )
     for c in result.cells:
-        # The last word is the method's own: these compute everything by their nature.
-        if c.reused_none and c.method.startswith(("hypic-", "naive-", "epic-", "block")):
+        if c.reused_none and not is_noise(c.method) and c.method not in COMPUTE_ALL:
             found.append(
                 f"{result.family}: {c.method} reused nothing in {c.reused_none} of {result.prompts} prompts, "
                 "whose segments are too short for its seams."
