@@ -35,6 +35,26 @@ def test_books_and_options_import_neither_torch_nor_vllm() -> None:
     assert not any(found.values()), found
 
 
+def test_the_gate_imports_neither_torch_nor_vllm() -> None:
+    """It looks at an engine's configuration, and starts engines in processes of their own."""
+    names = [
+        f"vllm_hypic.eval.gate.{p.stem}" for p in Path(vllm_hypic.__file__).parent.glob("eval/gate/[a-z]*.py")
+    ]
+    assert len(names) > 5
+    found = loaded_after("import " + ", ".join(names), "torch", "vllm", "transformers")
+    assert not any(found.values()), found
+
+
+def test_commands_load_what_they_need() -> None:
+    found = loaded_after(
+        "from vllm_hypic.cli import main",
+        "numpy",
+        "vllm_hypic.eval.gate.command",
+        "vllm_hypic.segment_parallel.router",
+    )
+    assert not any(found.values()), found
+
+
 def test_the_store_imports_neither_torch_nor_vllm() -> None:
     package = Path(vllm_hypic.__file__).parent / "store"
     names = [

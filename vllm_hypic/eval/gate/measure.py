@@ -67,11 +67,6 @@ class Measured:
     described: dict[str, Any]
 
 
-def link_in(config: HypicConfig) -> Method:
-    """What requests get that name no link of their own."""
-    return Method(f"{config.link}, w = {config.seam_tokens}", config.link, config.seam_tokens)
-
-
 def measure(
     place: Place,
     methods: Sequence[Method],

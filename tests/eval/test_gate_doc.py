@@ -1,0 +1,73 @@
+"""docs/gate.md says what holds: options, defaults, limits, exit codes, what the key covers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+from vllm_hypic.eval.gate.command import Exit, gate
+from vllm_hypic.eval.gate.config import GateConfig
+from vllm_hypic.eval.gate.criteria import Limits
+from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_TOKENS, DOCUMENTS, ENGLISH_TOKENS
+from vllm_hypic.eval.gate.identity import Subject
+from vllm_hypic.eval.gate.measure import NOISE_CHUNK
+
+PATH = Path(__file__).parents[2] / "docs/gate.md"
+TEXT = PATH.read_text(encoding="utf-8")
+OPTIONS = {option: p for p in gate.params for option in (*p.opts, *p.secondary_opts)}
+
+
+def rows(heading: str, first: str) -> list[list[str]]:
+    """Cells of the table under a heading whose first heading cell is ``first``."""
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert section, heading
+    table = re.search(rf"^\| {re.escape(first)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", section[1], re.MULTILINE)
+    assert table, first
+    return [[c.strip() for c in line[1:-1].split("|")] for line in table[1].splitlines()]
+
+
+def test_limits() -> None:
+    told = {row[2].strip("`"): float(row[3].strip("`")) for row in rows("Criteria", "criterion")}
+    defaults = {p.opts[0]: p.default for p in gate.params if p.name in vars(Limits())}
+    assert told == defaults and len(told) == len(vars(Limits()))
+
+
+def test_options_of_the_server() -> None:
+    told = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in rows("At a server's start", "option")}
+    assert told == dataclasses.asdict(GateConfig())
+
+
+def test_options_of_the_command_exist() -> None:
+    for option in re.findall(r"`(--[a-z-]+)", TEXT):
+        assert option in OPTIONS or option in ("--help", "--additional-config"), option
+    for name in ("--prompts", "--kv-gib"):
+        assert f"{OPTIONS[name].default:g}" in TEXT
+
+
+def test_exit_codes() -> None:
+    told = {int(row[0]): row[1] for row in rows("The command", "exit code")}
+    assert sorted(told) == sorted(Exit)
+    assert told[Exit.USAGE] == "usage" and told[Exit.CANNOT_TELL] == "cannot tell"
+
+
+def test_what_the_key_covers() -> None:
+    told = [name for row in rows("The sign-off", "part") for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(told) == sorted(f.name for f in dataclasses.fields(Subject))
+
+
+def test_sizes_of_the_fixed_set() -> None:
+    assert f"{OPTIONS['--prompts'].default} prompts of {DOCUMENTS} documents" in TEXT
+    assert f"{ENGLISH_TOKENS} tokens or so a document" in TEXT and f"{DEMO_TOKENS} tokens a document" in TEXT
+    assert f"at most {DATA_WORDS} words" in TEXT and f"({NOISE_CHUNK} tokens a step)" in TEXT
+
+
+def test_links_lead_somewhere() -> None:
+    def anchors(text: str) -> set[str]:
+        lines = (line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        return {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in lines}
+
+    for file, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", TEXT):
+        text = (PATH.parent / file).read_text(encoding="utf-8") if file else TEXT
+        assert not anchor or anchor in anchors(text), anchor
