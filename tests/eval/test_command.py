@@ -108,7 +108,9 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     assert all(cell["first_token"] is not None for name, cell in cells.items() if name != noise["method"])
 
     assert report["command"].startswith("python -m vllm_hypic.eval")
+    assert report["results"]["complete"]
     assert report["settings"]["seed"] == 0
+    assert report["settings"]["shapes"] == {"two": [6, 96]}
     assert report["settings"]["model"] == "tiny-hybrid-qa/model"
     assert names["found.png"].read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in names["found.jsonl"].read_text().splitlines()]

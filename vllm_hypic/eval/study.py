@@ -44,14 +44,11 @@ class Study:
     ttft_repeats: int
     steps: Steps
     keep: Keep
+    skipped: list[str]
+    """Methods that the model refuses, as sentences."""
     results: list[FamilyResult] = field(default_factory=list)
     scores: dict[str, dict[str, list[Scores]]] = field(default_factory=dict)
     """By family and method, in the order of the tasks."""
-
-    @staticmethod
-    def pairs(tasks: int, methods: int, *, noise: bool, ttft_repeats: int) -> int:
-        """Steps of the progress bar that a family of ``tasks`` tasks takes."""
-        return tasks * (methods + noise) + ttft_repeats * methods
 
     def add(self, family: str, tasks: Sequence[Task]) -> None:
         """Run and score one family.

@@ -1,0 +1,40 @@
+"""Every single answer, as JSON Lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from .runner import Outcome
+from .scores import Scores
+from .study import Keep
+from .task import Task
+
+
+@contextmanager
+def writing_answers(path: Path | None) -> Iterator[Keep]:
+    """What keeps every answer; the file appears when all are in it."""
+    if path is None:
+        yield lambda task, method, outcome, scores: None
+        return
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as lines:
+
+        def keep(task: Task, method: str, outcome: Outcome, scores: Scores) -> None:
+            line = {
+                "family": task.family,
+                "method": method,
+                "question": task.question,
+                "answers": task.answers,
+                "text": outcome.text,
+                "tokens": outcome.tokens,
+                "computed": outcome.computed,
+                **asdict(scores),
+            }
+            lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+        yield keep
+    partial.replace(path)
