@@ -1,0 +1,273 @@
+"""What is asked of the engine, and in which order: on an engine that only books what it is asked."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from vllm_hypic.bench.beside import Answer, Ask
+from vllm_hypic.bench.engines import Engine
+from vllm_hypic.bench.report import Steps
+from vllm_hypic.eval.answers_file import writing_answers
+from vllm_hypic.eval.first_token import first_token_times
+from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_method
+from vllm_hypic.eval.room import RoomError
+from vllm_hypic.eval.runner import evaluate
+from vllm_hypic.eval.study import Study, StudyError, refused
+from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
+from vllm_hypic.primitives.options import LINK, SEAM
+from vllm_hypic.primitives.plan import PoolLimits
+from vllm_hypic.primitives.policies import ModelTraits
+
+SEPARATOR = 0
+LOGPROBS = {11: -0.1, 12: -2.5, 13: -4.0}
+
+
+class BookingEngine:
+    """Words are tokens. A request that links reuses the documents that one before it had since the reset."""
+
+    hypic, separator = True, SEPARATOR
+
+    def __init__(self, *, context: int = 1000, pages: int = 100, linear: bool = True) -> None:
+        self.described = {"max_model_len": context}
+        self.pages, self.linear = pages, linear
+        self.words = {TEXTS.sep: SEPARATOR}
+        self.held: set[tuple[int, ...]] = set()
+        self.batches: list[list[Ask]] = []
+        self.resets = 0
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return getattr(self, function.__name__.strip("_"))(*arguments)
+
+    def ask(self, ask: Ask) -> Answer:
+        [answer] = self.generate([ask])
+        return answer
+
+    def token_ids(self, texts: Sequence[Any], template: ChatTemplate) -> list[list[int]]:
+        def ids(text: Any) -> list[int]:
+            if not isinstance(text, str):
+                text = " ".join([f"{m['role']} {m['content']}" for m in text] + [str(template.text)])
+            words = text.replace(TEXTS.sep, f" {TEXTS.sep} ").split()
+            return [self.words.setdefault(word, len(self.words) + 20) for word in words]
+
+        return [ids(text) for text in texts]
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.held.clear()
+
+    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
+        self.batches.append(list(asks))
+        return [self.answer(ask) for ask in asks]
+
+    def answer(self, ask: Ask) -> Answer:
+        parts: list[list[int]] = [[]]
+        for token in ask.tokens:
+            parts.append([]) if token == SEPARATOR else parts[-1].append(token)
+        documents = [tuple(part) for part in parts[:-1]]
+        cached = sum(len(d) for d in documents if d in self.held)
+        self.held.update(documents)
+        logprobs = LOGPROBS if ask.logprobs_of is None else {i: LOGPROBS[i] for i in ask.logprobs_of}
+        return Answer((11, 1), (0.5, 0.6), logprobs, len(ask.tokens), cached)
+
+    def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        return ["right" for _ in answers]
+
+    def limits(self) -> PoolLimits:
+        return PoolLimits(self.pages, 1000, 4, 1000, 1000, 1)
+
+    def traits(self) -> ModelTraits:
+        return ModelTraits(has_linear=self.linear, has_attention=True)
+
+
+def as_engine(booking: BookingEngine) -> Engine:
+    return cast(Engine, booking)
+
+
+def task(number: int, documents: int = 2, words: int = 4) -> Task:
+    segments = tuple(" ".join(f"t{number}d{d}w{w}" for w in range(words)) for d in range(documents))
+    return Task("few", "be brief", segments, f"what {number} ?", ("right",), 6)
+
+
+TASKS = [task(i) for i in range(5)]
+"""Two words of system, twice four of documents, three of question."""
+
+
+def plain(booking: BookingEngine, number: int) -> list[int]:
+    [example] = encode(as_engine(booking), [TASKS[number]], chat=False)
+    return example.prompt.plain()
+
+
+def test_segments_are_what_stands_between_separators() -> None:
+    booking = BookingEngine()
+    [example] = encode(as_engine(booking), [TASKS[0]], chat=False)
+    assert [len(d) for d in example.prompt.documents] == [4, 4]
+    assert (len(example.prompt.head), len(example.prompt.question)) == (2, 3)
+    template = ChatTemplate("mine")
+    [chat] = encode(as_engine(booking), [TASKS[0]], chat=True, template=template)
+    assert chat.prompt.documents == example.prompt.documents
+    assert chat.prompt.question[-1] == booking.words["mine"]
+
+
+def test_a_segment_that_a_template_swallows_is_an_error() -> None:
+    empty = Task("few", "be brief", ("t1", " "), "what ?", ("right",), 6)
+    with pytest.raises(ValueError, match="'few' has 2 segments, its prompt 2, of which 1 are empty"):
+        encode(as_engine(BookingEngine()), [empty], chat=False)
+
+
+def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
+    booking = BookingEngine()
+    engine = as_engine(booking)
+    examples = encode(engine, TASKS, chat=False)
+    done: list[int] = []
+    methods = [link_method("hypic-8"), link_method("epic-2")]
+    found = evaluate(engine, examples, methods, batch=3, done=done.append)
+    assert list(found) == [FULL, *methods]
+    assert done == [3, 2] * 3
+    # Two batches each: full recompute asks once, the others before that without a question.
+    assert [len(b) for b in booking.batches] == [3, 2] + [3, 3, 2, 2] * 2
+    assert booking.resets == 6
+    for method in methods:
+        # Two documents of four, and a leading segment of two.
+        assert [o.cached for o in found[method]] == [10] * 5
+        assert [o.computed for o in found[method]] == [3] * 5
+    assert [o.cached for o in found[FULL]] == [0] * 5
+    full, warming, warm = booking.batches[0][0], booking.batches[2][0], booking.batches[3][0]
+    assert full.tokens == plain(booking, 0)
+    assert (full.extra, full.logprobs_of, full.fresh, full.ignore_eos) == ({}, None, True, False)
+    assert warm.extra == warming.extra == {LINK: "hypic", SEAM: 8}
+    assert warm.logprobs_of == [11, 12, 13]
+    assert warm.tokens[: len(warming.tokens)] == warming.tokens and warming.tokens[-1] == SEPARATOR
+    assert [t for t in warm.tokens if t != SEPARATOR] == full.tokens
+    assert (warming.max_tokens, warm.max_tokens) == (1, 6)
+
+
+@pytest.mark.parametrize(("method", "same"), [(PREFIX, False), (PREFIX_SAME, True)])
+def test_what_the_prefix_cache_has_seen_before(method: Method, same: bool) -> None:
+    booking = BookingEngine()
+    evaluate(as_engine(booking), encode(as_engine(booking), TASKS, chat=False), [method])
+    _, before, asked = booking.batches
+    for i, (one, two) in enumerate(zip(before, asked, strict=True)):
+        assert two.tokens == plain(booking, i)
+        assert not one.fresh and not two.fresh and one.extra == two.extra == {}
+        head, documents = two.tokens[:2], two.tokens[2:10]
+        assert one.tokens == head + (documents if same else documents[4:] + documents[:4])
+
+
+def test_a_small_pool_makes_smaller_batches() -> None:
+    # A prompt takes 1 page for its leading segment and 2 for its documents.
+    booking = BookingEngine(pages=7)
+    evaluate(as_engine(booking), encode(as_engine(booking), TASKS, chat=False), [])
+    assert [len(b) for b in booking.batches] == [2, 2, 1]
+    with pytest.raises(RoomError):
+        evaluate(as_engine(BookingEngine(pages=2)), encode(as_engine(booking), TASKS, chat=False), [])
+
+
+def test_another_engine_is_compared_over_this_ones_tokens() -> None:
+    one, other = BookingEngine(), BookingEngine()
+    examples = encode(as_engine(one), TASKS, chat=False)
+    full = evaluate(as_engine(one), examples, [])[FULL]
+    again = evaluate(as_engine(other), examples, [], references=full)[FULL]
+    assert all(ask.logprobs_of == [11, 12, 13] for batch in other.batches for ask in batch)
+    assert again == full
+
+
+def test_first_tokens_are_timed_alone_and_warm() -> None:
+    booking = BookingEngine()
+    engine = as_engine(booking)
+    done: list[int] = []
+    methods = [FULL, link_method("hypic-8"), link_method("block")]
+    examples = encode(engine, TASKS, chat=False)
+    found = first_token_times(engine, examples, methods, 4, done=done.append)
+    assert {m: s.values for m, s in found.items()} == {m: (0.5,) * 4 for m in methods}
+    assert sum(done) == 12  # the first round is not counted
+    assert all(len(batch) == 1 for batch in booking.batches)
+    assert booking.resets == 15
+    timed = [b[0] for b in booking.batches if b[0].logprobs is None]
+    assert len(timed) == 15
+    # Each method was first once in the three rounds after the first.
+    assert [ask.extra.get(LINK) for ask in timed[3::3]] == [None, "hypic", "block", None]
+
+
+# -- the study ---------------------------------------------------------------------------------------
+
+
+class Bar:
+    """A progress bar that counts."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def show(self, what: str) -> None:
+        pass
+
+    def done(self, n: int = 1) -> None:
+        self.total += n
+
+
+def study(booking: BookingEngine, noise: BookingEngine | None = None, **more: Any) -> tuple[Study, Bar]:
+    bar = Bar()
+    found = Study(
+        engine=as_engine(booking),
+        noise=None if noise is None else as_engine(noise),
+        noise_name="noise",
+        methods=[FULL, link_method("hypic-8")],
+        chat=False,
+        template=ChatTemplate(),
+        ttft_repeats=2,
+        steps=cast(Steps, bar),
+        keep=more.get("keep", lambda *_: None),
+        skipped=[],
+    )
+    return found, bar
+
+
+def test_a_family_is_run_scored_and_timed() -> None:
+    kept: list[tuple[str, bool]] = []
+    found, bar = study(
+        BookingEngine(), BookingEngine(), keep=lambda t, method, o, s: kept.append((method, s.exact))
+    )
+    found.add("few", TASKS)
+    [result] = found.results
+    assert [c.method for c in result.cells] == [FULL.name, "noise", "hypic-8"]
+    assert [c.first_token is None for c in result.cells] == [False, True, False]
+    assert (result.prompts, result.left_out) == (5, 0)
+    assert bar.total == 5 * 3 + 2 * 2
+    assert kept == [(m, True) for m in (FULL.name, "noise", "hypic-8") for _ in range(5)]
+
+
+def test_prompts_that_are_longer_than_the_context_are_left_out() -> None:
+    tasks = [*TASKS, task(9, words=40)]
+    found, bar = study(BookingEngine(context=100))
+    found.add("few", tasks)
+    assert (found.results[0].prompts, found.results[0].left_out) == (5, 1)
+    assert bar.total == 6 * 2 + 2 * 2  # the bar ends where it was said to end
+    with pytest.raises(StudyError, match="few: no prompt fits the context of 20 tokens; the shortest has 13"):
+        study(BookingEngine(context=20))[0].add("few", TASKS)
+
+
+def test_methods_that_a_dense_model_refuses() -> None:
+    methods = [FULL, link_method("naive-8"), link_method("hypic-8"), link_method("prompt-cache")]
+    assert list(refused(as_engine(BookingEngine(linear=False)), methods)) == [methods[1]]
+    hybrid = refused(as_engine(BookingEngine()), methods)
+    assert list(hybrid) == [methods[3]] and "fixed positions" in hybrid[methods[3]]
+
+
+def test_answers_are_kept_until_the_file_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+
+    def write(tasks: Sequence[Task], *, fail: bool) -> None:
+        with writing_answers(path) as keep:
+            study(BookingEngine(), keep=keep)[0].add("few", tasks)
+            if fail:
+                raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write(TASKS, fail=True)
+    assert not path.exists()
+    [partial] = tmp_path.iterdir()
+    assert len(partial.read_text().splitlines()) == 10
+    write(TASKS[:1], fail=False)
+    assert len(path.read_text().splitlines()) == 2
+    assert list(tmp_path.iterdir()) == [path]
