@@ -105,9 +105,16 @@ def test_a_folder_without_generator_is_no_demo_model(tmp_path: Path) -> None:
 
 def test_a_generator_may_hold_dataclasses(tmp_path: Path) -> None:
     source = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    (tmp_path / "gen.py").write_text(f"{source}@dataclass\nclass A:\n    x: int\nKINDS = {{'one': 0}}\n")
+    source += "@dataclass\nclass A:\n    x: int\nKINDS = {'one': 0}\n"
+    source += "def prompt(): ...\ndef vocab_words(): ...\n"
+    (tmp_path / "gen.py").write_text(source)
     found = demo.find_generator(tmp_path / "model")
     assert found is not None and "one" in found.KINDS
+
+
+def test_another_gen_py_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "gen.py").write_text("raise SystemExit\n")
+    assert demo.find_generator(tmp_path / "model") is None
 
 
 def test_words_of_the_demo_model_are_used_where_there_is_a_generator(generator: Generator) -> None:

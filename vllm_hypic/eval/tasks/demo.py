@@ -40,9 +40,14 @@ class Generator(Protocol):
 
 
 def find_generator(model: Path) -> Generator | None:
-    """The generator of the demo model in the folder ``model``; ``None``: this is no demo model."""
+    """The generator of the demo model in the folder ``model``; ``None``: this is no demo model.
+
+    Runs ``gen.py`` beside the folder, if that has the functions of a generator.
+    """
     path = model.absolute().parent / "gen.py"
-    if not path.is_file():
+    if not path.is_file() or not all(
+        name in path.read_text() for name in ("def prompt(", "def vocab_words(")
+    ):
         return None
     name = f"gen_of_{path.parent.name.replace('-', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)
