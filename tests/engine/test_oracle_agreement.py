@@ -85,33 +85,30 @@ def noise(engine: Engine, oracle: Oracle) -> Distance:
 
 
 METHODS = [
-    pytest.param({"hypic_seam_tokens": 8}, 8, 8, True, id="hypic-8"),
-    pytest.param({"hypic_seam_tokens": 3}, 3, 3, True, id="hypic-3"),
-    pytest.param({"hypic_seam_tokens": 16}, 16, 16, True, id="hypic-16"),
-    pytest.param({"hypic_seam_tokens": 0}, 0, 0, True, id="hypic-0"),
-    pytest.param({"hypic_link": "seam-3-12"}, 3, 12, True, id="seam-3-12"),
-    pytest.param({"hypic_link": "epic-8"}, 8, 0, True, id="epic-8"),
-    pytest.param({"hypic_link": "block"}, 0, 0, True, id="block"),
-    pytest.param({"hypic_link": "naive"}, 8, 8, False, id="naive"),
+    pytest.param({"hypic_seam_tokens": 8}, {"head": 8, "tail": 8}, id="hypic-8"),
+    pytest.param({"hypic_seam_tokens": 3}, {"head": 3, "tail": 3}, id="hypic-3"),
+    pytest.param({"hypic_seam_tokens": 16}, {"head": 16, "tail": 16}, id="hypic-16"),
+    pytest.param({"hypic_seam_tokens": 0}, {"head": 0, "tail": 0}, id="hypic-0"),
+    pytest.param({"hypic_link": "seam-3-12"}, {"head": 3, "tail": 12}, id="seam-3-12"),
+    pytest.param({"hypic_link": "seam-4-0+32"}, {"head": 4, "tail": 0, "anchor": 32}, id="seam-4-0+32"),
+    pytest.param({"hypic_link": "epic-8"}, {"head": 8, "tail": 0}, id="epic-8"),
+    pytest.param({"hypic_link": "block"}, {"head": 0, "tail": 0}, id="block"),
+    pytest.param({"hypic_link": "naive"}, {"head": 8, "tail": 8, "compose_T": False}, id="naive"),
 ]
 
 
-@pytest.mark.parametrize(("extra", "head", "tail", "compose"), METHODS)
+@pytest.mark.parametrize(("extra", "method"), METHODS)
 def test_agrees(
     engine: Engine,
     oracle: Oracle,
     noise: Distance,
     extra: dict[str, Any],
-    head: int,
-    tail: int,
-    compose: bool,
+    method: dict[str, Any],
 ) -> None:
     ours, theirs = [], []
     for lead, segments, query in texts():
         ours.append(first_token(engine, prompt(*segments, lead=lead, query=query), extra))
-        theirs.append(
-            oracle.next_token_logprobs(lead, segments, query, head=head, tail=tail, compose_T=compose)
-        )
+        theirs.append(oracle.next_token_logprobs(lead, segments, query, **method))
     found = distance(ours, theirs)
     assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
     assert found.kl <= KL_FACTOR * noise.kl, f"{found}; ordinary requests: {noise}"

@@ -112,17 +112,18 @@ def build_stream(
     *,
     head: int = 8,
     tail: int = 8,
+    anchor: int = 0,
     generated: Sequence[int] = (),
     in_stream: Iterable[int] = (),
     leading_in_stream: bool = False,
     fault: str | None = None,
 ) -> Stream:
-    """Lay a prompt out as a stream.
+    """Lay a prompt out as a stream; records are made behind the first `anchor` tokens of `leading`.
 
     A segment with no interior (`n <= head + tail`) has nothing to reuse: it is computed in the stream like
     the segments named in `in_stream`.
     """
-    in_stream = set(in_stream)
+    in_stream, before = set(in_stream), tuple(leading[:anchor])
     tokens: list[int] = []
     positions: list[int] = []
     composes: list[Compose] = []
@@ -148,7 +149,8 @@ def build_stream(
             at = len(tokens) + (tail if fault == "compose_late" else 0)
             compute(segment[hi:], position + hi)
             inner = (lo + (fault == "seam_off_by_one"), hi - (fault == "seam_off_by_one_tail"))
-            composes.append(Compose(at, tuple(segment), position, *inner))
+            lo, hi = (i + len(before) for i in inner)
+            composes.append(Compose(at, (*before, *segment), position - len(before), lo, hi))
         position += n + gap
     compute([*query, *generated], position)
     return Stream(tuple(tokens), tuple(positions), tuple(composes))
@@ -278,6 +280,7 @@ class Oracle:
         *,
         head: int = 8,
         tail: int = 8,
+        anchor: int = 0,
         fault: str | None = None,
         compose_T: bool = True,
         generated: Sequence[int] = (),
@@ -296,6 +299,7 @@ class Oracle:
             query,
             head=head,
             tail=tail,
+            anchor=anchor,
             fault=fault,
             compose_T=compose_T,
             generated=generated,

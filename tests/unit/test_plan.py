@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.primitives.keys import Namespace, Role
-from vllm_hypic.primitives.plan import PoolLimits, PromptError, PromptPlan, build_plan, parse_prompt
+from vllm_hypic.primitives.plan import (
+    CachedSegment,
+    PoolLimits,
+    PromptError,
+    PromptPlan,
+    build_plan,
+    parse_prompt,
+)
 from vllm_hypic.primitives.policies import LinkMethod, parse_link
 from vllm_hypic.primitives.tokens import PrimitiveIds
 
@@ -148,8 +155,10 @@ def test_segment_longer_than_a_request_may_be_is_computed_in_the_stream() -> Non
     # The tail of two is no part of the segment request.
     plan = plan_of([SEP, *run(0, 33), SEP, *run(100, 32), SEP, 9], limits=limits)
     assert [s.tokens[0] for s in plan.segments] == [100]
-    # Dummies are part of the segment request.
+    # So are dummies and anchors.
     assert not plan_of([SEP, *run(0, 27), SEP, 9], "epic-0", limits=limits).segments
+    (lead,) = plan_of([*run(90, 4), SEP, *run(0, 27), SEP, 9], "seam-0-0+4", limits=limits).segments
+    assert lead.role is Role.LEADING
 
 
 @pytest.mark.parametrize(
@@ -159,6 +168,8 @@ def test_segment_longer_than_a_request_may_be_is_computed_in_the_stream() -> Non
         ("naive", (0, 1, 8, 9, 99), 0),
         ("epic-3", (0, 1, 2, 99), 0),
         ("epic-0", (99,), 4),
+        ("seam-3-1", (0, 1, 2, 9, 99), 0),
+        ("seam-3-1+4", (0, 1, 2, 9, 99), 0),
         ("block", (99,), 0),
         ("prompt-cache", (99,), 0),
         ("full", (*range(10), 99), None),
@@ -170,6 +181,22 @@ def test_link_methods_differ_in_what_they_recompute(
     plan = plan_of([SEP, *run(0, 10), SEP, 99], link)
     assert plan.stream == stream
     assert [s.dummies for s in plan.segments] == ([] if dummies is None else [dummies])
+
+
+def test_an_anchor_is_the_beginning_of_the_prompts_leading_segment() -> None:
+    def document(lead: list[int]) -> CachedSegment:
+        return plan_of([*lead, SEP, *run(0, 10), SEP, 99], "seam-3-0+4").segments[-1]
+
+    one, other = document([*run(50, 4), 70, 71, 72, 73]), document([*run(50, 4), 80])
+    assert one.anchor == other.anchor == tuple(run(50, 4)) and one.before == 4
+    assert one.key == other.key, "what follows the anchor does not matter"
+    assert document(run(51, 4)).key != one.key
+    assert document(run(50, 3)).anchor == tuple(run(50, 3)), "a short leading segment is one as a whole"
+    alone = document([])
+    assert alone.anchor == () and alone.key == plan_of([SEP, *run(0, 10), SEP, 99], "epic-3").segments[0].key
+    assert plan_of([*run(0, 10), SEP, 99], "seam-3-0+4").segments[0].anchor == ()
+    dependent = document([50, 51, PDEP, 52, 53])
+    assert dependent.anchor == (50, 51), "tokens behind a PDep belong to no segment"
 
 
 def test_prompt_cache_binds_records_to_their_positions() -> None:
@@ -209,7 +236,7 @@ class TestSalt:
 pieces = st.lists(
     st.lists(st.one_of(st.integers(0, 99), st.sampled_from([PDEP, PAD])), max_size=24), min_size=1, max_size=6
 )
-links = st.sampled_from(["hypic", "naive", "block", "epic-0", "epic-3", "full"])
+links = st.sampled_from(["hypic", "naive", "block", "epic-0", "epic-3", "seam-1-2+3", "full"])
 
 
 @given(pieces=pieces, link=links, seam=st.integers(0, 6), minimum=st.integers(1, 8), slots=st.integers(0, 4))

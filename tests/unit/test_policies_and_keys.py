@@ -28,6 +28,7 @@ ATTENTION = ModelTraits(has_linear=False, has_attention=True)
         ("epic-0", LinkMethod("epic-0", dummies=4)),
         ("epic-16", LinkMethod("epic-16", head=16)),
         ("seam-12-3", LinkMethod("seam-12-3", head=12, tail=3)),
+        ("seam-4-0+16", LinkMethod("seam-4-0+16", head=4, anchor=16)),
     ],
 )
 def test_methods(name: str, expected: LinkMethod) -> None:
@@ -38,7 +39,7 @@ def test_methods(name: str, expected: LinkMethod) -> None:
     "name", ["", "HYPIC", "epic", "epic-", "epic--1", "epic-1.5", "epic-9999999", "hypic ", None, 3]
 )
 def test_unknown_methods_are_refused_with_the_known_ones(name: Any) -> None:
-    with pytest.raises(LinkError, match=r"hypic_link=.*expected one of hypic, seam-<h>-<t>, epic-<k>"):
+    with pytest.raises(LinkError, match=r"hypic_link=.*expected one of hypic, seam-<h>-<t>, "):
         parse_link(name, 8)
 
 
@@ -54,16 +55,18 @@ def test_seam_widths_of_another_type_are_refused(seam: Any) -> None:
         parse_link("hypic", seam)
 
 
-@pytest.mark.parametrize("name", ["seam-8", "seam-8-", "seam--8", "seam-8-8-8"])
+@pytest.mark.parametrize("name", ["seam-8", "seam-8-", "seam--8", "seam-8-8-8", "seam-8-8+", "seam-8+8"])
 def test_seams_need_two_widths(name: str) -> None:
     with pytest.raises(LinkError, match="expected one of"):
         parse_link(name, 8)
 
 
-@pytest.mark.parametrize("widths", [(MAX_SEAM_TOKENS + 1, 0), (0, MAX_SEAM_TOKENS + 1)])
-def test_wide_seams_are_refused_on_either_side(widths: tuple[int, int]) -> None:
-    with pytest.raises(LinkError, match=f"expected h and t <= {MAX_SEAM_TOKENS}"):
-        parse_link("seam-{}-{}".format(*widths), 8)
+@pytest.mark.parametrize(
+    "widths", [(MAX_SEAM_TOKENS + 1, 0, 0), (0, MAX_SEAM_TOKENS + 1, 0), (0, 0, MAX_SEAM_TOKENS + 1)]
+)
+def test_wide_seams_and_anchors_are_refused(widths: tuple[int, int, int]) -> None:
+    with pytest.raises(LinkError, match=f"expected h, t and a <= {MAX_SEAM_TOKENS}"):
+        parse_link("seam-{}-{}+{}".format(*widths), 8)
 
 
 def test_wide_epic_heads_are_refused() -> None:
@@ -135,6 +138,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "head": {"head": 0},
     "tail": {"tail": 0},
     "dummies": {"dummies": 4},
+    "anchor": {"anchor": (5, 6)},
     "offsets": {"offsets": (0, 1, 3)},
     "position": {"fixed_start": 0},
     "other position": {"fixed_start": 7},

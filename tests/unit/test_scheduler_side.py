@@ -48,6 +48,7 @@ def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[Seg
         ("epic-5", 5, DOCUMENT),
         ("block", 0, DOCUMENT),
         ("epic-0", 4, DOCUMENT[:1] * 4 + DOCUMENT),
+        ("seam-5-2+6", 11, LEAD[:6] + DOCUMENT[:-2]),
     ],
 )
 def test_segment_request_ends_with_its_interior(link: str, lo: int, sent: list[int]) -> None:
@@ -65,7 +66,8 @@ def test_positions_of_a_segment_with_padding() -> None:
     """One for every token that is sent, dummies first; the padding inside takes a position."""
     tokens = [IDS.sep, *DOCUMENT[:20], IDS.pad, IDS.pad, *DOCUMENT[20:], IDS.sep, *QUERY]
     expected = [*range(20), *range(22, 39)]
-    for link, dummies, kept in (("hypic", 0, 37), ("epic-0", 4, 40)):
+    tokens = [LEAD[0], *tokens]
+    for link, dummies, kept in (("hypic", 0, 37), ("epic-0", 4, 40), ("seam-0-0+9", 1, 40)):
         ((job, plan),) = pumped(side(), tokens, hypic_link=link)
         assert plan.positions is not None and len(plan.positions) == plan.hi == len(job.token_ids)
         assert plan.hi == dummies + kept

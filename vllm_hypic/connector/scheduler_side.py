@@ -51,8 +51,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class SegmentJob:
-    """A segment that must be computed by an internal request, on behalf of ``for_request``: its dummies and
-    its tokens up to the interior's end."""
+    """A segment that must be computed by an internal request, on behalf of ``for_request``: what it is
+    computed behind, and its tokens up to the interior's end."""
 
     request_id: str
     token_ids: list[int]
@@ -284,7 +284,7 @@ class SchedulerSide:
         self._captures[request_id] = _Capture(key, segment)
         self.counters.segments_computed += 1
         dummy = segment.tokens[0] if self.config.dummy_token is None else self.config.dummy_token
-        tokens = [dummy] * segment.dummies + list(segment.tokens[: segment.stop])
+        tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
         return SegmentJob(request_id, tokens, owner)
 
     # -- scheduling ----------------------------------------------------------------------------
@@ -368,11 +368,11 @@ class SchedulerSide:
         if capture is None:
             return None
         segment, entry = capture.segment, self.directory.get(capture.key)
-        lo = segment.dummies + segment.head
+        lo = segment.before + segment.head
         positions = None
         if segment.offsets is not None:
-            offsets = np.asarray(segment.offsets[: segment.stop], dtype=np.int64) + segment.dummies
-            positions = np.concatenate([np.arange(segment.dummies, dtype=np.int64), offsets])
+            offsets = np.asarray(segment.offsets[: segment.stop], dtype=np.int64) + segment.before
+            positions = np.concatenate([np.arange(segment.before, dtype=np.int64), offsets])
         return CapturePlan(
             lo=lo,
             hi=lo + segment.columns,

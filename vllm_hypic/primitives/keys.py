@@ -55,13 +55,17 @@ def segment_key(
     head: int,
     tail: int,
     dummies: int = 0,
+    anchor: Sequence[int] = (),
     offsets: Sequence[int] | None = None,
     fixed_start: int | None = None,
 ) -> SegmentKey:
-    """Key of one record: hash(namespace, role, seam window, positions, token ids)."""
+    """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids)."""
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
     digest = hashlib.sha256(shape.encode())
     digest.update(array("q", tokens).tobytes())
+    if anchor:
+        digest.update(b"anchor")
+        digest.update(array("q", anchor).tobytes())
     if offsets is not None:
         digest.update(b"offsets")
         digest.update(array("q", offsets).tobytes())

@@ -102,7 +102,8 @@ def _joined(runs: list[range]) -> range | tuple[int, ...]:
 class CachedSegment:
     """One use of a record in a prompt.
 
-    ``tokens`` are the segment's own; the record covers the interior ``[head, len - tail)``.  Token
+    ``tokens`` are the segment's own; it is computed behind ``dummies`` dummy tokens and the tokens
+    ``anchor``, of which nothing is kept; the record covers the interior ``[head, len - tail)``.  Token
     ``i`` stands at logical position ``start + offsets[i]`` (``offsets`` is ``None`` when it is just
     ``i``).  The record is applied before stream index ``compose_at``.
     """
@@ -115,12 +116,18 @@ class CachedSegment:
     head: int
     tail: int
     dummies: int
+    anchor: tuple[int, ...]
     compose_at: int
 
     @property
     def columns(self) -> int:
         """Tokens of the interior: columns of public K and V."""
         return self.stop - self.head
+
+    @property
+    def before(self) -> int:
+        """Tokens that it is computed behind."""
+        return self.dummies + len(self.anchor)
 
     @property
     def stop(self) -> int:
@@ -185,12 +192,14 @@ def build_plan(
     positions: list[int] = []
     budget = _Budget(limits)
     last = len(prompt.pieces) - 1
+    lead = prompt.pieces[0]
+    anchor = lead.tokens[: min(method.anchor, lead.dependent_from)] if last else ()
     for index, piece in enumerate(prompt.pieces):
         begin = 0
         if index < last and method.reuse:
             begin = piece.dependent_from
             role = Role.LEADING if index == 0 else Role.INTERIOR
-            segment = _try_segment(piece, role, method, namespace, min_segment_tokens)
+            segment = _try_segment(piece, role, method, anchor, namespace, min_segment_tokens)
             if segment is None or not budget.take(segment):
                 begin = 0
             else:
@@ -224,7 +233,7 @@ class _Budget:
         self.seen = set(limits.kept)
 
     def take(self, segment: CachedSegment) -> bool:
-        too_long = segment.dummies + segment.stop > self.limits.max_request_tokens
+        too_long = segment.before + segment.stop > self.limits.max_request_tokens
         if segment.key in self.seen and not too_long:
             return True
         pages = self.pages + -(-segment.columns // self.limits.page_tokens)
@@ -245,6 +254,7 @@ def _try_segment(
     piece: Piece,
     role: Role,
     method: LinkMethod,
+    anchor: tuple[int, ...],
     namespace: Namespace,
     min_tokens: int,
 ) -> CachedSegment | None:
@@ -252,7 +262,7 @@ def _try_segment(
     tokens = piece.tokens[: piece.dependent_from]
     leading = role is Role.LEADING
     head, tail = (0, 0) if leading else (method.head, method.tail)
-    dummies = 0 if leading else method.dummies
+    dummies, anchor = (0, ()) if leading else (method.dummies, anchor)
     if len(tokens) - head - tail < max(1, min_tokens):
         return None
     if leading and piece.positions[0] != 0:
@@ -270,10 +280,11 @@ def _try_segment(
         head=head,
         tail=tail,
         dummies=dummies,
+        anchor=anchor,
         offsets=offsets,
         fixed_start=start if method.fixed_position and not leading else None,
     )
-    return CachedSegment(key, role, tokens, offsets, start, head, tail, dummies, compose_at=-1)
+    return CachedSegment(key, role, tokens, offsets, start, head, tail, dummies, anchor, compose_at=-1)
 
 
 def _stream_salt(

@@ -1,7 +1,7 @@
 """Link methods: how a request joins independently cached segments.
 
 A method decides, per interior segment, how many tokens at its head and tail are recomputed with
-full context, whether dummy tokens are put before it when it is compiled, whether the transition
+full context, which tokens are put before it when it is compiled and then dropped, whether the transition
 ``T_C`` is applied, and whether its position is part of its identity.  The leading segment never
 has a seam: it stands at position 0 and has no left neighbour.
 """
@@ -17,7 +17,17 @@ MAX_SEAM_TOKENS = 1024
 EPIC0_DUMMY_TOKENS = 4
 """EPIC's LegoLink-0 puts four dummy tokens before a segment at compile time and drops them."""
 
-METHODS = ("hypic", "seam-<h>-<t>", "epic-<k>", "epic-0", "block", "prompt-cache", "naive", "full")
+METHODS = (
+    "hypic",
+    "seam-<h>-<t>",
+    "seam-<h>-<t>+<a>",
+    "epic-<k>",
+    "epic-0",
+    "block",
+    "prompt-cache",
+    "naive",
+    "full",
+)
 
 
 class LinkError(ValueError):
@@ -39,7 +49,8 @@ class LinkMethod:
     """One resolved link method.
 
     ``head`` and ``tail`` are the seam window of an interior segment in tokens, ``dummies`` the
-    number of tokens put before it at compile time, ``use_transition`` whether ``T_C`` is applied
+    number of tokens put before it at compile time, ``anchor`` that of the leading segment's first tokens
+    put there instead, ``use_transition`` whether ``T_C`` is applied
     (``False``: ``S_after = S_before + S_C``), ``fixed_position`` whether a record is bound to its
     logical position, ``reuse`` whether records are used at all.
     """
@@ -48,6 +59,7 @@ class LinkMethod:
     head: int = 0
     tail: int = 0
     dummies: int = 0
+    anchor: int = 0
     use_transition: bool = True
     fixed_position: bool = False
     reuse: bool = True
@@ -89,11 +101,11 @@ def parse_link(name: str, seam_tokens: int) -> LinkMethod:
         return LinkMethod(name, fixed_position=True)
     if name == "full":
         return LinkMethod(name, reuse=False)
-    if match := re.fullmatch(r"seam-(\d{1,6})-(\d{1,6})", name):
-        head, tail = map(int, match.groups())
-        if max(head, tail) > MAX_SEAM_TOKENS:
-            raise LinkError(f"hypic_link={name!r}: expected h and t <= {MAX_SEAM_TOKENS}")
-        return LinkMethod(name, head=head, tail=tail)
+    if match := re.fullmatch(r"seam-(\d{1,6})-(\d{1,6})(?:\+(\d{1,6}))?", name):
+        head, tail, anchor = (int(width or 0) for width in match.groups())
+        if max(head, tail, anchor) > MAX_SEAM_TOKENS:
+            raise LinkError(f"hypic_link={name!r}: expected h, t and a <= {MAX_SEAM_TOKENS}")
+        return LinkMethod(name, head=head, tail=tail, anchor=anchor)
     if match := re.fullmatch(r"epic-(\d{1,6})", name):
         k = int(match.group(1))
         if k == 0:

@@ -45,7 +45,7 @@ class Planned:
             SegmentAsk(
                 key,
                 tuple(warmup_prompt(first[key], self.plan.method, primitives)),
-                first[key].dummies + first[key].stop,
+                first[key].before + first[key].stop,
             )
             for key in keys
         )
