@@ -138,7 +138,7 @@ def test_commands_write_what_they_show(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "open_eyes", lambda probe, context: nullcontext(replace(eyes, probe=probe)))
+    monkeypatch.setattr(module, "open_eyes", lambda probe, shapes: nullcontext(replace(eyes, probe=probe)))
     name = module.__name__.rpartition(".")[2]
     found, plot = tmp_path / "found.json", tmp_path / "found.png"
     files = ["--json", str(found), "--plot", str(plot)]

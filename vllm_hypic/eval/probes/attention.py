@@ -17,6 +17,7 @@ import click
 import numpy as np
 
 from ...bench import gate, report
+from ...bench.points import Shape
 from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
 from ..estimates import Estimate, mean
@@ -29,8 +30,6 @@ from .options import facts, probe_options, write
 
 EDGE = 64
 """Longest distance from an end that is told apart."""
-DIGITS = 4
-"""Significant ones, of curves in reports."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,13 @@ class Profile:
             tuple(_mean(values, z.first, z.stop) for z in within),
             _mean(values, tokens // 4, 3 * tokens // 4),
             tuple(_mean(mirrored, z.first, z.stop) for z in within),
-            _rounded(curve[:edge]),
-            _rounded(curve[::-1][:edge]),
+            tuple(curve[:edge].tolist()),
+            tuple(curve[::-1][:edge].tolist()),
         )
 
 
 def _mean(values: Sequence[np.ndarray], first: int, stop: int) -> Estimate:
     return mean([float(v[:, first:stop].mean()) for v in values])
-
-
-def _rounded(values: np.ndarray) -> tuple[float, ...]:
-    return tuple(float(f"{v:.{DIGITS}g}") for v in values)
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,7 @@ def attention(
     to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
-        open_eyes(probe, segments * tokens) as eyes,
+        open_eyes(probe, [Shape(segments, tokens)]) as eyes,
     ):
         if not eyes.layers.attention:
             raise click.UsageError("this model has no full-attention layers: there are no K and V to compare")

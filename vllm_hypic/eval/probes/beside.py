@@ -80,20 +80,20 @@ def observe(llm: Any, ask: Ask, question: int, kv: bool) -> Seen:
     """
     names, static = layers(llm), llm.llm_engine.vllm_config.compilation_config.static_forward_context
     with _tapped(llm, names, kv) as taps, answered(llm, ask) as live:
-        seen = Seen(
+        computed = len(live.stream)
+        if not taps.rows or any(rows != computed for rows in taps.rows.values()):
+            raise RuntimeError(
+                f"layers were seen to compute {sorted(set(taps.rows.values()))} tokens, the request has "
+                f"{computed}: a compiled model cannot be observed (enforce_eager)"
+            )
+        return Seen(
             live.logprobs,
-            live.prompt - len(live.stream),
-            len(live.stream),
+            live.prompt - computed,
+            computed,
             [live.state(name) for name in names.linear],
             list(taps.hidden.values()),
             [_attention(static[n], taps.attention[n], live, question) for n in names.attention if kv],
         )
-    if not taps.hidden or any(rows != seen.computed for rows in taps.rows.values()):
-        raise RuntimeError(
-            f"layers were seen to compute {sorted(set(taps.rows.values()))} tokens, the request has "
-            f"{seen.computed}: a compiled model cannot be observed (enforce_eager)"
-        )
-    return seen
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,11 @@ class _Taps:
     """What the layers of one request were seen to do, chunk by chunk."""
 
     hidden: dict[str, np.ndarray] = field(default_factory=dict)
+    """Last token of the latest chunk, by decoder layer."""
     rows: dict[str, int] = field(default_factory=dict)
+    """Tokens so far, by decoder layer."""
     attention: dict[str, list[tuple[Any, Any, Any]]] = field(default_factory=dict)
+    """Query, key and value of each chunk, the first two rotated, by full-attention layer."""
 
 
 @contextmanager

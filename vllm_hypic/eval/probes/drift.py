@@ -11,6 +11,7 @@ import click
 import numpy as np
 
 from ...bench import gate, report
+from ...bench.points import Shape
 from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
 from ..estimates import Estimate, mean, share
@@ -135,7 +136,7 @@ def drift(
     to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
-        open_eyes(probe, segments * tokens) as eyes,
+        open_eyes(probe, [Shape(segments, tokens)]) as eyes,
     ):
         steps.show("prompts")
         found = measure(eyes, segments, tokens, truth=truth, done=steps.done)

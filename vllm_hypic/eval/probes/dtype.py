@@ -18,6 +18,7 @@ import numpy as np
 
 from ...bench import gate, report
 from ...bench.beside import Ask
+from ...bench.points import Shape
 from ...bench.prompts import Prompt
 from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
@@ -174,7 +175,7 @@ def dtype(
     to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
-        open_eyes(probe, segments * tokens) as eyes,
+        open_eyes(probe, [Shape(segments, tokens)]) as eyes,
     ):
         if reason := eyes.engine.call(refusal):
             raise click.UsageError(f"nothing to measure storage types on: {reason}")

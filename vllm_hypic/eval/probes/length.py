@@ -61,7 +61,7 @@ def length(
     to = wide_console()
     with (
         report.progress(to, probe.prompts * len(shapes), "starting engines") as steps,
-        open_eyes(probe, max(s.segments * s.tokens for s in shapes)) as eyes,
+        open_eyes(probe, shapes) as eyes,
     ):
         points = {}
         for shape in shapes:

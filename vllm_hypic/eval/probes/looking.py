@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from ...bench import beside as bench_beside
 from ...bench.engines import Engine, running
 from ...bench.fidelity import Distance, top
 from ...bench.gate import GateFailed, checked_distance
+from ...bench.points import Shape
 from ...bench.prompts import Prompt
 from ...bench.settings import EngineSettings
 from ...config import HypicConfig
@@ -24,7 +25,7 @@ from .beside import Layers, Seen, layers, observe
 from .prompts import make_prompts
 
 SPARE = 192
-"""Context of a prompt beside its documents: system prompt, question, separators."""
+"""Context of a prompt beside its documents: system prompt, question, an answer."""
 REQUESTS = 4
 """Requests that an engine takes at once: a prompt is one, its missing segments are others."""
 
@@ -139,15 +140,16 @@ def require_long(probe: Probe, tokens: int) -> None:
 
 
 @contextmanager
-def open_eyes(probe: Probe, context: int) -> Iterator[Eyes]:
-    """The engines of ``probe``, up, for prompts whose documents have up to ``context`` tokens."""
+def open_eyes(probe: Probe, shapes: Sequence[Shape]) -> Iterator[Eyes]:
+    """The engines of ``probe``, up, for prompts with documents of these ``shapes``."""
     # Observing needs the model uncompiled; without the prefix cache nothing else is reused, and the state
     # after the prompt lies in one place.
     settings = replace(probe.engine, eager=True)
     options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": REQUESTS}
-    engine = Engine(settings, context + SPARE, hypic=True, **options)
+    context = max(s.segments * (s.tokens + 1) for s in shapes) + SPARE
+    engine = Engine(settings, context, hypic=True, **options)
     options["max_num_batched_tokens"] = probe.noise_chunk
-    noise = Engine(settings, context + SPARE, hypic=True, name="noise", **options)
+    noise = Engine(settings, context, hypic=True, name="noise", **options)
     with running(engine, noise):
         _require_honoured(probe, engine)
         yield Eyes(probe, engine, noise, engine.call(layers))

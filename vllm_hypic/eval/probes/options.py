@@ -17,10 +17,12 @@ from ...bench.settings import EngineSettings, HypicOptions, with_options
 from ...bench.sizes import SIZES, random_model
 from ...demo import EXAMPLE
 from ...primitives.policies import LinkError
-from ..methods import FULL, PREFIX, Method, link_method
-from .looking import Eyes, Probe
+from ..methods import Method, link_method
+from .looking import Eyes, Probe, folder_name
 
 METHODS = "naive-8,block,epic-0,epic-8,epic-16,hypic-4,hypic-8,hypic-16"
+
+DIGITS = 4
 
 
 class Methods(click.ParamType):
@@ -37,7 +39,7 @@ class Methods(click.ParamType):
             found = tuple(link_method(part.strip()) for part in value.split(","))
         except LinkError as e:
             self.fail(str(e), param, ctx)
-        if FULL in found or PREFIX in found:
+        if any(method.link is None for method in found):
             self.fail("full recompute is the reference: name methods that reuse records", param, ctx)
         if len(set(found)) < len(found):
             self.fail(f"{value!r}: a method stands there twice", param, ctx)
@@ -134,12 +136,21 @@ def write(
     """Write the JSON report of the probe ``name``, if there is a ``path``; ``more``: further settings."""
     if path is None:
         return
-    settings = {"probe": probe, **more}
+    settings = {"model": folder_name(probe.engine.model), "probe": probe, **more}
     found = report.report(
         f"probe {name}", settings, {"engines": eyes_facts, **results}, threads=probe.engine.threads
     )
     found["command"] = shlex.join(["python", "-m", "vllm_hypic.eval.probes", *sys.argv[1:]])
-    report.write_json(path, found)
+    report.write_json(path, _rounded(found))
+
+
+def _rounded(value: Any) -> Any:
+    """Plain JSON values with :data:`DIGITS` significant digits: a report of many layers and zones is long."""
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def facts(eyes: Eyes) -> dict[str, Any]:
