@@ -83,10 +83,11 @@ class Model:
         return [self._answer(ask) for ask in asks]
 
     def _answer(self, ask: Ask) -> Answer:
-        key = tuple(ask.tokens)
+        places = [i for i, token in enumerate(ask.tokens) if token == SEPARATOR]
+        key = tuple(ask.tokens[: places[-1]] if places else ask.tokens)  # without the question
         warm = key in self.warm
         self.warm.add(key)
-        documents = ask.tokens.count(SEPARATOR) - 1
+        documents = len(places) - 1
         cached = documents * (DOCUMENT - 2 * HYPIC.seam) if warm and documents > 0 else 0
         logprobs = {RIGHT: math.log(0.9), WRONG: math.log(0.1)}
         return self.planted(ask, warm, Answer((RIGHT,), (0.0,), logprobs, len(ask.tokens), cached))

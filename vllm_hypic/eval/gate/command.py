@@ -248,7 +248,7 @@ def gate(
             evidence=_evidence(measured, method, tasks, place, template),
         )
         to.print(numbers_table(method.name, numbers))
-        to.print(reasons_text(judgement))
+        to.print(reasons_text(judgement), soft_wrap=True)
         written = out or path_in(folder, sign_off.subject)
         try:
             write(written, sign_off)
