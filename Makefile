@@ -50,7 +50,7 @@ demo-parallel: $(READY)
 	$(BIN)/python -m vllm_hypic.segment_parallel.demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations=30
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
