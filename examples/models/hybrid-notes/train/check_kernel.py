@@ -1,6 +1,6 @@
 """Checks the C++ operations against PyTorch in float64: values and gradients of a model, with states reset.
 
-The operations compute in bf16 and float32, so differences of about one per cent are theirs; an error in a
+The operations compute in bf16 and float32, so differences of a few per cent are theirs; an error in a
 formula shows as tens of per cent.
 """
 

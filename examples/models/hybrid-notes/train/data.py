@@ -35,13 +35,13 @@ class Mode(Enum):
 class Stage:
     """One difficulty: pairs are the smallest and the largest number drawn."""
 
-    tokens: int  # of a sequence, padded
+    tokens: int  # of a sequence, at most
     batch: int  # sequences
     docs: tuple[int, int]
     doc_len: tuple[int, int]
     facts: tuple[int, int]  # per document
     vocabulary: float  # part of the entities, relations and values
-    passed: float  # share of right answer tokens from which on the next stage is taken up
+    passed: float  # share of right answer tokens, mean over kinds, that takes up the next stage
 
 
 STAGES = [
@@ -56,14 +56,19 @@ STAGES = [
 ALONE_STAGE = 4  # the longest that is trained with masked attention: the mask is quadratic
 
 
+# Rarer questions count for more.
+WEIGHTS = {"one": 1.0, "head": 1.0, "hop": 2.0, "two": 2.0, "latest": 3.0, "both": 2.0}
+
+
 @dataclass(frozen=True)
 class Batch:
-    ids: Tensor  # [B, T]
+    ids: Tensor  # [B, T], padded to the longest
     keep: Tensor  # [B, T], see model.Context
     mask: Tensor | None
     positions: Tensor  # flat indices of tokens that are followed by an answer's token
     targets: Tensor  # those tokens
     kinds: list[str]  # of the question of each target
+    weights: Tensor  # of each target in the loss
     mode: Mode
 
 
@@ -89,7 +94,7 @@ def draw_world(rng: random.Random, stage: Stage, mode: Mode) -> gen.World:
         entities = rng.sample(entities, min(len(entities), count + movers + rng.randint(2, 12)))
     mix = gen.Mix(
         headed=rng.choice((0.0, 0.5, 0.5, 1.0)),
-        chained=rng.choice((0.0, 0.3, 0.6)),
+        chained=rng.choice((0.0, 0.4, 0.8)),
         movers=movers,
         moves=1 if count > 2 or mode is Mode.RESET else min(2, movers),
         entities=entities,
@@ -120,7 +125,8 @@ def draw_batch(rng: random.Random, stage: Stage, mode: Mode) -> Batch:
     ids = torch.full((stage.batch, stage.tokens), gen.PAD)
     keep = torch.ones(stage.batch, stage.tokens)
     owner = torch.zeros(stage.batch, stage.tokens, dtype=torch.int16)  # the segment of every token
-    positions, targets, kinds = [], [], []
+    targets: list[tuple[int, int, int, str]] = []  # row, position before it, token, kind
+    longest = 0
     for row in range(stage.batch):
         while True:
             world = draw_world(rng, stage, mode)
@@ -142,12 +148,18 @@ def draw_batch(rng: random.Random, stage: Stage, mode: Mode) -> Batch:
             if mode is Mode.RESET and number:
                 keep[row, start] = 0
             for at in range(end - answer, end):
-                positions.append(row * stage.tokens + at - 1)
-                targets.append(segment[at - start])
-                kinds.append(questions[number - 1 - len(world.docs)].kind)
+                kind = questions[number - 1 - len(world.docs)].kind
+                targets.append((row, at - 1, segment[at - start], kind))
             start = end
+            longest = max(longest, end)
+    ids, keep, owner = (x[:, :longest].contiguous() for x in (ids, keep, owner))
+    positions = torch.tensor([row * longest + at for row, at, _, _ in targets])
+    kinds = [kind for *_, kind in targets]
+    weights = torch.tensor([WEIGHTS[kind] for kind in kinds])
     mask = None
     if mode is Mode.ALONE:
         own = owner[:, :, None] == owner[:, None]
-        mask = ((own | (owner == 0)[:, None]) & torch.ones(stage.tokens, stage.tokens).tril().bool())[:, None]
-    return Batch(ids, keep, mask, torch.tensor(positions), torch.tensor(targets), kinds, mode)
+        mask = ((own | (owner == 0)[:, None]) & torch.ones(longest, longest).tril().bool())[:, None]
+    return Batch(
+        ids, keep, mask, positions, torch.tensor([token for _, _, token, _ in targets]), kinds, weights, mode
+    )

@@ -3,7 +3,8 @@
     python train.py OUT --minutes 60               # starts, or goes on from OUT/last.pt
     python train.py OUT --minutes 30 --cool 1.0    # goes on, with the learning rate falling to nothing
 
-One line of OUT/log.jsonl per 100 steps; a checkpoint with the state of the optimiser every few minutes.
+One line of OUT/log.jsonl per 100 steps; a checkpoint with the optimiser every few minutes, and on
+SIGTERM and SIGINT, which end the run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import math
 import os
 import random
+import signal
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -80,6 +83,12 @@ class Trainer:
         self.right: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # kind -> right and all tokens
         self.progress = 0.0  # smoothed share of right tokens in this stage
         self.since = 0  # batches of this stage since it began
+        self.stopped = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self.stopped = True
 
     def log(self, **record: object) -> None:
         line = json.dumps(record)
@@ -116,7 +125,8 @@ class Trainer:
     def train_on(self, batch: Batch) -> tuple[float, list[bool]]:
         hidden = self.model(batch.ids, self.model.context(batch.keep, batch.mask))
         logits = self.model.logits(hidden.flatten(0, 1)[batch.positions])
-        loss = F.cross_entropy(logits, batch.targets)
+        losses = F.cross_entropy(logits, batch.targets, reduction="none")
+        loss = (losses * batch.weights).sum() / batch.weights.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimiser.step()
@@ -147,12 +157,15 @@ class Trainer:
             self.tokens += batch.ids.numel()
             tokens += batch.ids.numel()
             loss_sum += loss
+            of_kind: defaultdict[str, list[bool]] = defaultdict(list)
             for kind, ok in zip(batch.kinds, right, strict=True):
+                of_kind[kind].append(ok)
+            for kind, oks in of_kind.items():
                 count = self.right[f"{batch.mode.value}:{kind}"]
-                count[0] += ok
-                count[1] += 1
+                count[0] += sum(oks)
+                count[1] += len(oks)
             if current:
-                self._advance(sum(right) / len(right))
+                self._advance(statistics.mean(sum(oks) / len(oks) for oks in of_kind.values()))
             if self.step % LOG_EVERY == 0:
                 now = time.monotonic()
                 self.log(
@@ -168,12 +181,15 @@ class Trainer:
                 )
                 loss_sum, tokens, logged = 0.0, 0, now
                 self.right.clear()
+            if self.stopped:
+                break
             if time.monotonic() - saved > 60 * self.args.save_minutes:
                 self.save()
                 self.evaluate()
                 saved = time.monotonic()
         self.save()
-        self.evaluate()
+        if not self.stopped:
+            self.evaluate()
 
     def _advance(self, share: float) -> None:
         self.since += 1
