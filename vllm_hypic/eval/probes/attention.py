@@ -185,7 +185,7 @@ def _deviation(method: str, layer: str, prompts: Sequence[_Tokens]) -> Deviation
 
 
 @click.command(help="Deviation of K and V by distance from segments' ends, and the question's attention.")
-@probe_options("block,epic-0,epic-8,epic-16,hypic-8")
+@probe_options("block,epic-0,epic-16,hypic-8,seam-4-0+16")
 @click.option("--segments", type=click.IntRange(1, 256), default=8, show_default=True)
 @click.option("--tokens", type=click.IntRange(SHORTEST, 65536), default=128, show_default=True)
 @output_options

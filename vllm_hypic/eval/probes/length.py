@@ -30,7 +30,7 @@ class Point:
 
 
 @click.command(help="Drift and first-token error over the number and the length of segments.")
-@probe_options("naive-8,block,epic-0,epic-16,hypic-8")
+@probe_options("naive-8,block,epic-0,epic-16,hypic-8,seam-4-0+16")
 @click.option(
     "--segments", type=Numbers(click.IntRange(1, 256)), default="2,4,8,16,32", show_default=True,
     help="Numbers of segments, each of --tokens tokens.",

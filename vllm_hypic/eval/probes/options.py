@@ -20,7 +20,7 @@ from ...primitives.policies import LinkError
 from ..methods import Method, link_method
 from .looking import Eyes, Probe, folder_name
 
-METHODS = "naive-8,block,epic-0,epic-8,epic-16,hypic-4,hypic-8,hypic-16"
+METHODS = "naive-8,block,epic-0,epic-4,epic-16,hypic-8,hypic-16,seam-4-0+16"
 
 DIGITS = 4
 
