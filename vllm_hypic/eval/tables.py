@@ -29,7 +29,7 @@ COLUMNS = (
 
 COMPUTE_ALL = {method.name for method in PLAIN.values()}
 """Methods that have no segments to reuse."""
-WIDTH = 140
+WIDTH = 156
 """Characters that the tables take."""
 
 
