@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from vllm_hypic.demo import EXAMPLE
 from vllm_hypic.eval.command import main
 from vllm_hypic.eval.tasks.families import FAMILIES
 
@@ -27,7 +28,6 @@ def test_help_names_the_families() -> None:
     ("arguments", "says"),
     [
         (["--tasks", "one,nine"], "'nine' is no family of tasks: expected one, two, head"),
-        (["--tasks", "both"], "'both' has no questions for this model; expected one, two"),
         (["--tasks", "one,one"], "a name stands there twice"),
         (
             ["--methods", "hypic-8,hpic-4"],
@@ -54,6 +54,13 @@ def test_what_is_refused(arguments: Sequence[str], says: str) -> None:
     found = run(*arguments)
     assert found.exit_code == 2
     assert says in " ".join(found.output.replace("│", " ").split())
+
+
+def test_families_of_the_demo_model_are_for_that(tmp_path: Path) -> None:
+    found = run("--model", str(tmp_path), "--tasks", "needle,one")
+    assert found.exit_code == 2
+    says = "'one' has no questions for this model; expected needle, keyvalue, variables"
+    assert says in " ".join(found.output.split())
 
 
 def test_faults_of_a_file_are_told(tmp_path: Path) -> None:
@@ -111,7 +118,7 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     assert report["results"]["complete"]
     assert report["settings"]["seed"] == 0
     assert report["settings"]["shapes"] == {"two": [6, 96]}
-    assert report["settings"]["model"] == "tiny-hybrid-qa/model"
+    assert report["settings"]["model"] == f"{EXAMPLE.name}/model"
     assert names["found.png"].read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in names["found.jsonl"].read_text().splitlines()]
     assert len(lines) == 13 * 7
