@@ -225,6 +225,12 @@ def test_a_model_that_is_broken_without_reuse(monkeypatch: pytest.MonkeyPatch) -
         run(monkeypatch, Model(planted=lambda a, w, x: x if SEPARATOR in a.tokens else broken(a, w, x)))
 
 
+def test_tasks_that_are_no_prompts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = replace(task(0), segments=("w", ""))
+    with pytest.raises(MeasureError, match=r"own: .*segment"):
+        run(monkeypatch, sets=[TaskSet("own", Metric.F1, (empty,))])
+
+
 def test_prompts_that_are_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     long = task(9, documents=5)
     found = run(monkeypatch, sets=[TaskSet("own", Metric.EXACT, (task(0), long, task(1)))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...bench.engines import Engine, running
@@ -89,7 +89,7 @@ def measure(
         asked, left_out = _encoded(engine, make(chat), chat, template)
         examples = [example for one in asked for example in one.examples]
         steps.done(left_out * (len(methods) + 2))
-        subject, minimum = engine.call(_subject), _config(place).min_segment_tokens
+        subject = engine.call(_subject)
         faults = {method: [reason] for method, reason in refused(engine, methods).items()}
         steps.done(len(faults) * len(examples))
         kept = [method for method in methods if method not in faults]
@@ -98,6 +98,7 @@ def measure(
         steps.show("full recompute against reuse")
         outcomes = evaluate(engine, examples, kept, done=steps.done)
         described = engine.described
+    minimum = HypicConfig.from_mapping(place.settings.hypic).min_segment_tokens
     full = outcomes[FULL]
     if (broken := _not_finite(full)) is not None:
         raise MeasureError(f"{place.settings.model.name} is broken without reuse: {broken}")
@@ -105,22 +106,17 @@ def measure(
     with running(engine := place.noise()):
         steps.show("full recompute in other chunks")
         noise = Distances.of(full, evaluate(engine, examples, [], done=steps.done, references=full)[FULL])
-    numbers = {}
-    for method in methods:
-        found = outcomes.get(method)
-        if found is not None and (broken := _not_finite(found)) is not None:
-            faults[method].append(broken)
-            found = None
-        numbers[method] = (
-            Numbers(tuple(faults[method]), noise=noise)
-            if found is None
-            else Numbers(
-                faults=tuple(faults[method]),
-                answers=_answers(asked, full, found),
-                reuse=_reuse(method, examples, found, minimum),
-                distances=Distances.of(full, found),
-                noise=noise,
-            )
+    numbers = {m: Numbers(tuple(faults[m]), noise=noise) for m in methods}
+    for method in kept:
+        found = outcomes[method]
+        if (broken := _not_finite(found)) is not None:
+            numbers[method] = replace(numbers[method], faults=(*faults[method], broken))
+            continue
+        numbers[method] = replace(
+            numbers[method],
+            answers=_answers(asked, full, found),
+            reuse=_reuse(method, examples, found, minimum),
+            distances=Distances.of(full, found),
         )
     return Measured(subject, numbers, chat, left_out, described)
 
@@ -133,10 +129,6 @@ class _Asked:
     examples: list[Example]
 
 
-def _config(place: Place) -> HypicConfig:
-    return HypicConfig.from_mapping(place.settings.hypic)
-
-
 def _encoded(
     engine: Engine, sets: Sequence[TaskSet], chat: bool, template: ChatTemplate
 ) -> tuple[list[_Asked], int]:
@@ -147,7 +139,10 @@ def _encoded(
         examples: list[Example] = []
         for i in range(0, len(tasks.tasks), ENCODED_TOGETHER):
             part = tasks.tasks[i : i + ENCODED_TOGETHER]
-            examples += encode(engine, part, chat=chat, template=template)
+            try:
+                examples += encode(engine, part, chat=chat, template=template)
+            except ValueError as e:
+                raise MeasureError(f"{tasks.name}: {e}") from e
         fitting = [
             e
             for e in examples
