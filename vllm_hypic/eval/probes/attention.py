@@ -21,7 +21,7 @@ from ...bench.points import Shape
 from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
 from ..estimates import Estimate, mean
-from ..methods import noise_name
+from ..methods import is_noise, noise_name
 from ..tables import wide_console
 from .beside import SeenAttention
 from .looking import Eyes, Looks, Probe, folder_name, open_eyes, require_long
@@ -243,7 +243,7 @@ def _plot(path: Path, title: str, found: AttentionReport) -> None:
         lines = []
         for r in (r for r in found.rows if r.layer == layer):
             curve = getattr(r.value, f"{end}_curve")
-            colour = COLOURS["stock"] if r is found.rows[0] or r.method.startswith("noise") else None
+            colour = COLOURS["stock"] if is_noise(r.method) else None
             lines.append(Line(r.method, range(len(curve)), curve, colour=colour))
         label = f"tokens from the segment's {end}"
         panels.append(Axes(f"V, {end}", label, "relative deviation", lines, log_y=True))

@@ -15,7 +15,7 @@ from ...bench.points import Shape
 from ...bench.report import check_outputs, output_options
 from ...bench.settings import SHORTEST
 from ..estimates import Estimate, mean, share
-from ..methods import noise_name
+from ..methods import is_noise, noise_name
 from ..tables import wide_console
 from .beside import Layers, Seen
 from .looking import Eyes, Looks, Probe, folder_name, open_eyes, require_long
@@ -184,7 +184,7 @@ def _plot(path: Path, title: str, found: DriftReport) -> None:
                 [m.value for m in values(r)],
                 [m.low for m in values(r)],
                 [m.high for m in values(r)],
-                COLOURS["stock"] if r.method.startswith("noise") else None,
+                COLOURS["stock"] if is_noise(r.method) else None,
             )
             for r in found.rows[1:]
         ]

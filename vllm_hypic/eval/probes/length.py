@@ -22,11 +22,31 @@ from .options import facts, probe_options, write
 
 
 @dataclass(frozen=True)
+class Row:
+    """One method at one shape: what :class:`~.drift.Drift` says of the last layers and the first token."""
+
+    method: str
+    state: Estimate | None
+    """Deepest linear layer; ``None``: there is none."""
+    hidden: Estimate
+    kl: Estimate
+    max_abs: Estimate
+    agreement: Estimate
+    computed: Estimate
+
+    @staticmethod
+    def of(drift: Drift) -> Row:
+        state = drift.states[-1] if drift.states else None
+        hidden, last = drift.hidden[-1], (drift.agreement, drift.computed)
+        return Row(drift.method, state, hidden, drift.kl, drift.max_abs, *last)
+
+
+@dataclass(frozen=True)
 class Point:
     """One shape: the noise floor, then the methods."""
 
     shape: Shape
-    rows: tuple[Drift, ...]
+    rows: tuple[Row, ...]
 
 
 @click.command(help="Drift and first-token error over the number and the length of segments.")
@@ -67,7 +87,7 @@ def length(
         for shape in shapes:
             steps.show(str(shape))
             found = measure(eyes, shape.segments, shape.tokens, truth=False, done=steps.done)
-            points[shape] = Point(shape, tuple(r for r in found.rows if r.method != FULL_NAME))
+            points[shape] = Point(shape, tuple(Row.of(r) for r in found.rows if r.method != FULL_NAME))
         described = facts(eyes)
     title = f"{folder_name(probe.engine.model)}, {probe.prompts} prompts a cell, mean ± 95 %"
     for name, value in QUANTITIES.items():
@@ -90,14 +110,14 @@ def length(
         _plot(plot_path, title, [points[s] for s in more], [points[s] for s in longer])
 
 
-QUANTITIES: dict[str, Callable[[Drift], Estimate | None]] = {
-    "drift of the deepest state": lambda r: r.states[-1] if r.states else None,
+QUANTITIES: dict[str, Callable[[Row], Estimate | None]] = {
+    "drift of the deepest state": lambda r: r.state,
     "KL of the first token, nats": lambda r: r.kl,
     "max |dlogp| of the first token": lambda r: r.max_abs,
 }
 
 
-def _table(title: str, points: Sequence[Point], value: Callable[[Drift], Estimate | None]) -> Any:
+def _table(title: str, points: Sequence[Point], value: Callable[[Row], Estimate | None]) -> Any:
     rows = []
     for i, first in enumerate(points[0].rows):
         cells = [value(p.rows[i]) for p in points]
