@@ -150,9 +150,13 @@ def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sets_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each set has its own scores, of its own tasks."""
-    hard = TaskSet("hard", Metric.F1, tuple(replace(task(i), answers=("never",)) for i in range(3)))
-    numbers = run(monkeypatch, sets=[hard, *SETS]).numbers[HYPIC]
+    """Each set has its own scores, of its own answers."""
+
+    def fail(ask: Ask, warm: bool, answer: Answer) -> Answer:
+        return replace(answer, tokens=(WRONG,)) if ask.tokens[-1] == 3 + len("hard?") else answer
+
+    hard = TaskSet("hard", Metric.F1, tuple(replace(task(i), question="hard?") for i in range(3)))
+    numbers = run(monkeypatch, Model(planted=fail), sets=[hard, *SETS]).numbers[HYPIC]
     assert [(a.name, a.metric, a.full, a.loss.n) for a in numbers.answers] == [
         ("hard", "F1", 0, 3),
         ("fixed set", "exact match", 100, 6),
@@ -168,8 +172,12 @@ def test_answers_that_reuse_gets_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distributions_against_the_noise_of_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = ({RIGHT: math.log(p), WRONG: math.log(1 - p)} for p in (0.89, 0.5))
     model = Model(planted=with_reuse(lambda answer: replace(answer, logprobs=far)))
-    noisy = Model(hypic=False, planted=lambda ask, warm, answer: replace(answer, logprobs=near))
-    numbers = run(monkeypatch, model, noisy).numbers[HYPIC]
+
+    def noisy(ask: Ask, warm: bool, answer: Answer) -> Answer:
+        assert ask.logprobs_of == [RIGHT, WRONG], "the most likely tokens of the other engine"
+        return replace(answer, logprobs=near)
+
+    numbers = run(monkeypatch, model, Model(hypic=False, planted=noisy)).numbers[HYPIC]
     assert numbers.noise is not None and numbers.distances is not None
     assert 0 < numbers.noise.kl_p90 < 0.01 < 0.3 < numbers.distances.kl_p90
 
