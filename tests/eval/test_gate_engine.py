@@ -24,7 +24,7 @@ from vllm_hypic.eval.methods import Method
 pytestmark = pytest.mark.engine
 MODEL = EXAMPLE / "model"
 HYPIC, NAIVE = Method("hypic-8", "hypic", 8), Method("naive-8", "naive", 8)
-SHORT = ("--prompts", "24", "--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "240")
+SHORT = ("--prompts", "24", "--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "400")
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_what_does_not_count(
     with pytest.raises(SignOffError) as caught:
         read(path, subject())
     assert says in str(caught.value) and str(path) in str(caught.value)
-    found = find(tmp_path, subject())
+    found = find(str(tmp_path), subject())
     assert found.sign_off is None and not found.go and says in found.says
 
 
@@ -113,12 +113,12 @@ def test_foreign_files_do_not_count(tmp_path: Path, text: str) -> None:
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(SignOffError, match=r"is no JSON|is no sign-off"):
         read(path)
-    assert not find(tmp_path, subject()).go
+    assert not find(str(tmp_path), subject()).go
 
 
 def test_a_folder_in_its_place(tmp_path: Path) -> None:
     path_in(tmp_path, subject()).mkdir()
-    assert "cannot be read" in find(tmp_path, subject()).says
+    assert "cannot be read" in find(str(tmp_path), subject()).says
 
 
 # -- what it holds for -------------------------------------------------------------------------------
@@ -180,6 +180,18 @@ def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert default_folder() == Path("/cache/vllm-hypic/gates")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_folder() == Path.home() / ".cache/vllm-hypic/gates"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever only warns must not end the start for it."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (FOLDER, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert f"there is no folder of sign-offs: set {FOLDER}" in find(None, subject()).says
 
 
 # -- at the start of a server ------------------------------------------------------------------------

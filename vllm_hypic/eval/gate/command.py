@@ -30,7 +30,7 @@ from .fixed_set import TaskSet, data_set, fixed_set
 from .identity import reads_seam
 from .measure import Measured, MeasureError, Place, measure
 from .shown import numbers_table, reasons_text
-from .signoff import FOLDER, SignOff, default_folder, path_in, write
+from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
 from .verdict import Verdict
 
 CONTEXT = 8192
@@ -213,7 +213,10 @@ def gate(
     judged = _judged(config, try_seams)
     if out is not None and len(judged) > 1:
         raise click.UsageError("--out names one file, --try-seams makes several sign-offs: use --folder")
-    folder = folder or default_folder()
+    try:
+        folder = folder or default_folder()
+    except SignOffError as e:
+        raise click.UsageError(str(e)) from e
     _check_writable(out.absolute().parent if out is not None else folder, path)
     try:
         own = None if data is None else data_set(data, prompts)

@@ -27,7 +27,7 @@ FOLDER = "HYPIC_GATE_FOLDER"
 
 
 class SignOffError(ValueError):
-    """A file that counts as no sign-off; the message names it and says why."""
+    """A file that counts as no sign-off, or a folder that cannot be found; the message says which, and why."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,16 @@ class SignOff:
 
 
 def default_folder() -> Path:
-    """``$HYPIC_GATE_FOLDER``, or ``vllm-hypic/gates`` in the user's cache."""
+    """``$HYPIC_GATE_FOLDER``, or ``vllm-hypic/gates`` in the user's cache.
+
+    Raises :class:`SignOffError` for a user without a home, as containers have them.
+    """
     if folder := os.environ.get(FOLDER):
         return Path(folder)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as e:
+        raise SignOffError(f"there is no folder of sign-offs: set {FOLDER} ({e})") from e
     return Path(cache) / "vllm-hypic" / "gates"
 
 

@@ -50,7 +50,7 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
     if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
         return  # the process that started this one has looked
     subject = subject_of(vllm_config, config)
-    found = find(Path(config.gate.folder) if config.gate.folder else default_folder(), subject)
+    found = find(config.gate.folder, subject)
     if found.go:
         logger.info("hypic gate: %s", found.says)
         return
@@ -60,10 +60,10 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
     logger.warning("hypic gate: %s; %s", found.says, way_out)
 
 
-def find(folder: Path, subject: Subject) -> Found:
-    """The sign-off of ``subject`` in ``folder``.  Changes nothing."""
-    path = path_in(folder, subject)
+def find(folder: str | None, subject: Subject) -> Found:
+    """The sign-off of ``subject`` in ``folder``, or in the default one.  Changes nothing."""
     try:
+        path = path_in(default_folder() if folder is None else Path(folder), subject)
         sign_off = read(path, subject)
     except FileNotFoundError:
         says = f"nobody has checked what reuse costs this model at these settings: no sign-off {path}"
@@ -97,7 +97,8 @@ def command(model: str, subject: Subject, config: HypicConfig) -> str:
         engine["quantization"] = subject.quantization
     if subject.kv_dtype != subject.dtype:
         engine["kv_cache_dtype"] = subject.kv_dtype
-    if (overrides := json.loads(subject.overrides)) != {}:
+    overrides = json.loads(subject.overrides)
+    if overrides and isinstance(overrides, dict):  # a function has no form on a command line
         engine["hf_overrides"] = overrides
     if engine:
         words += ["--engine-args", json.dumps(engine)]
