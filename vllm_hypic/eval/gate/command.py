@@ -227,8 +227,7 @@ def gate(
         threads=threads or len(os.sched_getaffinity(0)),
         eager=eager,
         kv_gib=kv_gib,
-        hypic={n: v for n, v in config.to_mapping().items() if n not in BEYOND}
-        | {"gate": {"require": "off"}},
+        hypic=_within(config),
         timeout_s=timeout_s,
     )
     context_tokens = _context(path, own)
@@ -237,7 +236,6 @@ def gate(
     template = ChatTemplate(options=chat_template_kwargs)
     measured = _measure(place, tuple(judged), tasks, chat, template)
     verdicts = {}
-    to = console()
     for method, numbers in measured.numbers.items():
         judgement = judge(numbers, Limits(**limits))
         verdicts[method] = judgement.verdict
@@ -250,17 +248,20 @@ def gate(
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             evidence=_evidence(measured, method, tasks, place, template),
         )
-        to.print(numbers_table(method.name, numbers))
-        to.print(reasons_text(judgement), soft_wrap=True)
-        written = out or path_in(folder, sign_off.subject)
-        try:
-            write(written, sign_off)
-        except OSError as e:
-            raise click.ClickException(f"the sign-off cannot be written to {written}: {e}") from e
-        to.print(f"Signed off: {written}\n", soft_wrap=True)
+        console().print(numbers_table(method.name, numbers))
+        console().print(reasons_text(judgement), soft_wrap=True)
+        _sign(out or path_in(folder, sign_off.subject), sign_off)
     if try_seams is not None:
-        to.print(_recommendation(verdicts))
+        click.echo(_recommendation(verdicts))
     context.exit(_exit(set(verdicts.values())))
+
+
+def _sign(path: Path, sign_off: SignOff) -> None:
+    try:
+        write(path, sign_off)
+    except OSError as e:
+        raise click.ClickException(f"the sign-off cannot be written to {path}: {e}") from e
+    click.echo(f"Signed off: {path}\n")
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,12 @@ def _config(hypic: Mapping[str, Any], link: str | None, seam_tokens: int | None)
     if not parse_link(config.link, config.seam_tokens).reuse:
         raise click.UsageError(f"link method {config.link!r} reuses nothing: there is nothing to judge")
     return config
+
+
+def _within(config: HypicConfig) -> dict[str, Any]:
+    """Options for the gate's own engines."""
+    options = {name: value for name, value in config.to_mapping().items() if name not in BEYOND}
+    return {**options, "gate": {"require": "off"}}
 
 
 def _judged(config: HypicConfig, try_seams: tuple[int, ...] | None) -> dict[Method, HypicConfig]:

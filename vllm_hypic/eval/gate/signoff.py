@@ -27,7 +27,7 @@ FOLDER = "HYPIC_GATE_FOLDER"
 
 
 class SignOffError(ValueError):
-    """A file that counts as no sign-off, or a folder that cannot be found; the message says which, and why."""
+    """A file that counts as no sign-off, or a folder that cannot be found; the message says which and why."""
 
 
 @dataclass(frozen=True)
