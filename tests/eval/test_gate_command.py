@@ -60,8 +60,10 @@ class Lab:
 
 
 @pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
+def lab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """The user's own folder of sign-offs is left alone."""
     lab = Lab()
+    monkeypatch.setenv(FOLDER, str(tmp_path_factory.mktemp("default")))
     monkeypatch.setattr(command, "measure", lab.measure)
     return lab
 
