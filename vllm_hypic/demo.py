@@ -172,6 +172,7 @@ def generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tiny_hybrid_qa_gen", EXAMPLE / "gen.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
 

@@ -13,6 +13,7 @@ import pytest
 
 from vllm_hypic.bench.beside import Answer, Ask
 from vllm_hypic.bench.settings import EngineSettings
+from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.gate import measure as module
 from vllm_hypic.eval.gate.criteria import FAULTS, Limits, judge
 from vllm_hypic.eval.gate.fixed_set import TaskSet
@@ -235,7 +236,7 @@ def test_a_model_that_is_broken_without_reuse(monkeypatch: pytest.MonkeyPatch) -
 
 def test_tasks_that_are_no_prompts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = replace(task(0), segments=("w", ""))
-    with pytest.raises(MeasureError, match=r"own: .*segment"):
+    with pytest.raises(TasksError, match=r"own: .*segment"):
         run(monkeypatch, sets=[TaskSet("own", Metric.F1, (empty,))])
 
 
@@ -244,6 +245,6 @@ def test_prompts_that_are_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch)
     found = run(monkeypatch, sets=[TaskSet("own", Metric.EXACT, (task(0), long, task(1)))])
     assert found.left_out == 1 and found.numbers[HYPIC].answers[0].loss.n == 2
     with pytest.raises(
-        MeasureError, match="own: no prompt fits the context of 200 tokens; the shortest has 202"
+        TasksError, match="own: no prompt fits the context of 200 tokens; the shortest has 202"
     ):
         run(monkeypatch, sets=[TaskSet("own", Metric.EXACT, (long,))])

@@ -11,10 +11,11 @@ from vllm_hypic.bench.engines import Engine
 from vllm_hypic.bench.report import Steps
 from vllm_hypic.eval.answers_file import writing_answers
 from vllm_hypic.eval.first_token import first_token_times
+from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_method
 from vllm_hypic.eval.room import RoomError
 from vllm_hypic.eval.runner import evaluate
-from vllm_hypic.eval.study import Study, StudyError, refused
+from vllm_hypic.eval.study import Study, refused
 from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
 from vllm_hypic.primitives.options import LINK, SEAM
 from vllm_hypic.primitives.plan import PoolLimits
@@ -243,7 +244,7 @@ def test_prompts_that_are_longer_than_the_context_are_left_out() -> None:
     found.add("few", tasks)
     assert (found.results[0].prompts, found.results[0].left_out) == (5, 1)
     assert bar.total == 6 * 2 + 2 * 2  # the bar ends where it was said to end
-    with pytest.raises(StudyError, match="few: no prompt fits the context of 20 tokens; the shortest has 13"):
+    with pytest.raises(TasksError, match="few: no prompt fits the context of 20 tokens; the shortest has 13"):
         study(BookingEngine(context=20))[0].add("few", TASKS)
 
 

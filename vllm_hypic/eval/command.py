@@ -21,11 +21,12 @@ from ..primitives.policies import LinkError
 from . import estimates
 from .answers_file import writing_answers
 from .chosen import SEED_STEP, Settings, family_names, make_tasks, model_name, needed_context
+from .fitting import TasksError
 from .methods import DEFAULT, FULL, Method, link_method, noise_name
 from .names import Names, Options
 from .results import Metric, overall
 from .room import RoomError
-from .study import Keep, Study, StudyError, refused
+from .study import Keep, Study, refused
 from .tables import family_table, notes, overall_table, wide_console
 from .task import ChatTemplate, Task
 from .tasks.demo import FACTS, find_generator
@@ -253,7 +254,7 @@ def _measure(
         for family, tasks in made.items():
             try:
                 study.add(family, tasks)
-            except (StudyError, RoomError) as e:
+            except (TasksError, RoomError) as e:
                 raise click.ClickException(str(e)) from e
             steps.done(len(reasons) * (len(tasks) + settings.ttft_repeats))
             show(study)

@@ -10,20 +10,12 @@ from ..bench.report import Steps
 from ..primitives.policies import parse_link
 from . import room
 from .first_token import first_token_times
+from .fitting import fitting
 from .methods import FULL, Method
 from .results import FamilyResult, cell
 from .runner import Outcome, evaluate
 from .scores import Scores, score
-from .task import ChatTemplate, Example, Task, encode
-
-ENCODED_TOGETHER = 64
-SPARE = 32
-"""Tokens of the context that a prompt leaves free: separators count in the engine's front end."""
-
-
-class StudyError(ValueError):
-    """Tasks that cannot be prompts of this engine."""
-
+from .task import ChatTemplate, Example, Task
 
 Keep = Callable[[Task, str, Outcome, Scores], None]
 """(task, method, outcome, scores): told of every single answer."""
@@ -53,11 +45,11 @@ class Study:
     def add(self, family: str, tasks: Sequence[Task]) -> None:
         """Run and score one family.
 
-        Raises :class:`StudyError` when no prompt fits the context, ``RoomError`` when one does not fit the
+        Raises ``TasksError`` when no prompt fits the context, ``RoomError`` when one does not fit the
         pool.
         """
         self.steps.show(f"{family}: accuracy")
-        examples = self._fitting(family, tasks)
+        examples = fitting(self.engine, family, tasks, chat=self.chat, template=self.template)
         outcomes = self._outcomes(examples)
         self.steps.done((len(tasks) - len(examples)) * (len(self.methods) + (self.noise is not None)))
         scores = {name: self._scored(examples, found, outcomes) for name, found in outcomes.items()}
@@ -77,28 +69,6 @@ class Study:
         )
         self.results.append(FamilyResult(family, len(examples), len(tasks) - len(examples), cells))
         self.scores[family] = scores
-
-    def _fitting(self, family: str, tasks: Sequence[Task]) -> list[Example]:
-        context = self.engine.described["max_model_len"]
-        examples: list[Example] = []
-        for i in range(0, len(tasks), ENCODED_TOGETHER):
-            try:
-                examples += encode(
-                    self.engine, tasks[i : i + ENCODED_TOGETHER], chat=self.chat, template=self.template
-                )
-            except ValueError as e:
-                raise StudyError(f"{family}: {e}") from e
-        fitting = [
-            e
-            for e in examples
-            if len(e.prompt) + len(e.prompt.documents) + e.task.answer_tokens + SPARE <= context
-        ]
-        if not fitting:
-            raise StudyError(
-                f"{family}: no prompt fits the context of {context} tokens; the shortest has "
-                f"{min(len(e.prompt) for e in examples)}"
-            )
-        return fitting
 
     def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[Outcome]]:
         """By name: full recompute, its noise, the other methods."""

@@ -20,6 +20,7 @@ from ...bench.report import console, machine, plain, progress, versions
 from ...bench.settings import EngineSettings, HypicOptions, Numbers, model_context, with_options
 from ...config import ConfigError, HypicConfig
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
+from ..fitting import TasksError
 from ..methods import Method
 from ..room import RoomError
 from ..task import ChatTemplate
@@ -365,7 +366,7 @@ def _measure(
     try:
         with progress(console(), total, "starting engines") as steps:
             return measure(place, methods, tasks.sets, chat=chat, template=template, steps=steps)
-    except (EngineError, MeasureError, RoomError) as e:
+    except (EngineError, MeasureError, RoomError, TasksError) as e:
         raise click.ClickException(f"the gate did not finish: {e}") from e
 
 

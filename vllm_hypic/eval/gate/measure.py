@@ -13,12 +13,13 @@ from ...bench.report import Steps
 from ...bench.settings import EngineSettings
 from ...config import HypicConfig
 from ...primitives.policies import parse_link
+from ..fitting import fitting
 from ..methods import FULL, Method
 from ..results import Metric
 from ..runner import Outcome, evaluate
 from ..scores import score
 from ..study import refused
-from ..task import ChatTemplate, Example, encode
+from ..task import ChatTemplate, Example
 from .criteria import Answers, Distances, Numbers, Reuse
 from .fixed_set import TaskSet
 from .identity import Subject, subject_of
@@ -27,9 +28,6 @@ NOISE_CHUNK = 256
 """Tokens of a step of the engine that shows the noise: prompts of the fixed set are cut into several."""
 NOISE_SEQUENCES = 64
 """``max_num_seqs`` there: vLLM wants no more than tokens in a step."""
-ENCODED_TOGETHER = 64
-SPARE = 32
-"""Tokens of the context that a prompt leaves free: separators count in the engine's front end."""
 METRICS = {Metric.EXACT: "exact match", Metric.F1: "F1", Metric.ROUGE_L: "ROUGE-L"}
 
 
@@ -79,8 +77,8 @@ def measure(
     """``make(chat)`` makes the tasks; ``chat=None``: through the chat template where the model has one.
 
     ``steps`` are told of (task, method) pairs; full recompute and the noise count as methods.  Raises
-    ``EngineError`` when an engine does not start or dies, ``RoomError`` where the pool does not hold a
-    prompt, and :class:`MeasureError`.
+    ``EngineError`` when an engine does not start or dies, ``TasksError`` and ``RoomError`` where prompts fit
+    neither context nor pool, and :class:`MeasureError`.
     """
     steps.show("starting vLLM with hypic")
     with running(engine := place.hypic()):
@@ -133,29 +131,8 @@ def _encoded(
     engine: Engine, sets: Sequence[TaskSet], chat: bool, template: ChatTemplate
 ) -> tuple[list[_Asked], int]:
     """Prompts that fit the context, and how many do not."""
-    context, left_out = engine.described["max_model_len"], 0
-    asked = []
-    for tasks in sets:
-        examples: list[Example] = []
-        for i in range(0, len(tasks.tasks), ENCODED_TOGETHER):
-            part = tasks.tasks[i : i + ENCODED_TOGETHER]
-            try:
-                examples += encode(engine, part, chat=chat, template=template)
-            except ValueError as e:
-                raise MeasureError(f"{tasks.name}: {e}") from e
-        fitting = [
-            e
-            for e in examples
-            if len(e.prompt) + len(e.prompt.documents) + e.task.answer_tokens + SPARE <= context
-        ]
-        if not fitting:
-            raise MeasureError(
-                f"{tasks.name}: no prompt fits the context of {context} tokens; the shortest has "
-                f"{min(len(e.prompt) for e in examples)}"
-            )
-        left_out += len(examples) - len(fitting)
-        asked.append(_Asked(tasks, fitting))
-    return asked, left_out
+    asked = [_Asked(one, fitting(engine, one.name, one.tasks, chat=chat, template=template)) for one in sets]
+    return asked, sum(len(one.tasks.tasks) - len(one.examples) for one in asked)
 
 
 def _cold_against_warm(engine: Engine, method: Method, examples: Sequence[Example]) -> list[str]:
