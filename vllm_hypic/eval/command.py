@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -276,6 +274,7 @@ def _write(path: Path, settings: Settings, study: Study, metric: Metric, complet
         "engines": described(*(e for e in (study.engine, study.noise) if e is not None)),
         "intervals": {"percent": 95, "resamples": estimates.RESAMPLES, "seed": estimates.SEED},
     }
-    found = report.report("eval", settings, results, threads=settings.engine.threads)
-    found["command"] = shlex.join(["python", "-m", "vllm_hypic.eval", *sys.argv[1:]])
-    report.write_json(path, found)
+    threads = settings.engine.threads
+    report.write_json(
+        path, report.report("eval", settings, results, threads=threads, module="vllm_hypic.eval")
+    )

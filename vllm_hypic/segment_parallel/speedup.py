@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,8 +116,8 @@ def measure(
     if json_path is not None:
         settings = {"setup": setup, "lengths": LENGTHS, "even_lengths": EVEN_LENGTHS, "question": QUESTION}
         gate = "answers of two workers and of a single server: same tokens, same logprobs bit for bit"
-        found = report("segment-parallel", settings, result, gate=gate, threads=setup.threads)
-        found["command"] = shlex.join(["python", "-m", "vllm_hypic.segment_parallel.demo", *sys.argv[1:]])
+        module = "vllm_hypic.segment_parallel.demo"
+        found = report("segment-parallel", settings, result, gate=gate, threads=setup.threads, module=module)
         write_json(json_path, found)
 
 

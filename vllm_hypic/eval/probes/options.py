@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -138,9 +136,12 @@ def write(
         return
     settings = {"model": folder_name(probe.engine.model), "probe": probe, **more}
     found = report.report(
-        f"probe {name}", settings, {"engines": eyes_facts, **results}, threads=probe.engine.threads
+        f"probe {name}",
+        settings,
+        {"engines": eyes_facts, **results},
+        threads=probe.engine.threads,
+        module="vllm_hypic.eval.probes",
     )
-    found["command"] = shlex.join(["python", "-m", "vllm_hypic.eval.probes", *sys.argv[1:]])
     report.write_json(path, _rounded(found))
 
 
