@@ -10,7 +10,7 @@
     composed   the same, but the states are put together with each document's transition, in order
 
 `added` and `composed` compute every document apart but for the convolution, which still sees the three tokens
-before the document. The arithmetic is float32 on the weights as they are stored, in bf16.
+before the document, in float32; the other parts are computed in bf16, as in training.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def right_answers(model: Model, part: Part, prompts: list[dict]) -> list[bool]:
     keep = torch.ones(ids.shape)
     if part is Part.ZEROED:
         keep[:, starts[1:]] = 0
+    model.fast = not part.apart
     link: Callable[..., Tensor] = partial(apart_scan, part, starts) if part.apart else scan
     for layer in model.model.layers:
         if not layer.full:

@@ -53,11 +53,10 @@ STAGES = [
     Stage(1024, 2, (4, 12), (40, 110), (2, 7), 1.0, 0.96),
     Stage(1664, 2, (6, 16), (64, 140), (3, 9), 1.0, 2.0),
 ]
-ALONE_STAGE = 4  # the longest that is trained with masked attention: the mask is quadratic
 
 
 # Rarer questions count for more.
-WEIGHTS = {"one": 1.0, "head": 1.0, "hop": 2.0, "two": 2.0, "latest": 3.0, "both": 2.0}
+WEIGHTS = {"one": 1.0, "head": 1.0, "hop": 2.0, "two": 2.0, "latest": 4.0, "both": 4.0}
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ def draw_world(rng: random.Random, stage: Stage, mode: Mode) -> gen.World:
     ]
     if mode is Mode.ALONE:
         facts = [min(2, fact) for fact in facts]
-    movers = rng.randint(1, 2) if count < 4 else rng.randint(2, 6)
+    movers = rng.randint(1, 2) if count < 3 else rng.randint(2, 6)
+    moves = 1 if mode is Mode.RESET else rng.choice((1, 1, 2)) if mode is Mode.PLAIN else rng.randint(1, 3)
     entities: Sequence[int] = first(gen.ENTITIES, stage.vocabulary)
     relations: Sequence[int] = first(gen.RELATIONS, stage.vocabulary)
     if rng.random() < 0.3:  # facts that differ in their subject alone, or in their relation alone
@@ -96,7 +96,7 @@ def draw_world(rng: random.Random, stage: Stage, mode: Mode) -> gen.World:
         headed=rng.choice((0.0, 0.5, 0.5, 1.0)),
         chained=rng.choice((0.0, 0.4, 0.8)),
         movers=movers,
-        moves=1 if count > 2 or mode is Mode.RESET else min(2, movers),
+        moves=min(moves, movers),
         entities=entities,
         relations=relations,
         values=first(gen.VALUES, stage.vocabulary),
@@ -122,12 +122,13 @@ def select(rng: random.Random, questions: list[gen.Question], mode: Mode) -> lis
 
 
 def draw_batch(rng: random.Random, stage: Stage, mode: Mode) -> Batch:
-    ids = torch.full((stage.batch, stage.tokens), gen.PAD)
-    keep = torch.ones(stage.batch, stage.tokens)
-    owner = torch.zeros(stage.batch, stage.tokens, dtype=torch.int16)  # the segment of every token
+    rows = 2 * stage.batch if mode is Mode.ALONE else stage.batch  # it has few questions
+    ids = torch.full((rows, stage.tokens), gen.PAD)
+    keep = torch.ones(rows, stage.tokens)
+    owner = torch.zeros(rows, stage.tokens, dtype=torch.int16)  # the segment of every token
     targets: list[tuple[int, int, int, str]] = []  # row, position before it, token, kind
     longest = 0
-    for row in range(stage.batch):
+    for row in range(rows):
         while True:
             world = draw_world(rng, stage, mode)
             questions = select(rng, world.questions, mode)

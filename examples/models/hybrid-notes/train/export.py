@@ -1,6 +1,9 @@
 """Writes a checkpoint as a Hugging Face model in bf16, after comparing its scores with those of transformers.
 
-python export.py CHECKPOINT OUT_DIR
+    python export.py CHECKPOINT OUT_DIR
+
+The linear heads are widened with zeros to 64, the smallest size of vLLM's CPU kernels: most of a state stays
+zero, and the model computes what it computed before.
 """
 
 from __future__ import annotations
@@ -8,17 +11,58 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from data import gen
-from model import Config, Model
+from model import WIDE, Config, Model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 TOLERANCE = 1e-3  # of the largest score, in float32
+
+
+def widen(weights: dict[str, Tensor], c: Config, dim: int) -> tuple[dict[str, Tensor], Config]:
+    """The same model with linear heads of `dim`, of which all but the first dimensions are zero.
+
+    The gated norm divides by the root of the mean square; zeros make it smaller; the weight makes up for it.
+    """
+
+    def stretch(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (-1, c.linear_dim))
+        zeros = heads.new_zeros(len(heads), dim - c.linear_dim, *heads.shape[2:])
+        return torch.cat([heads, zeros], 1).flatten(0, 1)
+
+    wide = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight")):
+            wide[name] = stretch(weight)
+        elif name.endswith("linear_attn.norm.weight"):
+            wide[name] = stretch(weight * (c.linear_dim / dim) ** 0.5)
+        elif name.endswith("out_proj.weight"):
+            wide[name] = stretch(weight.T).T.contiguous()
+    return wide, replace(c, linear_dim=dim)
+
+
+def narrow(weights: dict[str, Tensor], c: Config, dim: int) -> tuple[dict[str, Tensor], Config]:
+    """Undoes `widen`, to linear heads of `dim`."""
+
+    def cut(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, c.linear_dim))[:, :dim].flatten(0, 1)
+
+    small = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight")):
+            small[name] = cut(weight)
+        elif name.endswith("linear_attn.norm.weight"):
+            small[name] = cut(weight) * (c.linear_dim / dim) ** 0.5
+        elif name.endswith("out_proj.weight"):
+            small[name] = cut(weight.T).T.contiguous()
+    return small, replace(c, linear_dim=dim)
 
 
 def hf_config(c: Config) -> Qwen3_5TextConfig:
@@ -49,7 +93,7 @@ def hf_config(c: Config) -> Qwen3_5TextConfig:
 
 
 def load(folder: Path) -> Model:
-    """The model in a Hugging Face folder that `main` wrote, in float32, for inference."""
+    """The model that `main` wrote to a folder, without the zeros that it added, for inference."""
     c = Qwen3_5TextConfig.from_pretrained(folder)
     config = Config(
         vocab=c.vocab_size,
@@ -65,11 +109,10 @@ def load(folder: Path) -> Model:
         rotary=c.rope_parameters["partial_rotary_factor"],
         theta=c.rope_parameters["rope_theta"],
     )
-    model = Model(config, fast=False)
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict(
-        {name: weight.float() for name, weight in weights.items() if name != "lm_head.weight"}
-    )
+    stored = {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
+    weights, config = narrow(stored, config, Config.linear_dim)
+    model = Model(config)
+    model.load_state_dict(weights)
     return model.requires_grad_(False)
 
 
@@ -92,8 +135,9 @@ def main() -> int:
     saved = torch.load(args.checkpoint)
     ours = Model(Config(**saved["config"]), fast=False)
     ours.load_state_dict(saved["model"])
-    theirs = Qwen3_5ForCausalLM(hf_config(ours.config)).float()
-    result = theirs.load_state_dict(saved["model"], strict=False)
+    weights, config = widen(saved["model"], ours.config, WIDE)
+    theirs = Qwen3_5ForCausalLM(hf_config(config)).float()
+    result = theirs.load_state_dict(weights, strict=False)
     if result.unexpected_keys or set(result.missing_keys) - {"lm_head.weight"}:
         print(f"names differ: {result}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ using bf16 = at::BFloat16;
 constexpr int D = 32;  // of a head, keys and values alike: Config.linear_dim of model.py
 constexpr int TAPS = 4;
 constexpr float EPS = 1e-6f;
+constexpr float GATED_EPS = 4e-6f;  // of the gated norm: see model.py
 const float SCALE = 1.f / std::sqrt((float)D);  // of the queries
 
 // ---- Rows of a state -----------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ std::vector<Tensor> gdn_forward(
       for (int h = 0; h < heads; h++) {
         prepare(w, active.data(), row, keep.data_ptr<float>()[at], h, t);
         forward_step(state.data() + h * D * D, state.data() + h * D * D, t);
-        const float scale = 1.f / std::sqrt(dot(t.o, t.o) / D + EPS);
+        const float scale = 1.f / std::sqrt(dot(t.o, t.o) / D + GATED_EPS);
         read_bf16(row + n + h * D, gate, D);
         for (int j = 0; j < D; j++) result[j] = w.norm[j] * t.o[j] * scale * silu(gate[j]);
         write_bf16(result, out.data_ptr<bf16>() + at * w.width() + h * D, D);
@@ -270,7 +271,7 @@ std::vector<Tensor> gdn_backward(
           const bf16* row = rows + (int64_t)i * w.columns();
           bf16* d_row = d_rows + (int64_t)i * w.columns();
           // The gated norm: result = norm * hat * silu(gate), hat = o * scale.
-          const float scale = 1.f / std::sqrt(dot(t.o, t.o) / D + EPS);
+          const float scale = 1.f / std::sqrt(dot(t.o, t.o) / D + GATED_EPS);
           read_bf16(row + n + h * D, gate, D);
           read_bf16(d_out.data_ptr<bf16>() + (base + i) * w.width() + h * D, d_result, D);
           float along = 0, *d_weight = d_norm.data_ptr<float>();

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 EPS = 1e-6
+WIDE = 64  # linear heads are exported with this size: the smallest that vLLM's CPU kernels take
 TAPS = 4  # of the causal convolution
 
 
@@ -81,12 +82,19 @@ class RmsNorm(nn.Module):
 
 
 class GatedNorm(nn.Module):
+    """RMSNorm of a head's output, times silu of the gate.
+
+    Widened with zeros to WIDE, a head has queries scaled by WIDE^-0.5 and a mean over WIDE values, so its
+    mean square is (size / WIDE)^2 of that here: with an epsilon as much larger, both norms are the same.
+    """
+
     def __init__(self, size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+        self.eps = EPS * (WIDE / size) ** 2
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * F.silu(gate)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * F.silu(gate)
 
 
 def project(weights: list[Tensor], x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
-from data import ALONE_STAGE, STAGES, Batch, Mode, draw_batch, gen
+from data import STAGES, Batch, Mode, draw_batch, gen
 from model import Config, Model
 from score import exact_match
 
@@ -46,6 +46,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decay", type=float, default=0.05, help="weight decay (default: %(default)s)")
     parser.add_argument("--reset", type=float, default=0.4, help="part of batches with reset states")
     parser.add_argument("--alone", type=float, default=0.15, help="part of batches with masked attention")
+    parser.add_argument(
+        "--alone-stages",
+        type=int,
+        nargs=2,
+        default=(0, 3),
+        help="stages of those, drawn evenly: the mask is quadratic (default: %(default)s)",
+    )
     parser.add_argument("--stage", type=int, help="goes to this stage at once")
     parser.add_argument("--hold", action="store_true", help="stays in the stage")
     parser.add_argument("--easier", type=float, default=0.2, help="part of batches of an earlier stage")
@@ -117,8 +124,8 @@ class Trainer:
             mode = Mode.RESET
         elif choice < self.args.reset + self.args.alone:
             mode = Mode.ALONE
-            stage = min(stage, ALONE_STAGE)
-        if stage and self.rng.random() < self.args.easier:
+            stage = self.rng.randint(*self.args.alone_stages)
+        elif stage and self.rng.random() < self.args.easier:
             stage = self.rng.randrange(max(0, stage - 2), stage)
         return draw_batch(self.rng, STAGES[stage], mode), stage == self.stage and mode is not Mode.ALONE
 
