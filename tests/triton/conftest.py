@@ -1,0 +1,49 @@
+"""Tests of Triton kernels: in Triton's interpreter, or on a GPU where there is one.
+
+    TRITON_INTERPRET=1 pytest tests/triton
+
+They need a process of their own: what ``TRITON_INTERPRET`` says when triton is imported for the first time
+holds for the whole process, and vLLM imports triton.  Without the variable and without a GPU nothing here is
+collected.  This folder must never become a package: its name would hide triton from all other tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import triton
+
+INTERPRETED = triton.knobs.runtime.interpret
+RUNS = INTERPRETED or torch.cuda.is_available()
+
+# The interpreter is slow, and slower still with a team of threads for tensors of this size.
+if INTERPRETED:
+    torch.set_num_threads(1)
+
+    import interpreter
+
+    interpreter.install()
+
+if not RUNS:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not RUNS:
+        terminalreporter.write_line(
+            "tests/triton: not run here; without a GPU: TRITON_INTERPRET=1 pytest tests/triton"
+        )
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: a GPU, or the interpreter, which takes tensors on the CPU."""
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="session")
+def compiler_environment() -> dict[str, str]:
+    """The environment of a process that compiles kernels instead of interpreting them."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,0 +1,64 @@
+"""Every kernel compiles for every architecture within its limits, and the tool that says so can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLANTED = """
+import sys
+import triton
+import triton.language as tl
+from rich.console import Console
+from vllm_hypic.backends.ops import compiled
+from vllm_hypic.backends.ops.kernel_spec import KernelSpec, Limits
+
+@triton.jit
+def sum_kernel(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out, tl.sum(tl.load(x + at), 0))
+
+limit = Limits(**eval(sys.argv[1]))
+types, constants = {"x": "*fp32", "out": "*fp32"}, {"N": eval(sys.argv[2])}
+spec = KernelSpec("sum", sum_kernel, types, constants, warps=4, stages=1, limit=limit)
+sys.exit(compiled.check([spec], [90], Console(width=200)))
+"""
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+
+
+def test_all_kernels_keep_their_limits(compiler_environment: dict[str, str]) -> None:
+    done = run(compiler_environment, "-m", "vllm_hypic.backends.ops.compiled")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limits", "n", "says"),
+    [
+        ("{}", 256, ""),
+        ("{'registers': 3}", 256, "registers: at most 3 allowed"),
+        ("{'shared': 0}", 256, "bytes of shared memory: at most 0 allowed"),
+        ("{'mma': 1}", 256, "0 tensor-core instructions: at least 1 expected"),
+        ("{}", 255, "power of 2"),
+    ],
+)
+def test_what_exceeds_its_limit_is_named(
+    limits: str, n: int, says: str, compiler_environment: dict[str, str], tmp_path: Path
+) -> None:
+    program = tmp_path / "planted.py"  # Triton reads a kernel's source
+    program.write_text(PLANTED)
+    done = run(compiler_environment, str(program), limits, str(n))
+    assert done.returncode == (1 if says else 0), done.stdout + done.stderr
+    assert says in done.stdout
+
+
+def test_it_refuses_to_run_in_the_interpreter(compiler_environment: dict[str, str]) -> None:
+    environment = {**compiler_environment, "TRITON_INTERPRET": "1"}
+    done = run(environment, "-m", "vllm_hypic.backends.ops.compiled")
+    assert done.returncode == 2 and "TRITON_INTERPRET is set" in done.stderr

@@ -1,0 +1,172 @@
+"""The interpreter's corrections: right with them, wrong without them.
+
+A test that fails because the stock interpreter is right tells that its correction can go.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from conftest import INTERPRETED
+
+if INTERPRETED:
+    from interpreter import uncorrected
+else:
+    uncorrected = nullcontext
+
+SIZE = 32
+
+
+def values(seed: int, dtype: torch.dtype = torch.bfloat16, rows: int = SIZE) -> torch.Tensor:
+    return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@triton.jit
+def elementwise_kernel(x, y, out, OP: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    a, b = tl.load(x + at), tl.load(y + at)
+    if OP == "add":
+        c = a + b
+    elif OP == "multiply":
+        c = a * b
+    elif OP == "negate":
+        c = -a
+    elif OP == "largest":
+        c = tl.maximum(a, b)
+    elif OP == "smaller":
+        c = tl.where(a < b, a, b)
+    elif OP == "fma":
+        c = tl.fma(a, b, a)
+    elif OP == "narrow":
+        c = a.to(out.dtype.element_ty)
+    elif OP == "narrow to nearest":
+        c = a.to(out.dtype.element_ty, fp_downcast_rounding="rtne")
+    tl.store(out + at, c)
+
+
+@triton.jit
+def reduce_kernel(x, out, OP: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tile = tl.load(x + at[:, None] * N + at[None, :])
+    if OP == "sum":
+        tl.store(out + at, tl.sum(tile, 1))
+    elif OP == "argmax":
+        tl.store(out + at, tl.argmax(tile, 1))
+    elif OP == "cumsum":
+        tl.store(out + at[:, None] * N + at[None, :], tl.cumsum(tile, 1))
+
+
+@triton.jit
+def dot_kernel(x, y, out, N: tl.constexpr, PRECISION: tl.constexpr):
+    at = tl.arange(0, N)
+    tile = at[:, None] * N + at[None, :]
+    tl.store(out + tile, tl.dot(tl.load(x + tile), tl.load(y + tile), input_precision=PRECISION))
+
+
+def elementwise(op: str, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(x.numel(), dtype=dtype, device=x.device)
+    elementwise_kernel[(1,)](x, y, out, op, x.numel())
+    return out.view(x.shape)
+
+
+ELEMENTWISE = {
+    "add": lambda a, b: a + b,
+    "multiply": lambda a, b: a * b,
+    "negate": lambda a, b: -a,
+    "largest": torch.maximum,
+    "smaller": torch.minimum,
+    "fma": lambda a, b: (a.double() * b.double() + a.double()).to(a.dtype),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # what bits yield as numbers
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_bf16_is_no_integer(op: str, device: torch.device) -> None:
+    a, b = values(0).to(device), values(1).to(device)
+    wanted = ELEMENTWISE[op](a, b)
+    assert torch.equal(elementwise(op, a, b, torch.bfloat16), wanted)
+    if INTERPRETED:
+        with uncorrected():
+            assert not torch.equal(elementwise(op, a, b, torch.bfloat16), wanted)
+
+
+@pytest.mark.parametrize(
+    ("op", "source"),
+    [
+        ("narrow", torch.float32),
+        ("narrow to nearest", torch.float32),
+        ("narrow", torch.float16),
+        ("narrow", torch.int32),
+    ],
+)
+def test_conversions_round_to_nearest_even(op: str, source: torch.dtype, device: torch.device) -> None:
+    if source == torch.int32:
+        x = torch.arange(1, 4096, 4, dtype=source, device=device)
+    else:
+        x = values(0, source).flatten().to(device)
+        x[:3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8]).to(source)  # ties
+        if source == torch.float32:
+            x[3:6] = torch.tensor([float("inf"), 2 - 2**-20, 1e-39])  # carries into the exponent; subnormal
+    wanted = x.to(torch.bfloat16)
+    assert torch.equal(elementwise(op, x, x, torch.bfloat16), wanted)
+    if INTERPRETED:
+        with uncorrected():
+            assert not torch.equal(elementwise(op, x, x, torch.bfloat16), wanted)
+
+
+def test_nan_stays_nan(device: torch.device) -> None:
+    x = torch.full((16,), float("nan"), device=device)
+    assert elementwise("narrow", x, x, torch.bfloat16).isnan().all()
+
+
+@pytest.mark.parametrize("op", ["sum", "argmax", "cumsum"])
+def test_reductions_of_bf16(op: str, device: torch.device) -> None:
+    x = values(2).to(device)
+
+    def run() -> torch.Tensor:
+        shape = (SIZE, SIZE) if op == "cumsum" else (SIZE,)
+        out = torch.zeros(shape, dtype=torch.int32 if op == "argmax" else x.dtype, device=device)
+        reduce_kernel[(1,)](x, out, op, SIZE)
+        return out
+
+    wanted = {
+        "sum": lambda: x.float().sum(1),
+        "argmax": lambda: x.float().argmax(1).int(),
+        "cumsum": lambda: x.float().cumsum(1),
+    }[op]()
+    # A GPU may round sums in between.
+    near = {"rtol": 2**-7, "atol": 2**-6} if op != "argmax" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(run().to(wanted.dtype), wanted, **near)
+    if INTERPRETED:
+        with uncorrected(), pytest.raises(AssertionError):
+            torch.testing.assert_close(run().to(wanted.dtype), wanted, **near)
+
+
+def dot(x: torch.Tensor, y: torch.Tensor, precision: str) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    dot_kernel[(1,)](x, y, out, SIZE, precision)
+    return out
+
+
+def test_dot_of_bf16(device: torch.device) -> None:
+    a, b = values(0).to(device), values(1).to(device)
+    wanted = a.float() @ b.float()
+    torch.testing.assert_close(dot(a, b, "ieee"), wanted, rtol=1e-5, atol=1e-5)
+    if INTERPRETED:
+        with uncorrected(), pytest.raises(AssertionError):
+            torch.testing.assert_close(dot(a, b, "ieee"), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_dot_loses_digits_where_a_gpu_does(device: torch.device) -> None:
+    a, b = values(0, torch.float32).to(device), values(1, torch.float32).to(device)
+    wanted = (a.double() @ b.double()).float()
+    for precision in ("ieee", "tf32x3"):
+        torch.testing.assert_close(dot(a, b, precision), wanted, rtol=1e-5, atol=1e-5)
+    assert float((dot(a, b, "tf32") - wanted).abs().max()) > 1e-4
+    if INTERPRETED:
+        with uncorrected():
+            torch.testing.assert_close(dot(a, b, "tf32"), wanted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,154 @@
+"""Compile every Triton kernel for A100, H100 and B200, without a GPU, and hold what it needs against limits.
+
+    python -m vllm_hypic.backends.ops.compiled [--arch 90] [part of a name ...]
+
+prints a table; exit code 1: a limit is exceeded or a kernel does not compile.  Runs in a process without
+``TRITON_INTERPRET``: what Triton's interpreter takes may not compile, and the other way round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import triton
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.errors import TritonError
+
+from .. import ops
+from .kernel_spec import ARCHITECTURES, SHARED_PER_BLOCK, KernelSpec, Limits
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MMA = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel needs on one architecture: registers and stack bytes per thread, bytes of shared memory
+    per block, tensor-core instructions in its code."""
+
+    registers: int
+    stack: int
+    shared: int
+    mma: int
+
+    def exceeded(self, limits: Limits, architecture: int) -> list[str]:
+        """What is beyond its limit, as sentences."""
+        shared = SHARED_PER_BLOCK[architecture] if limits.shared is None else limits.shared
+        found = []
+        for name, value, highest in (
+            ("registers", self.registers, limits.registers),
+            ("bytes of stack", self.stack, limits.stack),
+            ("bytes of shared memory", self.shared, shared),
+        ):
+            if value > highest:
+                found.append(f"{value} {name}: at most {highest} allowed")
+        if self.mma < limits.mma:
+            found.append(f"{self.mma} tensor-core instructions: at least {limits.mma} expected")
+        return found
+
+
+def kernel_modules() -> list[ModuleType]:
+    """All modules of the package's operators that hold Triton code."""
+    found = pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
+    names = [m.name for m in found if m.name.rpartition(".")[2].startswith("triton_")]
+    return [importlib.import_module(name) for name in names]
+
+
+def specs_of(module: ModuleType) -> tuple[KernelSpec, ...]:
+    """The specs of a module.  Raises ``ValueError`` where a kernel that it defines has none."""
+    specs: tuple[KernelSpec, ...] = getattr(module, "SPECS", ())
+    specified = {spec.function.__name__ for spec in specs}
+    for name, value in vars(module).items():
+        ours = getattr(value, "__module__", None) == module.__name__ and hasattr(value, "arg_names")
+        if ours and name.endswith("_kernel") and name not in specified:
+            raise ValueError(f"{module.__name__}.{name}: a kernel without a KernelSpec in SPECS")
+    return specs
+
+
+def compile_kernel(spec: KernelSpec, architecture: int) -> Usage:
+    """Raises what Triton raises when the kernel does not compile."""
+    at = {name: (i,) for i, name in enumerate(spec.function.arg_names)}
+    source = ASTSource(
+        fn=spec.function,
+        # In the order of the arguments.
+        signature={name: spec.signature.get(name, "constexpr") for name in at},
+        constexprs={at[name]: value for name, value in spec.constants.items()},
+        attrs={at[name]: [["tt.divisibility", 16]] for name in spec.aligned},
+    )
+    kernel = triton.compile(
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": spec.warps, "num_stages": spec.stages},
+    )
+    registers, stack = _resources(kernel.asm["cubin"])
+    return Usage(registers, stack, kernel.metadata.shared, len(MMA.findall(kernel.asm["ptx"])))
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    # The tool prints to either.
+    if found := USAGE.search(done.stdout + done.stderr):
+        return int(found[1]), int(found[2])
+    raise RuntimeError(f"cuobjdump -res-usage printed no usage: {done.stdout}{done.stderr}")
+
+
+def check(specs: Iterable[KernelSpec], architectures: Sequence[int], console: Console) -> int:
+    """Print a table of all and what exceeds its limits; returns how many kernels do."""
+    table = Table("kernel", "sm", "registers", "stack", "shared KiB", "tensor core", "", box=None)
+    complaints: list[str] = []
+    for spec in specs:
+        for architecture in architectures:
+            where = f"{spec.name} on sm_{architecture}"
+            try:
+                usage = compile_kernel(spec, architecture)
+            except (TritonError, RuntimeError) as e:  # the latter from passes of the compiler
+                table.add_row(spec.name, str(architecture), *"----", "does not compile")
+                complaints.append(f"{where}: {e}")
+                continue
+            bad = usage.exceeded(spec.limits_on(architecture), architecture)
+            numbers = (usage.registers, usage.stack, f"{usage.shared / 1024:.1f}", usage.mma)
+            table.add_row(spec.name, str(architecture), *map(str, numbers), "too much" if bad else "")
+            if bad:
+                complaints.append(f"{where}: {'; '.join(bad)}")
+    console.print(table)
+    for complaint in complaints:
+        console.print(complaint, style="red", markup=False, highlight=False)
+    return len(complaints)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m vllm_hypic.backends.ops.compiled", description=__doc__)
+    parser.add_argument("names", nargs="*", help="only kernels whose names contain one of these")
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append", help="only these")
+    given = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        parser.error("TRITON_INTERPRET is set: the interpreter's kernels cannot be compiled; unset it")
+    specs = [spec for module in kernel_modules() for spec in specs_of(module)]
+    wanted = [s for s in specs if not given.names or any(name in s.name for name in given.names)]
+    if not wanted:
+        parser.error(f"no kernel is named like {given.names}: there are {[s.name for s in specs]}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    return 1 if check(wanted, given.arch or ARCHITECTURES, console) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
