@@ -44,13 +44,13 @@ class Source(IntEnum):
 
 
 class ChunkRow(NamedTuple):
-    """Token rows [first, first + count) of a run that begins at row `run`, behind `source` number `index`."""
+    """Token rows [first, first + tokens) of a run that begins at row `run`, behind `source` number `number`."""
 
     first: int
-    count: int
+    tokens: int
     run: int
     source: int
-    index: int
+    number: int
 
 
 class SegmentScan(NamedTuple):
@@ -98,7 +98,7 @@ class ContextRow(NamedTuple):
     that record's conv tail the context of row `tail`."""
 
     source: int
-    index: int
+    number: int
     run: int
     stop: int
     batch_row: int
@@ -155,8 +155,8 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class ComposePlan:
-    """Of `gdn_compose`. Tables as in `SegmentPlan`: `ChunkRow`, `ComposeScan` and `ContextRow` (one per request
-    each), `ComposeStep`."""
+    """Of `gdn_compose`. Tables as in `SegmentPlan`; rows of `chunks` are `ChunkRow`, of `scans` `ComposeScan`,
+    of `steps` `ComposeStep`, of `contexts` `ContextRow`; scans and contexts: one per request."""
 
     chunk: int
     chunks: Tensor
@@ -191,10 +191,10 @@ def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
                     taken.append((number, r.carry))
                 if not r.ends:
                     left.append((number, r.carry))
-        edges = [cut.length]
+        edges = [len(cut)]
         for first, stop in ((r.first, r.begin), (r.begin, r.end), (r.end, r.stop)):
             cut.add(run, first, stop)
-            edges.append(cut.length)
+            edges.append(len(cut))
         scans.append(SegmentScan(r.batch_row, r.resumed, edges[0], edges[1], edges[2], edges[3], number))
         tail_slot = r.slot if r.ends else -1
         contexts.append(ContextRow(*run.source, run.first, r.stop, r.batch_row, r.end, tail_slot))
@@ -229,7 +229,7 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
         at = 0
         first_step = len(steps)
         for op in operations[r.first_op : r.stop_op]:
-            first_chunk = cut.length
+            first_chunk = len(cut)
             if op.tokens:
                 if run is None:
                     run = _Run(op.first, before)
@@ -237,7 +237,7 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
                     raise ValueError(f"{op}: the rows before it end at {at}")
                 at = op.first + op.tokens
                 cut.add(run, op.first, at)
-            steps.append(ComposeStep(first_chunk, cut.length, op.slot, op.mode))
+            steps.append(ComposeStep(first_chunk, len(cut), op.slot, op.mode))
             if op.mode != Mode.NONE:
                 run, before = None, (Source.RECORD, op.slot)
         end = _Run(at, before) if run is None else run
@@ -252,7 +252,7 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
     chunks, scan_table, step_table, context_table = _upload(
         device, (ChunkRow, cut.rows), (ComposeScan, scans), (ComposeStep, steps), (ContextRow, contexts)
     )
-    return ComposePlan(cut.length_of_one, chunks, scan_table, step_table, context_table, reach)
+    return ComposePlan(cut.longest, chunks, scan_table, step_table, context_table, reach)
 
 
 class _Run(NamedTuple):
@@ -270,22 +270,20 @@ class _Run(NamedTuple):
 class _Chunks:
     """The table of chunks as it grows."""
 
-    length_of_one: int
+    longest: int
     rows: list[ChunkRow] = field(default_factory=list)
 
-    @property
-    def length(self) -> int:
+    def __len__(self) -> int:
         return len(self.rows)
 
     def add(self, run: _Run, first: int, stop: int) -> None:
         """Rows [first, stop) of a run."""
-        for at in range(first, stop, self.length_of_one):
-            count = min(self.length_of_one, stop - at)
-            self.rows.append(ChunkRow(at, count, run.first, *run.source))
+        for at in range(first, stop, self.longest):
+            self.rows.append(ChunkRow(at, min(self.longest, stop - at), run.first, *run.source))
 
 
 def _chunk_length(lengths: Sequence[int]) -> int:
-    """The cheapest for stretches of such lengths: long chunks waste rows at their ends, short ones are many."""
+    """The cheapest for stretches of such lengths: long chunks waste rows, short ones are many."""
 
     def cost(chunk: int) -> int:
         return sum(-(-n // chunk) for n in lengths) * (chunk + _CHUNK_OVERHEAD)
