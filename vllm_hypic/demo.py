@@ -8,7 +8,6 @@ a table; exits with 1 when answers are worse than stock's or nothing was reused.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import math
 import random
@@ -17,21 +16,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from .generators import FIRST_SEED, find_generator, words_of
 from .primitives.builder import build_messages, build_prompt
 from .primitives.tokens import PrimitiveTexts
 from .serving import Answer, Server, ServerError, ask
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-hybrid-qa"
-FIRST_SEED = 20_000_000
-"""The model's training never drew from here on."""
 ORDERS = 3
 WARM_UP_TASKS = 3
 ANSWER_TOKENS = 8
@@ -147,15 +145,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def make_tasks(first: int, count: int, documents: int, document_tokens: int) -> list[Task]:
     """Tasks ``first``, ``first + 1``, ...; each is the same in every run."""
-    gen = generator()
-    words = gen.vocab_words()
-
-    def text(ids: Sequence[int]) -> str:
-        return " ".join(words[i] for i in ids)
-
+    gen = find_generator(EXAMPLE / "model")
+    assert gen is not None, f"{EXAMPLE} has no generator"
+    text = partial(words_of, gen)
     tasks = []
     for i in range(first, first + count):
-        parts = gen.prompt(FIRST_SEED + i, documents, document_tokens, ("one", "two")[i % 2], facts=2)
+        kind = gen.LEARNED[i % len(gen.LEARNED)]
+        parts = gen.prompt(FIRST_SEED + i, documents, document_tokens, kind, facts=gen.FACTS)
         tasks.append(
             Task(
                 system=text(parts["system"][2:]),  # without <bos> <sys>
@@ -165,16 +161,6 @@ def make_tasks(first: int, count: int, documents: int, document_tokens: int) -> 
             )
         )
     return tasks
-
-
-def generator() -> ModuleType:
-    """``gen.py`` beside the demo model."""
-    spec = importlib.util.spec_from_file_location("tiny_hybrid_qa_gen", EXAMPLE / "gen.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 import pytest
 
 from vllm_hypic.demo import EXAMPLE
-from vllm_hypic.eval.tasks.demo import Generator, find_generator
+from vllm_hypic.generators import Generator, find_generator
 
 
-@pytest.fixture(scope="session")
-def generator() -> Generator:
-    found = find_generator(EXAMPLE / "model")
+@pytest.fixture(scope="session", params=["tiny-hybrid-qa", "hybrid-notes"])
+def generator(request: pytest.FixtureRequest) -> Generator:
+    """Of each demo model."""
+    found = find_generator(EXAMPLE.parent / request.param / "model")
     assert found is not None
     return found

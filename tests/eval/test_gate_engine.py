@@ -22,7 +22,7 @@ from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 
 pytestmark = pytest.mark.engine
-MODEL = EXAMPLE / "model"
+MODEL = EXAMPLE.parent / "hybrid-notes" / "model"  # a wrong state costs it answers
 HYPIC, NAIVE = Method("hypic-8", "hypic", 8), Method("naive-8", "naive", 8)
 SHORT = ("--prompts", "24", "--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "400")
 
@@ -64,7 +64,7 @@ def test_the_demo_model_is_a_go(runs: dict[str, Result], folder: Path) -> None:
     assert all(reason.holds for reason in one.judgement.reasons)
     numbers = one.evidence["numbers"]
     # Room on this side of the limits, and a noise floor that is one.
-    assert numbers["answers"][0]["loss"]["value"] <= 0 and numbers["answers"][0]["full"] > 80
+    assert numbers["answers"][0]["loss"]["value"] <= 0 and numbers["answers"][0]["full"] > 90
     assert 0 < numbers["noise"]["kl_p90"] < numbers["distances"]["kl_p90"] < 0.03
     assert numbers["reuse"]["reused"] == numbers["reuse"]["reusable"] > 0
 
@@ -73,9 +73,8 @@ def test_without_transitions_it_is_a_no_go_and_says_why(runs: dict[str, Result],
     assert runs["naive"].exit_code == 1, runs["naive"].output
     one = sign_off(folder, "naive")
     assert one.judgement.verdict is Verdict.NO_GO
-    against = {reason.criterion for reason in one.judgement.against}
-    assert DISTRIBUTIONS in against and against <= {ANSWERS, DISTRIBUTIONS, FIRST_TOKENS}
-    assert one.evidence["numbers"]["distances"]["kl_p90"] > 0.2
+    assert {r.criterion for r in one.judgement.against} == {ANSWERS, DISTRIBUTIONS, FIRST_TOKENS}
+    assert one.evidence["numbers"]["distances"]["kl_p90"] > 1
     assert "NO-GO" in runs["naive"].output and "distributions:" in runs["naive"].output
 
 

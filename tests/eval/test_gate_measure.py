@@ -13,6 +13,7 @@ import pytest
 
 from vllm_hypic.bench.beside import Answer, Ask
 from vllm_hypic.bench.settings import EngineSettings
+from vllm_hypic.eval import noise as noise_module
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.gate import measure as module
 from vllm_hypic.eval.gate.criteria import FAULTS, Limits, judge
@@ -120,7 +121,8 @@ def run(
     def running(engine: Model) -> AbstractContextManager[None]:
         return nullcontext()
 
-    monkeypatch.setattr(module, "Engine", lambda *args, hypic, **more: engines[hypic])
+    for where in (module, noise_module):
+        monkeypatch.setattr(where, "Engine", lambda *args, hypic, **more: engines[hypic])
     monkeypatch.setattr(module, "running", running)
     place = Place(EngineSettings(Path("model"), threads=1), 200, {})
     steps = Silent()

@@ -22,7 +22,7 @@ from vllm_hypic.eval.probes.__main__ import main
 from vllm_hypic.eval.probes.attention import Profile, _deviation, _Tokens, token_deviation, zones
 from vllm_hypic.eval.probes.beside import Seen
 from vllm_hypic.eval.probes.drift import aggregate
-from vllm_hypic.eval.probes.looking import Look, Looks, Probe, require_long, reused_tokens
+from vllm_hypic.eval.probes.looking import Look, Looks, Probe, require_long
 from vllm_hypic.eval.probes.norms import relative
 from vllm_hypic.eval.probes.prompts import make_prompts
 
@@ -148,10 +148,10 @@ def test_exact_summaries_compose_to_the_exact_state(head: int, tail: int) -> Non
 
 def test_reused_tokens_are_interiors_that_have_a_record() -> None:
     prompt = Writer(range(10, 400), 0).prompt(3, 64, head=40, question=9)
-    assert reused_tokens(link_method("hypic-8"), prompt, 32) == 40 + 3 * 48
-    assert reused_tokens(link_method("epic-16"), prompt, 32) == 40 + 3 * 48
-    assert reused_tokens(link_method("hypic-8"), prompt, 41) == 3 * 48
-    assert reused_tokens(FULL, prompt, 32) == 0
+    assert link_method("hypic-8").reusable(prompt, 32) == 40 + 3 * 48
+    assert link_method("epic-16").reusable(prompt, 32) == 40 + 3 * 48
+    assert link_method("hypic-8").reusable(prompt, 41) == 3 * 48
+    assert FULL.reusable(prompt, 32) == 0
 
 
 def test_segments_that_would_not_be_reused_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,16 @@ from typing import Any
 import pytest
 
 from vllm_hypic.eval.task import TEXTS, Task
-from vllm_hypic.eval.tasks import demo, english, keyvalue, longbench, needle, variables
-from vllm_hypic.eval.tasks.demo import Generator
+from vllm_hypic.eval.tasks import demo, english, keyvalue, longbench, variables
 from vllm_hypic.eval.tasks.families import FAMILIES, Source
 from vllm_hypic.eval.tasks.longbench import DataError
+from vllm_hypic.generators import Generator, Parts, find_generator
 
-ENGLISH = {"needle": needle.make, "keyvalue": keyvalue.make, "variables": variables.make}
+ENGLISH = ("needle", "keyvalue", "variables")
+
+
+def in_english(name: str, count: int, *, documents: int, tokens: int) -> list[Task]:
+    return FAMILIES[name].make(Source(None), 0, count, documents, tokens)
 
 
 def made(name: str, generator: Generator | None, first: int = 0, count: int = 8) -> list[Task]:
@@ -24,7 +27,7 @@ def made(name: str, generator: Generator | None, first: int = 0, count: int = 8)
 
 @pytest.mark.parametrize("name", [*FAMILIES, "English"])
 def test_shape_and_reproducibility(name: str, generator: Generator) -> None:
-    families = list(ENGLISH) if name == "English" else [name]
+    families = ENGLISH if name == "English" else [name]
     for family in families:
         of = None if name == "English" else generator
         if not FAMILIES[family].suits(generator):
@@ -69,11 +72,11 @@ def test_demo_tasks_are_held_out(generator: Generator) -> None:
     seeds = []
 
     class Recording:
-        KINDS = generator.KINDS
+        KINDS, LEARNED, FACTS = generator.KINDS, generator.LEARNED, generator.FACTS
         vocab_words = staticmethod(generator.vocab_words)
 
         @staticmethod
-        def prompt(seed: int, *args: Any, **more: Any) -> demo.Parts:
+        def prompt(seed: int, *args: Any, **more: Any) -> Parts:
             seeds.append(seed)
             return generator.prompt(seed, *args, **more)
 
@@ -100,21 +103,21 @@ def test_the_largest_shapes_are_made(generator: Generator, name: str) -> None:
 
 
 def test_a_folder_without_generator_is_no_demo_model(tmp_path: Path) -> None:
-    assert demo.find_generator(tmp_path / "model") is None
+    assert find_generator(tmp_path / "model") is None
 
 
 def test_a_generator_may_hold_dataclasses(tmp_path: Path) -> None:
     source = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    source += "@dataclass\nclass A:\n    x: int\nKINDS = {'one': 0}\n"
+    source += "@dataclass\nclass A:\n    x: int\nKINDS = {'one': 0}\nLEARNED = ()\nFACTS = None\n"
     source += "def prompt(): ...\ndef vocab_words(): ...\n"
     (tmp_path / "gen.py").write_text(source)
-    found = demo.find_generator(tmp_path / "model")
+    found = find_generator(tmp_path / "model")
     assert found is not None and "one" in found.KINDS
 
 
 def test_another_gen_py_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "gen.py").write_text("raise SystemExit\n")
-    assert demo.find_generator(tmp_path / "model") is None
+    assert find_generator(tmp_path / "model") is None
 
 
 def test_words_of_the_demo_model_are_used_where_there_is_a_generator(generator: Generator) -> None:
@@ -128,16 +131,16 @@ def test_words_of_the_demo_model_are_used_where_there_is_a_generator(generator: 
     assert len(made("variables", generator)[0].question.split()) == 5
 
 
-@pytest.mark.parametrize(("name", "make"), ENGLISH.items())
-def test_english_documents_have_the_length_asked_for(name: str, make: Callable[..., list[Task]]) -> None:
-    for task in make(0, 10, documents=6, tokens=200):
+@pytest.mark.parametrize("name", ENGLISH)
+def test_english_documents_have_the_length_asked_for(name: str) -> None:
+    for task in in_english(name, 10, documents=6, tokens=200):
         for segment in task.segments:
             assert 150 <= len(segment.split()) <= 150 + 25  # to the end of the last sentence
 
 
 def test_the_needle_stands_once() -> None:
     places = set()
-    for task in needle.make(0, 30, documents=6, tokens=200):
+    for task in in_english("needle", 30, documents=6, tokens=200):
         key = re.fullmatch(r"Question: What is the secret number of the (.+)\?\nAnswer:", task.question)
         assert key is not None
         holding = [i for i, s in enumerate(task.segments) if task.answers[0] in s]
@@ -148,7 +151,7 @@ def test_the_needle_stands_once() -> None:
 
 
 def test_every_document_is_full_of_keys() -> None:
-    for task in keyvalue.make(0, 5, documents=6, tokens=400):
+    for task in in_english("keyvalue", 5, documents=6, tokens=400):
         statements = [re.findall(r"The code of the (.+?) is (\d{7})\.", s) for s in task.segments]
         assert all(len(found) == 300 // keyvalue.WORDS_PER_KEY for found in statements)
         pairs = [pair for found in statements for pair in found]
@@ -165,13 +168,13 @@ def test_numbers_are_not_given_twice() -> None:
 
 
 def test_keys_do_not_run_out() -> None:
-    [task] = keyvalue.make(0, 1, documents=100, tokens=4000)
+    [task] = in_english("keyvalue", 1, documents=100, tokens=4000)
     assert sum(s.count("The code of") for s in task.segments) == english.MOST_KEYS
 
 
 @pytest.mark.parametrize("documents", [2, 3, 8])
 def test_variables_are_solved_by_reading_on(documents: int) -> None:
-    for task in variables.make(0, 10, documents=documents, tokens=150):
+    for task in in_english("variables", 10, documents=documents, tokens=150):
         values: dict[str, str] = {}
         links = {}
         for place, segment in enumerate(task.segments):

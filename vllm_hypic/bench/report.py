@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..files import whole_file
+
 FORMAT = 1
 """Version of the JSON's layout: raised when a reader of older files would misread newer ones."""
 ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
@@ -144,9 +146,9 @@ def plain(value: Any) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write in one piece: a reader never sees half a file."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
-    partial.replace(path)
+    text = json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
+    with whole_file(path) as file:
+        file.write(text)
 
 
 # -- what is shown -----------------------------------------------------------------------------------

@@ -87,6 +87,12 @@ def model_context(model: Path) -> int | None:
     return None
 
 
+def model_name(model: Path) -> str:
+    """What reports call a model's folder: many are called ``model``, and the folder around says more."""
+    found = model.absolute()
+    return found.parent.name if found.name == "model" else found.name
+
+
 class HypicOptions(click.ParamType):
     """The plugin's options as JSON, checked."""
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..bench.settings import EngineSettings, model_context
+from ..bench.settings import EngineSettings
 from .task import Task
 from .tasks import longbench
 from .tasks.english import WORDS_PER_TOKEN
-from .tasks.families import FAMILIES, Source
+from .tasks.families import FAMILIES, SEED_STEP, Source
 
-SEED_STEP = 1_000_000
-"""Tasks of different seeds are different."""
 DATA_TOKENS = 512
 """Most in a segment of a file's contexts, unless it is named."""
 
@@ -49,19 +46,13 @@ def family_names(tasks: tuple[str, ...] | None, source: Source, data: Path | Non
     """Families to generate.  Raises ``click.UsageError`` for one that does not suit the model."""
     suitable = tuple(name for name, family in FAMILIES.items() if family.suits(source.generator))
     if tasks is None:
-        return () if data is not None else suitable
+        return () if data is not None else tuple(n for n in suitable if FAMILIES[n].learned(source.generator))
     for name in tasks:
         if name not in suitable:
             raise click.UsageError(
                 f"--tasks: {name!r} has no questions for this model; expected {', '.join(suitable)}"
             )
     return tasks
-
-
-def model_name(folder: Path) -> str:
-    """The folder's name, with that of the folder around it where it says nothing itself."""
-    found = folder.absolute()
-    return f"{found.parent.name}/{found.name}" if found.name == "model" else found.name
 
 
 def make_tasks(settings: Settings, source: Source) -> dict[str, list[Task]]:
@@ -86,15 +77,3 @@ def make_tasks(settings: Settings, source: Source) -> dict[str, list[Task]]:
                 name = f"{name} of {settings.data.name}"
             made.setdefault(name, []).append(task)
     return made
-
-
-def needed_context(model: Path, tasks: Iterable[Task]) -> int:
-    """Tokens that the longest prompt takes at most, but not more than the model knows.
-
-    Two characters a token are few in any language that is written with letters or digits.
-    """
-    longest = max(
-        (len(t.system) + sum(map(len, t.segments)) + len(t.question)) // 2 + t.answer_tokens for t in tasks
-    )
-    known = model_context(model)
-    return longest + 512 if known is None else min(longest + 512, known)

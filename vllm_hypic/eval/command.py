@@ -13,26 +13,25 @@ from rich.console import Console
 from ..bench import gate, report
 from ..bench.engines import Engine, described, running
 from ..bench.report import check_outputs, output_options
-from ..bench.settings import EngineSettings, engine_options
+from ..bench.settings import EngineSettings, engine_options, model_name
 from ..demo import EXAMPLE
+from ..generators import find_generator
 from ..primitives.policies import LinkError
 from . import estimates
 from .answers_file import writing_answers
-from .chosen import SEED_STEP, Settings, family_names, make_tasks, model_name, needed_context
-from .fitting import TasksError
+from .chosen import Settings, family_names, make_tasks
+from .fitting import TasksError, needed_context
 from .methods import DEFAULT, FULL, Method, link_method, noise_name
-from .names import Names, Options
+from .names import JsonObject, Names
+from .noise import SEQUENCES, noise_engine
 from .results import Metric, overall
 from .room import RoomError
 from .study import Keep, Study, refused
 from .tables import family_table, notes, overall_table, wide_console
 from .task import ChatTemplate, Task
-from .tasks.demo import FACTS, find_generator
-from .tasks.families import FAMILIES, Source
+from .tasks.families import FAMILIES, SEED_STEP, Source
 
-METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, block"
-NOISE_SEQUENCES = 64
-"""``max_num_seqs`` of the second engine: vLLM wants no more than tokens in a step."""
+METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H-T+A, block"
 
 
 def _family(name: str) -> None:
@@ -72,7 +71,7 @@ def _method(name: str) -> Method:
     type=Names(_method),
     default=",".join(DEFAULT),
     show_default=True,
-    help=f"Of {METHODS}; W, K, H and T are tokens. Full recompute is always among them.",
+    help=f"Of {METHODS}; W, K, H, T and A are tokens. Full recompute is always among them.",
 )
 @click.option(
     "--prompts", type=click.IntRange(1, SEED_STEP), default=500, show_default=True, help="Per family."
@@ -85,10 +84,8 @@ def _method(name: str) -> Method:
 )
 @click.option(
     "--facts",
-    type=click.IntRange(0, 1024),
-    default=FACTS,
-    show_default=True,
-    help="In a document of the demo model's own families; 0: its generator's default.",
+    type=click.IntRange(1, 1024),
+    help="In a document of the demo model's own families; default: as many as it can hold.",
 )
 @click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of the tasks.")
 @click.option("--chat", is_flag=True, help="Put prompts through the model's chat template.")
@@ -99,13 +96,13 @@ def _method(name: str) -> Method:
 )
 @click.option(
     "--chat-template-kwargs",
-    type=Options(),
+    type=JsonObject(),
     default="{}",
     help='With --chat: options of the template as JSON, like {"enable_thinking": false}.',
 )
 @click.option(
     "--noise-chunk",
-    type=click.IntRange(NOISE_SEQUENCES, 1 << 20),
+    type=click.IntRange(SEQUENCES, 1 << 20),
     default=256,
     show_default=True,
     help="max_num_batched_tokens of the stock engine that shows full recompute's own noise.",
@@ -141,7 +138,7 @@ def main(
     prompts: int,
     documents: int | None,
     tokens: int | None,
-    facts: int,
+    facts: int | None,
     seed: int,
     chat: bool,
     chat_template: Path | None,
@@ -160,7 +157,7 @@ def main(
         raise click.UsageError("--chat-template and --chat-template-kwargs need --chat")
     check_outputs(json_path, plot_path)
     check_outputs(outcomes_path, None)
-    source = Source(find_generator(engine.model), chat, facts or None)
+    source = Source(find_generator(engine.model), chat, facts)
     families = family_names(tasks, source, data)
     settings = Settings(
         model=model_name(engine.model),
@@ -222,15 +219,7 @@ def _measure(
     engine = Engine(settings.engine, context, hypic=True, enable_prefix_caching=True)
     noise = None
     if settings.noise_chunk is not None:
-        noise = Engine(
-            settings.engine,
-            context,
-            hypic=False,
-            name="noise",
-            max_num_batched_tokens=settings.noise_chunk,
-            max_num_seqs=NOISE_SEQUENCES,
-            enable_prefix_caching=False,
-        )
+        noise = noise_engine(settings.engine, context, settings.noise_chunk)
     methods = tuple(dict.fromkeys((FULL, *map(link_method, settings.methods))))
     pairs = [len(tasks) * (len(methods) + (noise is not None)) for tasks in made.values()]
     total = sum(pairs) + len(made) * len(methods) * settings.ttft_repeats

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from ..bench.engines import Engine
+from ..bench.settings import model_context
 from .task import ChatTemplate, Example, Task, encode
 
 TOGETHER = 64
 """Tasks that are tokenised by one call."""
 SPARE = 32
 """Tokens of the context that a prompt leaves free: separators count in the engine's front end."""
+
+
+CHARACTERS_PER_TOKEN = 2
+"""Few in any language that is written with letters or digits."""
+CHAT_TOKENS = 512
+"""Room for what a chat template writes, and to spare."""
 
 
 class TasksError(ValueError):
@@ -38,6 +46,17 @@ def fitting(
             f"{min(len(e.prompt) for e in examples)}"
         )
     return found
+
+
+def needed_context(model: Path, tasks: Iterable[Task], *, least: int = 0) -> int:
+    """Context for the longest of ``tasks``, at least ``least``, but no longer than the model knows.
+
+    Raises ``click.UsageError`` when the folder holds no model.
+    """
+    characters = [(len(t.system) + sum(map(len, t.segments)) + len(t.question), t) for t in tasks]
+    longest = max((n // CHARACTERS_PER_TOKEN + t.answer_tokens for n, t in characters), default=0)
+    needed = max(least, longest + CHAT_TOKENS)
+    return min(needed, model_context(model) or needed)
 
 
 def _tokens(example: Example) -> int:

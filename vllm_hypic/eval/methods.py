@@ -33,6 +33,14 @@ class Method:
             fresh=self not in (PREFIX, PREFIX_SAME),
         )
 
+    def reusable(self, prompt: Prompt, least: int) -> int:
+        """Tokens that come from records when every segment with ``least`` such tokens has one."""
+        if self.link is None:
+            return 0
+        link = parse_link(self.link, self.seam)
+        inside = [len(prompt.head), *(len(d) - link.head - link.tail for d in prompt.documents)]
+        return sum(n for n in inside if n >= least)
+
 
 FULL = Method("full recompute")
 PREFIX = Method("prefix caching")
@@ -55,7 +63,7 @@ def is_noise(name: str) -> bool:
 
 def link_method(text: str) -> Method:
     """The method that the command line calls ``text``: ``hypic-8`` (seam window 8), ``naive-8``, ``epic-16``,
-    ``epic-0``, ``block``, ``full``, ``prefix``, ``prefix-same``.
+    ``epic-0``, ``block``, ``seam-4-0+4``, ``full``, ``prefix``, ``prefix-same``.
 
     Raises :class:`LinkError` naming a bad one.
     """

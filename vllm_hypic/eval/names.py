@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -33,16 +33,23 @@ class Names(click.ParamType):
         return names
 
 
-class Options(click.ParamType):
-    """A JSON object."""
+class JsonObject(click.ParamType):
+    """A JSON object without the names ``ours``."""
 
     name = "json"
 
+    def __init__(self, ours: Sequence[str] = ()) -> None:
+        self.ours = ours
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
         try:
-            found = value if isinstance(value, dict) else json.loads(value)
+            found = json.loads(value)
         except ValueError as e:
             self.fail(f"{value!r} is no JSON: {e}", param, ctx)
         if not isinstance(found, dict):
             self.fail(f"{value!r}: expected an object", param, ctx)
+        if ours := [name for name in found if name in self.ours]:
+            self.fail(f"{ours[0]!r} is what the command gives itself: leave it out", param, ctx)
         return found

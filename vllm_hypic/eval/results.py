@@ -23,6 +23,10 @@ class Metric(Enum):
     F1 = "f1"
     ROUGE_L = "rouge-l"
 
+    @property
+    def label(self) -> str:
+        return {Metric.EXACT: "exact match", Metric.F1: "F1", Metric.ROUGE_L: "ROUGE-L"}[self]
+
     def of(self, scores: Scores) -> float:
         return {Metric.EXACT: float(scores.exact), Metric.F1: scores.f1, Metric.ROUGE_L: scores.rouge_l}[self]
 

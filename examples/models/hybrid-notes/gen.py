@@ -41,6 +41,8 @@ WORDS = range(VALUES.stop, VALUES.stop + N_WORDS)
 VOCAB = WORDS.stop
 
 KINDS = {"one": 0, "head": 1, "two": 2, "latest": 3, "both": 4}  # the numbers enter the seed
+LEARNED = tuple(KINDS)  # kinds that the model answers
+FACTS = None  # of a document: as many as prompt() gives it
 MAX_DRAWS = 200  # worlds that prompt() draws for one that has a question of the kind asked for
 
 

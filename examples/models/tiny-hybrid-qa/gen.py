@@ -31,6 +31,8 @@ F0 = V0 + N_VAL
 VOCAB = 512
 
 KINDS = {"one": 0, "head": 1, "two": 2, "latest": 3}  # the numbers enter the seed
+LEARNED = ("one", "two")  # kinds that the model answers
+FACTS = 2  # of a document, that its state can hold
 
 
 def vocab_words():

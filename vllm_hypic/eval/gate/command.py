@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -17,14 +16,15 @@ import click
 
 from ...bench.engines import EngineError
 from ...bench.report import console, machine, plain, progress, versions
-from ...bench.settings import EngineSettings, HypicOptions, Numbers, model_context, with_options
+from ...bench.settings import EngineSettings, HypicOptions, Numbers, model_context, model_name, with_options
 from ...config import ConfigError, HypicConfig
+from ...generators import Generator, find_generator
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
-from ..fitting import TasksError
+from ..fitting import TasksError, needed_context
 from ..methods import Method
+from ..names import JsonObject
 from ..room import RoomError
 from ..task import ChatTemplate
-from ..tasks.demo import Generator, find_generator
 from ..tasks.longbench import DataError
 from .criteria import Limits, judge
 from .fixed_set import TaskSet, data_set, fixed_set
@@ -36,8 +36,6 @@ from .verdict import Verdict
 
 CONTEXT = 8192
 """Tokens that engines are given for the fixed set: more than any of its prompts has."""
-CHARACTERS_PER_TOKEN = 3
-"""Few, for text in words: a file of data is given context enough."""
 OURS = (
     *("model", "dtype", "attention_backend", "attention_config", "additional_config", "kv_transfer_config"),
     *("enforce_eager", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching"),
@@ -56,28 +54,6 @@ class Exit(IntEnum):
     """Also when the gate did not finish."""
     USAGE = 2
     CANNOT_TELL = 3
-
-
-class JsonObject(click.ParamType):
-    """A JSON object without some of the names."""
-
-    name = "json"
-
-    def __init__(self, ours: Sequence[str] = ()) -> None:
-        self.ours = ours
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return value
-        try:
-            given = json.loads(value)
-        except ValueError as e:
-            self.fail(f"{value!r} is no JSON: {e}", param, ctx)
-        if not isinstance(given, dict):
-            self.fail(f"{value!r}: expected an object", param, ctx)
-        if ours := [name for name in given if name in self.ours]:
-            self.fail(f"{ours[0]!r} is what the gate gives itself: leave it out", param, ctx)
-        return given
 
 
 LIMITS = {
@@ -231,7 +207,7 @@ def gate(
         hypic=_within(config),
         timeout_s=timeout_s,
     )
-    context_tokens = _context(path, own)
+    context_tokens = needed_context(path, () if own is None else own.tasks, least=CONTEXT)
     place = Place(settings, context_tokens, {"dtype": dtype, "max_model_len": context_tokens, **engine_args})
     tasks = _Tasks(find_generator(path), prompts, seed, own)
     template = ChatTemplate(options=chat_template_kwargs)
@@ -241,7 +217,7 @@ def gate(
         judgement = judge(numbers, Limits(**limits))
         verdicts[method] = judgement.verdict
         sign_off = SignOff(
-            model=_shown_name(model),
+            model=model_name(path) if Path(model).is_dir() else model,
             subject=measured.subject.linked(judged[method]),
             judgement=judgement,
             limits=limits,
@@ -299,12 +275,6 @@ def _model(name: str) -> Path:
     return path
 
 
-def _shown_name(model: str) -> str:
-    """The hub's name, or the last two parts of a folder's: many are called ``model``."""
-    path = Path(model)
-    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model
-
-
 def _config(hypic: Mapping[str, Any], link: str | None, seam_tokens: int | None) -> HypicConfig:
     given = {
         name: value for name, value in {"link": link, "seam_tokens": seam_tokens}.items() if value is not None
@@ -349,14 +319,6 @@ def _check_writable(folder: Path, model: Path) -> None:
             pass
     except OSError as e:
         raise click.UsageError(f"{folder}: sign-offs cannot be written there: {e.strerror}") from e
-
-
-def _context(model: Path, own: TaskSet | None) -> int:
-    needed = CONTEXT
-    for task in () if own is None else own.tasks:
-        characters = len(task.system) + sum(map(len, task.segments)) + len(task.question)
-        needed = max(needed, characters // CHARACTERS_PER_TOKEN + task.answer_tokens)
-    return min(needed, model_context(model) or needed)
 
 
 def _measure(

@@ -6,18 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...generators import Generator
 from ..results import Metric
 from ..task import Task
 from ..tasks import longbench
-from ..tasks.demo import Generator
-from ..tasks.families import FAMILIES, Source
-
-SEED_STEP = 1_000_000
-"""Tasks of different seeds are different."""
+from ..tasks.families import FAMILIES, SEED_STEP, Source
 
 ENGLISH = ("needle", "keyvalue", "variables")
-DEMO = ("one", "two")
-"""Questions that every generator has: one hop and two."""
 DOCUMENTS = 8
 ENGLISH_TOKENS = 128
 DEMO_TOKENS = 64
@@ -38,7 +33,7 @@ class TaskSet:
 def fixed_set(generator: Generator | None, prompts: int, seed: int, *, chat: bool) -> TaskSet:
     """About ``prompts`` tasks, as many of each family; ``generator``: the demo model's, if it is one."""
     source = Source(generator, chat)
-    names = ENGLISH if generator is None else DEMO
+    names = ENGLISH if generator is None else generator.LEARNED
     tokens = ENGLISH_TOKENS if generator is None else DEMO_TOKENS
     each = -(-prompts // len(names))
     made = [FAMILIES[name].make(source, seed * SEED_STEP, each, DOCUMENTS, tokens) for name in names]

@@ -12,10 +12,9 @@ from ...bench.gate import GateFailed, require_cold_equals_warm
 from ...bench.report import Steps
 from ...bench.settings import EngineSettings
 from ...config import HypicConfig
-from ...primitives.policies import parse_link
 from ..fitting import fitting
 from ..methods import FULL, Method
-from ..results import Metric
+from ..noise import noise_engine
 from ..runner import Outcome, evaluate
 from ..scores import score
 from ..study import refused
@@ -26,9 +25,6 @@ from .identity import Subject, subject_of
 
 NOISE_CHUNK = 256
 """Tokens of a step of the engine that shows the noise: prompts of the fixed set are cut into several."""
-NOISE_SEQUENCES = 64
-"""``max_num_seqs`` there: vLLM wants no more than tokens in a step."""
-METRICS = {Metric.EXACT: "exact match", Metric.F1: "F1", Metric.ROUGE_L: "ROUGE-L"}
 
 
 class MeasureError(RuntimeError):
@@ -49,9 +45,7 @@ class Place:
 
     def noise(self) -> Engine:
         """A stock engine that cuts prompts into other chunks."""
-        chunks = {"max_num_batched_tokens": NOISE_CHUNK, "max_num_seqs": NOISE_SEQUENCES}
-        more = {**self.more, **chunks, "enable_prefix_caching": False}
-        return Engine(self.settings, self.context, hypic=False, name="noise", **more)
+        return noise_engine(self.settings, self.context, NOISE_CHUNK, **self.more)
 
 
 @dataclass(frozen=True)
@@ -167,18 +161,13 @@ def _answers(
             ]
             for outcomes in (full, found)
         )
-        answers.append(Answers.of(one.tasks.name, METRICS[one.tasks.metric], base, reuse))
+        answers.append(Answers.of(one.tasks.name, one.tasks.metric.label, base, reuse))
         begin = end
     return tuple(answers)
 
 
 def _reuse(method: Method, examples: Sequence[Example], found: Sequence[Outcome], minimum: int) -> Reuse:
-    assert method.link is not None
-    link = parse_link(method.link, method.seam)
-    reusable = 0
-    for example in examples:
-        inner = [len(d) - link.head - link.tail for d in example.prompt.documents]
-        reusable += sum(n for n in (len(example.prompt.head), *inner) if n >= minimum)
+    reusable = sum(method.reusable(example.prompt, minimum) for example in examples)
     return Reuse(sum(o.cached for o in found), reusable)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...files import whole_file
 from .identity import Subject
 from .verdict import Judgement
 
@@ -81,12 +82,8 @@ def write(path: Path, sign_off: SignOff) -> None:
     }
     text = json.dumps({**content, "sha256": _checksum(content)}, indent=2, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(text)
 
 
 def read(path: Path, subject: Subject | None = None) -> SignOff:

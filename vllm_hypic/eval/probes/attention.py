@@ -19,12 +19,12 @@ import numpy as np
 from ...bench import gate, report
 from ...bench.points import Shape
 from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST
+from ...bench.settings import SHORTEST, model_name
 from ..estimates import Estimate, mean
 from ..methods import is_noise, noise_name
 from ..tables import wide_console
 from .beside import SeenAttention
-from .looking import Eyes, Looks, Probe, folder_name, open_eyes, require_long
+from .looking import Eyes, Looks, Probe, open_eyes, require_long
 from .norms import shown
 from .options import facts, probe_options, write
 
@@ -205,7 +205,7 @@ def attention(
         steps.show("prompts")
         found = measure(eyes, segments, tokens, done=steps.done)
         described = facts(eyes)
-    title = f"{folder_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
+    title = f"{model_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
     for layer in found.weights:
         to.print(_table(f"{title}; {layer}", found, layer))
     write(json_path, "attention", described, probe, {"attention": found}, segments=segments, tokens=tokens)

@@ -13,12 +13,12 @@ import numpy as np
 from ...bench import gate, report
 from ...bench.points import Shape
 from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST
+from ...bench.settings import SHORTEST, model_name
 from ..estimates import Estimate, mean, share
 from ..methods import is_noise, noise_name
 from ..tables import wide_console
 from .beside import Layers, Seen
-from .looking import Eyes, Looks, Probe, folder_name, open_eyes, require_long
+from .looking import Eyes, Looks, Probe, open_eyes, require_long
 from .norms import relative, shown
 from .options import facts, probe_options, write
 from .truth import refusal, true_state
@@ -141,7 +141,7 @@ def drift(
         steps.show("prompts")
         found = measure(eyes, segments, tokens, truth=truth, done=steps.done)
         described = facts(eyes)
-    title = f"{folder_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
+    title = f"{model_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
     to.print(_table(title, found))
     for note in _notes(found):
         to.print(note)

@@ -21,13 +21,13 @@ from ...bench.beside import Ask
 from ...bench.points import Shape
 from ...bench.prompts import Prompt
 from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST
+from ...bench.settings import SHORTEST, model_name
 from ...primitives.policies import parse_link
 from ..estimates import Estimate, mean
 from ..methods import link_method, noise_name
 from ..tables import wide_console
 from .beside import answered, layers
-from .looking import Eyes, Probe, folder_name, open_eyes, require_long
+from .looking import Eyes, Probe, open_eyes, require_long
 from .norms import relative, shown
 from .options import facts, probe_options, write
 from .truth import first_layer, refusal
@@ -182,7 +182,7 @@ def dtype(
         steps.show("prompts")
         found = measure(eyes, segments, tokens, seam, done=steps.done)
         described = facts(eyes)
-    title = f"{folder_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
+    title = f"{model_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
     rows = [
         [r.name, shown(r.error), "" if r.record_bytes is None else report.size(r.record_bytes)] for r in found
     ]

@@ -12,11 +12,11 @@ import click
 from ...bench import gate, report
 from ...bench.points import Shape
 from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST, Numbers
+from ...bench.settings import SHORTEST, Numbers, model_name
 from ..estimates import Estimate
 from ..tables import wide_console
 from .drift import FULL_NAME, Drift, measure
-from .looking import Probe, folder_name, open_eyes, require_long
+from .looking import Probe, open_eyes, require_long
 from .norms import shown
 from .options import facts, probe_options, write
 
@@ -89,7 +89,7 @@ def length(
             found = measure(eyes, shape.segments, shape.tokens, truth=False, done=steps.done)
             points[shape] = Point(shape, tuple(Row.of(r) for r in found.rows if r.method != FULL_NAME))
         described = facts(eyes)
-    title = f"{folder_name(probe.engine.model)}, {probe.prompts} prompts a cell, mean ± 95 %"
+    title = f"{model_name(probe.engine.model)}, {probe.prompts} prompts a cell, mean ± 95 %"
     for name, value in QUANTITIES.items():
         to.print(_table(f"{title}: {name}", list(points.values()), value))
     if not eyes.layers.linear:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -108,22 +107,13 @@ class Eyes:
         if method.link is not None:
             self.warm(method, prompt)
         seen = engine.call(observe, ask, len(prompt.question), kv)
-        expected = reused_tokens(method, prompt, self.probe.least)
+        expected = method.reusable(prompt, self.probe.least)
         if seen.cached != expected:
             raise GateFailed(
                 f"{method.name}: {seen.cached} tokens were reused, expected {expected}; is the pool too "
                 "small (--kv-gib, --hypic)?"
             )
         return seen
-
-
-def reused_tokens(method: Method, prompt: Prompt, least: int) -> int:
-    """Tokens that come from records when every segment of at least ``least`` such tokens has one."""
-    if method.link is None:
-        return 0
-    link = parse_link(method.link, method.seam)
-    inside = [len(prompt.head), *(len(d) - link.head - link.tail for d in prompt.documents)]
-    return sum(n for n in inside if n >= least)
 
 
 def require_long(probe: Probe, tokens: int) -> None:
@@ -160,8 +150,3 @@ def _require_honoured(probe: Probe, engine: Engine) -> None:
     for method in probe.methods:
         if method.link is not None and (reason := parse_link(method.link, method.seam).refused_by(found)):
             raise click.UsageError(f"--methods: {reason}")
-
-
-def folder_name(model: Path) -> str:
-    """How a model is called in titles: ``model`` says little, its parent more."""
-    return model.parent.name if model.name == "model" else model.name

@@ -11,12 +11,12 @@ import click
 
 from ...bench import report
 from ...bench.engines import described
-from ...bench.settings import EngineSettings, HypicOptions, with_options
+from ...bench.settings import EngineSettings, HypicOptions, model_name, with_options
 from ...bench.sizes import SIZES, random_model
 from ...demo import EXAMPLE
 from ...primitives.policies import LinkError
 from ..methods import Method, link_method
-from .looking import Eyes, Probe, folder_name
+from .looking import Eyes, Probe
 
 METHODS = "naive-8,block,epic-0,epic-4,epic-16,hypic-8,hypic-16,seam-4-0+16"
 
@@ -134,7 +134,7 @@ def write(
     """Write the JSON report of the probe ``name``, if there is a ``path``; ``more``: further settings."""
     if path is None:
         return
-    settings = {"model": folder_name(probe.engine.model), "probe": probe, **more}
+    settings = {"model": model_name(probe.engine.model), "probe": probe, **more}
     found = report.report(
         f"probe {name}",
         settings,

@@ -7,11 +7,7 @@ from pathlib import Path
 
 from ...bench.points import HEAD, QUESTION
 from ...bench.prompts import Prompt, Writer
-from ...demo import FIRST_SEED
-from ..tasks.demo import FACTS, Generator, find_generator
-
-KINDS = ("one", "two")
-"""Kinds of question, in turns: about one document, and across two."""
+from ...generators import FIRST_SEED, Generator, find_generator
 
 
 def make_prompts(
@@ -25,6 +21,7 @@ def make_prompts(
 
 
 def _question(generator: Generator, seed: int, segments: int, tokens: int) -> Prompt:
-    kind = KINDS[seed % 2 if segments > 1 else 0]
-    parts = generator.prompt(FIRST_SEED + seed, segments, tokens, kind, facts=FACTS)
+    kinds = generator.LEARNED if segments > 1 else generator.LEARNED[:1]
+    kind = kinds[seed % len(kinds)]
+    parts = generator.prompt(FIRST_SEED + seed, segments, tokens, kind, facts=generator.FACTS)
     return Prompt(tuple(parts["system"]), tuple(map(tuple, parts["docs"])), tuple(parts["question"]))

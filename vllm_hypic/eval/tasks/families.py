@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Protocol
 
+from ...generators import Generator
 from ..task import Task
 from . import demo, keyvalue, needle, variables
-from .demo import FACTS, Generator
 
+SEED_STEP = 1_000_000
+"""Tasks of different seeds are different: numbers of a seed's begin at so many times the seed."""
 ENGLISH_LONGER = 4
 """English documents have so many times the usual tokens of the demo models', which read short ones."""
 
@@ -22,8 +24,8 @@ class Source:
     """Of the demo model; ``None``: tasks are English."""
     chat: bool = False
     """Prompts go through the chat template."""
-    facts: int | None = FACTS
-    """Facts in a document of the demo model's own families; ``None``: its generator's default."""
+    facts: int | None = None
+    """Facts in a document of the demo model's own families; ``None``: as many as the model can hold."""
 
 
 Maker = Callable[[Source, int, int, int, int], list[Task]]
@@ -44,6 +46,10 @@ class Family:
     def suits(self, generator: Generator | None) -> bool:
         return self.kind is None or (generator is not None and self.kind in generator.KINDS)
 
+    def learned(self, generator: Generator | None) -> bool:
+        """Whether a demo model has learned to answer it; English is anybody's."""
+        return self.kind is None or generator is None or self.kind in generator.LEARNED
+
     def shape(self, source: Source, documents: int | None, tokens: int | None) -> tuple[int, int]:
         """Documents, and tokens of each: what is asked for, or else the usual."""
         usual = self.tokens * (ENGLISH_LONGER if source.generator is None else 1)
@@ -57,11 +63,11 @@ def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8,
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
         if source.generator is None:
             raise ValueError(f"tasks of the family {name!r} are made by the generator beside a demo model")
-        shape = {"documents": documents, "tokens": tokens}
         return demo.make(
             first,
             count,
-            **shape,
+            documents=documents,
+            tokens=tokens,
             generator=source.generator,
             kind=kind,
             facts=source.facts,
@@ -72,12 +78,34 @@ def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8,
     return Family(about, make, kind, documents, tokens)
 
 
-def _any(about: str, module: ModuleType) -> Family:
-    """A family with an English version."""
+class English(Protocol):
+    """A module that makes English tasks, and says which of a demo model's are like them."""
+
+    FAMILY: str
+    KIND: str
+
+    def facts(self, documents: int, tokens: int) -> int: ...
+
+    def task(self, number: int, documents: int, tokens: int) -> Task: ...
+
+
+def _any(about: str, english: English) -> Family:
+    """A family that is English, or in the words of a demo model for that."""
 
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
-        shape = {"documents": documents, "tokens": tokens}
-        return module.make(first, count, **shape, generator=source.generator, chat=source.chat)
+        if source.generator is None:
+            return [english.task(number, documents, tokens) for number in range(first, first + count)]
+        return demo.make(
+            first,
+            count,
+            documents=documents,
+            tokens=tokens,
+            generator=source.generator,
+            kind=english.KIND,
+            facts=english.facts(documents, tokens),
+            family=english.FAMILY,
+            chat=source.chat,
+        )
 
     return Family(about, make)
 

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 from ..task import Task
 from . import demo, english
-from .demo import Generator
 
 FAMILY = "keyvalue"
+KIND = "one"
+"""The demo models' question that is like it."""
 TOKENS_PER_FACT = 20
 """In the demo model's words: facts are four or five tokens."""
 WORDS_PER_KEY = 32
 """In English: statements are eight words."""
 
 
-def make(
-    first: int,
-    count: int,
-    *,
-    documents: int,
-    tokens: int,
-    generator: Generator | None = None,
-    chat: bool = False,
-) -> list[Task]:
-    """English, or in the words of a demo model's ``generator``: about a quarter of the text is statements."""
-    if generator is not None:
-        return demo.make(
-            first,
-            count,
-            documents=documents,
-            tokens=tokens,
-            generator=generator,
-            kind="one",
-            facts=max(1, min(tokens // TOKENS_PER_FACT, demo.MOST_FACTS // documents)),
-            family=FAMILY,
-            chat=chat,
-        )
-    return [_english(number, documents, tokens) for number in range(first, first + count)]
+def facts(documents: int, tokens: int) -> int:
+    """In each of a demo model's documents: about a quarter of the text."""
+    return max(1, min(tokens // TOKENS_PER_FACT, demo.MOST_FACTS // documents))
 
 
-def _english(number: int, documents: int, tokens: int) -> Task:
+def task(number: int, documents: int, tokens: int) -> Task:
+    """The English task of this number, with documents of about ``tokens`` tokens."""
     writer = english.Writer(f"{FAMILY} {number}")
     words = int(tokens * english.WORDS_PER_TOKEN)
     keys = writer.keys(min(documents * max(1, words // WORDS_PER_KEY), english.MOST_KEYS))

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from ..task import Task
-from . import demo, english
-from .demo import Generator
+from . import english
 
 FAMILY = "needle"
+KIND = "one"
+"""The demo models' question that is like it."""
 
 
-def make(
-    first: int,
-    count: int,
-    *,
-    documents: int,
-    tokens: int,
-    generator: Generator | None = None,
-    chat: bool = False,
-) -> list[Task]:
-    """English, or in the words of a demo model's ``generator``, which puts one fact into every document."""
-    if generator is not None:
-        return demo.make(
-            first,
-            count,
-            documents=documents,
-            tokens=tokens,
-            generator=generator,
-            kind="one",
-            facts=1,
-            family=FAMILY,
-            chat=chat,
-        )
-    return [_english(number, documents, tokens) for number in range(first, first + count)]
+def facts(documents: int, tokens: int) -> int:
+    """In each of a demo model's documents, which cannot be without one."""
+    return 1
 
 
-def _english(number: int, documents: int, tokens: int) -> Task:
+def task(number: int, documents: int, tokens: int) -> Task:
+    """The English task of this number, with documents of about ``tokens`` tokens."""
     writer = english.Writer(f"{FAMILY} {number}")
     [key], value = writer.keys(1), writer.number(set())
     held = english.spread(writer.rng, [f"The secret number of the {key} is {value}."], documents)

@@ -6,44 +6,26 @@ import string
 from itertools import pairwise
 
 from ..task import Task
-from . import demo, english
-from .demo import Generator
+from . import english
 
 FAMILY = "variables"
+KIND = "two"
+"""The demo models' question that is like it: a hop is an assignment."""
 CHAINS = 4
 LINKS = 2
-"""Assignments of a chain after the first, which gives the value. A demo model's questions take two hops."""
+"""Assignments of a chain after the first, which gives the value."""
 
 
-def make(
-    first: int,
-    count: int,
-    *,
-    documents: int,
-    tokens: int,
-    generator: Generator | None = None,
-    chat: bool = False,
-) -> list[Task]:
-    """English, or in the words of a demo model's ``generator``: two hops, few other facts.
+def facts(documents: int, tokens: int) -> int:
+    """In each of a demo model's documents: few beside the two that are asked for."""
+    return 1
 
-    An English chain's assignments stand in different documents where there are enough, in their order.
+
+def task(number: int, documents: int, tokens: int) -> Task:
+    """The English task of this number, with documents of about ``tokens`` tokens.
+
+    A chain's assignments stand in different documents where there are enough, in their order.
     """
-    if generator is not None:
-        return demo.make(
-            first,
-            count,
-            documents=documents,
-            tokens=tokens,
-            generator=generator,
-            kind="two",
-            facts=1,
-            family=FAMILY,
-            chat=chat,
-        )
-    return [_english(number, documents, tokens) for number in range(first, first + count)]
-
-
-def _english(number: int, documents: int, tokens: int) -> Task:
     writer = english.Writer(f"{FAMILY} {number}")
     rng = writer.rng
     names = [

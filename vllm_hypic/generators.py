@@ -1,0 +1,64 @@
+"""Generators of prompts that demo models bring along: ``gen.py`` beside a model's folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Protocol, TypedDict, cast
+
+FIRST_SEED = 20_000_000
+"""No demo model's training drew from here on."""
+_MARKS = ("def prompt(", "def vocab_words(", "\nLEARNED = ", "\nFACTS = ")
+"""What the text of a generator holds: another ``gen.py`` is not run."""
+
+
+class Parts(TypedDict):
+    """One prompt as token ids; the answer ends with the end-of-sequence token."""
+
+    system: list[int]
+    docs: list[list[int]]
+    question: list[int]
+    answer: list[int]
+
+
+class Generator(Protocol):
+    """What ``gen.py`` offers."""
+
+    KINDS: Container[str]
+    """Kinds of question."""
+    LEARNED: Sequence[str]
+    """Those that the model answers."""
+    FACTS: int | None
+    """Facts of a document that the model can hold; ``None``: as many as ``prompt`` gives it."""
+
+    def prompt(self, seed: int, n_docs: int, doc_len: int, kind: str, facts: int | None = None) -> Parts: ...
+
+    def vocab_words(self) -> list[str]: ...
+
+
+def find_generator(model: Path) -> Generator | None:
+    """The generator of the demo model in the folder ``model``; ``None``: this is no demo model.
+
+    Runs ``gen.py`` beside the folder, if that has what a generator has.
+    """
+    path = model.absolute().parent / "gen.py"
+    if not path.is_file():
+        return None
+    text = path.read_text()
+    if not all(mark in text for mark in _MARKS):
+        return None
+    name = f"gen_of_{path.parent.name.replace('-', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look for their module there
+    spec.loader.exec_module(module)
+    return cast(Generator, module)
+
+
+def words_of(generator: Generator, ids: Sequence[int]) -> str:
+    """Token ids as the text that becomes them again."""
+    words = generator.vocab_words()
+    return " ".join(words[i] for i in ids)
