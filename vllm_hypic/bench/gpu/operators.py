@@ -1,0 +1,169 @@
+"""Which operators serve a device: the one place that knows.
+
+A *step* is what one forward pass works out once for all layers of a kind: index tensors, programs, grids. It
+is made from host data and never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends.ops.gated_delta import Caches, Inputs, Records, Weights
+from ...backends.ops.gated_delta import torch_ops as delta_torch
+from ...backends.ops.span_attention import torch_ops as span_torch
+from .shapes import AttentionShape
+
+
+@dataclass(frozen=True)
+class SpanRows:
+    """Rows that see public columns.
+
+    ``column_slots``, ``column_positions``: per request, int64 on the device; ``bounds [requests, 2]`` int64:
+    its rows ``[first, last)``; ``visible [rows]`` int64: columns that each row sees. These two on the host.
+    """
+
+    column_slots: Sequence[Tensor]
+    column_positions: Sequence[Tensor]
+    bounds: np.ndarray
+    visible: np.ndarray
+
+    def seen(self) -> list[list[int]]:
+        """Columns that each row of each request sees."""
+        edges = np.cumsum(self.bounds[:-1, 1] - self.bounds[:-1, 0])
+        return [part.tolist() for part in np.split(self.visible, edges)]
+
+
+class SpanStep(Protocol):
+    """Span attention of one pass."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """``query [tokens, heads, size]`` over the pool -> (out [rows, heads, size], lse [rows, heads])."""
+        ...
+
+    def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        """The partial result ``other`` into ``output [tokens, heads, size]``, whose rows have ``lse``."""
+        ...
+
+
+class DeltaStep(Protocol):
+    """The gated delta rule of one pass, for layers of one shape."""
+
+    def run(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records) -> None:
+        """Outputs, states and records, in place."""
+        ...
+
+
+class Operators(Protocol):
+    """All operators of a device. Programs (``program.py``) and bounds are host data."""
+
+    @property
+    def name(self) -> str: ...
+
+    def span(self, rows: SpanRows, shape: AttentionShape) -> SpanStep: ...
+
+    def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
+        """Rows that are captured, every interior whole; rows without an interior are ordinary ones."""
+        ...
+
+    def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep: ...
+
+    def capture(
+        self,
+        pool: tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        table: Tensor | None,
+        neox: bool = True,
+    ) -> None:
+        """``rows`` of K, V ``[tokens, kv_heads, size]`` into ``slots`` of the pool, K's rotation undone."""
+        ...
+
+
+def operators_for(device: torch.device) -> Operators:
+    """Triton's on a GPU, PyTorch's elsewhere."""
+    if device.type == "cuda":
+        from .triton_operators import TritonOperators
+
+        return TritonOperators()
+    return TorchOperators()
+
+
+# ------------------------------------------------------------------------------------------------ PyTorch
+
+
+class TorchOperators:
+    """See :class:`Operators`. Span attention in PyTorch runs on CPU only."""
+
+    name = "torch"
+
+    def span(self, rows: SpanRows, shape: AttentionShape) -> SpanStep:
+        device = rows.column_slots[0].device
+        return _TorchSpan(rows, torch.from_numpy(rows.bounds), torch.from_numpy(rows.visible).to(device))
+
+    def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
+        return _TorchSegments(rows)
+
+    def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep:
+        return _TorchCompose(rows, ops)
+
+    def capture(
+        self,
+        pool: tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        table: Tensor | None,
+        neox: bool = True,
+    ) -> None:
+        raw = span_torch.unrotate(key.index_select(0, rows), table, positions, neox)
+        pool[0].index_copy_(0, slots, raw)
+        pool[1].index_copy_(0, slots, value.index_select(0, rows))
+
+
+@dataclass(frozen=True)
+class _TorchSpan:
+    rows: SpanRows
+    bounds: Tensor
+    visible: Tensor
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        r = self.rows
+        return span_torch.span_attention(
+            *(query, key, value, r.column_slots, r.column_positions),
+            *(table, neox, self.visible, self.bounds, scale),
+        )
+
+    def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        span_torch.merge_(output, lse, other, other_lse, self.bounds)
+
+
+@dataclass(frozen=True)
+class _TorchSegments:
+    rows: Tensor
+
+    def run(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records) -> None:
+        delta_torch.gdn_segments(x, weights, caches, out, records, self.rows, [])
+
+
+@dataclass(frozen=True)
+class _TorchCompose:
+    rows: Tensor
+    ops: Tensor
+
+    def run(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records) -> None:
+        delta_torch.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)
