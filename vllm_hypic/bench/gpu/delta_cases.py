@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...backends.ops.gated_delta import Caches, Inputs, Weights
+from ...backends.ops.gated_delta import Caches, Carry, Inputs, Weights
 from ...backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from .layers import DeltaRecords, random_weights
 from .shapes import DeltaShape
@@ -23,6 +23,7 @@ class DeltaCase:
     caches: Caches
     out: Tensor
     records: DeltaRecords
+    carries: tuple[Carry, ...]
 
     @staticmethod
     def make(
@@ -65,6 +66,14 @@ class DeltaCase:
                 nan(slots * s.heads, s.K, s.K, dtype=torch.float16),
                 tiles.flip(0).view(slots, s.heads).clone(),
             ),
+            tuple(
+                Carry(
+                    nan(s.heads, s.K, s.K),
+                    nan(s.heads, s.K, s.V),
+                    torch.full((s.heads,), -1, dtype=torch.int32, device=device),
+                )
+                for _ in range(slots)
+            ),
         )
 
     def fill(self, seed: int = 1) -> None:
@@ -97,42 +106,53 @@ class DeltaCase:
                 r.tiles.double().cpu(),
                 r.tile_of.cpu().clone(),
             ),
+            carries=tuple(
+                Carry(c.transition.double().cpu(), c.head.double().cpu(), c.alive.cpu().clone())
+                for c in self.carries
+            ),
         )
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment request of ``tokens`` rows whose interior is ``[lo, hi)``; ``resumed``: from a state."""
+    """A segment request of ``tokens`` rows whose interior is ``[lo, hi)``, empty: ordinary rows."""
 
     tokens: int
     lo: int
     hi: int
     leading: bool = False
-    resumed: bool = False
 
 
-def segment_program(segments: list[Segment]) -> Tensor:
-    """One after the other; the i-th has batch row and slot i. An empty interior: ordinary rows."""
-    rows, at = [], 0
+def segment_program(segments: list[Segment], start: int = 0, stop: int = 1 << 30) -> Tensor:
+    """All rows that segments have in ``[start, stop)`` of their own tokens.
+
+    Segments lie one after the other in the pass's inputs; the i-th has batch row, slot and carry i.
+    """
+    rows, base = [], 0
     for i, s in enumerate(segments):
-        inside = int(s.lo < s.hi)
-        rows.append(
-            SegmentRow(
-                batch_row=i,
-                resumed=int(s.resumed),
-                first=at,
-                stop=at + s.tokens,
-                begin=at + s.lo,
-                end=at + s.hi,
-                slot=i,
-                leading=int(s.leading),
-                begins=inside,
-                ends=inside,
-                has_head=int(s.lo > 0 or s.resumed),
-                carry=-1,
+        first, last = min(start, s.tokens), min(stop, s.tokens)
+        begin = min(max(s.lo, first), last)
+        end = max(begin, min(s.hi, last))
+        inside = begin < end
+        whole = (begin, end) == (s.lo, s.hi)
+        if first < last:
+            rows.append(
+                SegmentRow(
+                    batch_row=i,
+                    resumed=int(first > 0),
+                    first=base + first,
+                    stop=base + last,
+                    begin=base + begin,
+                    end=base + end,
+                    slot=i,
+                    leading=int(s.leading),
+                    begins=int(inside and begin == s.lo),
+                    ends=int(inside and end == s.hi),
+                    has_head=int(s.lo > 0),
+                    carry=i if inside and not whole and not s.leading else -1,
+                )
             )
-        )
-        at += s.tokens
+        base += s.tokens
     return pack(rows, SegmentRow)
 
 

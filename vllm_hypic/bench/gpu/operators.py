@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.ops.gated_delta import Caches, Inputs, Records, Weights
+from ...backends.ops.gated_delta import Caches, Carry, Inputs, Records, Weights
 from ...backends.ops.gated_delta import torch_ops as delta_torch
 from ...backends.ops.span_attention import torch_ops as span_torch
 from .shapes import AttentionShape
@@ -56,8 +56,16 @@ class SpanStep(Protocol):
 class DeltaStep(Protocol):
     """The gated delta rule of one pass, for layers of one shape."""
 
-    def run(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records) -> None:
-        """Outputs, states and records, in place."""
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
+        """Outputs, states and records, in place; ``carries``: of interiors that are cut."""
         ...
 
 
@@ -70,7 +78,7 @@ class Operators(Protocol):
     def span(self, rows: SpanRows, shape: AttentionShape) -> SpanStep: ...
 
     def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
-        """Rows that are captured, every interior whole; rows without an interior are ordinary ones."""
+        """Rows that are captured; rows without an interior are ordinary ones."""
         ...
 
     def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep: ...
@@ -156,8 +164,16 @@ class _TorchSpan:
 class _TorchSegments:
     rows: Tensor
 
-    def run(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records) -> None:
-        delta_torch.gdn_segments(x, weights, caches, out, records, self.rows, [])
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
+        delta_torch.gdn_segments(x, weights, caches, out, records, self.rows, carries)
 
 
 @dataclass(frozen=True)
@@ -165,5 +181,13 @@ class _TorchCompose:
     rows: Tensor
     ops: Tensor
 
-    def run(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records) -> None:
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
         delta_torch.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)

@@ -142,10 +142,11 @@ def _project_delta(layer: DeltaLayer, x: Tensor, d: DeltaShape) -> tuple[Tensor,
 def convolution(mixed: Tensor, w: Weights) -> Tensor:
     """SiLU of the causal depthwise convolution, from a context of zeros; [n, channels]."""
     taps = len(w.weight)
-    before = mixed.new_zeros(taps - 1, mixed.shape[1])
-    windows = torch.cat([before, mixed]).unfold(0, taps, 1)  # [n, channels, taps]
-    bias = 0.0 if w.bias is None else w.bias.double()
-    return _silu(torch.einsum("nct,tc->nc", windows, w.weight.double()) + bias)
+    rows = torch.cat([mixed.new_zeros(taps - 1, mixed.shape[1]), mixed])
+    total = torch.zeros_like(mixed) if w.bias is None else w.bias.double().expand_as(mixed)
+    for tap in range(taps):
+        total = total + rows[tap : tap + len(mixed)] * w.weight[tap].double()
+    return _silu(total)
 
 
 def delta_rule(convolved: Tensor, a: Tensor, b: Tensor, w: Weights, d: DeltaShape) -> tuple[Tensor, Tensor]:

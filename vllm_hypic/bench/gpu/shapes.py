@@ -55,10 +55,11 @@ class StackShape:
 
 REAL = StackShape()
 TINY = StackShape(
-    AttentionShape(4, 2, 32, 16),
-    DeltaShape(2, 4, 32, 32),
+    AttentionShape(4, 2, 64, 16),
+    DeltaShape(2, 4, 64, 64),
     layers=4,
-    hidden=64,
-    intermediate=96,
+    hidden=128,
+    intermediate=192,
     vocabulary=256,
 )
+"""With head sizes that every kernel serves."""

@@ -1,0 +1,19 @@
+"""Command line: one file per command, joined here."""
+
+from __future__ import annotations
+
+import click
+
+from .model import model
+
+
+@click.group(help="Benchmarks on one GPU, with random inputs and weights: torch, Triton, no vLLM, no model.")
+def main() -> None:
+    pass
+
+
+main.add_command(model)
+
+
+if __name__ == "__main__":
+    main()

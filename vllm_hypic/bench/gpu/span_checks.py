@@ -1,0 +1,166 @@
+"""Span attention, merging and capture on the device against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ...backends.ops.span_attention import reference
+from .composed import Composition
+from .findings import Finding, difference, untouched, worst
+from .operators import Operators
+from .private import causal_attention
+from .shapes import REAL, AttentionShape
+from .span_cases import SpanCase, SpanRequest
+
+OUT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of an output vector, relative: K is rounded once after its rotation, probabilities once before they weigh
+V: about four roundings of the dtype. Products of float32 keep at least 2^-20."""
+LSE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Of a log-sum-exp, absolute: scores have a standard deviation of one and the error of K's rounding."""
+COPY = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Of a K whose rotation is undone: computed in float32, rounded once."""
+MERGE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Of a merged vector: computed in float32, rounded once."""
+
+
+def check_span(
+    operators: Operators, device: torch.device, dtype: torch.dtype, long: bool
+) -> Iterator[Finding]:
+    """``long``: columns by the thousand, as in use; else a few dozen, for interpreters."""
+    for name, case in _cases(device, dtype, long):
+        yield from _attend(operators, name, case)
+    yield from _merge(operators, device, dtype)
+    yield from _capture(operators, device, dtype, 700 if long else 37)
+    yield from _private(device, dtype, 300 if long else 20)
+
+
+def _cases(device: torch.device, dtype: torch.dtype, long: bool) -> Iterator[tuple[str, SpanCase]]:
+    shape = REAL.attention
+    prompt = Composition(3, 2000, 40) if long else Composition(3, 40, 5, 4)
+    columns = (16_400, 5_000, 63, 1) if long else (70, 33, 1)
+    named: list[tuple[str, AttentionShape, list[SpanRequest], bool]] = [
+        ("composed prompt", shape, [SpanRequest.prompt(prompt)], True),
+        ("decode", shape, [SpanRequest.decode(n) for n in columns], True),
+        (
+            "prompt beside decode",
+            shape,
+            [SpanRequest.decode(columns[1]), SpanRequest.prompt(prompt), SpanRequest.decode(2)],
+            True,
+        ),
+        (
+            "rows that see nothing",
+            shape,
+            [SpanRequest(37, (0, 0, 5, 37)), SpanRequest(0, (0, 0)), SpanRequest(3, (0,))],
+            True,
+        ),
+        ("one row, one column", shape, [SpanRequest.decode(1)], True),
+        ("groups of 1, no rotation", AttentionShape(4, 4, 64, 0), [SpanRequest(65, (1, 64, 65))], True),
+        (
+            "groups of 8, pairs are neighbours",
+            AttentionShape(8, 1, 128, 128, 1e4),
+            [SpanRequest(columns[1], tuple(range(1, 1 + min(columns[1], 33))))],
+            False,
+        ),
+        ("groups of 3", AttentionShape(6, 2, 128, 64), [SpanRequest(columns[1], (columns[1],) * 17)], True),
+    ]
+    for name, heads, requests, neox in named:
+        yield name, SpanCase.make(heads, requests, dtype, device, neox=neox)
+
+
+def _attend(operators: Operators, name: str, case: SpanCase) -> Iterator[Finding]:
+    dtype, rows, scale = case.query.dtype, case.rows, case.shape.scale
+    step = operators.span(rows, case.shape)
+    out, lse = step.attend(case.query, case.key, case.value, case.table, scale, case.neox)
+    exact, exact_lse = reference.span_attention(
+        case.query.cpu(),
+        case.key.cpu(),
+        case.value.cpu(),
+        [s.cpu() for s in rows.column_slots],
+        [p.cpu() for p in rows.column_positions],
+        None if case.table is None else case.table.cpu(),
+        case.neox,
+        torch.from_numpy(rows.visible),
+        torch.from_numpy(rows.bounds),
+        scale,
+    )
+    kind = str(dtype).removeprefix("torch.")
+    yield Finding("span attention", name, kind, worst(out, exact, 1), OUT[dtype])
+    yield Finding("  log-sum-exp", name, kind, difference(lse, exact_lse), LSE[dtype])
+
+
+def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    """Rows of which either part may be empty."""
+    shape = REAL.attention
+    requests = [SpanRequest(8, (1,) * 9), SpanRequest.decode(3)]
+    case = SpanCase.make(shape, requests, dtype, device)
+    rows = torch.cat([torch.arange(first, last) for first, last in case.rows.bounds.tolist()])
+    drawn = torch.Generator(device).manual_seed(2)
+    other = torch.randn(len(rows), shape.heads, shape.size, device=device, generator=drawn)
+    lse, other_lse = (
+        3 * torch.randn(len(rows), shape.heads, device=device, generator=drawn) for _ in range(2)
+    )
+    lse[1], other_lse[3] = -torch.inf, -torch.inf
+    lse[4, 0], other_lse[5, 1] = -torch.inf, -torch.inf
+    other[3], other[5, 1] = 0.0, 0.0  # what span attention returns for them
+    output = case.query.clone()
+    bounds = torch.from_numpy(case.rows.bounds)
+    exact = output.cpu().double()
+    reference.merge_(exact, lse.cpu(), other.cpu(), other_lse.cpu(), bounds)
+    operators.span(case.rows, shape).merge_(output, lse, other, other_lse)
+    error = max(worst(output.cpu()[rows], exact[rows], 1), untouched(output, rows))
+    yield Finding(
+        "merge", "empty parts on either side", str(dtype).removeprefix("torch."), error, MERGE[dtype]
+    )
+
+
+def _capture(
+    operators: Operators, device: torch.device, dtype: torch.dtype, tokens: int
+) -> Iterator[Finding]:
+    """Some rows of a pass into pages in random order; the rest of the pool stays as it was."""
+    for name, shape in (
+        ("partial rotation", REAL.attention),
+        ("no rotation", replace(REAL.attention, rotary=0)),
+    ):
+        case = SpanCase.make(shape, [SpanRequest.decode(tokens)], dtype, device)
+        key, value = case.key[case.rows.column_slots[0]], case.value[case.rows.column_slots[0]]
+        rows = torch.arange(3, tokens - 2, device=device)
+        slots, positions = case.rows.column_slots[0][rows], case.rows.column_positions[0][rows]
+        pool = torch.full_like(case.key, torch.nan), torch.full_like(case.value, torch.nan)
+        operators.capture(pool, key, value, rows, slots, positions, case.table)
+        table = None if case.table is None else case.table.cpu()
+        exact = reference.unrotate_reference(key[rows].cpu(), table, positions.cpu(), True)
+        error = max(
+            worst(pool[0][slots], exact, 1),
+            0.0 if torch.equal(pool[1][slots], value[rows]) else float("inf"),
+            *(untouched(t, slots) for t in pool),
+        )
+        yield Finding("capture of K and V", name, str(dtype).removeprefix("torch."), error, COPY[dtype])
+
+
+def _private(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Finding]:
+    """The stock part of a composed pass in `model`."""
+    shape = REAL.attention
+    drawn = torch.Generator(device).manual_seed(4)
+    q, k, v = (
+        torch.randn(rows, heads, shape.size, device=device, generator=drawn).to(dtype)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    out, lse = causal_attention(q, k, v, shape.scale)
+    exact, exact_lse = reference.span_attention(
+        q.cpu(),
+        k.cpu(),
+        v.cpu(),
+        [torch.arange(rows)],
+        [torch.arange(rows)],
+        None,
+        True,
+        torch.arange(1, rows + 1),
+        torch.tensor([[0, rows]]),
+        shape.scale,
+    )
+    kind = str(dtype).removeprefix("torch.")
+    yield Finding("stock attention (torch)", "causal", kind, worst(out, exact, 1), OUT[dtype])
+    yield Finding("  log-sum-exp", "causal", kind, difference(lse, exact_lse), LSE[dtype])
