@@ -93,7 +93,7 @@ def compile_kernel(spec: KernelSpec, architecture: int) -> Usage:
     kernel = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": spec.warps, "num_stages": spec.stages},
+        options={"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True},
     )
     registers, stack = _resources(kernel.asm["cubin"])
     return Usage(registers, stack, kernel.metadata.shared, len(MMA.findall(kernel.asm["ptx"])))
@@ -116,7 +116,7 @@ def check(specs: Iterable[KernelSpec], architectures: Sequence[int], console: Co
     table = Table("kernel", "sm", "registers", "stack", "shared KiB", "tensor core", "", box=None)
     complaints: list[str] = []
     for spec in specs:
-        for architecture in architectures:
+        for architecture in sorted({*architectures} & {*spec.architectures}):
             where = f"{spec.name} on sm_{architecture}"
             try:
                 usage = compile_kernel(spec, architecture)

@@ -22,9 +22,9 @@ Constant = int | float | bool | str | None
 
 @dataclass(frozen=True)
 class Limits:
-    """Highest allowed: ``registers`` and bytes of ``stack``, where spilled registers lie, per thread; bytes of
-    ``shared`` memory per block, ``None``: what the architecture has.  Lowest allowed: tensor-core instructions
-    ``mma`` in the code.
+    """Highest allowed: ``registers`` and bytes of ``stack`` per thread, on which spilled registers lie; bytes
+    of ``shared`` memory per block, ``None``: what the architecture has.  Lowest allowed: tensor-core
+    instructions ``mma`` in the code.
     """
 
     registers: int = 255
@@ -40,7 +40,8 @@ class KernelSpec:
     ``function``: what ``triton.jit`` returned; ``signature``: type of every argument that is no constant, in
     Triton's notation (``"*bf16"``, ``"i32"``, ``"fp32"``); ``constants``: value of every other argument,
     ``None`` for a pointer that is not given; ``aligned``: arguments that are multiples of 16 (pointers: in
-    bytes); ``limits``: those of architectures that differ from ``limit``.
+    bytes); ``limits``: those of architectures that differ from ``limit``; ``architectures``: where it is
+    checked, fewer where it runs nowhere else or where compiling for the others would tell nothing new.
     """
 
     name: str
@@ -52,6 +53,7 @@ class KernelSpec:
     aligned: tuple[str, ...] = ()
     limit: Limits = field(default_factory=Limits)
     limits: Mapping[int, Limits] = field(default_factory=dict)
+    architectures: tuple[int, ...] = ARCHITECTURES
 
     def __post_init__(self) -> None:
         given = [*self.signature, *self.constants]

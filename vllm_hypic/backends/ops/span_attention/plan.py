@@ -1,0 +1,264 @@
+"""What span attention on a GPU needs to know of one forward pass, built once and shared by all layers.
+
+The numbers that shape the launches (rows, columns, how many a row sees) are known on the host before the
+pass, so grids follow from them without waiting for the GPU.  Once per step, before the first layer:
+
+1. ``columns = SpanColumns.of(slots, positions)`` over the requests that see public columns, from the int64
+   tensors that each request keeps on the device.  The same object serves later steps with the same requests
+   in the same order, as while decoding.
+2. ``plan = SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size)`` with ``bounds`` and
+   ``visible`` as numpy arrays; one plan per (heads, kv_heads, head_size) where layers differ in them.
+
+and each layer calls ``triton_ops.attend(query, pool_key, pool_value, table, neox, plan, scale)`` and then
+``triton_ops.merge_tokens_(output, output_lse, out, lse, plan)``.
+
+How a plan divides the work: the query heads of a KV head are folded into rows (row ``r``, member ``g`` of
+a group of ``G`` heads is folded row ``r * G + g``), so that one rotated tile of K serves all of them.  A tile
+is ``block`` folded rows of one request; its columns are cut into parts that are computed independently and
+then merged.  Both lengths depend on nothing but the request's own rows and the model, never on other requests
+or on the GPU: what a request computes does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+FEW_ROWS = 16
+"""Folded rows of a tile where a request has no more: a decoded token or a few of them.  See `many_rows`."""
+
+ITEM_FIELDS = 8
+"""Of an item, int32: first query row of the request, its first output row, its rows, the tile's first folded
+row, the request's first column, first column of the part and its end, both counted within the request, first
+partial row or -1: the tile is not split, write the result."""
+
+MERGE_FIELDS = 8
+"""Of a split tile, int32: first output row of the request, the tile's first folded row, its folded rows, its
+first partial row, its parts, and three unused."""
+
+_ALIGNMENT = 16
+"""Elements: each array begins at a multiple of 64 bytes."""
+
+
+@dataclass(frozen=True)
+class SpanColumns:
+    """The public columns of several requests on the device, one request after the other.
+
+    ``slots [columns]`` int32: where a column lies in the pool; ``positions [columns]`` int32: its logical
+    position; ``counts``: columns of each request.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(slots: Sequence[torch.Tensor], positions: Sequence[torch.Tensor]) -> SpanColumns:
+        """From each request's ``[columns]`` int64 tensors, all on the device where attention will run.
+
+        Copies on the device; does not wait for it.  Raises ``ValueError`` when the two differ in length.
+        """
+        counts = tuple(len(s) for s in slots)
+        if counts != tuple(len(p) for p in positions):
+            raise ValueError(f"columns: {counts} slots, but {tuple(len(p) for p in positions)} positions")
+        if not counts:
+            raise ValueError("columns: no requests")
+        return SpanColumns(torch.cat(list(slots)).int(), torch.cat(list(positions)).int(), counts)
+
+
+@dataclass(frozen=True)
+class SpanWork:
+    """One launch: tiles of ``block`` folded rows.
+
+    ``items [items, ITEM_FIELDS]`` int32; ``merges [split tiles, MERGE_FIELDS]`` int32; ``partial_rows``:
+    partial results of split tiles, in folded rows.
+    """
+
+    block: int
+    items: torch.Tensor
+    merges: torch.Tensor
+    partial_rows: int
+
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """The rows of one forward pass that see public columns, and how their attention is divided.
+
+    ``token_rows [rows]`` int32: row of the query of each of them; ``visible [rows]`` int32: the columns it
+    sees are the first so many of its request; ``work``: the launches, at most two.  All on the device.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    columns: SpanColumns
+    token_rows: torch.Tensor
+    visible: torch.Tensor
+    work: tuple[SpanWork, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_rows)
+
+    @staticmethod
+    def of(
+        columns: SpanColumns,
+        bounds: np.ndarray,
+        visible: np.ndarray,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+    ) -> SpanPlan:
+        """``bounds [requests, >= 2]``: rows ``[first, last)`` of the query, per request of ``columns``;
+        ``visible [rows]``: for the rows of all requests in order, how many columns of its request a row sees.
+
+        Makes one copy from pinned memory to the device and does not wait for it.  Raises ``ValueError`` for
+        numbers that contradict each other: rows, columns, more columns visible than there are.
+        """
+        group = _group(heads, kv_heads)
+        bounds, visible = np.asarray(bounds, dtype=np.int64)[:, :2], np.asarray(visible, dtype=np.int64)
+        rows = bounds[:, 1] - bounds[:, 0]
+        counts = np.asarray(columns.counts, dtype=np.int64)
+        _check(rows, counts, visible)
+        few = rows * group <= FEW_ROWS
+        many = many_rows(head_size, columns.slots.device)
+        divided = [
+            _divide(bounds, rows, counts, visible, group, block, part_columns(kv_heads, block), chosen)
+            for block, chosen in ((FEW_ROWS, few), (many, ~few))
+            if (chosen & (rows > 0)).any()
+        ]
+        token_rows = _ranges(bounds[:, 0], rows)
+        arrays = [token_rows, visible]
+        for d in divided:
+            arrays += [d.items, d.merges]
+        on_device = _copy(arrays, columns.slots.device)
+        work = tuple(
+            SpanWork(d.block, on_device[2 + 2 * i], on_device[3 + 2 * i], d.partial_rows)
+            for i, d in enumerate(divided)
+        )
+        return SpanPlan(heads, kv_heads, head_size, columns, on_device[0], on_device[1], work)
+
+
+def many_rows(head_size: int, device: torch.device) -> int:
+    """Folded rows of a tile where a request has many: as many as fit into the registers of this GPU.
+
+    K and V are read once per tile, from the GPU's cache where tiles share them, so more rows are faster.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 128 if capability[0] == 9 or (capability[0] > 9 and head_size <= 128) else 64
+
+
+def part_columns(kv_heads: int, block: int) -> int:
+    """Columns of a part.  So short that some 16k columns of one request fill a GPU; a tile of more rows
+    takes longer per column and writes more per part, so its parts are longer."""
+    few = min(1024, max(256, 128 * kv_heads))
+    return few if block == FEW_ROWS else 4 * few
+
+
+def _group(heads: int, kv_heads: int) -> int:
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads: expected a multiple of the {kv_heads} KV heads")
+    return heads // kv_heads
+
+
+def _check(rows: np.ndarray, counts: np.ndarray, visible: np.ndarray) -> None:
+    if len(rows) != len(counts):
+        raise ValueError(f"bounds of {len(rows)} requests, columns of {len(counts)}")
+    if (rows < 0).any():
+        raise ValueError(f"bounds: request {int(rows.argmin())} has {int(rows.min())} rows")
+    if int(rows.sum()) != len(visible):
+        raise ValueError(f"visible: {len(visible)} numbers for {int(rows.sum())} rows")
+    there = np.repeat(counts, rows)
+    wrong = np.flatnonzero((visible < 0) | (visible > there))
+    if len(wrong):
+        raise ValueError(
+            f"row {int(wrong[0])} sees {int(visible[wrong[0]])} of {int(there[wrong[0]])} columns"
+        )
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """:class:`SpanWork` on the host."""
+
+    block: int
+    items: np.ndarray
+    merges: np.ndarray
+    partial_rows: int
+
+
+def _divide(
+    bounds: np.ndarray,
+    rows: np.ndarray,
+    counts: np.ndarray,
+    visible: np.ndarray,
+    group: int,
+    block: int,
+    part: int,
+    chosen: np.ndarray,
+) -> _Divided:
+    """The tiles and parts of the ``chosen`` requests."""
+    first_output, first_column = _starts(rows), _starts(counts)
+    folded = np.where(chosen, rows * group, 0)
+    per_request = -(-folded // block)
+    request = np.repeat(np.arange(len(rows)), per_request)
+    first = _ranges(np.zeros_like(per_request), per_request) * block
+    end = np.minimum(first + block, folded[request])
+    # Rows [a, b) of all rows have a member in the tile.
+    a, b = first_output[request] + first // group, first_output[request] - (-end // group)
+    seen = np.maximum.reduceat(np.append(visible, 0), np.stack([a, b], 1).ravel())[::2]
+
+    parts = np.maximum(-(-seen // part), 1)
+    tile = np.repeat(np.arange(len(request)), parts)
+    begin = _ranges(np.zeros_like(parts), parts) * part
+    length = end - first
+    partial = np.where(parts > 1, length, 0)[tile]
+    first_partial = np.where(parts[tile] > 1, _starts(partial), -1)
+    items = np.stack(
+        [
+            bounds[request, 0][tile],
+            first_output[request][tile],
+            rows[request][tile],
+            first[tile],
+            first_column[request][tile],
+            begin,
+            np.minimum(begin + part, seen[tile]),
+            first_partial,
+        ],
+        axis=1,
+    )
+    split = np.flatnonzero(parts > 1)
+    merges = np.zeros((len(split), MERGE_FIELDS), dtype=np.int64)
+    merges[:, 0] = first_output[request][split]
+    merges[:, 1] = first[split]
+    merges[:, 2] = length[split]
+    merges[:, 3] = first_partial[_starts(parts)[split]]
+    merges[:, 4] = parts[split]
+    return _Divided(block, items, merges, int(partial.sum()))
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Where each begins when so many follow one another."""
+    return np.cumsum(counts) - counts
+
+
+def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``first[i], first[i] + 1, ...``, ``counts[i]`` of them, for all ``i``."""
+    return np.arange(int(counts.sum())) + np.repeat(first - _starts(counts), counts)
+
+
+def _copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """All arrays on the device as int32, by one copy."""
+    sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    packed = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    view, at = packed.numpy(), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        view[at : at + array.size] = array.ravel()
+        at += size
+    moved = packed.to(device, non_blocking=True)
+    return [
+        moved[at : at + array.size].view(array.shape)
+        for array, at in zip(arrays, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True)
+    ]
