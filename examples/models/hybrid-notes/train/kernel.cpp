@@ -1,5 +1,6 @@
-// The parts of a training step that PyTorch is slow at on a CPU: Gated DeltaNet's convolution, delta rule and gated
-// norm in one operation, RMSNorm, and SwiGLU. Each takes and gives bf16 and computes in float32; one thread.
+// The parts of a training step that PyTorch is slow at on a CPU: Gated DeltaNet's convolution, delta rule and
+// gated norm in one operation, RMSNorm, and SwiGLU. Each takes and gives bf16 and computes in float32, on one
+// thread.
 //
 // Notation of the delta rule, per head, with S [D, D] (keys x values):
 //   u = v - a (k S)    delta = beta u    S' = a S + k^T delta    o = q S'
@@ -20,7 +21,7 @@ constexpr float EPS = 1e-6f;
 constexpr float GATED_EPS = 4e-6f;  // of the gated norm: see model.py
 const float SCALE = 1.f / std::sqrt((float)D);  // of the queries
 
-// ---- Rows of a state -----------------------------------------------------------------------------------------
+// ---- Rows of a state ------------------------------------------------------------------------------------
 
 constexpr int LANES = 16;
 typedef float Lane __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
@@ -61,13 +62,14 @@ static inline float dot(const float* x, const float* y) {
   return sum.sum();
 }
 
-// ---- Scalars and bf16 ----------------------------------------------------------------------------------------
+// ---- Scalars and bf16 -----------------------------------------------------------------------------------
 
 // exp() as a polynomial that the compiler vectorises; relative error below 1e-6.
 static inline float fast_exp(float x) {
   x = x > 80.f ? 80.f : (x < -80.f ? -80.f : x);
   float scaled = x * 1.44269504f, whole = __builtin_floorf(scaled + 0.5f), f = (scaled - whole) * 0.69314718f;
-  float p = 1.f + f * (1.f + f * (0.5f + f * (0.16666667f + f * (0.041666668f + f * (0.0083333338f + f * 0.0013888889f)))));
+  float p = 1.f + f * (1.f + f * (0.5f + f * (0.16666667f +
+                                              f * (0.041666668f + f * (0.0083333338f + f * 0.0013888889f)))));
   return p * __builtin_bit_cast(float, ((int)whole + 127) << 23);
 }
 
@@ -84,7 +86,8 @@ static inline void read_bf16(const bf16* from, float* to, int count) {
   for (int i = 0; i < count; i++) to[i] = __builtin_bit_cast(float, (uint32_t)bits[i] << 16);
 }
 
-static inline void write_bf16(const float* from, bf16* to, int count) {  // to nearest, ties to even; no NaN here
+// To nearest, ties to even; no NaN here.
+static inline void write_bf16(const float* from, bf16* to, int count) {
   uint16_t* out = reinterpret_cast<uint16_t*>(to);
 #pragma GCC ivdep
   for (int i = 0; i < count; i++) {
@@ -93,7 +96,7 @@ static inline void write_bf16(const float* from, bf16* to, int count) {  // to n
   }
 }
 
-// ---- One token of the delta rule -----------------------------------------------------------------------------
+// ---- One token of the delta rule ------------------------------------------------------------------------
 
 struct Token {
   float q[D], k[D], v[D];  // normalised; q is scaled, too
@@ -157,7 +160,7 @@ static inline TokenGrad backward_step(
   return d;
 }
 
-// ---- The whole operation -------------------------------------------------------------------------------------
+// ---- The whole operation --------------------------------------------------------------------------------
 
 struct Weights {
   int heads;
@@ -198,10 +201,11 @@ static void prepare(const Weights& w, const float* active, const bf16* row, floa
 }
 
 // Returns the output [B, T, H D] and the state at the start of every chunk [B, chunks, H, D, D].
-std::vector<Tensor> gdn_forward(
-    Tensor projected, Tensor taps, Tensor a_log, Tensor dt_bias, Tensor norm, Tensor keep, int64_t heads, int64_t chunk) {
+std::vector<Tensor> gdn_forward(Tensor projected, Tensor taps, Tensor a_log, Tensor dt_bias, Tensor norm,
+                                Tensor keep, int64_t heads, int64_t chunk) {
   const int batch = projected.size(0), tokens = projected.size(1), chunks = (tokens + chunk - 1) / chunk;
-  const Weights w{(int)heads, taps.data_ptr<float>(), a_log.data_ptr<float>(), dt_bias.data_ptr<float>(), norm.data_ptr<float>()};
+  const Weights w{(int)heads, taps.data_ptr<float>(), a_log.data_ptr<float>(), dt_bias.data_ptr<float>(),
+                  norm.data_ptr<float>()};
   const int n = w.channels(), size = heads * D * D;
   Tensor out = at::empty({batch, tokens, w.width()}, projected.options());
   Tensor states = at::empty({batch, chunks, heads, D, D}, keep.options());
@@ -218,7 +222,8 @@ std::vector<Tensor> gdn_forward(
       read_bf16(row, window.data() + (TAPS - 1) * n, n);
       convolve(w, window.data(), sum.data(), active.data());
       if (i % chunk == 0)
-        std::memcpy(states.data_ptr<float>() + ((int64_t)b * chunks + i / chunk) * size, state.data(), size * sizeof(float));
+        std::memcpy(states.data_ptr<float>() + ((int64_t)b * chunks + i / chunk) * size, state.data(),
+                    size * sizeof(float));
       for (int h = 0; h < heads; h++) {
         prepare(w, active.data(), row, keep.data_ptr<float>()[at], h, t);
         forward_step(state.data() + h * D * D, state.data() + h * D * D, t);
@@ -233,13 +238,14 @@ std::vector<Tensor> gdn_forward(
 }
 
 // Returns the gradients of projected, taps, a_log, dt_bias and norm.
-std::vector<Tensor> gdn_backward(
-    Tensor d_out, Tensor projected, Tensor states, Tensor taps, Tensor a_log, Tensor dt_bias, Tensor norm, Tensor keep,
-    int64_t heads, int64_t chunk) {
+std::vector<Tensor> gdn_backward(Tensor d_out, Tensor projected, Tensor states, Tensor taps, Tensor a_log,
+                                 Tensor dt_bias, Tensor norm, Tensor keep, int64_t heads, int64_t chunk) {
   const int batch = projected.size(0), tokens = projected.size(1), chunks = (tokens + chunk - 1) / chunk;
-  const Weights w{(int)heads, taps.data_ptr<float>(), a_log.data_ptr<float>(), dt_bias.data_ptr<float>(), norm.data_ptr<float>()};
+  const Weights w{(int)heads, taps.data_ptr<float>(), a_log.data_ptr<float>(), dt_bias.data_ptr<float>(),
+                  norm.data_ptr<float>()};
   const int n = w.channels(), size = heads * D * D;
-  Tensor d_projected = at::empty_like(projected), d_taps = at::zeros_like(taps), d_a_log = at::zeros_like(a_log);
+  Tensor d_projected = at::empty_like(projected), d_taps = at::zeros_like(taps),
+         d_a_log = at::zeros_like(a_log);
   Tensor d_dt_bias = at::zeros_like(dt_bias), d_norm = at::zeros_like(norm);
   std::vector<float> inputs((chunk + TAPS - 1) * n), sum(chunk * n), active(chunk * n), d_active(chunk * n);
   std::vector<float> d_inputs((chunk + TAPS - 1) * n), grad(size), path((chunk + 1) * D * D);
@@ -258,12 +264,15 @@ std::vector<Tensor> gdn_backward(
         if (first + i < 0) std::fill(to, to + n, 0.f);
         else read_bf16(rows + (int64_t)i * w.columns(), to, n);
       }
-      for (int i = 0; i < count; i++) convolve(w, inputs.data() + i * n, sum.data() + i * n, active.data() + i * n);
+      for (int i = 0; i < count; i++)
+        convolve(w, inputs.data() + i * n, sum.data() + i * n, active.data() + i * n);
       for (int h = 0; h < heads; h++) {
         const float rate_of_head = fast_exp(w.a_log[h]);
-        std::memcpy(path.data(), states.data_ptr<float>() + (((int64_t)b * chunks + c) * heads + h) * D * D, D * D * sizeof(float));
+        std::memcpy(path.data(), states.data_ptr<float>() + (((int64_t)b * chunks + c) * heads + h) * D * D,
+                    D * D * sizeof(float));
         for (int i = 0; i < count; i++) {
-          prepare(w, active.data() + i * n, rows + (int64_t)i * w.columns(), keep.data_ptr<float>()[base + i], h, line[i]);
+          prepare(w, active.data() + i * n, rows + (int64_t)i * w.columns(), keep.data_ptr<float>()[base + i],
+                  h, line[i]);
           forward_step(path.data() + i * D * D, path.data() + (i + 1) * D * D, line[i]);
         }
         for (int i = count - 1; i >= 0; i--) {
@@ -326,11 +335,12 @@ std::vector<Tensor> gdn_backward(
   return {d_projected, d_taps, d_a_log, d_dt_bias, d_norm};
 }
 
-// ---- RMSNorm: float32 in, bf16 out, weights around 1 -----------------------------------------------------------
+// ---- RMSNorm: float32 in, bf16 out, weights around 1 ----------------------------------------------------
 
 std::vector<Tensor> rms_forward(Tensor x, Tensor weight) {
   const int64_t n = x.size(-1), rows = x.numel() / n;
-  Tensor out = at::empty(x.sizes(), x.options().dtype(at::kBFloat16)), scales = at::empty({rows}, x.options());
+  Tensor out = at::empty(x.sizes(), x.options().dtype(at::kBFloat16)),
+         scales = at::empty({rows}, x.options());
   const float *from = x.data_ptr<float>(), *w = weight.data_ptr<float>();
   std::vector<float> result(n);
   for (int64_t r = 0; r < rows; r++, from += n) {
@@ -363,7 +373,7 @@ std::vector<Tensor> rms_backward(Tensor d_out, Tensor x, Tensor weight, Tensor s
   return {d_x, d_weight};
 }
 
-// ---- SwiGLU: [gate, up] in, silu(gate) * up out ----------------------------------------------------------------
+// ---- SwiGLU: [gate, up] in, silu(gate) * up out ---------------------------------------------------------
 
 Tensor glu_forward(Tensor x) {
   const int64_t n = x.size(-1) / 2, rows = x.numel() / (2 * n);
