@@ -44,7 +44,7 @@ class Source(IntEnum):
 
 
 class ChunkRow(NamedTuple):
-    """Token rows [first, first + tokens) of a run that begins at row `run`, behind `source` number `number`."""
+    """Token rows [first, first + tokens) of a run that begins at row `run`, behind a source and its number."""
 
     first: int
     tokens: int
@@ -155,8 +155,8 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class ComposePlan:
-    """Of `gdn_compose`. Tables as in `SegmentPlan`; rows of `chunks` are `ChunkRow`, of `scans` `ComposeScan`,
-    of `steps` `ComposeStep`, of `contexts` `ContextRow`; scans and contexts: one per request."""
+    """Of `gdn_compose`. Tables as in `SegmentPlan`: of `ChunkRow`, `ComposeScan` (one per request),
+    `ComposeStep` and `ContextRow` (one per request)."""
 
     chunk: int
     chunks: Tensor

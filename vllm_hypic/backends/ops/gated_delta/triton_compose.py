@@ -1,0 +1,195 @@
+"""Composed requests: one walk through rows and records.
+
+A program per (request, head, block of S's columns) keeps its columns in registers and goes through the
+request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C with T from its fp16 tile.
+
+No summaries of the pieces between records: with the chunk terms at hand, a seam of 16 rows costs two products
+[16, K] x [K, columns], while its transition [K, K] would cost four times as much to apply alone, and would have to be
+computed first. What can be done for all pieces at once, the terms, is; what is left is a short chain.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_spec import KernelSpec, Limits
+from .arguments import Caches, Records, Weights
+from .program import Mode
+from .triton_plan import ComposePlan, ComposeScan, ComposeStep
+from .triton_products import times
+from .triton_scan import scan_state
+from .triton_terms import block_floats
+
+COLUMNS = 32
+
+_SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
+_STEP_FIELDS = tl.constexpr(len(ComposeStep._fields))
+_NONE = tl.constexpr(int(Mode.NONE))
+_TRANSITION = tl.constexpr(int(Mode.TRANSITION))
+_ADD = tl.constexpr(int(Mode.ADD))
+
+
+@triton.jit
+def compose_kernel(
+    conv_ptr,
+    terms_ptr,
+    chunks_ptr,
+    scans_ptr,
+    steps_ptr,
+    slots_ptr,
+    state_ptr,
+    out_ptr,
+    record_ptr,
+    tiles_ptr,
+    tile_of_ptr,
+    channels,
+    state_slot,
+    state_head,
+    state_k,
+    state_v,
+    out_row,
+    out_head,
+    record_slot,
+    tile_of_slot,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    scan = scans_ptr + tl.program_id(2) * _SCAN_FIELDS
+    batch_row, resumed = tl.load(scan), tl.load(scan + 1)
+    first_step, stop_step = tl.load(scan + 2), tl.load(scan + 3)
+    in_k = tl.arange(0, K)
+    cached = tl.load(slots_ptr + batch_row).to(tl.int64)
+    state = state_ptr + cached * state_slot + head * state_head
+    state += in_k[:, None] * state_k + column[None, :] * state_v
+    known_rows = tl.where(resumed > 0, K, 0)
+    S = tl.load(state, mask=in_k[:, None] < known_rows, other=0.0).to(tl.float32)
+    for step in range(first_step, stop_step):
+        fields = steps_ptr + step * _STEP_FIELDS
+        first, stop = tl.load(fields), tl.load(fields + 1)
+        slot, mode = tl.load(fields + 2).to(tl.int64), tl.load(fields + 3)
+        for chunk in range(first, stop):
+            S = scan_state(
+                S,
+                chunk,
+                head,
+                column,
+                conv_ptr,
+                channels,
+                terms_ptr,
+                chunks_ptr,
+                out_ptr,
+                out_row,
+                out_head,
+                KEY_HEADS,
+                HEADS,
+                K,
+                V,
+                C,
+                BLOCK,
+            )
+        if mode != _NONE:
+            record = record_ptr + slot * record_slot + head * (K * V)
+            after = tl.load(record + in_k[:, None] * V + column[None, :]).to(tl.float32)
+            tile = tl.load(tile_of_ptr + slot * tile_of_slot + head, mask=mode == _TRANSITION, other=-1)
+            if tile >= 0:
+                T = tl.load(tiles_ptr + tile.to(tl.int64) * (K * K) + in_k[:, None] * K + in_k[None, :])
+                after += times(T, S)
+            elif mode == _ADD:
+                after += S
+            S = after
+    tl.store(state, S.to(state_ptr.dtype.element_ty))
+
+
+def compose(
+    plan: ComposePlan,
+    conv: Tensor,
+    terms: Tensor,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+) -> None:
+    """States and outputs of the plan's requests."""
+    heads, K, V = caches.state.shape[1:]
+    columns = min(COLUMNS, V)
+    compose_kernel[V // columns, heads, len(plan.scans)](
+        conv,
+        terms,
+        plan.chunks,
+        plan.scans,
+        plan.steps,
+        caches.slots,
+        caches.state,
+        out,
+        records.state,
+        records.tiles,
+        records.tile_of,
+        conv.shape[1],
+        *caches.state.stride(),
+        out.stride(0),
+        out.stride(1),
+        records.state.stride(0),
+        records.tile_of.stride(0),
+        KEY_HEADS=weights.key_heads,
+        HEADS=heads,
+        K=K,
+        V=V,
+        C=plan.chunk,
+        BLOCK=terms.shape[-1],
+        COLUMNS=columns,
+        num_warps=4,
+        num_stages=_STAGES,
+    )
+
+
+_STAGES = 2
+
+SPECS = tuple(
+    KernelSpec(
+        f"gated_delta compose {x} C={C}",
+        compose_kernel,
+        {
+            **dict.fromkeys(("conv_ptr", "out_ptr"), f"*{x}"),
+            **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
+            **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "slots_ptr", "tile_of_ptr"), "*i32"),
+            "tiles_ptr": "*fp16",
+            **dict.fromkeys(("channels", "state_head", "state_v", "out_head"), "i32"),
+            **dict.fromkeys(("state_slot", "out_row", "record_slot", "tile_of_slot"), "i64"),
+        },
+        {
+            "state_k": 1,
+            **{"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128},
+            "C": C,
+            "BLOCK": block_floats(C, 128, 128),
+            "COLUMNS": COLUMNS,
+        },
+        warps=4,
+        stages=_STAGES,
+        aligned=(
+            "conv_ptr",
+            "out_ptr",
+            "terms_ptr",
+            "state_ptr",
+            "record_ptr",
+            "tiles_ptr",
+            "channels",
+            "state_head",
+            "state_v",
+            "state_slot",
+            "out_row",
+            "out_head",
+            "record_slot",
+        ),
+        limit=Limits(mma=1),
+    )
+    for x, C in (("bf16", 16), ("bf16", 32), ("bf16", 64), ("fp32", 64))
+)

@@ -1,0 +1,219 @@
+"""What a chunk of rows contributes to any state it meets: all chunks and heads of a step at once.
+
+In the symbols of `chunk`, for chunk rows C and one value head:
+
+    W [C, K], U [C, V]      (I + L)^-1 applied to decayed keys and to values
+    A [C, C]                e^{G_t - G_s} q_t . k_s for s <= t
+    key [C]                 row s of the keys becomes Kd_s when multiplied by it: e^{G_C - G_s} / norm of k_s
+    query [C]               likewise e^{G_t} q_t, with the scale K^-1/2
+    end                     e^{G_C}
+
+in float32, side by side in a block of `block_floats` floats per (chunk, head). Keys and queries themselves
+stay what the convolution left, so that the scan multiplies bf16 and fp16 numbers exactly. Rows behind the
+chunk's last are zero, but for A's diagonal of no consequence.
+
+(I + L)^-1 is found by forward substitution in diagonal blocks of 16 and then by doubling: with X the inverse of
+the diagonal blocks of some size and B the part of L below them in blocks of twice the size, X - X B X is the
+inverse of the latter. Powers of L never occur: they grow without bound where keys are alike.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_spec import KernelSpec, Limits
+from .arguments import Inputs, Weights
+from .triton_plan import ChunkRow, ComposePlan, SegmentPlan
+from .triton_products import times_few
+
+_CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
+_EXTRA = 16
+"""Floats for `end`, padded so that blocks stay aligned."""
+
+
+def block_floats(C: int, K: int, V: int) -> int:
+    """Floats of a block; `scan` in `triton_scan` knows the order of its parts."""
+    return C * (K + V + C + 2) + _EXTRA
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), to a few units in the last place; NaN stays NaN."""
+    # With u = e^-|x| in (0, 1], log(1 + u) = 2 atanh(s) for s = u / (2 + u) <= 1/3: eight terms of its series.
+    # A logarithm of 1 + u would lose what u has below 1's last place, most of it for a small u.
+    u = tl.exp(-tl.abs(x))
+    s = u / (u + 2.0)
+    t = s * s
+    p = 2.0 / 15
+    p = p * t + 2.0 / 13
+    p = p * t + 2.0 / 11
+    p = p * t + 2.0 / 9
+    p = p * t + 2.0 / 7
+    p = p * t + 2.0 / 5
+    p = p * t + 2.0 / 3
+    return tl.where(x < 0.0, 0.0, x) + (p * t * s + s + s)
+
+
+@triton.jit
+def unit_lower_inverse(L, C: tl.constexpr):
+    """(I + L)^-1 of L [C, C], zero on and above its diagonal."""
+    BLOCKS: tl.constexpr = C // 16
+    block = tl.arange(0, BLOCKS)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    by_block = tl.reshape(L, (BLOCKS, 16, BLOCKS, 16))
+    diagonal = tl.sum(tl.where(same, by_block, 0.0), axis=2)
+    row = tl.arange(0, 16)
+    eye = (row[:, None] == row[None, :]).to(tl.float32)
+    X = tl.zeros([BLOCKS, 16, 16], tl.float32) + eye[None, :, :]
+    for i in range(1, 16):
+        here = (row == i)[None, :, None]
+        factors = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
+        X -= tl.where(here, tl.sum(factors[:, :, None] * X, axis=1)[:, None, :], 0.0)
+    inverse = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (C, C))
+    at = tl.arange(0, C)
+    for level in tl.static_range(2):
+        if (16 << level) < C:
+            size = 16 << level
+            pair = (at // (2 * size))[:, None] == (at // (2 * size))[None, :]
+            below = pair & ((at // size)[:, None] > (at // size)[None, :])
+            B = tl.dot(inverse, tl.where(below, L, 0.0), input_precision="tf32x3")
+            inverse -= tl.dot(B, inverse, input_precision="tf32x3")
+    return inverse
+
+
+@triton.jit
+def terms_kernel(
+    conv_ptr,
+    a_ptr,
+    b_ptr,
+    rate_ptr,
+    dt_bias_ptr,
+    chunks_ptr,
+    terms_ptr,
+    channels,
+    a_row,
+    b_row,
+    eps,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    key_head = head // (HEADS // KEY_HEADS)
+    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
+    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
+    t = tl.arange(0, C)
+    real = t < tokens
+    row = (first + t).to(tl.int64)
+    conv = conv_ptr + row[:, None] * channels
+    in_k, in_v = tl.arange(0, K), tl.arange(0, V)
+    terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
+
+    # Gates. Sums in float64: only their differences count, and a sum may reach -3000 in a chunk.
+    a = tl.load(a_ptr + row * a_row + head, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + row * b_row + head, mask=real, other=0.0).to(tl.float32)
+    g = tl.load(rate_ptr + head) * softplus(a + tl.load(dt_bias_ptr + head))
+    g = tl.where(real, g, 0.0).to(tl.float64)
+    beta = tl.where(real, tl.sigmoid(b), 0.0)
+    G = tl.cumsum(g, axis=0)
+    high = G.to(tl.float32)
+    low = (G - high.to(tl.float64)).to(tl.float32)
+    total = tl.sum(g, axis=0)
+    total_high = total.to(tl.float32)
+    total_low = (total - total_high.to(tl.float64)).to(tl.float32)
+    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    decay = tl.exp(tl.where(between > 0.0, 0.0, between))
+    from_start = tl.exp(high)
+    to_end = tl.exp((total_high - high) + (total_low - low))
+
+    # Products of q, k and v are taken before these are normalised: their types have few bits.
+    k = tl.load(conv + (KEY_HEADS + key_head) * K + in_k[None, :], mask=real[:, None], other=0.0)
+    wide = k.to(tl.float32)
+    key = tl.rsqrt(tl.sum(wide * wide, axis=1) + eps)
+    gram = tl.dot(k, tl.trans(k), input_precision="tf32x3") * key[:, None] * key[None, :]
+    L = tl.where(t[:, None] > t[None, :], beta[:, None] * decay * gram, 0.0)
+    inverse = unit_lower_inverse(L, C)
+    W = times_few(inverse * (beta * from_start * key)[None, :], k)
+    tl.store(terms + t[:, None] * K + in_k[None, :], W)
+    v = tl.load(conv + (2 * KEY_HEADS * K + head * V) + in_v[None, :], mask=real[:, None], other=0.0)
+    U = times_few(inverse * beta[None, :], v)
+    tl.store(terms + C * K + t[:, None] * V + in_v[None, :], U)
+
+    q = tl.load(conv + key_head * K + in_k[None, :], mask=real[:, None], other=0.0)
+    wide = q.to(tl.float32)
+    query = tl.rsqrt(tl.sum(wide * wide, axis=1) + eps) * scale
+    A = tl.dot(q, tl.trans(k), input_precision="tf32x3") * query[:, None] * key[None, :]
+    A = tl.where(t[:, None] >= t[None, :], A * decay, 0.0)
+    tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
+    factors = terms + C * (K + V + C)
+    tl.store(factors + t, key * to_end)
+    tl.store(factors + C + t, query * from_start)
+    tl.store(factors + 2 * C, tl.exp(total_high))
+
+
+def chunk_terms(
+    plan: SegmentPlan | ComposePlan, conv: Tensor, x: Inputs, weights: Weights, K: int, V: int
+) -> Tensor:
+    """Blocks [chunks, Hv, block_floats] of the plan's chunks; `conv`: what `convolve` gave."""
+    heads = len(weights.rate)
+    floats = block_floats(plan.chunk, K, V)
+    terms = torch.empty(len(plan.chunks), heads, floats, dtype=torch.float32, device=conv.device)
+    if len(plan.chunks):
+        terms_kernel[(len(plan.chunks) * heads,)](
+            conv,
+            x.a,
+            x.b,
+            weights.rate,
+            weights.dt_bias,
+            plan.chunks,
+            terms,
+            conv.shape[1],
+            x.a.stride(0),
+            x.b.stride(0),
+            weights.eps,
+            K**-0.5,
+            KEY_HEADS=weights.key_heads,
+            HEADS=heads,
+            K=K,
+            V=V,
+            C=plan.chunk,
+            BLOCK=floats,
+            num_warps=WARPS,
+        )
+    return terms
+
+
+WARPS = 8
+
+SPECS = tuple(
+    KernelSpec(
+        f"gated_delta terms {x} C={C} K={K}",
+        terms_kernel,
+        {
+            **dict.fromkeys(("conv_ptr", "a_ptr", "b_ptr"), f"*{x}"),
+            **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
+            "chunks_ptr": "*i32",
+            **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
+            **dict.fromkeys(("eps", "scale"), "fp32"),
+        },
+        {"KEY_HEADS": 16, "HEADS": 32, "K": K, "V": K, "C": C, "BLOCK": block_floats(C, K, K)},
+        warps=WARPS,
+        stages=3,
+        aligned=("conv_ptr", "a_ptr", "b_ptr", "rate_ptr", "terms_ptr", "channels"),
+        limit=Limits(mma=1),
+    )
+    for x, C, K in (
+        ("bf16", 64, 128),
+        ("bf16", 32, 128),
+        ("bf16", 16, 128),
+        ("fp32", 64, 128),
+        ("fp16", 64, 64),
+    )
+)
