@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .check import check
 from .model import model
 
 
@@ -12,6 +13,7 @@ def main() -> None:
     pass
 
 
+main.add_command(check)
 main.add_command(model)
 
 

@@ -206,7 +206,7 @@ class ComposedPass:
             np.array([(blind, len(positions))]),
             (prompt.composed_before()[blind:] * prompt.interior).numpy(),
         )
-        self.blind, self.span = blind, operators.span(public, stack.shape.attention)
+        self.span = operators.span(public, stack.shape.attention)
         self.caches = {i: empty_caches(stack, 1) for i in pool.delta}
 
     def run(self, prompt_tokens: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class ComposedPass:
         scale, records = self.stack.shape.attention.scale, self.pool.attention[layer]
         out, lse = causal_attention(query, key, value, scale)
         public = self.span.attend(query, records.key, records.value, self.stack.table, scale)
-        self.span.merge_(out, lse[self.blind :], *public)
+        self.span.merge_(out, lse, *public)
         return out
 
     def scan(self, layer: int, x: Inputs, weights: Weights) -> Tensor:

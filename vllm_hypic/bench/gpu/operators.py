@@ -6,6 +6,7 @@ is made from host data and never waits for the device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,9 @@ from ...backends.ops.gated_delta import Caches, Carry, Inputs, Records, Weights
 from ...backends.ops.gated_delta import torch_ops as delta_torch
 from ...backends.ops.span_attention import torch_ops as span_torch
 from .shapes import AttentionShape
+
+INTERPRET = "TRITON_INTERPRET"
+"""Environment variable: Triton, when it is first imported, decides to interpret its kernels on the host."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class SpanStep(Protocol):
         ...
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        """The partial result ``other`` into ``output [tokens, heads, size]``, whose rows have ``lse``."""
+        """The partial result ``other`` into the rows of ``output [tokens, heads, size]``, whose own
+        log-sum-exp is ``lse [tokens, heads]`` float32."""
         ...
 
 
@@ -97,10 +102,18 @@ class Operators(Protocol):
         """``rows`` of K, V ``[tokens, kv_heads, size]`` into ``slots`` of the pool, K's rotation undone."""
         ...
 
+    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """``slots [n]`` of the pool's K and V into ``key`` and ``value [n, kv_heads, size]``."""
+        ...
+
+    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """The way back of ``gather``."""
+        ...
+
 
 def operators_for(device: torch.device) -> Operators:
-    """Triton's on a GPU, PyTorch's elsewhere."""
-    if device.type == "cuda":
+    """Triton's on a GPU, and where its kernels are interpreted; PyTorch's elsewhere."""
+    if device.type == "cuda" or os.environ.get(INTERPRET):
         from .triton_operators import TritonOperators
 
         return TritonOperators()
@@ -140,6 +153,14 @@ class TorchOperators:
         pool[0].index_copy_(0, slots, raw)
         pool[1].index_copy_(0, slots, value.index_select(0, rows))
 
+    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        for source, target in zip(pool, (key, value), strict=True):
+            torch.index_select(source, 0, slots, out=target)
+
+    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        for target, source in zip(pool, (key, value), strict=True):
+            target.index_copy_(0, slots, source)
+
 
 @dataclass(frozen=True)
 class _TorchSpan:
@@ -157,7 +178,8 @@ class _TorchSpan:
         )
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        span_torch.merge_(output, lse, other, other_lse, self.bounds)
+        rows = torch.cat([torch.arange(first, last) for first, last in self.rows.bounds.tolist()])
+        span_torch.merge_(output, lse[rows.to(lse.device)], other, other_lse, self.bounds)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q [rows, heads, size], k and v [rows, kv_heads, size] -> out [rows, heads, size] in q's dtype and lse
-    [rows, heads] float32, both contiguous."""
+    """q [rows, heads, size], k and v [rows, kv_heads, size] -> out [rows, heads, size] in q's dtype, heads
+    contiguous, and lse [rows, heads] float32, of any strides."""
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
         # SDPA's own flash attention, called by name because SDPA does not hand out the log-sum-exp.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[
             :2
         ]
-        return out[0].transpose(0, 1).contiguous(), lse[0].t().contiguous()
+        return out[0].transpose(0, 1).contiguous(), lse[0].t()
     return _plain(query, key, value, scale)
 
 
@@ -27,4 +27,4 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Ten
     ahead = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
     scores = scores.masked_fill(ahead, float("-inf"))
     out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out.to(query.dtype), scores.logsumexp(-1).t().contiguous()
+    return out.to(query.dtype), scores.logsumexp(-1).t()
