@@ -1,6 +1,7 @@
 """Span attention: query rows over paged public K and V, rotated at logical positions while read.
 
-Three operators, each with one signature in ``reference`` (float64), ``torch_ops`` and ``cpu`` (C++):
+Three operators, each with one signature in ``reference`` (float64), ``torch_ops``, ``cpu`` (C++) and
+``triton_ops`` (CUDA, where layers use a prepared form instead, see ``plan``):
 
 ``span_attention(query, pool_key, pool_value, column_slots, column_positions, table, neox, visible, bounds,
 scale)``
@@ -36,11 +37,32 @@ from __future__ import annotations
 from types import ModuleType
 
 from . import cpu, torch_ops
-from .cpu import refuses
 
 __all__ = ["choose", "refuses"]
 
 
+def refuses(head_size: int, device: str) -> str | None:
+    """Why the kernels written for this kind of device cannot serve such heads, or ``None``."""
+    return _kernels(device).refuses(head_size, device)
+
+
 def choose(head_size: int, device: str) -> ModuleType:
-    """The fastest module of the three operators that serves this head size on this kind of device."""
-    return torch_ops if refuses(head_size, device) else cpu
+    """The fastest module of the three operators that serves this head size on this kind of device.
+
+    Raises ``ValueError`` where there is none: without the kernels, PyTorch serves the CPU alone.
+    """
+    kernels = _kernels(device)
+    reason = kernels.refuses(head_size, device)
+    if reason is None:
+        return kernels
+    if device != "cpu":
+        raise ValueError(f"span attention: {reason}")
+    return torch_ops
+
+
+def _kernels(device: str) -> ModuleType:
+    if device != "cuda":
+        return cpu
+    from . import triton_ops  # imports triton, which a CPU needs not have
+
+    return triton_ops
