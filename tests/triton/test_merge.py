@@ -1,0 +1,117 @@
+"""Merging public and private attention in Triton against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_hypic.backends.ops.span_attention import reference, triton_ops
+from vllm_hypic.backends.ops.span_attention.triton_merge import merge_rows_
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+NAMED = [*range(1, 4), *range(5, 11), *range(12, 33)]
+OTHERS = [0, 4, 11, 33]
+
+
+class Parts:
+    """Rows ``NAMED`` of 34 tokens; what must not be read is NaN."""
+
+    def __init__(self, dtype: torch.dtype, size: int) -> None:
+        rng = torch.Generator().manual_seed(size)
+        self.output = torch.randn(34, 4, size, generator=rng).to(dtype)
+        self.output[OTHERS] = float("nan")
+        self.lse, self.other_lse = (8 * torch.randn(len(NAMED), 4, generator=rng) for _ in range(2))
+        self.other = torch.randn(len(NAMED), 4, size, generator=rng)
+        self.lse[3], self.other_lse[5], self.other_lse[6, 2] = float("-inf"), float("-inf"), float("-inf")
+        self.wanted = self.output.clone()
+        bounds = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0], [12, 33, 0, 0]])
+        reference.merge_(self.wanted, self.lse, self.other, self.other_lse, bounds)
+        self.bounds = bounds
+        # An empty part is not read.
+        self.output[NAMED[3]] = float("nan")
+        self.other[5] = float("nan")
+
+    def check(self, output: torch.Tensor) -> None:
+        output = output.cpu()
+        assert output[OTHERS].isnan().all()
+        # One rounding of the result.
+        torch.testing.assert_close(
+            output[NAMED].float(),
+            self.wanted[NAMED].float(),
+            rtol=torch.finfo(output.dtype).eps,
+            atol=1e-6,
+        )
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [16, 72, 128])
+def test_rows_of_requests(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    parts = Parts(dtype, size)
+    output = parts.output.to(device)
+    triton_ops.merge_(
+        output, parts.lse.to(device), parts.other.to(device), parts.other_lse.to(device), parts.bounds
+    )
+    parts.check(output)
+
+
+@DTYPES
+def test_log_sum_exp_by_token_and_head_first(dtype: torch.dtype, device: torch.device) -> None:
+    """As FlashAttention gives it, with +inf for nothing; output rows of a wider tensor."""
+    parts = Parts(dtype, 48)
+    by_token = torch.full((4, 34), float("nan"), device=device)
+    by_token[:, NAMED] = parts.lse.t().to(device)
+    by_token[:, NAMED[3]] = float("inf")
+    wide = torch.full((34, 6, 48), float("nan"), dtype=dtype, device=device)
+    wide[:, 1:5] = parts.output.to(device)
+    rows = torch.tensor(NAMED, dtype=torch.int32, device=device)
+    merge_rows_(
+        wide[:, 1:5],
+        by_token.t(),
+        parts.other.to(device),
+        parts.other_lse.to(device),
+        rows,
+        lse_by_token=True,
+    )
+    parts.check(wide[:, 1:5])
+    assert wide[:, [0, 5]].isnan().all()
+
+
+def test_a_row_that_sees_nothing_public_stays_as_it_is(device: torch.device) -> None:
+    """Bit for bit."""
+    output = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    before = output.clone()
+    nothing = torch.full((5, 2, 64), float("nan"), device=device)
+    none = torch.full((5, 2), float("-inf"), device=device)
+    lse = torch.randn(5, 2, generator=torch.Generator().manual_seed(1)).to(device)
+    triton_ops.merge_(output, lse, nothing, none, torch.tensor([[0, 5]]))
+    assert torch.equal(output, before)
+
+
+def test_no_rows(device: torch.device) -> None:
+    output = torch.zeros(2, 2, 16, device=device)
+    empty = torch.zeros(0, 2, device=device)
+    triton_ops.merge_(output, empty, torch.zeros(0, 2, 16, device=device), empty, torch.tensor([[1, 1]]))
+    assert not output.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"output_lse": torch.zeros(2, 3)}, r"output_lse \(2, 3\) torch.float32: expected \(3, 2\) float32"),
+        ({"output_lse": torch.zeros(3, 2).double()}, "float64: expected"),
+        ({"output": torch.zeros(9, 2, 8)}, r"expected contiguous \[..., 2, 16\]"),
+        ({"other_lse": torch.zeros(4, 2)}, "expected 3 rows"),
+        ({"other": torch.zeros(3, 16, 2).transpose(1, 2)}, "expected contiguous tensors"),
+    ],
+)
+def test_bad_arguments_are_refused(change: dict[str, torch.Tensor], says: str) -> None:
+    given = {
+        "output": torch.zeros(9, 2, 16),
+        "output_lse": torch.zeros(3, 2),
+        "other": torch.zeros(3, 2, 16),
+        "other_lse": torch.zeros(3, 2),
+        "token_rows": torch.arange(3, dtype=torch.int32),
+        **change,
+    }
+    with pytest.raises(ValueError, match=says):
+        merge_rows_(**given, lse_by_token=False)
