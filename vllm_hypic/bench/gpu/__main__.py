@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .check import check
+from .kernels import kernels
 from .model import model
 
 
@@ -14,6 +15,7 @@ def main() -> None:
 
 
 main.add_command(check)
+main.add_command(kernels)
 main.add_command(model)
 
 

@@ -102,6 +102,12 @@ class Operators(Protocol):
         """``rows`` of K, V ``[tokens, kv_heads, size]`` into ``slots`` of the pool, K's rotation undone."""
         ...
 
+    def cache_lse(
+        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+    ) -> Tensor:
+        """As the package ``backends/ops/span_attention`` says."""
+        ...
+
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         """``slots [n]`` of the pool's K and V into ``key`` and ``value [n, kv_heads, size]``."""
         ...
@@ -152,6 +158,11 @@ class TorchOperators:
         raw = span_torch.unrotate(key.index_select(0, rows), table, positions, neox)
         pool[0].index_copy_(0, slots, raw)
         pool[1].index_copy_(0, slots, value.index_select(0, rows))
+
+    def cache_lse(
+        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+    ) -> Tensor:
+        return span_torch.cache_lse(query, kv_cache, index, blocks, bounds, scale)
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         for source, target in zip(pool, (key, value), strict=True):

@@ -35,6 +35,7 @@ def check_span(
     yield from _merge(operators, device, dtype)
     yield from _capture(operators, device, dtype, 700 if long else 37)
     yield _pages(operators, device, dtype, 700 if long else 37)
+    yield _cache_lse(operators, device, dtype, (300, 4000) if long else (20, 50))
     yield from _private(device, dtype, 300 if long else 20)
 
 
@@ -155,6 +156,35 @@ def _pages(operators: Operators, device: torch.device, dtype: torch.dtype, token
     back = torch.equal(pool[0][slots], key) and torch.equal(pool[1][slots], value)
     error = max(0.0 if same and back else float("inf"), *(untouched(t, slots) for t in pool))
     return Finding("gather, scatter", "random pages", str(dtype).removeprefix("torch."), error, 0.0)
+
+
+def _cache_lse(
+    operators: Operators, device: torch.device, dtype: torch.dtype, tokens: tuple[int, int]
+) -> Finding:
+    """A prompt and a decoded token over a paged cache whose blocks hold K, then V; unused ones hold NaN."""
+    shape, size = REAL.attention, 16
+    counts = [-(-n // size) for n in tokens]
+    drawn = torch.Generator(device).manual_seed(5)
+    blocks = torch.full((sum(counts) + 2, 2, size, shape.kv_heads, shape.size), torch.nan, device=device)
+    order = torch.randperm(len(blocks), generator=drawn, device=device)
+    table = torch.zeros(2, max(counts), dtype=torch.int32, device=device)
+    at = 0
+    for row, (n, count) in enumerate(zip(tokens, counts, strict=True)):
+        mine = order[at : at + count]
+        at += count
+        table[row, :count] = mine
+        key = torch.randn(count * size, shape.kv_heads, shape.size, generator=drawn, device=device)
+        key[n:] = torch.nan
+        blocks[mine, 0] = key.unflatten(0, (count, size))
+    blocks = blocks.to(dtype)
+    index = torch.arange(blocks[0, 0].numel(), dtype=torch.int32, device=device).view(blocks.shape[2:])
+    rows = (tokens[0] // 2, 1)
+    query = torch.randn(sum(rows), shape.heads, shape.size, generator=drawn, device=device).to(dtype)
+    bounds = torch.tensor([[0, rows[0], 0, tokens[0]], [rows[0], sum(rows), 1, tokens[1]]])
+    lse = operators.cache_lse(query, blocks, index, table, bounds, shape.scale)
+    exact = reference.cache_lse(query.cpu(), blocks.cpu(), index.cpu(), table.cpu(), bounds, shape.scale)
+    kind = str(dtype).removeprefix("torch.")
+    return Finding("log-sum-exp of a cache", "prompt and decode", kind, difference(lse, exact), LSE[dtype])
 
 
 def _private(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Finding]:

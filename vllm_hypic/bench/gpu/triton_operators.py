@@ -45,6 +45,11 @@ class TritonOperators:
     ) -> None:
         span_triton.capture_(key, value, *pool, rows, slots, positions, table, neox)
 
+    def cache_lse(
+        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+    ) -> Tensor:
+        return span_triton.cache_lse(query, kv_cache, index, blocks, bounds, scale)
+
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         span_triton.gather_slots(*pool, slots, key, value)
 
