@@ -26,7 +26,10 @@ MERGED_ROWS = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """How a tile of so many folded rows runs: ``columns`` of K and V at a time."""
+    """How a tile of so many folded rows runs: ``columns`` of K and V at a time.
+
+    With three stages slots and positions are read two steps ahead, and what they point to one.
+    """
 
     columns: int
     warps: int
@@ -35,7 +38,7 @@ class Launch:
     @staticmethod
     def of(block: int, tiles: HeadTiles, dtype: torch.dtype) -> Launch:
         columns = 32 if tiles.size_tile * dtype.itemsize > 256 else 64
-        return Launch(columns, 4, 3) if block == FEW_ROWS else Launch(columns, 8, 2)
+        return Launch(columns, warps=4 if block == FEW_ROWS else 8, stages=3)
 
 
 @triton.jit
