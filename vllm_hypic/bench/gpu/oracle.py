@@ -38,8 +38,14 @@ def full(stack: Stack, tokens: Tensor) -> Truth:
 
 
 def composed(stack: Stack, prompt: Composition, tokens: Tensor) -> Truth:
-    """The prompt ``tokens [prompt.tokens]`` with its segments' interiors computed alone."""
-    L, w = prompt.length, prompt.window
+    """The prompt ``tokens [prompt.tokens]`` with its segments' interiors computed alone.
+
+    Raises ``ValueError`` for interiors that are shorter than a convolution reaches back: a record's context
+    would hold rows of the segment's head, of which the sequence has others.
+    """
+    L, w, reach = prompt.length, prompt.window, stack.shape.delta.taps - 1
+    if prompt.interior < reach:
+        raise ValueError(f"interiors of {prompt.interior} tokens: the oracle needs at least {reach}")
     given: dict[int, Sequence] = {}
     for start in range(0, prompt.segments * L, L):
         alone = tokens[start : start + L]

@@ -1,0 +1,188 @@
+"""The commands: what they refuse, print and write; run on CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from vllm_hypic.bench.gpu import check as check_module
+from vllm_hypic.bench.gpu import gate
+from vllm_hypic.bench.gpu import kernels as kernels_module
+from vllm_hypic.bench.gpu.__main__ import main
+from vllm_hypic.bench.gpu.aims import Aim
+from vllm_hypic.bench.gpu.composed import Composition
+from vllm_hypic.bench.gpu.device import MEANINGLESS
+from vllm_hypic.bench.gpu.findings import Finding
+from vllm_hypic.bench.gpu.model import KINDS, Point, _aims, _marginals
+from vllm_hypic.bench.gpu.operators import INTERPRET, TorchOperators, operators_for
+from vllm_hypic.bench.stats import Spread
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("command", ["check", "kernels", "model"])
+def test_no_gpu_is_a_clear_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run(command)
+    assert done.exit_code == 2
+    assert "--device cpu tries the command on tiny shapes, its times mean nothing" in done.output
+
+
+def test_neither_vllm_nor_transformers_is_needed() -> None:
+    code = (
+        "import sys; sys.modules.update(vllm=None, transformers=None); import vllm_hypic.bench.gpu.__main__"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "k.json", tmp_path / "k.png"
+    done = run("kernels", "--device", "cpu", "--repeats", 2, "--json", files[0], "--plot", files[1])
+    assert done.exit_code == 0, done.output
+    assert MEANINGLESS in done.output and "Gate passed" in done.output
+    written = json.loads(files[0].read_text())
+    assert written["command"].startswith("python -m vllm_hypic.bench.gpu")
+    assert written["settings"]["device"]["meaningless"] == MEANINGLESS
+    assert written["results"]["aims"] == []
+    assert written["results"]["rates"]["copy"] > 0
+    span, delta = (written["results"]["kernels"][name] for name in ("span", "delta"))
+    assert {r["kernel"] for r in span} >= {
+        "attention, prefill",
+        "attention, decode",
+        "merge",
+        "gather of pages",
+    }
+    assert {r["kernel"] for r in delta} >= {"scan with T (capture)", "compose, records and seams"}
+    for row in span + delta:
+        assert row["floor"]["seconds"] > 0 and len(row["seconds"]["ours"]["values"]) == 2
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_kernels_that_err_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [Finding("merge", "case", "bfloat16", 0.5, 0.1), Finding("other", "case", "bfloat16", 0.0, 0.1)]
+    monkeypatch.setattr(kernels_module, "run_checks", lambda *_: wrong)
+    done = run("kernels", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "correctness gate: merge, case: 0.5" in done.output and "other" not in done.output
+    assert "TFLOP" not in done.output
+
+
+def test_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "m.json", tmp_path / "m.png"
+    small = ("--segments", "1,2", "--tokens", "30", "--repeats", 1)
+    done = run("model", "--device", "cpu", *small, "--json", files[0], "--plot", files[1])
+    assert done.exit_code == 0, done.output
+    assert MEANINGLESS in done.output
+    results = json.loads(files[0].read_text())["results"]
+    assert [(p["prompt"]["segments"], p["prompt"]["length"]) for p in results["points"]] == [(1, 30), (2, 30)]
+    # Head and tail of each segment, and the query.
+    assert [p["rows"] for p in results["points"]] == [16 + 8, 32 + 8]
+    assert set(results["points"][0]["seconds"]) == set(KINDS)
+    assert [m["tokens"] for m in results["marginals"]] == [30]
+    assert [d["layer"] for d in results["drift"]["layers"]] == [0, 1, 2]
+    assert results["aims"] == []
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gate.TOLERANCE, torch.bfloat16, 1e-6)
+    done = run("model", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "correctness gate: full recompute" in done.output and "first token" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tokens", "16"), "segments of 16 tokens have no interior at a window of 8"),
+        (("--graph",), "CUDA graphs need --device cuda"),
+        (("--segments", "2,2"), "a number stands there twice"),
+        (("--json", "/nowhere/at/all.json"), "there is no folder"),
+    ],
+)
+def test_refused_before_anything_runs(arguments: tuple[str, ...], message: str) -> None:
+    done = run("model", "--device", "cpu", *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_check_without_a_gpu_runs_in_an_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In another process: this one may have imported triton already."""
+    monkeypatch.delenv(INTERPRET, raising=False)
+    asked: list[tuple[list[str], dict[str, str]]] = []
+
+    def started(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+        asked.append((command, env))
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(check_module.subprocess, "run", started)
+    path = tmp_path / "c.json"
+    assert run("check", "--device", "cpu", "--kernels", "span", "--json", path).exit_code == 7
+    [(command, env)] = asked
+    assert command[1:] == [
+        *("-m", "vllm_hypic.bench.gpu", "check", "--device", "cpu"),
+        *("--kernels", "span", "--json", str(path)),
+    ]
+    assert env[INTERPRET] == "1"
+
+
+def test_check_fails_when_one_kernel_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(INTERPRET, "1")
+    monkeypatch.setattr(check_module, "operators_for", lambda _: TorchOperators())
+    asked: list[tuple] = []
+
+    def checked(*arguments: object) -> list[Finding]:
+        asked.append(arguments)
+        return found
+
+    monkeypatch.setattr(check_module, "run_checks", checked)
+    good, bad = Finding("merge", "a", "float32", 1e-8, 1e-6), Finding("capture", "b", "float16", 1.0, 1e-3)
+    found = [good]
+    done = run("check", "--device", "cpu")
+    assert done.exit_code == 0 and "All 1 passed." in done.output
+    assert "bfloat16 was left out" in done.output and asked[0][3] == ("float32", "float16")
+    found = [good, bad]
+    done = run("check", "--device", "cpu", "--json", tmp_path / "c.json")
+    assert done.exit_code == 1 and "1 of 2 failed." in done.output and "FAILED" in done.output
+    written = json.loads((tmp_path / "c.json").read_text())["results"]
+    assert [f["kernel"] for f in written["failed"]] == ["capture"]
+
+
+def test_pytorch_serves_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INTERPRET, raising=False)
+    assert operators_for(torch.device("cpu")).name == "torch"
+
+
+def spread(*values: float) -> Spread:
+    return Spread.of(values)
+
+
+def test_one_more_segment_and_aims() -> None:
+    points = [
+        Point(
+            Composition(n, 4096, 64),
+            0,
+            {"full": spread(0.05 * n), "cold": spread(0.052 * n), "warm": spread(0.01 + 0.0005 * n)},
+            0.0,
+        )
+        for n in (2, 4, 8)
+    ]
+    alone = {4096: spread(0.04), 512: spread(0.01)}
+    [marginal] = _marginals(points, alone)  # of 512 tokens there is nothing to fit
+    assert marginal.warm == pytest.approx(0.0005) and marginal.full == pytest.approx(0.05)
+    assert marginal.of_alone == pytest.approx(0.0125)
+    aims = _aims(points, [marginal])
+    assert [a.reached for a in aims] == [True, True, True]
+    assert aims[0].value == pytest.approx(0.2 / 0.012) and aims[1].value == pytest.approx(1.04)
+    assert not Aim("x", 9.9, 10, True).reached and not Aim("x", 1.06, 1.05, False).reached
