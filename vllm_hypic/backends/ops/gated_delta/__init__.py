@@ -11,9 +11,10 @@ with k_t and q_t l2-normalised over K and q_t scaled by K^-1/2. A run of tokens 
 S_after = T S_before + S_zero with T [K, K] the product of the per-token factors. q, k and v are SiLU of a
 causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b).
 
-Two operators, each with one signature in `reference` (float64), `torch_ops` and `cpu` (C++); `arguments` and
-`program` say what they take. Both read and write vLLM's caches as the stock operator does, so a request may
-go on from one to the other, in any number of passes.
+Two operators, each with one signature in `reference` (float64), `torch_ops`, `cpu` (C++) and `triton_ops`
+(CUDA); `arguments` and `program` say what they take, `triton_plan` how CUDA layers share the work of planning.
+Both read and write vLLM's caches as the stock operator does, so a request may go on from one to the other, in
+any number of passes.
 
 `gdn_segments(x, weights, caches, out, records, rows, carries, dead_below)`
     Rows of segment requests: one scan gives outputs, running state and, of the interior, T and the record.
@@ -26,17 +27,17 @@ go on from one to the other, in any number of passes.
 `gdn_compose(x, weights, caches, out, records, rows, ops)`
     Rows of composed requests, with records applied between them.
 
-`chunk` holds the closed form in PyTorch. All modules import torch only.
+`chunk` holds the closed form in PyTorch. All modules import torch only, but those of kernels, which are named
+`triton_*`.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from . import cpu, torch_ops
+from . import cpu, torch_ops, triton_limits
 from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from .chunk import seam_outputs, segment_summary
-from .cpu import refuses
 from .reference import l2_eps
 
 __all__ = [
@@ -56,4 +57,17 @@ __all__ = [
 
 def choose(weights: Weights, caches: Caches) -> ModuleType:
     """The fastest module of the two operators that serves this layer."""
-    return torch_ops if refuses(weights, caches) else cpu
+    if refuses(weights, caches):
+        return torch_ops
+    if caches.state.device.type == "cpu":
+        return cpu
+    # Only where it serves: CPU installations have no Triton.
+    from . import triton_ops
+
+    return triton_ops
+
+
+def refuses(weights: Weights, caches: Caches) -> str | None:
+    """Why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or `None`."""
+    on_cuda = caches.state.device.type == "cuda"
+    return triton_limits.refuses(weights, caches) if on_cuda else cpu.refuses(weights, caches)

@@ -1,12 +1,16 @@
 """Segment requests: one scan over the columns of [S | T], then the records.
 
 `capture_kernel`: a program per (request, head, block of columns). Programs of S go through all chunks of the
-request, write outputs and leave S at both edges of the interior; programs of T go through the interior, from I
-or from what an earlier pass left, and stop early once their columns are too small ever to matter again.
+request, write outputs and leave S at both edges of the interior; programs of T go through the interior, from
+I or from what an earlier pass left, and stop early once their columns are too small ever to matter again.
 
 `records_kernel`: a program per (interior, head, block of S's columns), which needs the whole T: is the head
 dead, what is S_zero, T in fp16 to its tile; or, of an interior that goes on, only which heads are alive.
 """
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: RUF005
+# Kernels are in Triton's language: no types of arguments, tuples grow by adding, no unpacking.
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from torch import Tensor
 from ..kernel_spec import KernelSpec, Limits
 from .arguments import DEAD_BELOW, Caches, Carry, Records, Weights
 from .triton_plan import SegmentPlan, SegmentScan, SummaryRow
-from .triton_scan import scan_state, scan_transition
+from .triton_scan import SLICE, load_columns, scan_chunk, store_columns, zeros_like_columns
 from .triton_terms import block_floats
 
 COLUMNS = 32
@@ -62,6 +66,8 @@ def capture_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
     block, head = tl.program_id(0), tl.program_id(1)
     scan = scans_ptr + tl.program_id(2) * _SCAN_FIELDS
@@ -73,19 +79,17 @@ def capture_kernel(
     known = number >= 0
     leading = tl.load(summary + 1, mask=known, other=1)
     begins = tl.load(summary + 2, mask=known, other=0)
-    in_k = tl.arange(0, K)
     if block < V // COLUMNS:
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         slot = tl.load(slots_ptr + batch_row).to(tl.int64)
         state = state_ptr + slot * state_slot + head * state_head
-        state += in_k[:, None] * state_k + column[None, :] * state_v
-        known_rows = tl.where(resumed > 0, K, 0)
-        S = tl.load(state, mask=in_k[:, None] < known_rows, other=0.0).to(tl.float32)
+        state += column[None, :] * state_v
+        S = load_columns(state, state_k, tl.where(resumed > 0, K, 0), SLICES, SLICE)
         for part in range(3):
             low = tl.where(part == 0, first, tl.where(part == 1, begin, end))
             high = tl.where(part == 0, begin, tl.where(part == 1, end, stop))
             for chunk in range(low, high):
-                S = scan_state(
+                S = scan_chunk(
                     S,
                     chunk,
                     head,
@@ -97,50 +101,70 @@ def capture_kernel(
                     out_ptr,
                     out_row,
                     out_head,
+                    True,
                     KEY_HEADS,
                     HEADS,
                     K,
                     V,
                     C,
                     BLOCK,
+                    SLICES,
+                    SLICE,
                 )
             # An interior that began in an earlier pass has its first edge from there.
             if known & ((part == 1) | ((part == 0) & (begins > 0))):
                 edge = edges_ptr + ((part * summaries + number) * HEADS + head).to(tl.int64) * (K * V)
-                tl.store(edge + in_k[:, None] * V + column[None, :], S)
-        tl.store(state, S.to(state_ptr.dtype.element_ty))
+                store_columns(S, edge + column[None, :], V, SLICES, SLICE)
+        store_columns(S, state, state_k, SLICES, SLICE)
     elif leading == 0:
         column = (block - V // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         mine = (number * HEADS + head).to(tl.int64)
-        transition = transitions_ptr + mine * (K * K) + in_k[:, None] * K + column[None, :]
+        transition = transitions_ptr + mine * (K * K) + column[None, :]
         alive = begins > 0
+        carried_rows = 0
         if not alive:
             alive = tl.load(alive_ptr + mine) > 0
-        carried_rows = tl.where(alive & (begins == 0), K, 0)
-        T = tl.load(transition, mask=in_k[:, None] < carried_rows, other=0.0)
-        T += tl.where(in_k[:, None] == column[None, :], begins.to(tl.float32), 0.0)
+            carried_rows = tl.where(alive, K, 0)
+        carried = load_columns(transition, K, carried_rows, SLICES, SLICE)
+        identity = begins.to(tl.float32)
+        T = ()
+        for i in tl.static_range(SLICES):
+            diagonal = (i * SLICE + tl.arange(0, SLICE))[:, None] == column[None, :]
+            T = T + (carried[i] + tl.where(diagonal, identity, 0.0),)
         at = begin
         while alive & (at < end):
             for chunk in range(at, tl.minimum(at + _LOOK_EVERY, end)):
-                T = scan_transition(
+                T = scan_chunk(
                     T,
                     chunk,
                     head,
+                    column,
                     conv_ptr,
                     channels,
                     terms_ptr,
                     chunks_ptr,
+                    out_ptr,
+                    out_row,
+                    out_head,
+                    False,
                     KEY_HEADS,
                     HEADS,
                     K,
                     V,
                     C,
                     BLOCK,
+                    SLICES,
+                    SLICE,
                 )
             at += _LOOK_EVERY
             # Not the greatest: what is no number must keep the head alive.
-            alive = tl.max(tl.where(tl.abs(T) < tiny, 0, 1)) > 0
-        tl.store(transition, tl.where(alive, T, 0.0))
+            large = 0
+            for i in tl.static_range(SLICES):
+                large = tl.maximum(large, tl.max(tl.where(tl.abs(T[i]) < tiny, 0, 1)))
+            alive = large > 0
+        if not alive:
+            T = zeros_like_columns(T, SLICES)
+        store_columns(T, transition, K, SLICES, SLICE)
 
 
 @triton.jit
@@ -276,6 +300,8 @@ def capture(
         C=plan.chunk,
         BLOCK=terms.shape[-1],
         COLUMNS=columns,
+        SLICES=K // min(SLICE, K),
+        SLICE=min(SLICE, K),
         num_warps=4,
         num_stages=_STAGES,
     )
@@ -326,7 +352,15 @@ SPECS = (
                 **dict.fromkeys(("state_slot", "out_row"), "i64"),
                 "tiny": "fp32",
             },
-            {"state_k": 1, **_SIZES, "C": C, "BLOCK": block_floats(C, 128, 128), "COLUMNS": COLUMNS},
+            {
+                "state_k": 1,
+                **_SIZES,
+                "C": C,
+                "BLOCK": block_floats(C, 128, 128),
+                "COLUMNS": COLUMNS,
+                "SLICES": 128 // SLICE,
+                "SLICE": SLICE,
+            },
             warps=4,
             stages=_STAGES,
             aligned=(
@@ -345,7 +379,7 @@ SPECS = (
             ),
             limit=Limits(mma=1),
         )
-        for x, C in (("bf16", 64), ("bf16", 32), ("fp32", 64))
+        for x, C in (("bf16", 32), ("bf16", 16), ("fp32", 32))
     ),
     KernelSpec(
         "gated_delta records",

@@ -4,6 +4,9 @@ Kernels of a run's first rows look behind it, into a conv cache or a record's co
 `update_contexts` overwrites those, so it comes last.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+# Arguments of kernels have the types of Triton's language, which has no annotations for them.
+
 from __future__ import annotations
 
 import torch
@@ -15,8 +18,8 @@ from ..kernel_spec import KernelSpec, Limits
 from .arguments import Caches, Inputs, Records, Weights
 from .triton_plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
-CHANNELS = 64
-"""Of a block: a line of 128 bytes in 16-bit types."""
+ROWS, CHANNELS = 16, 128
+"""Of a block."""
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _CONTEXT_FIELDS = tl.constexpr(len(ContextRow._fields))
@@ -70,19 +73,21 @@ def convolve_kernel(
     tail_row,
     channels,
     TAPS: tl.constexpr,
-    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    fields = chunks_ptr + chunk * _CHUNK_FIELDS
+    fields = chunks_ptr + tl.program_id(0) // PARTS * _CHUNK_FIELDS
     first, tokens, run = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+    stop = first + tokens
+    first += tl.program_id(0) % PARTS * ROWS
     source, number = tl.load(fields + 3), tl.load(fields + 4)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < channels
-    t = tl.arange(0, C)
-    inside = (t < tokens)[:, None] & real[None, :]
+    t = tl.arange(0, ROWS)
+    inside = (first + t < stop)[:, None] & real[None, :]
 
-    total = tl.zeros([C, BLOCK], tl.float32)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + channel, mask=real, other=0.0)[None, :]
     for tap in tl.static_range(TAPS):
@@ -246,7 +251,7 @@ def convolve(
     taps, channels = weights.weight.shape
     out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     if len(plan.chunks):
-        convolve_kernel[len(plan.chunks), triton.cdiv(channels, CHANNELS)](
+        convolve_kernel[len(plan.chunks) * (plan.chunk // ROWS), triton.cdiv(channels, CHANNELS)](
             mixed,
             out,
             weights.weight,
@@ -261,7 +266,8 @@ def convolve(
             tail.stride(1),
             channels,
             TAPS=taps,
-            C=plan.chunk,
+            PARTS=plan.chunk // ROWS,
+            ROWS=ROWS,
             BLOCK=CHANNELS,
             num_warps=4,
         )
@@ -307,7 +313,7 @@ _TABLES = {"slots_ptr": "*i32"}
 SPECS = (
     *(
         KernelSpec(
-            f"gated_delta convolve {x} C={chunk}",
+            f"gated_delta convolve {x}",
             convolve_kernel,
             {
                 "x_ptr": f"*{x}",
@@ -319,13 +325,13 @@ SPECS = (
                 **_TABLES,
                 **_STRIDES,
             },
-            {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "C": chunk, "BLOCK": CHANNELS},
+            {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "PARTS": 4, "ROWS": ROWS, "BLOCK": CHANNELS},
             warps=4,
             stages=3,
             aligned=("x_ptr", "out_ptr", "weight_ptr", *_STRIDES),
             limit=Limits(registers=128),
         )
-        for x, chunk in (("bf16", 64), ("bf16", 16), ("fp32", 64))
+        for x in ("bf16", "fp32")
     ),
     KernelSpec(
         "gated_delta contexts",

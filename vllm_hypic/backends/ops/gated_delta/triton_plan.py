@@ -29,8 +29,9 @@ from torch import Tensor
 from .arguments import Caches, Carry, Inputs, Records
 from .program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 
-CHUNKS = (16, 32, 64)
-"""Rows of a chunk: what a step may choose."""
+CHUNKS = (16, 32)
+"""Rows of a chunk: what a step may choose. To be as exact as float32, products hold operands in two parts: with
+64 rows that is more than a block's registers, and saves little where a scan's step mostly waits."""
 _CHUNK_OVERHEAD = 32
 """What a chunk costs beside its rows, in rows: a scan's round trips to memory, the start state's product."""
 
@@ -44,7 +45,7 @@ class Source(IntEnum):
 
 
 class ChunkRow(NamedTuple):
-    """Token rows [first, first + tokens) of a run that begins at row `run`, behind a source and its number."""
+    """Token rows [first, first + tokens) of a run that begins at row `run`; what stands before that."""
 
     first: int
     tokens: int
@@ -134,7 +135,7 @@ class Reach:
 class SegmentPlan:
     """Of `gdn_segments`. Tables are int32 on the device, a row per entry with the fields of the named type.
 
-    chunk                     rows of a chunk: 16, 32 or 64
+    chunk                     rows of a chunk: 16 or 32
     chunks                    `ChunkRow`
     scans                     `SegmentScan`, one per request
     summaries                 `SummaryRow`, one per interior that is begun, carried on or ended here

@@ -1,8 +1,11 @@
 """Matrix products as exact as float32's, on tensor cores, where one side has few significant bits.
 
-Numbers of bf16 and fp16 are numbers of TF32, which has 11 significant bits. Their product with a float32 matrix
-needs that one in two TF32 parts, so two products; `tf32x3`, which does not know, takes three.
+Numbers of bf16 and fp16 are numbers of TF32, which has 11 significant bits. Their product with a float32
+matrix needs that one in two TF32 parts, so two products; `tf32x3`, which does not know, takes three.
 """
+
+# mypy: disable-error-code="no-untyped-def"
+# Arguments of kernels have the types of Triton's language, which has no annotations for them.
 
 from __future__ import annotations
 
@@ -17,34 +20,34 @@ def _high(x):
 
 
 @triton.jit
-def times(few, x):
-    """few @ x: `few` [m, k] bf16, fp16 or float32, x [k, n] float32; float32."""
+def add_times(few, x, to):
+    """to + few @ x: `few` [m, k] bf16, fp16 or float32, x [k, n] and `to` float32."""
     if few.dtype == tl.float32:
-        product = tl.dot(few, x, input_precision="tf32x3")
+        product = tl.dot(few, x, acc=to, input_precision="tf32x3")
     else:
         wide, high = few.to(tl.float32), _high(x)
-        product = tl.dot(wide, x - high, input_precision="tf32")
+        product = tl.dot(wide, x - high, acc=to, input_precision="tf32")
         product = tl.dot(wide, high, acc=product, input_precision="tf32")
     return product
 
 
 @triton.jit
-def times_few(x, few):
-    """x @ few: x [m, k] float32, `few` [k, n] bf16, fp16 or float32; float32."""
+def add_times_few(x, few, to):
+    """to + x @ few: x [m, k] and `to` float32, `few` [k, n] bf16, fp16 or float32."""
     if few.dtype == tl.float32:
-        product = tl.dot(x, few, input_precision="tf32x3")
+        product = tl.dot(x, few, acc=to, input_precision="tf32x3")
     else:
         wide, high = few.to(tl.float32), _high(x)
-        product = tl.dot(x - high, wide, input_precision="tf32")
+        product = tl.dot(x - high, wide, acc=to, input_precision="tf32")
         product = tl.dot(high, wide, acc=product, input_precision="tf32")
     return product
 
 
 @triton.jit
-def times_roughly(few, x):
-    """few @ x for results in the type of `few`: for 16-bit types x is rounded to TF32."""
+def add_times_roughly(few, x, to):
+    """to + few @ x for results in the type of `few`: for 16-bit types x is rounded to TF32."""
     if few.dtype == tl.float32:
-        product = tl.dot(few, x, input_precision="tf32x3")
+        product = tl.dot(few, x, acc=to, input_precision="tf32x3")
     else:
-        product = tl.dot(few.to(tl.float32), x, input_precision="tf32")
+        product = tl.dot(few.to(tl.float32), x, acc=to, input_precision="tf32")
     return product

@@ -6,8 +6,13 @@ A block of columns of S, or of T, stays in registers while its program goes from
     o   =  e^G q S + A D              T has no outputs
     S'  =  e^{G_C} S + Kd^T D
 
-`triton_terms` prepares all but S; the products that feed states are as exact as float32's.
+`triton_terms` prepares all but S; the products that feed states are as exact as float32's. S is a tuple of
+slices of rows: a product's operands must be in registers as a whole, in two parts each.
 """
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: RUF005
+# Kernels are in Triton's language: no types of arguments, tuples grow by adding, no unpacking.
 
 from __future__ import annotations
 
@@ -15,13 +20,44 @@ import triton
 import triton.language as tl
 
 from .triton_plan import ChunkRow
-from .triton_products import times, times_roughly
+from .triton_products import add_times, add_times_roughly
+
+SLICE = 32
+"""Rows of a slice."""
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 
 
 @triton.jit
-def scan_state(
+def load_columns(pointer, row_stride, mask_rows, SLICES: tl.constexpr, SLICE: tl.constexpr):
+    """Slices of rows of a matrix; `pointer` [1, columns] to its first row; rows from `mask_rows` on are 0."""
+    row = tl.arange(0, SLICE)[:, None]
+    matrix = ()
+    for i in tl.static_range(SLICES):
+        at = pointer + (i * SLICE + row) * row_stride
+        matrix = matrix + (tl.load(at, mask=i * SLICE + row < mask_rows, other=0.0).to(tl.float32),)
+    return matrix
+
+
+@triton.jit
+def store_columns(matrix, pointer, row_stride, SLICES: tl.constexpr, SLICE: tl.constexpr):
+    """What `load_columns` takes, in the type of the memory."""
+    row = tl.arange(0, SLICE)[:, None]
+    for i in tl.static_range(SLICES):
+        at = pointer + (i * SLICE + row) * row_stride
+        tl.store(at, matrix[i].to(pointer.dtype.element_ty))
+
+
+@triton.jit
+def zeros_like_columns(matrix, SLICES: tl.constexpr):
+    zeros = ()
+    for i in tl.static_range(SLICES):
+        zeros = zeros + (tl.zeros_like(matrix[i]),)
+    return zeros
+
+
+@triton.jit
+def scan_chunk(
     S,
     chunk,
     head,
@@ -33,68 +69,51 @@ def scan_state(
     out_ptr,
     out_row,
     out_head,
+    IS_STATE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
-    """The state behind a chunk, columns `column` of S [K, columns]; writes the chunk's outputs in them."""
+    """Columns `column` of S or T behind a chunk, as slices of rows; writes S's outputs in these columns."""
     terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
     key_head = head // (HEADS // KEY_HEADS)
     first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
     tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
-    t, in_k = tl.arange(0, C), tl.arange(0, K)
-    real = (t < tokens)[:, None]
+    t, in_slice = tl.arange(0, C)[:, None], tl.arange(0, SLICE)[None, :]
+    real = t < tokens
     row = (first + t).to(tl.int64)
-    conv = conv_ptr + row[:, None] * channels + in_k[None, :]
+    queries = conv_ptr + row * channels + key_head * K + in_slice
+    keys = queries + KEY_HEADS * K
     factors = terms + C * (K + V + C)
 
-    W = tl.load(terms + t[:, None] * K + in_k[None, :])
-    D = tl.load(terms + C * K + t[:, None] * V + column[None, :]) - tl.dot(W, S, input_precision="tf32x3")
-    q = tl.load(conv + key_head * K, mask=real, other=0.0)
-    A = tl.load(terms + C * (K + V) + t[:, None] * C + t[None, :])
-    out = times_roughly(q, S) * tl.load(factors + C + t)[:, None]
-    if q.dtype == tl.float32:
-        out = tl.dot(A, D, acc=out, input_precision="tf32x3")
+    WS = tl.zeros([C, column.shape[0]], tl.float32)
+    out = tl.zeros([C, column.shape[0]], tl.float32)
+    for i in tl.static_range(SLICES):
+        W = tl.load(terms + t * K + (i * SLICE + in_slice))
+        WS = tl.dot(W, S[i], acc=WS, input_precision="tf32x3")
+        if IS_STATE:
+            q = tl.load(queries + i * SLICE, mask=real, other=0.0)
+            out = add_times_roughly(q, S[i], out)
+    if IS_STATE:
+        D = tl.load(terms + C * K + t * V + column[None, :]) - WS
+        out *= tl.load(factors + C + t)
+        A = tl.load(terms + C * (K + V) + t * C + tl.arange(0, C)[None, :])
+        precision: tl.constexpr = "tf32x3" if conv_ptr.dtype.element_ty == tl.float32 else "tf32"
+        out = tl.dot(A, D, acc=out, input_precision=precision)
+        to = out_ptr + row * out_row + head * out_head + column[None, :]
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=real)
     else:
-        out = tl.dot(A, D, acc=out, input_precision="tf32")
-    to = out_ptr + row[:, None] * out_row + head * out_head + column[None, :]
-    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=real)
+        D = -WS
 
-    k = tl.load(conv + (KEY_HEADS + key_head) * K, mask=real, other=0.0)
-    D *= tl.load(factors + t)[:, None]
-    return S * tl.load(factors + 2 * C) + times(tl.trans(k), D)
-
-
-@triton.jit
-def scan_transition(
-    T,
-    chunk,
-    head,
-    conv_ptr,
-    channels,
-    terms_ptr,
-    chunks_ptr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The transition behind a chunk: some columns of T."""
-    terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
-    key_head = head // (HEADS // KEY_HEADS)
-    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
-    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
-    t, in_k = tl.arange(0, C), tl.arange(0, K)
-    row = (first + t).to(tl.int64)
-    keys = conv_ptr + row[:, None] * channels + (KEY_HEADS + key_head) * K + in_k[None, :]
-    factors = terms + C * (K + V + C)
-
-    W = tl.load(terms + t[:, None] * K + in_k[None, :])
-    D = tl.dot(W, T, input_precision="tf32x3") * tl.load(factors + t)[:, None]
-    k = tl.load(keys, mask=(t < tokens)[:, None], other=0.0)
-    return T * tl.load(factors + 2 * C) - times(tl.trans(k), D)
+    D *= tl.load(factors + t)
+    end = tl.load(factors + 2 * C)
+    after = ()
+    for i in tl.static_range(SLICES):
+        k = tl.load(keys + i * SLICE, mask=real, other=0.0)
+        after = after + (add_times(tl.trans(k), D, S[i] * end),)
+    return after

@@ -12,10 +12,13 @@ in float32, side by side in a block of `block_floats` floats per (chunk, head). 
 stay what the convolution left, so that the scan multiplies bf16 and fp16 numbers exactly. Rows behind the
 chunk's last are zero, but for A's diagonal of no consequence.
 
-(I + L)^-1 is found by forward substitution in diagonal blocks of 16 and then by doubling: with X the inverse of
-the diagonal blocks of some size and B the part of L below them in blocks of twice the size, X - X B X is the
-inverse of the latter. Powers of L never occur: they grow without bound where keys are alike.
+(I + L)^-1 is found by forward substitution in diagonal blocks of 16 rows; with X the inverse of these and B
+the part of L below them, that of 32 rows is X - X B X. Powers of L never occur: they grow without bound where
+keys are alike.
 """
+
+# mypy: disable-error-code="no-untyped-def"
+# Arguments of kernels have the types of Triton's language, which has no annotations for them.
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from torch import Tensor
 from ..kernel_spec import KernelSpec, Limits
 from .arguments import Inputs, Weights
 from .triton_plan import ChunkRow, ComposePlan, SegmentPlan
-from .triton_products import times_few
+from .triton_products import add_times_few
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _EXTRA = 16
@@ -42,8 +45,8 @@ def block_floats(C: int, K: int, V: int) -> int:
 @triton.jit
 def softplus(x):
     """log(1 + e^x), to a few units in the last place; NaN stays NaN."""
-    # With u = e^-|x| in (0, 1], log(1 + u) = 2 atanh(s) for s = u / (2 + u) <= 1/3: eight terms of its series.
-    # A logarithm of 1 + u would lose what u has below 1's last place, most of it for a small u.
+    # With u = e^-|x| in (0, 1], log(1 + u) = 2 atanh(s) for s = u / (2 + u) <= 1/3: eight terms of its
+    # series. A logarithm of 1 + u would lose what u has below 1's last place, most of it for a small u.
     u = tl.exp(-tl.abs(x))
     s = u / (u + 2.0)
     t = s * s
@@ -58,9 +61,9 @@ def softplus(x):
 
 
 @triton.jit
-def unit_lower_inverse(L, C: tl.constexpr):
-    """(I + L)^-1 of L [C, C], zero on and above its diagonal."""
-    BLOCKS: tl.constexpr = C // 16
+def unit_lower_inverse(L, N: tl.constexpr):
+    """(I + L)^-1 of L [N, N], zero on and above its diagonal; N: 16 or 32."""
+    BLOCKS: tl.constexpr = N // 16
     block = tl.arange(0, BLOCKS)
     same = block[:, None, None, None] == block[None, None, :, None]
     by_block = tl.reshape(L, (BLOCKS, 16, BLOCKS, 16))
@@ -72,16 +75,28 @@ def unit_lower_inverse(L, C: tl.constexpr):
         here = (row == i)[None, :, None]
         factors = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
         X -= tl.where(here, tl.sum(factors[:, :, None] * X, axis=1)[:, None, :], 0.0)
-    inverse = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (C, C))
-    at = tl.arange(0, C)
-    for level in tl.static_range(2):
-        if (16 << level) < C:
-            size = 16 << level
-            pair = (at // (2 * size))[:, None] == (at // (2 * size))[None, :]
-            below = pair & ((at // size)[:, None] > (at // size)[None, :])
-            B = tl.dot(inverse, tl.where(below, L, 0.0), input_precision="tf32x3")
-            inverse -= tl.dot(B, inverse, input_precision="tf32x3")
+    inverse = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (N, N))
+    if BLOCKS > 1:
+        at = tl.arange(0, N)
+        below = (at >= 16)[:, None] & (at < 16)[None, :]
+        inverse -= _product(_product(inverse, tl.where(below, L, 0.0)), inverse)
     return inverse
+
+
+@triton.jit
+def _product(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _decay(later, earlier):
+    """e^{later - earlier} of sums of gates in float64, at most 1; NaN stays NaN."""
+    # Differences of float32 parts: float64 arithmetic is for the C sums, not for their C^2 differences.
+    later_high, earlier_high = later.to(tl.float32), earlier.to(tl.float32)
+    later_low = (later - later_high.to(tl.float64)).to(tl.float32)
+    earlier_low = (earlier - earlier_high.to(tl.float64)).to(tl.float32)
+    between = (later_high - earlier_high) + (later_low - earlier_low)
+    return tl.exp(tl.where(between > 0.0, 0.0, between))
 
 
 @triton.jit
@@ -104,58 +119,61 @@ def terms_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     key_head = head // (HEADS // KEY_HEADS)
     first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
     tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
-    t = tl.arange(0, C)
+    t, in_slice = tl.arange(0, C), tl.arange(0, SLICE)[None, :]
     real = t < tokens
     row = (first + t).to(tl.int64)
-    conv = conv_ptr + row[:, None] * channels
-    in_k, in_v = tl.arange(0, K), tl.arange(0, V)
+    conv = conv_ptr + row[:, None] * channels + in_slice
+    queries, keys = conv + key_head * K, conv + (KEY_HEADS + key_head) * K
+    values = conv + (2 * KEY_HEADS * K + head * V)
     terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
+    factors = terms + C * (K + V + C)
 
-    # Gates. Sums in float64: only their differences count, and a sum may reach -3000 in a chunk.
+    # Products of q and k are taken before these are normalised: their types have few bits.
+    squares_k, squares_q = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    gram, A = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for at in range(0, K, SLICE):
+        k = tl.load(keys + at, mask=real[:, None], other=0.0)
+        q = tl.load(queries + at, mask=real[:, None], other=0.0)
+        wide_k, wide_q = k.to(tl.float32), q.to(tl.float32)
+        squares_k += tl.sum(wide_k * wide_k, axis=1)
+        squares_q += tl.sum(wide_q * wide_q, axis=1)
+        gram = tl.dot(k, tl.trans(k), acc=gram, input_precision="tf32x3")
+        A = tl.dot(q, tl.trans(k), acc=A, input_precision="tf32x3")
+    key = tl.rsqrt(squares_k + eps)
+    query = tl.rsqrt(squares_q + eps) * scale
+
+    # Sums of gates in float64: only their differences count, and a sum may reach -3000 in a chunk.
     a = tl.load(a_ptr + row * a_row + head, mask=real, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + head, mask=real, other=0.0).to(tl.float32)
     g = tl.load(rate_ptr + head) * softplus(a + tl.load(dt_bias_ptr + head))
     g = tl.where(real, g, 0.0).to(tl.float64)
     beta = tl.where(real, tl.sigmoid(b), 0.0)
-    G = tl.cumsum(g, axis=0)
-    high = G.to(tl.float32)
-    low = (G - high.to(tl.float64)).to(tl.float32)
-    total = tl.sum(g, axis=0)
-    total_high = total.to(tl.float32)
-    total_low = (total - total_high.to(tl.float64)).to(tl.float32)
-    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    decay = tl.exp(tl.where(between > 0.0, 0.0, between))
-    from_start = tl.exp(high)
-    to_end = tl.exp((total_high - high) + (total_low - low))
-
-    # Products of q, k and v are taken before these are normalised: their types have few bits.
-    k = tl.load(conv + (KEY_HEADS + key_head) * K + in_k[None, :], mask=real[:, None], other=0.0)
-    wide = k.to(tl.float32)
-    key = tl.rsqrt(tl.sum(wide * wide, axis=1) + eps)
-    gram = tl.dot(k, tl.trans(k), input_precision="tf32x3") * key[:, None] * key[None, :]
-    L = tl.where(t[:, None] > t[None, :], beta[:, None] * decay * gram, 0.0)
-    inverse = unit_lower_inverse(L, C)
-    W = times_few(inverse * (beta * from_start * key)[None, :], k)
-    tl.store(terms + t[:, None] * K + in_k[None, :], W)
-    v = tl.load(conv + (2 * KEY_HEADS * K + head * V) + in_v[None, :], mask=real[:, None], other=0.0)
-    U = times_few(inverse * beta[None, :], v)
-    tl.store(terms + C * K + t[:, None] * V + in_v[None, :], U)
-
-    q = tl.load(conv + key_head * K + in_k[None, :], mask=real[:, None], other=0.0)
-    wide = q.to(tl.float32)
-    query = tl.rsqrt(tl.sum(wide * wide, axis=1) + eps) * scale
-    A = tl.dot(q, tl.trans(k), input_precision="tf32x3") * query[:, None] * key[None, :]
-    A = tl.where(t[:, None] >= t[None, :], A * decay, 0.0)
-    tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
-    factors = terms + C * (K + V + C)
-    tl.store(factors + t, key * to_end)
+    G, end = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
+    from_start = tl.exp(G.to(tl.float32))
+    tl.store(factors + t, key * _decay(end, G))
     tl.store(factors + C + t, query * from_start)
-    tl.store(factors + 2 * C, tl.exp(total_high))
+    tl.store(factors + 2 * C, tl.exp(end.to(tl.float32)))
+
+    decay = _decay(G[:, None], G[None, :]) * key[None, :]
+    A = tl.where(t[:, None] >= t[None, :], A * decay * query[:, None], 0.0)
+    tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
+    L = tl.where(t[:, None] > t[None, :], gram * decay * (beta * key)[:, None], 0.0)
+    inverse = unit_lower_inverse(L, C) * beta[None, :]
+    for at in range(0, V, SLICE):
+        v = tl.load(values + at, mask=real[:, None], other=0.0)
+        U = add_times_few(inverse, v, tl.zeros([C, SLICE], tl.float32))
+        tl.store(terms + C * K + t[:, None] * V + at + in_slice, U)
+    inverse *= (from_start * key)[None, :]
+    for at in range(0, K, SLICE):
+        k = tl.load(keys + at, mask=real[:, None], other=0.0)
+        W = add_times_few(inverse, k, tl.zeros([C, SLICE], tl.float32))
+        tl.store(terms + t[:, None] * K + at + in_slice, W)
 
 
 def chunk_terms(
@@ -185,12 +203,14 @@ def chunk_terms(
             V=V,
             C=plan.chunk,
             BLOCK=floats,
+            SLICE=min(SLICE, K, V),
             num_warps=WARPS,
         )
     return terms
 
 
-WARPS = 8
+WARPS = 4
+SLICE = 32
 
 SPECS = tuple(
     KernelSpec(
@@ -203,17 +223,24 @@ SPECS = tuple(
             **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
             **dict.fromkeys(("eps", "scale"), "fp32"),
         },
-        {"KEY_HEADS": 16, "HEADS": 32, "K": K, "V": K, "C": C, "BLOCK": block_floats(C, K, K)},
+        {
+            "KEY_HEADS": 16,
+            "HEADS": 32,
+            "K": K,
+            "V": K,
+            "C": C,
+            "BLOCK": block_floats(C, K, K),
+            "SLICE": SLICE,
+        },
         warps=WARPS,
         stages=3,
         aligned=("conv_ptr", "a_ptr", "b_ptr", "rate_ptr", "terms_ptr", "channels"),
         limit=Limits(mma=1),
     )
     for x, C, K in (
-        ("bf16", 64, 128),
         ("bf16", 32, 128),
         ("bf16", 16, 128),
-        ("fp32", 64, 128),
-        ("fp16", 64, 64),
+        ("fp32", 32, 128),
+        ("fp16", 32, 64),
     )
 )
