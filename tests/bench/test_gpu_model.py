@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_hypic.backends.ops.gated_delta.program import Mode
-from vllm_hypic.bench.gpu import gate, oracle
+from vllm_hypic.bench.gpu import gate, layers, oracle
 from vllm_hypic.bench.gpu.composed import ComposedPass, Composition, Pool, SegmentPass
 from vllm_hypic.bench.gpu.drift import measure_drift
 from vllm_hypic.bench.gpu.gate import relative
@@ -193,17 +193,13 @@ def test_drift(stack: Stack) -> None:
 
 
 @pytest.mark.slow  # torch.compile takes seconds to import
-def test_compiled_layers_compute_the_same() -> None:
+def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU the graphs are only traced: no compiler runs."""
     small = Stack.random(replace(TINY, layers=2, period=2), 64, torch.float32, CPU)
     prompt = Composition(1, 20, 3, 4)
     tokens = tokens_of(prompt)
-    with pytest.MonkeyPatch.context() as patch:
-        from vllm_hypic.bench.gpu import layers
-
-        traced = layers._Around(
-            *(torch.compile(f, dynamic=True, backend="eager") for f in layers._EAGER.__dict__.values())
-        )
-        patch.setattr(layers, "_COMPILED", traced)
-        found = Prefill.of(small.compile(), tokens, OPERATORS).run(10)
+    functions = (layers._attention_in, layers._attention_out, layers._delta_in, layers._delta_out)
+    traced = layers._Around(*(torch.compile(f, dynamic=True, backend="eager") for f in functions))
+    monkeypatch.setattr(layers, "_compiled", lambda: traced)
+    found = Prefill.of(small.compile(), tokens, OPERATORS).run(10)
     torch.testing.assert_close(found, Prefill.of(small, tokens, OPERATORS).run(10))

@@ -16,7 +16,7 @@ from ..report import REPORT_FILE, check_outputs, console
 from .delta_checks import check_delta
 from .device import Facts, device_option
 from .findings import Finding, findings_table
-from .operators import INTERPRET, Operators, operators_for
+from .operators import INTERPRET, Operators, interpreting, operators_for
 from .span_checks import check_span
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -31,7 +31,7 @@ INTERPRETED = ("float32", "float16")
 @click.option("--json", "json_path", type=REPORT_FILE, help="Also write errors and settings here.")
 def check(device: torch.device, kernels: str, json_path: Path | None) -> None:
     check_outputs(json_path, None)
-    if device.type == "cpu" and not os.environ.get(INTERPRET):
+    if device.type == "cpu" and not interpreting():
         sys.exit(_interpreted(kernels, json_path))
     operators, facts = operators_for(device), Facts.of(device)
     to = console()

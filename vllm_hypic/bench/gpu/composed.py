@@ -59,14 +59,16 @@ class Composition:
 
     def positions(self) -> Tensor:
         """Logical position of every stream row, int64: the stream is the prompt's tokens at these places."""
-        at = torch.arange(self.tokens)
-        inside = at % self.length
-        interior = (inside >= self.window) & (inside < self.length - self.window)
-        return at[~(interior & (at < self.segments * self.length))]
+        w, L = self.window, self.length
+        seams = torch.cat([torch.arange(w), torch.arange(L - w, L)])
+        starts = L * torch.arange(self.segments)
+        return torch.cat([(starts[:, None] + seams).flatten(), torch.arange(self.segments * L, self.tokens)])
 
     def composed_before(self) -> Tensor:
         """How many records are applied before each stream row, int64."""
-        return ((self.positions() + self.length - self.window) // self.length).clamp(max=self.segments)
+        seams = torch.cat([torch.zeros(self.window), torch.ones(self.window)]).long()
+        inside = (torch.arange(self.segments)[:, None] + seams).flatten()
+        return torch.cat([inside, torch.full((self.query,), self.segments)])
 
     def column_positions(self) -> Tensor:
         """Logical position of every public column, int64."""
@@ -134,14 +136,17 @@ class SegmentPass:
         operators: Operators,
     ) -> None:
         self.stack, self.pool, self.operators = stack, pool, operators
-        self.count, self.length = len(segments), prompt.length - prompt.window
+        self.segments, self.count = segments, len(segments)
+        self.length = prompt.length - prompt.window
         device, w, n = stack.device, prompt.window, self.length
         rows = [
             SegmentRow(i, 0, i * n, (i + 1) * n, i * n + w, (i + 1) * n, slot, 0, 1, 1, int(w > 0), -1)
             for i, slot in enumerate(segments)
         ]
-        self.program = pack(rows, SegmentRow)
-        self.step = operators.segments(self.program, device)
+        self.step = operators.segments(pack(rows, SegmentRow), device)
+        heads = stack.shape.delta.heads
+        first, stop = segments.start * heads, segments.stop * heads
+        self.tiles = torch.arange(first, stop, dtype=torch.int32, device=device).view(-1, heads)
         self.caches = empty_caches(stack, self.count)
         interior = torch.arange(w, n)
         self.positions = torch.arange(n).repeat(self.count).to(device)
@@ -152,7 +157,8 @@ class SegmentPass:
     def run(self, prompt_tokens: Tensor) -> None:
         """``prompt_tokens [segments, length]``: of these segments, whole."""
         for records in self.pool.delta.values():
-            _offer_tiles(records, self.program)
+            # Every head gets its tile back: an earlier run may have found it dead.
+            records.tile_of[self.segments.start : self.segments.stop] = self.tiles
         self.stack.forward(prompt_tokens[:, : self.length].flatten(), self)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -170,14 +176,6 @@ class SegmentPass:
         out = empty_core(self.stack, x)
         self.step.run(x, weights, self.caches, out, self.pool.delta[layer])
         return out
-
-
-def _offer_tiles(records: DeltaRecords, program: Tensor) -> None:
-    """Every head of the records gets its tile back: an earlier run may have found it dead."""
-    heads = records.tile_of.shape[1]
-    for slot in program[:, SegmentRow._fields.index("slot")].tolist():
-        start = slot * heads
-        torch.arange(start, start + heads, dtype=torch.int32, out=records.tile_of[slot])
 
 
 class ComposedPass:

@@ -30,7 +30,7 @@ def check_delta(
 ) -> Iterator[Finding]:
     """``long``: the real heads and segments of several chunks; else small ones, for interpreters."""
     shape = REAL.delta if long else DeltaShape(1, 2, 64, 64)
-    n = 400 if long else 70
+    n = 200 if long else 70
     segments = [
         Segment(n, 8, n),
         Segment(n // 2 + 1, 0, n // 2 + 1, leading=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
@@ -21,12 +22,13 @@ class Facts:
     memory: int | None
     l2_cache: int | None
     cuda: str | None
+    triton: str | None
     meaningless: str | None
 
     @staticmethod
     def of(device: torch.device) -> Facts:
         if device.type != "cuda":
-            return Facts(device.type, None, None, None, None, None, MEANINGLESS)
+            return Facts(device.type, None, None, None, None, None, _triton(), MEANINGLESS)
         p = torch.cuda.get_device_properties(device)
         return Facts(
             p.name,
@@ -35,11 +37,20 @@ class Facts:
             p.total_memory,
             p.L2_cache_size,
             torch.version.cuda,
+            _triton(),
             None,
         )
 
     def __str__(self) -> str:
         return self.name if self.capability is None else f"{self.name}, compute capability {self.capability}"
+
+
+def _triton() -> str | None:
+    """Its version, without importing it."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
 
 
 def _open(_context: click.Context, _option: click.Parameter, name: str) -> torch.device:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -137,7 +138,7 @@ class Stack:
         """Token ids [rows] -> the residual stream after the last layer [rows, hidden]."""
         x = F.embedding(tokens, self.embedding)
         rotation = self.table.index_select(0, run.positions)
-        around = _COMPILED if self.compiled else _EAGER
+        around = _compiled() if self.compiled else _EAGER
         for i, layer in enumerate(self.layers):
             if isinstance(layer, AttentionLayer):
                 q, k, v, gate = around.attention_in(layer, x, rotation, self.shape)
@@ -211,10 +212,13 @@ class _Around:
 
 
 _EAGER = _Around(_attention_in, _attention_out, _delta_in, _delta_out)
-_COMPILED = _Around(
-    # Rows differ from pass to pass: one graph for all.
-    *(torch.compile(f, dynamic=True) for f in (_attention_in, _attention_out, _delta_in, _delta_out))
-)
+
+
+@cache
+def _compiled() -> _Around:
+    """One graph for any number of rows; on demand, because the compiler takes seconds to load."""
+    functions = (_attention_in, _attention_out, _delta_in, _delta_out)
+    return _Around(*(torch.compile(f, dynamic=True) for f in functions))
 
 
 # ----------------------------------------------------------------------------------------- random weights

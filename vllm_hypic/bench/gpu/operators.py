@@ -21,7 +21,12 @@ from ...backends.ops.span_attention import torch_ops as span_torch
 from .shapes import AttentionShape
 
 INTERPRET = "TRITON_INTERPRET"
-"""Environment variable: Triton, when it is first imported, decides to interpret its kernels on the host."""
+"""Environment variable: Triton, when it is first imported, decides whether to interpret kernels."""
+
+
+def interpreting() -> bool:
+    """Whether kernels of this process are interpreted, or will be once Triton is imported."""
+    return os.environ.get(INTERPRET, "0") not in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Operators(Protocol):
 
 def operators_for(device: torch.device) -> Operators:
     """Triton's on a GPU, and where its kernels are interpreted; PyTorch's elsewhere."""
-    if device.type == "cuda" or os.environ.get(INTERPRET):
+    if device.type == "cuda" or interpreting():
         from .triton_operators import TritonOperators
 
         return TritonOperators()
