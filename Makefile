@@ -3,6 +3,7 @@
 #   make demo-parallel    two workers prefill a cold prompt, a third server combines
 #   make test    lint, then all tests but the slow ones
 #   make check   lint and the tests that start no engine: run it before a commit
+#   make triton  Triton kernels in Triton's interpreter; they are in `test` and `check`, too
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -18,7 +19,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export LMCACHE_TRACK_USAGE := false
 
-.PHONY: venv demo demo-parallel test test-slow lint format check bench clean distclean
+.PHONY: venv demo demo-parallel test test-slow triton lint format check bench clean distclean
 
 venv: $(READY)
 
@@ -49,14 +50,18 @@ demo: $(READY)
 demo-parallel: $(READY)
 	$(BIN)/python -m vllm_hypic.segment_parallel.demo
 
-test: lint
+test: lint triton
 	$(BIN)/python -m pytest -m "not slow" --durations=30
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
-check: lint
+check: lint triton
 	$(BIN)/python -m pytest -m "not engine and not slow"
+
+# Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.
+triton: $(READY)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton
 
 lint: $(READY)
 	$(BIN)/ruff check
