@@ -6,7 +6,7 @@ import pytest
 import torch
 from span_cases import DTYPES, Case, Heads
 
-from vllm_hypic.backends.ops.span_attention import plan, triton_ops
+from vllm_hypic.backends.ops.span_attention import choose, plan, refuses, triton_ops
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -26,6 +26,13 @@ def test_rotations(rotary: int, neox: bool, device: torch.device) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for table in (dtype, torch.float32):
             Case((9, 70), shape=shape, dtype=dtype, table_dtype=table, device=device, seed=rotary).check()
+
+
+@pytest.mark.parametrize(("size", "rotary"), [(72, 64), (72, 0), (96, 0), (112, 16), (160, 32)])
+def test_dimensions_that_are_not_rotated(size: int, rotary: int, device: torch.device) -> None:
+    """Tiles of them that are padded, and two tiles."""
+    for neox in (True, False):
+        Case((9, 70), shape=Heads(size=size, rotary=rotary, neox=neox), device=device, seed=size).check()
 
 
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
@@ -181,3 +188,12 @@ def test_bad_arguments_are_refused(change: dict[str, object], says: str, device:
     vars(case).update({k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()})
     with pytest.raises(ValueError, match=says):
         case.run()
+
+
+def test_the_kernels_serve_cuda() -> None:
+    assert choose(64, "cuda") is triton_ops and refuses(64, "cuda") is None
+    for size in (20, 264, 0):
+        assert refuses(size, "cuda") == f"head size {size} is not a multiple of 8 up to 256"
+        with pytest.raises(ValueError, match=f"span attention: head size {size} is not"):
+            choose(size, "cuda")
+    assert triton_ops.refuses(64, "cpu") == "written for cuda, not cpu"
