@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+import vllm.envs as envs
+from vllm.logger import init_logger
 
 from .config import SECTION, ConfigError, HypicConfig
 
@@ -10,9 +14,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+logger = init_logger("vllm.hypic.activation")
+
 CONNECTOR = "HypicConnector"
 SCHEDULER = "vllm_hypic.scheduler.HypicScheduler"
-WORKER = "vllm_hypic.worker.HypicCPUWorker"
+CPU_WORKER = "vllm_hypic.cpu_worker.HypicCPUWorker"
+CUDA_WORKER = "vllm_hypic.gpu_worker.HypicGPUWorker"
 
 
 def choose(args: EngineArgs) -> bool:
@@ -53,8 +60,22 @@ def complete(config: VllmConfig) -> None:
         raise ConfigError(
             f"--attention-backend hypic: runner_type={config.model_config.runner_type!r}: expected 'generate'"
         )
+    _refuse_on_cuda(config)
     _use_tokenizer(config)
     _look_at_gate(config)
+
+
+def _refuse_on_cuda(config: VllmConfig) -> None:
+    """What the CUDA path cannot serve, before weights are read."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from .backends.cuda.support import refusal
+    from .connector.build import config_of
+
+    if (reason := refusal(config, config_of(config))) is not None:
+        raise ConfigError(f"--attention-backend hypic: {reason}")
 
 
 def _backend_is_hypic(args: EngineArgs) -> bool:
@@ -99,12 +120,28 @@ def _use(field: str, args: EngineArgs, default: object, ours: str) -> None:
 def _use_worker(args: EngineArgs) -> None:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():
+        _use("worker_cls", args, "auto", CPU_WORKER)
+    elif current_platform.is_cuda():
+        _use("worker_cls", args, "auto", CUDA_WORKER)
+        _use_v1_model_runner()
+    else:
         raise ConfigError(
-            "--attention-backend hypic: expected the CPU platform, "
-            f"got {current_platform.device_name!r}, which is not supported yet"
+            "--attention-backend hypic: expected the CPU or the CUDA platform, "
+            f"got {current_platform.device_name!r}, which is not supported"
         )
-    _use("worker_cls", args, "auto", WORKER)
+
+
+def _use_v1_model_runner() -> None:
+    """Choose vLLM's V1 model runner where the user left it to vLLM.
+
+    An environment variable is vLLM's only switch for it.  It is read when the configuration is complete and
+    inherited by the engine's processes, so it is set here, for this process and for good: engines without
+    the plugin that this process starts later run V1, too.
+    """
+    if envs.VLLM_USE_V2_MODEL_RUNNER is None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        logger.info("hypic: VLLM_USE_V2_MODEL_RUNNER=0, V2 is not supported")
 
 
 def _use_tokenizer(config: VllmConfig) -> None:

@@ -82,15 +82,14 @@ def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> Non
         capture = capture_row("r", row, plan)
         wanted = [t for t in range(s0, s1) if lo <= t < hi]
         assert list(range(capture.begin, capture.end)) == wanted
-        step = StepContext([], [capture], CPU)
+        captured = StepContext([], [capture], CPU).captured
         if not wanted:
-            assert step.capture_rows is step.capture_slots is step.capture_positions is None
+            assert captured is None
             continue
-        assert step.capture_rows is not None and step.capture_slots is not None
-        assert step.capture_rows.tolist() == [t - s0 + 5 for t in wanted]
-        assert step.capture_positions is not None
-        assert step.capture_positions.tolist() == [int(gaps[t]) if padded else t for t in wanted]
-        slots += step.capture_slots.tolist()
+        assert captured is not None
+        assert captured.rows.tolist() == [t - s0 + 5 for t in wanted]
+        assert captured.positions.tolist() == [int(gaps[t]) if padded else t for t in wanted]
+        slots += captured.slots.tolist()
         firsts += capture.first
         lasts += capture.last
     assert slots == plan.column_slots.tolist()

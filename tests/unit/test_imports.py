@@ -153,5 +153,7 @@ assert not op_registry_oot, f"layers of other engines were replaced: {list(op_re
         "vllm_hypic.connector.connector",
         "vllm_hypic.scheduler",
         "vllm_hypic.worker",
+        "vllm_hypic.cpu_worker",
+        "vllm_hypic.gpu_worker",
     )
     assert not any(found.values()), found

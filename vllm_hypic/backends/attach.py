@@ -8,11 +8,10 @@ import torch
 from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
-from .attention import AttentionLink, HypicAttentionImpl
 from .linear.gdn import HypicGatedDeltaNet
 from .ops import native, span_attention
-from .private_kv import key_index
 from .probe import PROBE_TOKENS, Unsupported, link_ropes, run_model
+from .public import AttentionLink, PublicAttention
 from .rope import RopeTap
 
 if TYPE_CHECKING:
@@ -30,10 +29,10 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
     Raises :class:`Unsupported` naming the first layer that PIC cannot serve and the reason.
     """
     layers = runner.compilation_config.static_forward_context
-    impls: dict[str, HypicAttentionImpl] = {}
+    impls: dict[str, PublicAttention[Any]] = {}
     for attention in geometry.attention:
         impl = getattr(layers[attention.layer], "impl", None)
-        if not isinstance(impl, HypicAttentionImpl):
+        if not isinstance(impl, PublicAttention):
             raise Unsupported(
                 f"hypic: layer {attention.layer} ({type(layers[attention.layer]).__name__}) "
                 "does not use the hypic backend"
@@ -75,19 +74,22 @@ def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
 def _link(
     runner: Any,
     layers: Any,
-    impls: dict[str, HypicAttentionImpl],
+    impls: dict[str, PublicAttention[Any]],
     ropes: dict[str, RopeTap | None],
     runtime: HypicRuntime,
 ) -> None:
+    device = runner.device.type
     for name, impl in impls.items():
-        index = key_index(layers[name].kv_cache, layers[name].isa)
-        device = runtime.pool.kv[name].key.device.type
-        ops = span_attention.choose(impl.head_size, device)
-        impl.link = AttentionLink(runtime, runtime.pool.kv[name], ropes[name], index, ops)
-        _warn_of_refusal("full attention", span_attention.refuses(impl.head_size, device))
+        impl.connect(layers[name], AttentionLink(runtime, runtime.pool.kv[name], ropes[name]))
+        if device == "cpu":  # elsewhere the layer itself refuses
+            _warn_of_refusal("full attention", span_attention.refuses(impl.head_size, device))
     for name in runtime.pool.linear:
+        reason = layers[name].kernel_refusal()
+        if device == "cpu":
+            _warn_of_refusal("gated delta net", reason)
+        elif reason is not None:
+            raise Unsupported(f"hypic: layer {name}: {reason} is not supported; serve without hypic")
         layers[name].hypic_runtime = runtime
-        _warn_of_refusal("gated delta net", layers[name].kernel_refusal())
 
 
 def _warn_of_refusal(kind: str, reason: str | None) -> None:

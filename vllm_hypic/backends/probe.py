@@ -25,7 +25,7 @@ from .rope import RopeTap
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .attention import HypicAttentionImpl
+    from .public import PublicAttention
 
 PROBE_TOKENS = 8
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
@@ -46,7 +46,7 @@ class Unsupported(ConfigError):
     """A model that PIC cannot serve: the message says which layer and why."""
 
 
-def link_ropes(runner: Any, impls: Mapping[str, HypicAttentionImpl]) -> dict[str, RopeTap | None]:
+def link_ropes(runner: Any, impls: Mapping[str, PublicAttention[Any]]) -> dict[str, RopeTap | None]:
     """The rope of every attention layer (``None``: NoPE).  Raises :class:`Unsupported`."""
     ropes = [m for m in runner.get_model().modules() if isinstance(m, RopeTap)]
     limit = min([runner.max_model_len, *(len(r.cos_sin_cache) for r in ropes if hasattr(r, "cos_sin_cache"))])
@@ -57,7 +57,7 @@ def link_ropes(runner: Any, impls: Mapping[str, HypicAttentionImpl]) -> dict[str
 
 
 def _observe(
-    runner: Any, impls: Mapping[str, HypicAttentionImpl], ropes: list[RopeTap], positions: torch.Tensor
+    runner: Any, impls: Mapping[str, PublicAttention[Any]], ropes: list[RopeTap], positions: torch.Tensor
 ) -> dict[str, _Call]:
     """Run the model once and record what reached each attention layer."""
     observer = _Observer()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry, PoolGeometry
-from .tiles import LayerTiles, TilePool
+from .record_tiles import DeviceTiles, HostTiles, RecordTiles
+from .tiles import TilePool
 
 
 @dataclass(frozen=True)
@@ -21,29 +22,24 @@ class PublicKV:
 @dataclass(frozen=True)
 class LinearRecords:
     """Records of one linear layer: ``state [slots, H, K, V]`` fp32 and ``conv_tail [slots, conv_rows,
-    conv_dim]`` by slot, transitions in tiles."""
+    conv_dim]`` by slot; transitions in ``tiles [tiles, K, K]`` fp16, which all layers share: ``tile_of
+    [slots, H]`` int32 names that of a head, -1: the transition is zero."""
 
     state: torch.Tensor
     conv_tail: torch.Tensor
-    held: LayerTiles
+    tiles: torch.Tensor
+    tile_of: torch.Tensor
 
     @staticmethod
-    def allocate(g: LinearGeometry, slots: int, tiles: TilePool, device: torch.device) -> LinearRecords:
+    def allocate(
+        g: LinearGeometry, slots: int, tiles: torch.Tensor, tile_of: torch.Tensor, device: torch.device
+    ) -> LinearRecords:
         return LinearRecords(
             torch.empty(slots, g.heads, g.key_dim, g.value_dim, dtype=STATE_DTYPE, device=device),
             torch.empty(slots, g.conv_rows, g.conv_dim, dtype=g.conv_dtype, device=device),
-            LayerTiles(tiles, slots, g.heads, device),
+            tiles,
+            tile_of,
         )
-
-    @property
-    def tiles(self) -> torch.Tensor:
-        """``[tiles, K, K]`` fp16."""
-        return self.held.pool.storage
-
-    @property
-    def tile_of(self) -> torch.Tensor:
-        """``[slots, H]`` int32: the tile of a head's transition; -1: the transition is zero."""
-        return self.held.tile_of
 
     def transition(self, slot: int) -> torch.Tensor:
         """T ``[H, K, K]`` of a record, dead heads included."""
@@ -65,23 +61,34 @@ class DevicePool:
                 torch.empty(shape, dtype=a.dtype, device=device),
             )
         self.linear: dict[str, LinearRecords] = {}
+        self.record_tiles: RecordTiles | None = None
+        """``None`` without linear layers."""
         if geometry.linear:
             key_dim = geometry.linear[0].key_dim  # of all: see pool_geometry
             tiles = TilePool(geometry.tiles, key_dim, TRANSITION_DTYPE, device)
-            for g in geometry.linear:
-                self.linear[g.layer] = LinearRecords.allocate(g, slots, tiles, device)
+            heads = [g.heads for g in geometry.linear]
+            books: RecordTiles
+            if device.type == "cpu":
+                books = HostTiles(tiles, heads, slots)
+            else:
+                books = DeviceTiles(tiles, heads, slots, device)
+            self.record_tiles = books
+            for g, tile_of in zip(geometry.linear, books.tile_of, strict=True):
+                self.linear[g.layer] = LinearRecords.allocate(g, slots, tiles.storage, tile_of, device)
 
     def offer_tiles(self, slot: int) -> None:
         """A record is about to be filled: every head of every layer gets a tile."""
-        for records in self.linear.values():
-            records.held.offer([slot])
+        if self.record_tiles is not None:
+            self.record_tiles.offer(slot)
 
-    def settle_tiles(self, slot: int) -> int:
-        """A record is complete: take back the tiles of its dead heads; returns how many it keeps."""
-        return sum(records.held.settle(slot) for records in self.linear.values())
+    def settle_tiles(self, slot: int, row: torch.Tensor | None = None) -> int:
+        """A record is complete: take back the tiles of its dead heads; returns how many it keeps.
+
+        ``row``: see :meth:`RecordTiles.settle`.
+        """
+        return 0 if self.record_tiles is None else self.record_tiles.settle(slot, row)
 
     def release_tiles(self, slots: list[int]) -> None:
         """Records are gone."""
-        for records in self.linear.values():
-            for slot in slots:
-                records.held.release(slot)
+        if self.record_tiles is not None:
+            self.record_tiles.release(slots)

@@ -23,6 +23,8 @@ class HypicRuntime:
     step: StepContext | None = None
     calls: Counter[str] = field(default_factory=Counter)
     """How often each of our operators ran; plain requests must leave it untouched."""
+    kept: dict[str, object] = field(default_factory=dict)
+    """What layers keep from one pass for the next, and can make anew at any time."""
     carried_summaries: dict[tuple[str, str], Any] = field(default_factory=dict)
     """(segment request, layer) -> what that layer keeps of the interior so far, between prefill chunks."""
 

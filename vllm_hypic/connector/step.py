@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .metadata import CapturePlan, StreamPlan
+from .upload import upload
 
 
 @dataclass
@@ -23,11 +24,7 @@ class StreamTensors:
 
     @staticmethod
     def of(plan: StreamPlan, device: torch.device) -> StreamTensors:
-        return StreamTensors(
-            plan,
-            torch.from_numpy(plan.column_slots).to(device),
-            torch.from_numpy(plan.column_positions).to(device),
-        )
+        return StreamTensors(plan, *upload([plan.column_slots, plan.column_positions], device))
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ComposedRow:
-    """A request that reads records; ``visible [q1 - q0]`` int64 public columns per token row."""
+    """A request that reads records; ``visible [q1 - q0]`` int64 on the host: public columns per token row."""
 
     row: Row
     stream: StreamTensors
@@ -79,7 +76,8 @@ class CaptureRow:
 
 @dataclass(frozen=True)
 class PublicRows:
-    """The rows of a pass that see public columns, as span attention takes them; int64.
+    """The rows of a pass that see public columns, as span attention takes them; int64, on the host but for
+    the columns.
 
     ``bounds [requests, 2]``: first and last token row of each request; ``cache_bounds [requests, 4]``: these,
     its row of the block table and its stream tokens so far; ``visible [rows]``: public columns that each of
@@ -105,6 +103,40 @@ class PublicRows:
         )
 
 
+@dataclass(frozen=True)
+class CapturedRows:
+    """``rows [n]`` of the batch, their token ``slots`` in the pool, and the ``positions`` by which their K
+    was rotated, the segment requests' own; int64 on the device."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+    @staticmethod
+    def of(captures: Sequence[CaptureRow], device: torch.device) -> CapturedRows | None:
+        inside = [c for c in captures if c.begin < c.end]
+        if not inside:
+            return None
+        rows = [np.arange(c.row.q0 + c.begin - c.row.s0, c.row.q0 + c.end - c.row.s0) for c in inside]
+        slots = [c.plan.column_slots[c.begin - c.plan.lo : c.end - c.plan.lo] for c in inside]
+        positions = [c.plan.local_positions(c.begin, c.end) for c in inside]
+        return CapturedRows(*upload([np.concatenate(part) for part in (rows, slots, positions)], device))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All requests of a pass, ours or not: ``starts [requests + 1]``, first token row of each, and whether
+    each is ``resumed [requests]``, having tokens behind it.  On the host."""
+
+    starts: list[int]
+    resumed: list[bool]
+
+    @staticmethod
+    def of(computed: np.ndarray, scheduled: np.ndarray) -> Batch:
+        """``computed`` and ``scheduled [requests]``: tokens behind each, and in this pass."""
+        return Batch([0, *np.cumsum(scheduled).tolist()], (computed > 0).tolist())
+
+
 @dataclass
 class StepContext:
     """What PIC does in one forward pass."""
@@ -112,8 +144,13 @@ class StepContext:
     composed: list[ComposedRow]
     captures: list[CaptureRow]
     device: torch.device
+    batch: Batch = Batch([0], [])
     cache: dict[str, object] = field(default_factory=dict)
     """Per-step values that several layers share (see ``backends/linear``)."""
+
+    def on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Int64 arrays as tensors where the layers are, in one transfer that nobody waits for."""
+        return upload(arrays, self.device)
 
     @cached_property
     def public(self) -> PublicRows | None:
@@ -122,33 +159,34 @@ class StepContext:
         return PublicRows.of(seeing) if seeing else None
 
     @cached_property
-    def capture_rows(self) -> torch.Tensor | None:
-        """Token rows whose K and V go into the pool, int64; ``None`` when there are none."""
-        spans = [np.arange(c.row.q0 + c.begin - c.row.s0, c.row.q0 + c.end - c.row.s0) for c in self.captures]
-        return self._index(spans)
+    def captured(self) -> CapturedRows | None:
+        """Token rows whose K and V go into the pool; ``None`` when there are none."""
+        return CapturedRows.of(self.captures, self.device)
 
-    @cached_property
-    def capture_slots(self) -> torch.Tensor | None:
-        """Their token slots in the pool, int64."""
-        return self._index(
-            [c.plan.column_slots[c.begin - c.plan.lo : c.end - c.plan.lo] for c in self.captures]
-        )
 
-    @cached_property
-    def capture_positions(self) -> torch.Tensor | None:
-        """The positions by which their K was rotated: the segment request's own, int64."""
-        return self._index([c.plan.local_positions(c.begin, c.end) for c in self.captures])
-
-    def _index(self, spans: Sequence[np.ndarray]) -> torch.Tensor | None:
-        joined = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
-        return torch.from_numpy(joined.astype(np.int64)).to(self.device) if len(joined) else None
+def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:
+    """``rows [n]`` of the batch whose positions are not their indices in the stream, and their logical
+    positions ``[n]``; int64 on the device.  ``None`` when there are none."""
+    rows: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    for c in step.composed:
+        rows.append(np.arange(c.row.q0, c.row.q1))
+        positions.append(c.stream.plan.logical(c.row.s0, c.row.s1))
+    for capture in step.captures:
+        if (own := capture.plan.positions) is not None:
+            row = capture.row
+            known = own[row.s0 : row.s1]
+            # The one token that a segment request samples is never computed.
+            assert len(known) == row.s1 - row.s0
+            rows.append(np.arange(row.q0, row.q1))
+            positions.append(known)
+    return upload([np.concatenate(rows), np.concatenate(positions)], step.device) if rows else None
 
 
 def composed_row(row: Row, stream: StreamTensors) -> ComposedRow:
     """The rows of a composed request in this pass, with what each may see."""
     visible = stream.plan.visible(row.s0, row.s1)
-    tensor = torch.from_numpy(visible).to(stream.column_slots.device)
-    return ComposedRow(row, stream, tensor, int(visible.max()))
+    return ComposedRow(row, stream, torch.from_numpy(visible), int(visible.max()))
 
 
 def capture_row(request_id: str, row: Row, plan: CapturePlan) -> CaptureRow:

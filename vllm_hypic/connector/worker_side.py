@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from .metadata import CapturePlan, HypicMetadata, WorkerReport
 from .pool import DevicePool
 from .runtime import HypicRuntime
 from .step import (
+    Batch,
     CaptureRow,
     ComposedRow,
     Row,
@@ -22,6 +24,7 @@ from .step import (
     composed_row,
 )
 from .store_link import StoreLink
+from .streams import Readback, streams_of
 from .transfer_link import TransferLink
 
 
@@ -48,10 +51,12 @@ class WorkerSide:
         self._captures: dict[str, CapturePlan] = {}
         self._absorbed: HypicMetadata | None = None
         self._tiles: dict[int, int] = {}
+        self._settling: list[_Settling] = []
 
     def start(self, device: torch.device) -> HypicRuntime:
         """Allocate the pool.  Called once, when vLLM has allocated its own KV cache."""
         self.device = device
+        self._copies = streams_of(device)
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
         self.transfer = self._open_transfer(self.runtime.pool)
         self.store = self._open_store(self.runtime.pool)
@@ -67,6 +72,8 @@ class WorkerSide:
             if self._captures.pop(request_id, None) is not None and self.runtime is not None:
                 self.runtime.forget(request_id)
         if self.runtime is not None:
+            dropped = set(metadata.dropped_slots)
+            self._settling = [s for s in self._settling if s.plan.slot not in dropped]
             self.runtime.pool.release_tiles(metadata.dropped_slots)
         if self.store is not None:
             self.store.absorb(metadata)
@@ -106,16 +113,19 @@ class WorkerSide:
                 elif capture is not None:
                     captures.append(capture_row(request_id, row, capture))
         if composed or captures:
-            self.runtime.step = StepContext(composed, captures, self.device)
+            self.runtime.step = StepContext(composed, captures, self.device, Batch.of(computed, scheduled))
         return self.runtime.step
 
     def end_step(self) -> None:
-        """The forward pass is over: records that it completed give spare tiles back and go to the store."""
-        if self.runtime is not None and self.runtime.step is not None:
-            for capture in self.runtime.step.captures:
-                if capture.last:
-                    self._completed(capture.plan, self.runtime.pool)
-            self.runtime.step = None
+        """The forward pass is over, or launched: records that it completed give spare tiles back and go to
+        the store, as soon as the device has told which of their heads are dead."""
+        if self.runtime is not None:
+            if self.runtime.step is not None:
+                for capture in self.runtime.step.captures:
+                    if capture.last:
+                        self._completed(capture.plan, self.runtime.pool)
+                self.runtime.step = None
+            self._settle(self.runtime.pool)
         if self.transfer is not None:
             self.transfer.end_step()
             for place in self.transfer.take_landed():
@@ -125,10 +135,21 @@ class WorkerSide:
             self.store.end_step()
 
     def _completed(self, plan: CapturePlan, pool: DevicePool) -> None:
-        if not plan.leading:
-            self._tiles[plan.serial] = pool.settle_tiles(plan.slot)
-        if self.store is not None and plan.stored is not None:
-            self.store.completed(plan.stored)
+        row = None
+        if pool.record_tiles is not None and not plan.leading:
+            row = self._copies.read_back(pool.record_tiles.row(plan.slot))
+        self._settling.append(_Settling(plan, row))
+
+    def _settle(self, pool: DevicePool) -> None:
+        """Settle the records whose tiles are known by now."""
+        while self._settling and self._settling[0].known():
+            done = self._settling.pop(0)
+            plan, row = done.plan, done.row
+            if not plan.leading:
+                known = None if row is None else row.value()
+                self._tiles[plan.serial] = pool.settle_tiles(plan.slot, known)
+            if self.store is not None and plan.stored is not None:
+                self.store.completed(plan.stored)
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler since the last call."""
@@ -153,14 +174,12 @@ class WorkerSide:
             self.store.close()
 
 
-def logical_positions(step: StepContext) -> list[tuple[Row, np.ndarray]]:
-    """Rows whose positions differ from their stream indices, with their logical positions."""
-    rewritten = [(c.row, c.stream.plan.logical(c.row.s0, c.row.s1)) for c in step.composed]
-    for capture in step.captures:
-        if (positions := capture.plan.positions) is not None:
-            row = capture.row
-            known = positions[row.s0 : row.s1]
-            # The one token that a segment request samples is never computed.
-            assert len(known) == row.s1 - row.s0
-            rewritten.append((row, known))
-    return rewritten
+@dataclass(frozen=True)
+class _Settling:
+    """A complete record; which tiles its heads use is on its way to the host, or it uses none."""
+
+    plan: CapturePlan
+    row: Readback | None
+
+    def known(self) -> bool:
+        return self.row is None or self.row.ready()

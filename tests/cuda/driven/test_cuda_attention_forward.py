@@ -1,0 +1,323 @@
+"""The CUDA attention implementation's forward pass, on the CPU: what it hands to whom, and what comes out.
+
+FlashAttention alone is a stand-in, computed in float64; the implementation, its plans and its Triton
+operators are the real ones.  A batch of plain rows, composed rows and captured rows must give full attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+
+from vllm_hypic.backends.cuda.attention import CUDAAttentionLink, HypicCUDAAttentionImpl
+from vllm_hypic.backends.ops.span_attention import triton_ops
+from vllm_hypic.backends.ops.span_attention.torch_ops import rotate
+from vllm_hypic.connector.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.connector.pool import DevicePool
+from vllm_hypic.connector.runtime import HypicRuntime
+from vllm_hypic.connector.step import (
+    Batch,
+    Row,
+    StepContext,
+    StreamTensors,
+    capture_row,
+    composed_row,
+)
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, SIZE, ROTARY = 4, 2, 32, 16
+BLOCK = 16
+SLOTS = 64
+"""Token slots of the pool."""
+LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Largest error allowed, in units of V, which is about 1."""
+
+
+def stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqused_k: torch.Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    block_table: torch.Tensor,
+    out: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    window_size: list[int] | None = None,
+    **others: object,
+) -> Any:
+    """``flash_attn_varlen_func`` over a paged cache, in float64; lengths that it is told must fit."""
+    assert (
+        causal and window_size in (None, [-1, -1]) and not others.get("softcap") and others["fa_version"] == 2
+    )
+    starts, used = cu_seqlens_q.tolist(), seqused_k.tolist()
+    assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
+    assert len(block_table) == len(used) == len(starts) - 1 and starts[-1] == len(q)
+    assert max_seqlen_q >= max(b - a for a, b in itertools.pairwise(starts))
+    assert max_seqlen_k >= max(used)
+    result = torch.empty_like(q) if out is None else out
+    lse = torch.empty(q.shape[1], len(q))
+    for i, tokens in enumerate(used):
+        blocks = block_table[i, : -(-tokens // k.shape[1])].long()
+        key, value = (t[blocks].flatten(0, 1)[:tokens] for t in (k, v))
+        rows = slice(starts[i], starts[i + 1])
+        seen = torch.arange(tokens - (rows.stop - rows.start), tokens) + 1
+        result[rows], lse[:, rows] = attend(q[rows], key, value, seen, softmax_scale)
+    return (result, lse) if return_softmax_lse else result
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row r over the first ``seen[r]`` columns, float64: ``[rows, heads, size]``, lse ``[heads, rows]``."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (t.double().repeat_interleave(group, 1) for t in (key, value))
+    scores = torch.einsum("rhd,chd->hrc", query.double(), key) * scale
+    hidden = torch.arange(len(key))[None, :] >= seen[:, None]
+    scores = scores.masked_fill(hidden[None], -math.inf)
+    return torch.einsum("hrc,chd->rhd", scores.softmax(-1), value), scores.logsumexp(-1)
+
+
+@dataclass
+class World:
+    """One attention layer and a batch: a plain decode, a composed prefill, a segment request, a composed
+    decode, a composed request that sees nothing yet, and poisoned padding."""
+
+    dtype: torch.dtype
+    table: torch.Tensor | None
+    neox: bool = True
+
+    def __post_init__(self) -> None:
+        gen = torch.Generator().manual_seed(7)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=gen).to(self.dtype)
+
+        geometry = PoolGeometry(
+            (AttentionGeometry("layer", KV_HEADS, SIZE, self.dtype),),
+            (),
+            page_tokens=8,
+            pages=SLOTS // 8,
+            slots=8,
+        )
+        self.pool = DevicePool(geometry, CPU)
+        self.public = self.pool.kv["layer"]
+        self.public.key.fill_(math.nan), self.public.value.fill_(math.nan)
+        self.runtime = HypicRuntime(self.pool, 0.0)
+
+        # Two records, their columns scattered over the pool.
+        places = torch.randperm(SLOTS, generator=gen)
+        self.columns = places[:19], places[19:30]
+        for slots in self.columns:
+            self.public.key[slots] = normal(len(slots), KV_HEADS, SIZE)
+            self.public.value[slots] = normal(len(slots), KV_HEADS, SIZE)
+        self.capture_slots = places[30:36].numpy()
+
+        self.prefill, self.decode = self.stream([0, 1], [3, 5], 9), self.stream([1], [2], 3)
+        self.blind = self.stream([0], [4], 6)
+        capture = CapturePlan(2, 8, 0, self.capture_slots, None, leading=False)
+        # (tokens behind it, tokens in this pass)
+        self.lengths = [(20, 1), (2, 7), (3, 6), (17, 1), (0, 4)]
+        computed, scheduled = (np.array(part) for part in zip(*self.lengths, strict=True))
+        self.starts = [0, *np.cumsum(scheduled).tolist()]
+        rows = [
+            Row(i, self.starts[i], self.starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(self.lengths)
+        ]
+        composed = [
+            composed_row(rows[i], StreamTensors.of(plan, CPU))
+            for i, plan in ((1, self.prefill), (3, self.decode), (4, self.blind))
+        ]
+        self.step = StepContext(
+            composed, [capture_row("segment", rows[2], capture)], CPU, Batch.of(computed, scheduled)
+        )
+        self.runtime.step = self.step
+        self.capture_positions = torch.arange(
+            3, 8
+        )  # tokens 3 to 8 of it are of its interior and in this pass
+
+        tokens = self.starts[-1]
+        self.query = torch.full((tokens + 3, HEADS, SIZE), math.nan, dtype=self.dtype)
+        self.query[:tokens] = normal(tokens, HEADS, SIZE)
+        self.key = torch.full((tokens + 3, KV_HEADS, SIZE), math.nan, dtype=self.dtype)
+        self.value = self.key.clone()
+        self.key[:tokens], self.value[:tokens] = (normal(tokens, KV_HEADS, SIZE) for _ in "kv")
+
+        # vLLM's cache; K of the private stream is rotated by whoever put it there.
+        used = [s0 + n for s0, n in self.lengths]
+        blocks = [-(-n // BLOCK) for n in used]
+        order = torch.randperm(sum(blocks), generator=gen) + 1
+        self.table_of_blocks = torch.zeros(len(used), max(blocks), dtype=torch.int32)
+        self.cache = torch.full((sum(blocks) + 1, KV_HEADS, BLOCK, 2 * SIZE), math.nan, dtype=self.dtype)
+        self.private: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i, (s0, n) in enumerate(self.lengths):
+            mine = order[sum(blocks[:i]) : sum(blocks[: i + 1])]
+            self.table_of_blocks[i, : len(mine)] = mine
+            key, value = normal(s0 + n, KV_HEADS, SIZE), normal(s0 + n, KV_HEADS, SIZE)
+            key[s0:], value[s0:] = (t[self.starts[i] : self.starts[i + 1]] for t in (self.key, self.value))
+            self.private.append((key, value))
+            for t in range(s0 + n):
+                row = self.cache[mine[t // BLOCK], :, t % BLOCK]
+                row[:, :SIZE], row[:, SIZE:] = key[t], value[t]
+        self.metadata = FlashAttentionMetadata(
+            num_actual_tokens=tokens,
+            max_query_len=int(scheduled.max()),
+            query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
+            max_seq_len=max(used),
+            seq_lens=torch.tensor(used, dtype=torch.int32),
+            block_table=self.table_of_blocks,
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        )
+        self.impl = HypicCUDAAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+        self.impl.vllm_flash_attn_version = 2
+        rope: Any = None
+        if self.table is not None:
+            rope = SimpleNamespace(cos_sin_cache=self.table, is_neox_style=self.neox)
+        self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, triton_ops)
+
+    def stream(self, records: list[int], at: list[int], length: int) -> StreamPlan:
+        """A stream of ``length`` tokens that sees record ``records[i]`` from index ``at[i]`` on."""
+        slots = np.concatenate([self.columns[r].numpy() for r in records])
+        points = tuple(
+            ComposePoint(i, r, len(self.columns[r]), False) for i, r in zip(at, records, strict=True)
+        )
+        positions = np.arange(len(slots)) * 2 + 5
+        return StreamPlan(np.arange(length), length, points, slots, positions, use_transition=True)
+
+    def forward(self) -> torch.Tensor:
+        """The rows that count."""
+        output = torch.full_like(self.query, math.nan)
+        layer = SimpleNamespace(**{f"_{x}_scale": torch.ones(1) for x in "qkv"})
+        self.impl.forward(layer, self.query, self.key, self.value, self.cache, self.metadata, output=output)
+        assert output[self.starts[-1] :].isnan().all(), "padding was written"
+        return output[: self.starts[-1]]
+
+    def expected(self) -> torch.Tensor:
+        """Full attention of every row, in float64."""
+        parts = []
+        composed = {c.row.index: c for c in self.step.composed}
+        for i, (s0, _n) in enumerate(self.lengths):
+            private_key, private_value = (t.double() for t in self.private[i])
+            rows = range(self.starts[i], self.starts[i + 1])
+            for r, row in enumerate(rows):
+                key, value = private_key[: s0 + r + 1], private_value[: s0 + r + 1]
+                if i in composed:
+                    plan = composed[i].stream.plan
+                    seen = int(plan.visible(s0 + r, s0 + r + 1)[0])
+                    slots = torch.from_numpy(plan.column_slots[:seen])
+                    rotation = None
+                    if self.table is not None:
+                        rotation = self.table[torch.from_numpy(plan.column_positions[:seen])]
+                    public_key = rotate(self.public.key[slots].double(), rotation, self.neox)
+                    key = torch.cat([public_key.double(), key])
+                    value = torch.cat([self.public.value[slots].double(), value])
+                out, _ = attend(self.query[row : row + 1], key, value, torch.tensor([len(key)]), SIZE**-0.5)
+                parts.append(out)
+        return torch.cat(parts)
+
+
+def angles(positions: int) -> torch.Tensor:
+    """A cos/sin table with an mscale."""
+    at = torch.arange(positions)[:, None] / 10 ** (torch.arange(ROTARY // 2)[None, :] / 4)
+    return 1.2 * torch.cat([at.cos(), at.sin()], dim=-1)
+
+
+@pytest.fixture(autouse=True)
+def _flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", stand_in, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "table", "neox"),
+    [
+        (torch.float32, True, True),
+        (torch.float32, True, False),
+        (torch.float32, False, True),
+        (torch.bfloat16, True, True),
+    ],
+)
+def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, table: bool, neox: bool) -> None:
+    world = World(dtype, angles(128) if table else None, neox)
+    error = (world.forward().double() - world.expected()).abs().max()
+    assert error < LIMITS[dtype], error
+
+
+def test_plain_rows_keep_the_bits_of_the_stock_implementation() -> None:
+    world = World(torch.bfloat16, angles(128))
+    ours = world.forward()
+    world.impl.link = None
+    stock = world.forward()
+    plain = [0, *range(world.starts[2], world.starts[3]), *range(world.starts[4], world.starts[5])]
+    assert torch.equal(ours[plain], stock[plain])
+    composed = [*range(world.starts[1] + 1, world.starts[2]), world.starts[3]]
+    assert not torch.isclose(ours[composed], stock[composed]).all(dim=(1, 2)).any(), "nothing was composed"
+
+
+def test_interiors_are_captured_unrotated() -> None:
+    world = World(torch.float32, angles(128))
+    raw = torch.randn(5, KV_HEADS, SIZE)
+    rows = slice(world.starts[2], world.starts[2] + 5)
+    assert world.table is not None
+    world.key[rows] = rotate(raw, world.table[world.capture_positions], True)
+    world.forward()
+    slots = torch.from_numpy(world.capture_slots)[1:6]
+    torch.testing.assert_close(world.public.key[slots], raw, atol=1e-5, rtol=1e-5)
+    assert torch.equal(world.public.value[slots], world.value[rows])
+    used = torch.cat([*world.columns, slots])
+    others = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, used, False)
+    assert world.public.key[others].isnan().all(), "slots of nobody were written"
+    assert world.runtime.calls == {"capture_kv": 1, "span_attention": 1}
+
+
+@pytest.mark.parametrize("fault", ["tokens", "blocks", "positions", "visible"])
+def test_a_fault_would_show(fault: str) -> None:
+    """Each is larger than what is tolerated."""
+    world = World(torch.float32, angles(128))
+    expected = world.expected()
+    match fault:
+        case "tokens":  # FlashAttention told of one token too few
+            public = world.step.public
+            assert public is not None
+            public.cache_bounds[:, 3] -= 1
+        case "blocks":  # the wrong request's blocks
+            metadata = world.metadata
+            world.metadata = replace(metadata, block_table=metadata.block_table.roll(1, 0).contiguous())
+            world.metadata.seq_lens.fill_(BLOCK)
+        case "positions":  # public K rotated as if it stood elsewhere
+            for composed in world.step.composed:
+                composed.stream.column_positions += 1
+        case "visible":
+            for composed in world.step.composed:
+                composed.visible.clamp_(max=max(0, int(composed.visible.max()) - 1))
+    try:
+        error = (world.forward().double() - expected).abs().max()
+    except AssertionError:
+        return
+    assert not error < 10 * LIMITS[torch.float32]
+
+
+def test_plans_are_made_once_a_pass_and_columns_once_for_the_same_requests() -> None:
+    world = World(torch.float32, None)
+    world.forward()
+    first = dict(world.step.cache)
+    world.forward()
+    assert world.step.cache == first
+    kept = world.runtime.kept["span:columns"]
+    world.runtime.step = StepContext(world.step.composed, [], CPU, world.step.batch)
+    world.forward()
+    assert world.runtime.kept["span:columns"] is kept
+    world.runtime.step = StepContext(world.step.composed[:1], [], CPU, world.step.batch)
+    world.forward()
+    assert world.runtime.kept["span:columns"] is not kept

@@ -1,0 +1,208 @@
+"""Start-up on a pretended CUDA platform: a complete configuration, or a refusal with the reason.
+
+The configuration is a real one, made by vLLM on this machine; only what the platform says of itself is
+pretended.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.platforms
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_hypic import activation
+from vllm_hypic.activation import CUDA_WORKER, SCHEDULER, choose, complete
+from vllm_hypic.backends.cuda import support
+from vllm_hypic.config import ConfigError, HypicConfig
+from vllm_hypic.segment_parallel.config import ParallelConfig
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+class CUDA:
+    """What the plugin asks of vLLM's platform."""
+
+    device_name = device_type = "cuda"
+    capability = 90
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def has_device_capability(self, wanted: int) -> bool:
+        return self.capability >= wanted
+
+    def get_device_capability(self) -> Any:
+        return SimpleNamespace(as_version_str=lambda: f"{self.capability // 10}.{self.capability % 10}")
+
+
+@pytest.fixture(scope="module")
+def made() -> VllmConfig:
+    """Of this machine's platform, before any pretending."""
+    args = EngineArgs(model=str(MODEL), attention_backend="hypic", enforce_eager=True)
+    return args.create_engine_config()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
+    platform = CUDA()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    monkeypatch.delenv(RUNNER, raising=False)
+    return platform
+
+
+@pytest.fixture
+def config(made: VllmConfig) -> VllmConfig:
+    """A copy that a test may change."""
+    changed = copy.copy(made)
+    for part in ("model_config", "cache_config", "parallel_config"):
+        setattr(changed, part, copy.copy(getattr(made, part)))
+    changed.model_config.dtype = torch.bfloat16
+    return changed
+
+
+def arguments(**options: Any) -> EngineArgs:
+    return EngineArgs(model=str(MODEL), attention_backend="hypic", **options)
+
+
+def test_the_backend_alone_chooses_everything(cuda: CUDA) -> None:
+    args = arguments()
+    assert choose(args)
+    assert (args.worker_cls, args.scheduler_cls) == (CUDA_WORKER, SCHEDULER)
+    assert args.kv_transfer_config is not None and args.kv_transfer_config.kv_connector == "HypicConnector"
+    # In the environment, so that the engine's processes have it, too.
+    assert os.environ[RUNNER] == "0"
+
+
+@pytest.mark.parametrize("given", ["0", "1"])
+def test_the_users_choice_of_the_model_runner_stays(
+    cuda: CUDA, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv(RUNNER, given)
+    assert choose(arguments())
+    assert os.environ[RUNNER] == given
+
+
+def test_engines_of_others_are_left_alone(cuda: CUDA) -> None:
+    args = EngineArgs(model=str(MODEL))
+    assert not choose(args) and args.worker_cls == "auto" and RUNNER not in os.environ
+
+
+def test_another_worker_is_refused(cuda: CUDA) -> None:
+    with pytest.raises(ConfigError, match=r"needs --worker-cls vllm_hypic\.gpu_worker"):
+        choose(arguments(worker_cls="vllm.v1.worker.gpu_worker.Worker"))
+
+
+def test_other_platforms_are_refused(cuda: CUDA, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "is_cuda", lambda: False)
+    monkeypatch.setattr(cuda, "device_name", "rocm")
+    with pytest.raises(ConfigError, match="expected the CPU or the CUDA platform, got 'rocm'"):
+        choose(arguments())
+
+
+def test_a_plain_configuration_is_complete(cuda: CUDA, config: VllmConfig) -> None:
+    assert support.refusal(config, HypicConfig()) is None
+    complete(config)
+
+
+def test_the_v2_model_runner_is_refused(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNNER, "1")
+    with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        complete(config)
+
+
+def test_pipelines_and_speculation_are_refused_before_a_configuration_is_made(cuda: CUDA) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: expected 1"):
+        choose(arguments(pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match="speculative decoding is not supported"):
+        choose(arguments(speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
+
+
+CASES = [
+    ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=2: expected 1"),
+    ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2: expected 1"),
+    ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size=2: expected 1"),
+    ("parallel_config.data_parallel_size", 2, "data_parallel_size=2: expected 1"),
+    ("parallel_config.enable_dbo", True, "micro-batches"),
+    ("parallel_config.ubatch_size", 2, "micro-batches"),
+    ("model_config.dtype", torch.float32, "dtype=torch.float32: expected bfloat16 or float16"),
+    ("model_config.enable_sleep_mode", True, "--enable-sleep-mode"),
+    ("cache_config.cache_dtype", "fp8", "kv_cache_dtype=fp8: expected auto, bfloat16 or float16"),
+    ("cache_config.cache_dtype", "fp8_e4m3", "kv_cache_dtype=fp8_e4m3"),
+    ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+    ("cache_config.use_replayssm", True, "replayed SSM states"),
+    ("additional_config", {"gdn_prefill_backend": "cutedsl"}, "gdn_prefill_backend='cutedsl'"),
+    ("speculative_config", object(), "speculative decoding is not supported"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), CASES)
+def test_what_is_not_supported_is_refused_with_the_reason(
+    cuda: CUDA, config: VllmConfig, name: str, value: object, says: str
+) -> None:
+    *parts, field = name.split(".")
+    place: Any = config
+    for part in parts:
+        place = getattr(place, part)
+    assert hasattr(place, field), f"vLLM has no {name}: the check could never fail"
+    object.__setattr__(place, field, value)
+    with pytest.raises(ConfigError, match=r"^--attention-backend hypic: ") as refused:
+        complete(config)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("use_mla", True, "multi-head latent attention"),
+        ("is_encoder_decoder", True, "encoder-decoder"),
+        ("is_mm_prefix_lm", True, "bidirectional attention"),
+        ("rswa_window", 64, "reference sliding window of 64 tokens"),
+        ("multimodal_config", SimpleNamespace(video_pruning_rate=0.5), "--video-pruning-rate"),
+    ],
+)
+def test_models_that_are_not_supported(
+    cuda: CUDA, config: VllmConfig, name: str, value: object, says: str
+) -> None:
+    """What vLLM derives from a model cannot be set: a model that says so stands in."""
+    model = config.model_config
+    assert hasattr(model, name)
+    fields = ("use_mla", "is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "dtype", "enable_sleep_mode")
+    said = {field: getattr(model, field) for field in (*fields, "multimodal_config")}
+    config.model_config = SimpleNamespace(**{**said, name: value})  # type: ignore[assignment]
+    reason = support.refusal(config, HypicConfig())
+    assert reason is not None and says in reason
+
+
+def test_old_devices_are_refused(cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "capability", 75)
+    assert support.refusal(config, HypicConfig()) == "compute capability 7.5: expected 8.0 or newer"
+
+
+def test_records_that_would_leave_the_device_are_refused(cuda: CUDA, config: VllmConfig) -> None:
+    store = HypicConfig.from_mapping({"store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]}})
+    assert (reason := support.refusal(config, store)) is not None and reason.startswith("store.tiers")
+    options = HypicConfig()
+    object.__setattr__(options, "segment_parallel", ParallelConfig.__new__(ParallelConfig))
+    assert (reason := support.refusal(config, options)) is not None and reason.startswith("segment_parallel")
+
+
+def test_on_the_cpu_nothing_of_this_is_asked(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.model_config.enable_sleep_mode = True
+    asked: list[object] = []
+    monkeypatch.setattr(support, "refusal", lambda *args: asked.append(args))
+    activation._refuse_on_cuda(config)
+    assert not asked

@@ -1,0 +1,144 @@
+"""The CUDA model runner's overrides, called with stand-ins for what surrounds them.
+
+vLLM's own dispatcher of CUDA graphs is the real one; no graph is captured or replayed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from vllm_hypic import gpu_worker
+from vllm_hypic.connector import upload as upload_module
+from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.connector.step import (
+    Batch,
+    Row,
+    StepContext,
+    StreamTensors,
+    capture_row,
+    composed_row,
+    rewritten_positions,
+)
+from vllm_hypic.connector.upload import upload
+from vllm_hypic.gpu_worker import HypicGPUModelRunner
+
+CPU = torch.device("cpu")
+SIZES = [1, 2, 4, 8]
+
+
+def runner(mode: CUDAGraphMode) -> Any:
+    compilation = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=SIZES,
+        splitting_ops=list(CompilationConfig._attention_ops),
+    )
+    compilation.max_cudagraph_capture_size = SIZES[-1]
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        num_speculative_tokens=0,
+        lora_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        observability_config=SimpleNamespace(cudagraph_metrics=False),
+    )
+    made: Any = HypicGPUModelRunner.__new__(HypicGPUModelRunner)
+    made.vllm_config, made.uniform_decode_query_len = config, 1
+    made.model_config = SimpleNamespace(is_encoder_decoder=False)
+    made.input_batch = SimpleNamespace(lora_id_to_lora_request={})
+    made.cudagraph_dispatcher = CudagraphDispatcher(config)  # type: ignore[arg-type]
+    made.cudagraph_dispatcher.initialize_cudagraph_keys(mode)
+    return made
+
+
+def dispatched(made: Any, requests: int) -> CUDAGraphMode:
+    """What the runner chooses for a pass that decodes one token of each request."""
+    mode, *_ = made._determine_batch_execution_and_padding(
+        num_tokens=requests,
+        num_reqs=requests,
+        num_scheduled_tokens_np=np.ones(requests, dtype=np.int32),
+        max_num_scheduled_tokens=1,
+    )
+    found: CUDAGraphMode = mode
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "plain", "ours"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE),
+        (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL, CUDAGraphMode.NONE),
+        (CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE),
+        (CUDAGraphMode.NONE, CUDAGraphMode.NONE, CUDAGraphMode.NONE),
+    ],
+)
+def test_passes_with_rows_of_ours_stay_out_of_full_graphs(
+    monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, plain: CUDAGraphMode, ours: CUDAGraphMode
+) -> None:
+    made, step = runner(mode), StepContext([], [], CPU)
+    for now, wanted in ((None, plain), (step, ours), (None, plain)):
+        monkeypatch.setattr(gpu_worker, "current_step", lambda now=now: now)
+        assert dispatched(made, 3) is wanted
+
+
+def test_while_vllm_starts_there_is_no_step() -> None:
+    """Profiling and capture come before the connector: the override must not ask it."""
+    assert gpu_worker.current_step() is None
+    assert dispatched(runner(CUDAGraphMode.FULL_AND_PIECEWISE), 3) is CUDAGraphMode.FULL
+
+
+def mixed_step() -> StepContext:
+    """A composed prefill, a plain request, a composed decode beyond its prompt, a padded segment request."""
+    plan = StreamPlan(
+        np.array([3, 4, 5, 11, 12]), 13, (ComposePoint(3, 0, 2, False),), np.arange(2), np.arange(2), True
+    )
+    stream = StreamTensors.of(plan, CPU)
+    padded = CapturePlan(0, 4, 0, np.arange(4), np.array([0, 1, 6, 7]), leading=False)
+    unpadded = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
+    return StepContext(
+        [composed_row(Row(0, 0, 3, 1, 4), stream), composed_row(Row(2, 5, 7, 4, 6), stream)],
+        [capture_row("a", Row(3, 7, 9, 1, 3), padded), capture_row("b", Row(4, 9, 10, 0, 1), unpadded)],
+        CPU,
+        Batch.of(np.array([1, 9, 4, 1, 0]), np.array([3, 2, 2, 2, 1])),
+    )
+
+
+@pytest.mark.parametrize("mrope", [False, True])
+def test_logical_positions_are_written_into_the_persistent_buffers(mrope: bool) -> None:
+    made: Any = HypicGPUModelRunner.__new__(HypicGPUModelRunner)
+    stock = torch.arange(100, 116)
+    made.positions, made.uses_mrope = stock.clone(), mrope
+    made.mrope_positions = SimpleNamespace(gpu=stock.expand(3, -1).clone())
+    buffers = made.positions.data_ptr(), made.mrope_positions.gpu.data_ptr()
+    made._rewrite_positions(mixed_step())
+    # Generated tokens go on at the prompt's logical length.
+    wanted = [4, 5, 11, 103, 104, 12, 13, 1, 6, *range(109, 116)]
+    assert made.positions.tolist() == wanted
+    assert made.mrope_positions.gpu.tolist() == ([wanted] * 3 if mrope else [stock.tolist()] * 3)
+    assert buffers == (made.positions.data_ptr(), made.mrope_positions.gpu.data_ptr())
+
+
+def test_a_pass_without_rewritten_positions_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
+    assert rewritten_positions(StepContext([], [capture_row("b", Row(0, 0, 4, 0, 4), capture)], CPU)) is None
+
+
+def test_arrays_travel_together_and_keep_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [np.arange(6).reshape(2, 3), np.zeros((0,), dtype=np.int64), np.array([7], dtype=np.int32)]
+    packed = upload_module._packed(arrays, pinned=False)
+    assert packed.tolist() == [0, 1, 2, 3, 4, 5, 7]
+    found = upload_module._parts(packed, arrays)
+    assert [t.tolist() for t in found] == [[[0, 1, 2], [3, 4, 5]], [], [7]]
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 1
+    for tensor, array in zip(upload(arrays, CPU), arrays, strict=True):
+        assert tensor.dtype == torch.int64 and tensor.tolist() == array.tolist()
+    assert upload([], CPU) == upload_module._parts(upload_module._packed([], pinned=False), []) == []
+    shapes = [tuple(t.shape) for t in upload(arrays, torch.device("meta"))]
+    assert shapes == [(2, 3), (0,), (1,)]

@@ -1,0 +1,160 @@
+"""Where the CUDA path meets vLLM's sources: what it overrides is there and is what vLLM calls.
+
+Nothing here runs on a GPU, nor shows that vLLM does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_hypic.activation import CUDA_WORKER
+from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionBackend, HypicCUDAAttentionImpl
+from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.linear.gdn import _layer_class
+from vllm_hypic.backends.public import PublicAttention
+from vllm_hypic.gpu_worker import HypicGPUModelRunner, HypicGPUWorker
+
+
+def test_the_worker_is_found_by_its_path() -> None:
+    assert resolve_obj_by_qualname(CUDA_WORKER) is HypicGPUWorker
+    assert issubclass(HypicGPUWorker, Worker) and issubclass(HypicGPUModelRunner, GPUModelRunner)
+
+
+def test_the_worker_makes_our_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker has a method for it, called where it has none of its own to call."""
+    assert "self._make_model_runner()" in inspect.getsource(Worker._init_workspace_and_model_runner)
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(HypicGPUModelRunner, "__init__", lambda self, *args: made.append(args))
+    worker: Any = HypicGPUWorker.__new__(HypicGPUWorker)
+    worker.vllm_config, worker.device, worker.use_v2_model_runner = "config", "device", False
+    assert isinstance(worker._make_model_runner(), HypicGPUModelRunner) and made == [("config", "device")]
+    worker.use_v2_model_runner = True
+    with pytest.raises(RuntimeError, match="V1 model runner"):
+        worker._make_model_runner()
+
+
+def test_overridden_methods_keep_their_parameters() -> None:
+    for ours, stock, name in (
+        (HypicCUDAAttentionImpl, FlashAttentionImpl, "forward"),
+        (HypicCUDAGatedDeltaNet, QwenGatedDeltaNetAttention, "_forward_core"),
+        (HypicCUDAAttentionBackend, FlashAttentionBackend, "supports_head_size"),
+    ):
+        found, wanted = (list(inspect.signature(getattr(c, name)).parameters) for c in (ours, stock))
+        assert found == wanted, name
+
+
+def test_metadata_has_what_is_read_and_replaced() -> None:
+    assert "block_table" in FlashAttentionMetadata.__dataclass_fields__
+    source = inspect.getsource(HypicCUDAGatedDeltaNet.sub_batch)
+    fields = set(GDNAttentionMetadata.__dataclass_fields__)
+    speculative = {name for name in fields if "spec_" in name and "non_spec" not in name}
+    unused = {"checkpoint", "aiter_prefill_metadata", "num_accepted_tokens", "non_spec_token_indx"}
+    unused |= {"uniform_spec_sequence_length"} | speculative
+    left_out = {name for name in fields - unused if f"{name}=" not in source}
+    assert not left_out, f"stale in a sub-batch: {left_out}"
+
+
+def test_our_implementation_stands_before_the_stock_one() -> None:
+    order = HypicCUDAAttentionImpl.__mro__
+    assert order.index(PublicAttention) < order.index(FlashAttentionImpl)
+    assert HypicCUDAAttentionImpl.do_kv_cache_update is FlashAttentionImpl.do_kv_cache_update
+    assert HypicCUDAAttentionBackend.get_impl_cls() is HypicCUDAAttentionImpl
+    assert not HypicCUDAAttentionBackend.forward_includes_kv_cache_update
+
+
+def test_the_layer_of_each_platform() -> None:
+    assert _layer_class(cuda=True) is HypicCUDAGatedDeltaNet
+    assert _layer_class(cuda=False).__name__ == "HypicCPUGatedDeltaNet"
+
+
+def test_the_stock_operator_calls_the_method_that_is_ours() -> None:
+    """So a graph that stock vLLM compiled reaches our core, too."""
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    layer: Any = HypicCUDAGatedDeltaNet.__new__(HypicCUDAGatedDeltaNet)
+    torch.nn.Module.__init__(layer)
+    given: list[tuple[object, ...]] = []
+    layer.core = lambda *args: given.append(args)
+    context = ForwardContext(no_compile_layers={"layer": layer}, attn_metadata={}, slot_mapping={})
+    mixed, b, a, core = (torch.zeros(2, n) for n in (8, 2, 2, 4))
+    with override_forward_context(context):
+        qwen_gdn_linear_attn.qwen_gdn_attention_core(mixed, b, a, core, "layer")
+    assert [id(x) for x in given[0]] == [id(x) for x in (mixed, b, a, core)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("sliding_window", (63, 0), "sliding window of 64 tokens"),
+        ("logits_soft_cap", 30.0, "logits soft-cap 30.0"),
+        ("sinks", torch.zeros(4), "learned attention sinks"),
+        ("alibi_slopes", torch.ones(4), "ALiBi"),
+        ("kv_sharing_target_layer_name", "layers.3", "KV shared with layer layers.3"),
+        ("kv_cache_dtype", "fp8_e4m3", "quantised KV cache (fp8_e4m3)"),
+        ("attn_type", "encoder_only", "attention of kind encoder_only"),
+        ("dcp_world_size", 2, "a KV cache divided among 2 ranks"),
+        ("head_size", 260, "head size 260"),
+    ],
+)
+def test_layers_are_refused(field: str, value: object, says: str) -> None:
+    impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
+    assert impl.refusal() is None
+    setattr(impl, field, value)
+    assert (reason := impl.refusal()) is not None and says in reason
+
+
+def test_a_sliding_window_is_seen_as_vllm_stores_it() -> None:
+    assert HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, 64, "auto").window() == 64
+
+
+def test_heads_of_the_linear_layer_are_refused() -> None:
+    layer: Any = HypicCUDAGatedDeltaNet.__new__(HypicCUDAGatedDeltaNet)
+    torch.nn.Module.__init__(layer)
+    views = SimpleNamespace(of=0, state=torch.empty(1, 1, 64, 128))
+    layer._views, layer.kv_cache = views, (0, 0)
+    assert layer.kernel_refusal() is None
+    views.state = torch.empty(1, 1, 96, 128)
+    assert "96 and 128" in layer.kernel_refusal()
+    views.state = torch.empty(1, 1, 64, 128, dtype=torch.int8)
+    assert "int8" in layer.kernel_refusal()
+
+
+@pytest.mark.parametrize(
+    ("asked", "gets"),
+    [
+        (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE),
+        (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_DECODE_ONLY),
+        (CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE),
+        (CUDAGraphMode.NONE, CUDAGraphMode.NONE),
+    ],
+)
+def test_no_full_graphs_of_mixed_batches(asked: CUDAGraphMode, gets: CUDAGraphMode) -> None:
+    """vLLM asks the builder of each backend what it supports and settles the mode by the least."""
+    builder = HypicCUDAAttentionBackend.get_builder_cls()
+    support = builder.get_cudagraph_support(None, None)  # type: ignore[arg-type]
+    assert support is AttentionCGSupport.UNIFORM_BATCH and issubclass(builder, FlashAttentionMetadataBuilder)
+    config = CompilationConfig(cudagraph_mode=asked, splitting_ops=list(CompilationConfig._attention_ops))
+    assert config.resolve_cudagraph_mode_and_sizes(support, "HYPIC") is gets
+    # Without the override FlashAttention 3 would keep what was asked for.
+    config = CompilationConfig(cudagraph_mode=asked, splitting_ops=list(CompilationConfig._attention_ops))
+    assert config.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, "") is asked

@@ -1,0 +1,240 @@
+"""Records whose dead heads the device tells late: nothing waits, nothing is counted twice, nothing is lost.
+
+The device is a stand-in that answers when the test says so; CUDA's streams and events are recorded, not run.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.connector import streams as streams_module
+from vllm_hypic.connector.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.connector.metadata import CapturePlan, HypicMetadata
+from vllm_hypic.connector.record_tiles import DeviceTiles, HostTiles, RecordTiles
+from vllm_hypic.connector.step import Row, StepContext, capture_row
+from vllm_hypic.connector.streams import CPUStreams, CUDAStreams, streams_of
+from vllm_hypic.connector.tiles import NONE, TilePool
+from vllm_hypic.connector.worker_side import WorkerSide
+
+CPU = torch.device("cpu")
+HEADS, SLOTS, TILES = (2, 3), 4, 12
+
+
+def books(kind: str) -> tuple[TilePool, RecordTiles]:
+    pool = TilePool(TILES, 4, torch.float16, CPU)
+    if kind == "host":
+        return pool, HostTiles(pool, HEADS, SLOTS)
+    return pool, DeviceTiles(pool, HEADS, SLOTS, CPU)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_books_of_tiles(kind: str) -> None:
+    pool, tiles = books(kind)
+    tiles.offer(1)
+    assert pool.free == TILES - sum(HEADS)
+    assert [t.shape for t in tiles.tile_of] == [(SLOTS, n) for n in HEADS]
+    offered = tiles.row(1).tolist()
+    assert len(set(offered)) == sum(HEADS) and NONE not in offered
+    assert tiles.row(0).tolist() == [NONE] * sum(HEADS)
+    # A kernel finds two heads dead.
+    tiles.tile_of[0][1, 1] = tiles.tile_of[1][1, 0] = NONE
+    row = tiles.row(1).clone()
+    assert row.tolist() == [offered[0], NONE, NONE, *offered[3:]]
+    assert tiles.settle(1, row) == 3 and pool.free == TILES - 3
+    assert tiles.settle(1) == 3 and pool.free == TILES - 3, "settled twice"
+    tiles.offer(2)
+    assert not set(tiles.row(2).tolist()) & {offered[0], *offered[3:]}, "a tile of two records"
+    tiles.release([1, 2, 3])
+    assert pool.free == TILES and tiles.row(1).tolist() == [NONE] * sum(HEADS)
+    assert tiles.settle(1) == 0
+
+
+def test_a_record_that_goes_before_it_is_settled_gives_everything_back() -> None:
+    pool, tiles = books("device")
+    tiles.offer(1)
+    tiles.release([1])
+    assert pool.free == TILES
+    tiles.offer(0), tiles.offer(1)
+    with pytest.raises(RuntimeError, match="tiles wanted"):
+        tiles.offer(2)
+
+
+class LateRow:
+    """A row on its way."""
+
+    def __init__(self, row: torch.Tensor) -> None:
+        self.row, self.here = row.clone(), False
+
+    def ready(self) -> bool:
+        return self.here
+
+    def value(self) -> torch.Tensor:
+        assert self.here, "the host waited for the device"
+        return self.row
+
+
+class LateStreams:
+    def __init__(self) -> None:
+        self.sent: list[LateRow] = []
+
+    def read_back(self, tensor: torch.Tensor) -> LateRow:
+        self.sent.append(LateRow(tensor))
+        return self.sent[-1]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
+    """A worker whose pool keeps its books as on a GPU."""
+    linear = tuple(LinearGeometry(f"layers.{i}", n, 4, 4, 3, 8, torch.float32) for i, n in enumerate(HEADS))
+    geometry = PoolGeometry((), linear, page_tokens=8, pages=0, slots=SLOTS, tiles=TILES)
+    late = LateStreams()
+    monkeypatch.setattr("vllm_hypic.connector.worker_side.streams_of", lambda device: late)
+    monkeypatch.setattr(
+        "vllm_hypic.connector.pool.HostTiles", lambda pool, heads, slots: DeviceTiles(pool, heads, slots, CPU)
+    )
+    worker = WorkerSide(geometry, HypicConfig())
+    worker.start(CPU)
+    return worker, late
+
+
+def capture(worker: WorkerSide, slot: int, serial: int, *, leading: bool = False, dead: int = 0) -> None:
+    """A pass that completes a record, ``dead`` heads of which have forgotten."""
+    assert worker.runtime is not None and worker.runtime.pool.record_tiles is not None
+    plan = CapturePlan(0, 4, slot, np.arange(4), None, leading, serial)
+    worker.runtime.step = StepContext([], [capture_row(f"r{serial}", Row(0, 0, 4, 0, 4), plan)], CPU)
+    if not leading:
+        worker.runtime.pool.offer_tiles(slot)
+        worker.runtime.pool.record_tiles.tile_of[1][slot, :dead] = NONE
+    worker.end_step()
+
+
+def test_tiles_are_reported_when_they_are_known(late: tuple[WorkerSide, LateStreams]) -> None:
+    worker, streams = late
+    capture(worker, 0, serial=1, dead=2)
+    capture(worker, 1, serial=2, dead=1)
+    assert worker.take_report() is None
+    streams.sent[1].here = True
+    worker.end_step()
+    assert worker.take_report() is None, "out of order"
+    streams.sent[0].here = True
+    worker.end_step()
+    report = worker.take_report()
+    assert report is not None and report.tiles == {1: 3, 2: 4}
+    assert worker.take_report() is None
+
+
+def test_the_row_is_read_as_the_pass_left_it(late: tuple[WorkerSide, LateStreams]) -> None:
+    """A later pass may reuse the table's row before the copy is looked at."""
+    worker, streams = late
+    capture(worker, 0, serial=1, dead=2)
+    assert worker.runtime is not None and worker.runtime.pool.record_tiles is not None
+    worker.runtime.pool.record_tiles.row(0).fill_(5)
+    streams.sent[0].here = True
+    worker.end_step()
+    report = worker.take_report()
+    assert report is not None and report.tiles == {1: 3}
+
+
+def test_a_record_that_is_dropped_meanwhile_is_not_reported(late: tuple[WorkerSide, LateStreams]) -> None:
+    worker, streams = late
+    capture(worker, 0, serial=1, dead=2)
+    worker.absorb(HypicMetadata(dropped_slots=[0]))
+    capture(worker, 0, serial=2, dead=1)
+    for row in streams.sent:
+        row.here = True
+    worker.end_step()
+    report = worker.take_report()
+    assert report is not None and report.tiles == {2: 4}
+    worker.absorb(HypicMetadata(dropped_slots=[0]))
+    assert worker.runtime is not None and worker.runtime.pool.record_tiles is not None
+    pool: Any = worker.runtime.pool.record_tiles
+    assert pool._pool.free == TILES
+
+
+def test_leading_records_need_none(late: tuple[WorkerSide, LateStreams]) -> None:
+    worker, streams = late
+    capture(worker, 0, serial=1, leading=True)
+    assert not streams.sent and worker.take_report() is None
+
+
+def test_on_the_cpu_everything_is_there_at_once() -> None:
+    assert isinstance(streams_of(CPU), CPUStreams)
+    tensor = torch.arange(3)
+    back = CPUStreams().read_back(tensor)
+    tensor.zero_()
+    assert back.ready() and back.value().tolist() == [0, 1, 2]
+
+
+def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy waits for the passes launched so far, the event follows it, nothing waits on the host."""
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            pass
+
+        def wait_stream(self, other: object) -> None:
+            log.append(f"copies wait for {other}")
+
+    class Event:
+        done = False
+
+        def record(self, stream: object) -> None:
+            log.append("event")
+
+        def query(self) -> bool:
+            return self.done
+
+        def synchronize(self) -> None:
+            log.append("host waits")
+
+    class Kept:
+        shape, dtype = (2,), torch.int32
+
+        def record_stream(self, stream: object) -> None:
+            log.append("kept until copied")
+
+    class Row:
+        device = "cuda"
+
+        def clone(self) -> Kept:
+            log.append("cloned on compute")
+            return Kept()
+
+    class Host:
+        def copy_(self, source: object, *, non_blocking: bool) -> None:
+            log.append(f"copied, non_blocking={non_blocking}")
+
+    @contextmanager
+    def on(stream: object) -> Any:
+        log.append("begin copies")
+        yield
+        log.append("end copies")
+
+    for name, stand_in in (
+        ("Stream", Stream),
+        ("Event", Event),
+        ("stream", on),
+        ("current_stream", lambda device: "compute"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(streams_module.torch, "empty", lambda *args, **options: Host())
+    back = CUDAStreams(torch.device("cuda")).read_back(Row())  # type: ignore[arg-type]
+    assert log == [
+        "cloned on compute",
+        "copies wait for compute",
+        "begin copies",
+        "copied, non_blocking=True",
+        "event",
+        "end copies",
+        "kept until copied",
+    ]
+    assert not back.ready() and log[-1] != "host waits"
+    Event.done = True
+    assert back.ready()

@@ -1,0 +1,97 @@
+"""What a CUDA engine may not ask for: said before weights are read, with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ...config import HypicConfig
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""What FlashAttention takes."""
+CAPABILITY = (8, 0)
+"""Oldest GPU that FlashAttention runs on."""
+
+
+def refusal(config: VllmConfig, options: HypicConfig) -> str | None:
+    """The first thing in an engine's complete configuration that the CUDA path does not serve, or ``None``.
+
+    What only a loaded model shows (sliding windows, sinks, shared caches, head sizes) is refused when its
+    layers are linked.
+    """
+    for check in (_device, _parallelism, _model, _caches, _execution):
+        for reason in check(config):
+            return reason
+    return next(_options(options), None)
+
+
+def _device(config: VllmConfig) -> Iterator[str]:
+    from vllm.platforms import current_platform
+
+    if not current_platform.has_device_capability(CAPABILITY[0] * 10 + CAPABILITY[1]):
+        found = current_platform.get_device_capability()
+        yield f"compute capability {found and found.as_version_str()}: expected 8.0 or newer"
+
+
+def _parallelism(config: VllmConfig) -> Iterator[str]:
+    parallel = config.parallel_config
+    for name, why in (
+        ("pipeline_parallel_size", "every worker composes all layers"),
+        ("decode_context_parallel_size", "public columns are not divided among ranks"),
+        ("prefill_context_parallel_size", "a request's rows must be on one rank"),
+        ("data_parallel_size", "engines do not share a directory; run one engine per GPU behind a router"),
+    ):
+        if (given := getattr(parallel, name)) > 1:
+            yield f"{name}={given}: expected 1, {why}"
+    if parallel.use_ubatching:
+        yield "micro-batches (--enable-dbo, --ubatch-size) are not supported: a pass is composed whole"
+
+
+def _model(config: VllmConfig) -> Iterator[str]:
+    model = config.model_config
+    if config.speculative_config is not None:
+        yield "speculative decoding is not supported; drop --speculative-config"
+    if model.use_mla:
+        yield "multi-head latent attention (MLA) is not supported"
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models are not supported"
+    if model.is_mm_prefix_lm:
+        yield "models with bidirectional attention inside the prompt are not supported"
+    if model.rswa_window is not None:
+        yield f"reference sliding window of {model.rswa_window} tokens is not supported"
+    if model.dtype not in DTYPES:
+        yield f"dtype={model.dtype}: expected bfloat16 or float16"
+    if model.enable_sleep_mode:
+        yield "--enable-sleep-mode: records would not survive sleep; drop it"
+    multimodal = model.multimodal_config
+    if multimodal is not None and multimodal.video_pruning_rate:
+        yield "--video-pruning-rate moves positions inside a pass; drop it"
+
+
+def _caches(config: VllmConfig) -> Iterator[str]:
+    cache = config.cache_config
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        yield f"kv_cache_dtype={cache.cache_dtype}: expected auto, bfloat16 or float16"
+    if cache.kv_sharing_fast_prefill:
+        yield "--kv-sharing-fast-prefill is not supported: layers must not share their KV cache"
+    if cache.use_replayssm:
+        yield "replayed SSM states (use_replayssm) are not supported"
+
+
+def _execution(config: VllmConfig) -> Iterator[str]:
+    additional = config.additional_config
+    backend = additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
+    if backend is not None and str(backend).strip().lower() not in ("auto", "triton", "flashinfer"):
+        yield f"gdn_prefill_backend={backend!r}: expected 'auto', 'triton' or 'flashinfer'"
+
+
+def _options(options: HypicConfig) -> Iterator[str]:
+    if options.store.tiers:
+        yield "store.tiers: records cannot leave the GPU yet; leave the option out"
+    if options.segment_parallel is not None:
+        yield "segment_parallel: records cannot leave the GPU yet; leave the option out"
