@@ -62,12 +62,16 @@ def reporting_failures(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def check_model(operators: Operators, device: torch.device, dtype: torch.dtype) -> list[Distance]:
+def check_model(
+    operators: Operators, device: torch.device, dtype: torch.dtype, compiled: bool = False
+) -> list[Distance]:
     """Errors of the ordinary and of the composed pass, and that of a planted fault.
 
     Raises :class:`GateFailed` when one is out of its bounds.
     """
     stack = Stack.random(TINY, PROMPT.tokens, dtype, device)
+    if compiled:
+        stack = stack.compile()
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, TINY.vocabulary, (PROMPT.tokens,), generator=drawn).to(device)
     pool = Pool.empty(stack, PROMPT)

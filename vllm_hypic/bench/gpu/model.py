@@ -132,7 +132,7 @@ def model(
     if facts.meaningless:
         to.print(facts.meaningless, style="bold")
     with torch.inference_mode():
-        passed = gate.check_model(operators, device, dtype)
+        passed = gate.check_model(operators, device, dtype, compiled=settings.compile)
         points, marginals, drift = _measure(settings, prompts, operators, device, dtype)
     for table in (_points_table(points), _marginal_table(marginals), _drift_table(drift)):
         to.print(table)
@@ -168,7 +168,8 @@ def _measure(
         stack = stack.compile()
     drawn = torch.Generator().manual_seed(settings.seed)
     tokens = torch.randint(0, shape.vocabulary, (longest,), generator=drawn).to(device)
-    timer = Timer(device, settings.repeats)
+    # A user waits for the host, too.
+    timer = Timer(device, settings.repeats, wall=True)
     points: list[Point] = []
     alone: dict[int, Spread] = {}
     with report.progress(console(), len(prompts) + len(settings.tokens) + 1, "first token") as steps:

@@ -20,12 +20,14 @@ class Timer:
     """Takes ``repeats`` times of calls, after ``warmup`` that are not counted.
 
     On a GPU a time is what passes on the device between two events, in a stream that was busy when the call
-    began; elsewhere it is the host's.
+    began: launches that the host prepares in time cost nothing. With ``wall``, and elsewhere, it is the
+    host's time from an idle device to an idle device.
     """
 
     device: torch.device
     repeats: int
     warmup: int = 3
+    wall: bool = False
     _scratch: torch.Tensor | None = field(default=None, repr=False)
 
     def measure(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, Spread]:
@@ -36,7 +38,7 @@ class Timer:
                 call()
         names = list(calls)
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        once = self._on_device if self.device.type == "cuda" else self._on_host
+        once = self._on_device if self.device.type == "cuda" and not self.wall else self._on_host
         for repeat in range(self.repeats):
             turn = repeat % max(len(names), 1)
             order = names[turn:] + names[:turn]
@@ -46,7 +48,7 @@ class Timer:
 
     def fastest(self, calls: Mapping[str, Callable[[], object]]) -> str:
         """Name of the call with the smallest median of a few repeats."""
-        few = Timer(self.device, min(5, self.repeats), self.warmup, self._scratch)
+        few = Timer(self.device, min(5, self.repeats), self.warmup, self.wall, self._scratch)
         medians = {name: spread.median for name, spread in few.measure(calls).items()}
         return min(medians, key=lambda name: medians[name])
 
@@ -64,14 +66,19 @@ class Timer:
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(stop) / 1e3 for start, stop in events]
 
-    @staticmethod
-    def _on_host(calls: list[Callable[[], object]]) -> list[float]:
+    def _on_host(self, calls: list[Callable[[], object]]) -> list[float]:
         seconds = []
         for call in calls:
+            self._wait()
             began = time.perf_counter()
             call()
+            self._wait()
             seconds.append(time.perf_counter() - began)
         return seconds
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
