@@ -12,7 +12,7 @@ S_after = T S_before + S_zero with T [K, K] the product of the per-token factors
 causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b).
 
 Two operators, each with one signature in `reference` (float64), `torch_ops`, `cpu` (C++) and `triton_ops`
-(CUDA); `arguments` and `program` say what they take, `triton_plan` how CUDA layers share the work of planning.
+(CUDA); `arguments` and `program` say what they take, `triton_plan` how CUDA layers share a step's planning.
 Both read and write vLLM's caches as the stock operator does, so a request may go on from one to the other, in
 any number of passes.
 

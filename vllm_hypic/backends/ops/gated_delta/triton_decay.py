@@ -41,8 +41,8 @@ def after_decay(log_decay: Tensor, zero: Tensor, before: Tensor, out: Tensor | N
     shape = log_decay.shape
     if before.shape[: len(shape)] != shape or zero.shape != before.shape:
         raise ValueError(
-            f"log_decay {tuple(shape)}, record {tuple(zero.shape)}, state {tuple(before.shape)}: the first must "
-            "be a leading part of the others, which must be equal"
+            f"log_decay {tuple(shape)}, record {tuple(zero.shape)}, state {tuple(before.shape)}: the first "
+            "must be a leading part of the others, which must be equal"
         )
     out = torch.empty_like(before, dtype=torch.float32) if out is None else out
     if out.shape != before.shape:

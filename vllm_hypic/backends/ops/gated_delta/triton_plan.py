@@ -30,8 +30,8 @@ from .arguments import Caches, Carry, Inputs, Records
 from .program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 
 CHUNKS = (16, 32)
-"""Rows of a chunk: what a step may choose. To be as exact as float32, products hold operands in two parts: with
-64 rows that is more than a block's registers, and saves little where a scan's step mostly waits."""
+"""Rows of a chunk: what a step may choose. To be as exact as float32, products hold operands in two parts:
+with 64 rows that is more than a block's registers, and saves little where a scan's step mostly waits."""
 _CHUNK_OVERHEAD = 32
 """What a chunk costs beside its rows, in rows: a scan's round trips to memory, the start state's product."""
 
