@@ -169,7 +169,10 @@ SPECS = (
         },
         warps=4,
         stages=2,
-        aligned=("query", "kv_cache", "index", "query_stride", "query_head_stride", "block_stride"),
+        aligned=(
+            *("query", "query_stride", "query_head_stride", "kv_cache", "block_stride", "index"),
+            *("block_table", "table_stride", "tiles", "lse"),
+        ),
         limit=Limits(mma=1),
         architectures=(SM90,),
     ),

@@ -359,7 +359,10 @@ def _attention_spec(
         },
         launch.warps,
         launch.stages,
-        aligned=(*pools, "table", "items", "out", "part_out", *strides, "table_stride"),
+        aligned=(
+            *(*pools, "table", *strides, "table_stride"),
+            *("slots", "positions", "visible", "items", "out", "lse", "part_out", "part_lse"),
+        ),
         limit=Limits(mma=2),
         architectures=architectures,
     )

@@ -14,8 +14,8 @@ ROWS = 16
 """Rows of one head that a program takes."""
 
 
-# How many rows there are is another number in each step: no variants for 1 and for multiples of 16.
-@triton.jit(do_not_specialize=["rows"])
+# How many rows and tokens there are is new in each step: no variants for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["rows", "lse_head_stride"])
 def merge_kernel(
     output,
     output_lse,
@@ -123,13 +123,15 @@ SPECS = (
             "output": "*bf16",
             **dict.fromkeys(("output_lse", "other", "other_lse"), "*fp32"),
             "token_rows": "*i32",
-            **dict.fromkeys(("rows", "output_stride", "output_head_stride"), "i32"),
-            **dict.fromkeys(("lse_stride", "lse_head_stride"), "i32"),
+            **dict.fromkeys(("rows", "output_stride", "output_head_stride", "lse_head_stride"), "i32"),
         },
-        {"HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "LSE_BY_TOKEN": True, "ROWS": ROWS},
+        {"lse_stride": 1, "HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "LSE_BY_TOKEN": True, "ROWS": ROWS},
         warps=4,
         stages=3,
-        aligned=("output", "other", "output_stride", "output_head_stride"),
+        aligned=(
+            *("output", "output_stride", "output_head_stride", "output_lse"),
+            *("other", "other_lse", "token_rows"),
+        ),
         architectures=(SM90,),
     ),
 )

@@ -1,0 +1,76 @@
+"""What launches of kernels would be compiled to on an H100, recorded without a GPU; a program.
+
+Prints, as JSON, one list per line: kernel, types of its arguments, names of those that are known to be
+multiples of 16, constants, warps, stages.  Tensors lie on the CPU; nothing is compiled or run.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from vllm_hypic.backends.ops.span_attention import plan, triton_ops
+
+
+class H100:
+    """As much of a driver as a launch asks before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def record(
+    self: JITFunction,
+    key: str,
+    signature: dict[str, str],
+    device: int,
+    constants: dict[tuple[int, ...], Any],
+    options: Any,
+    attributes: dict[tuple[int, ...], Any],
+    warmup: bool,
+) -> None:
+    names = self.arg_names
+    types = {name: kind for name, kind in signature.items() if kind != "constexpr"}
+    aligned = sorted(names[i[0]] for i, given in attributes.items() if ["tt.divisibility", 16] in given)
+    named = {names[i[0]]: value for i, value in constants.items()}
+    print(json.dumps([self.__name__, types, aligned, named, options.num_warps, options.num_stages]))
+
+
+def main() -> None:
+    driver.set_active(H100())
+    JITFunction._do_compile = record
+    plan.many_rows = triton_ops.many_rows = lambda head_size, device: 128
+    cpu = torch.device("cpu")
+    bf16 = torch.bfloat16
+    for heads, kv_heads, size, rotary, neox in (
+        (64, 8, 64, 64, True),
+        (64, 8, 128, 128, True),
+        (64, 8, 128, 128, False),
+        (16, 2, 256, 64, True),
+        (16, 2, 256, 64, False),
+    ):
+        table = torch.zeros(16, rotary, dtype=bf16)
+        triton_ops.warm_up(heads, kv_heads, size, bf16, table, neox, cpu)
+    triton_ops.cache_lse(
+        torch.zeros(1, 64, 128, dtype=bf16),
+        torch.zeros(1, 2 * 16 * 8 * 128, dtype=bf16),
+        torch.zeros(16, 8, 128, dtype=torch.int32),
+        torch.zeros(1, 16, dtype=torch.int32),
+        torch.tensor([[0, 1, 0, 1]]),
+        1.0,
+    )
+
+
+if __name__ == "__main__":
+    main()
