@@ -57,7 +57,7 @@ class DeltaCase:
             Caches(
                 torch.arange(slots, dtype=torch.int32, device=device).flip(0).contiguous(),
                 nan(slots, s.taps - 1, s.channels, dtype=dtype),
-                nan(slots, s.heads, s.K, s.V),
+                nan(slots, s.heads, s.V, s.K).transpose(2, 3),  # as vLLM's lie in memory on GPUs
             ),
             nan(tokens, s.heads, s.V, dtype=dtype),
             DeltaRecords(

@@ -374,12 +374,12 @@ class Prefill:
 
 
 def empty_caches(stack: Stack, requests: int) -> Caches:
-    """One slot per request, uninitialised."""
+    """One slot per request, uninitialised; states lie [Hv, V, K] in memory, as vLLM's do on GPUs."""
     d = stack.shape.delta
     return Caches(
         torch.arange(requests, dtype=torch.int32, device=stack.device),
         torch.empty(requests, d.taps - 1, d.channels, dtype=stack.dtype, device=stack.device),
-        torch.empty(requests, d.heads, d.K, d.V, device=stack.device),
+        torch.empty(requests, d.heads, d.V, d.K, device=stack.device).transpose(2, 3),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from ...backends.ops.gated_delta import triton_ops as delta_triton
+from ...backends.ops.gated_delta.triton_decay import after_decay
 from ...backends.ops.gated_delta.triton_plan import ComposePlan, SegmentPlan, plan_compose, plan_segments
 from ...backends.ops.span_attention import triton_ops as span_triton
 from ...backends.ops.span_attention.plan import SpanColumns, SpanPlan
@@ -31,6 +32,9 @@ class TritonOperators:
 
     def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep:
         return _Compose(plan_compose(rows, ops, device))
+
+    def decay(self, log_decay: Tensor, zero: Tensor, before: Tensor) -> Tensor:
+        return after_decay(log_decay, zero, before)
 
     def capture(
         self,
