@@ -116,6 +116,18 @@ def test_a_fault_is_found_and_named(fault: str, kernel: str, which: str) -> None
     assert kernel in {f.kernel for f in found if not f.passed}
 
 
+def test_what_a_kernel_raises_is_a_failure_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of resource: shared memory\nRequired: 300000")
+
+    monkeypatch.setattr(TorchOperators, "capture", fails)
+    found = run_checks(TorchOperators(), CPU, ["span"], ["float16"])
+    [failed] = [f for f in found if not f.passed]
+    assert failed.kernel == "capture of K and V" and failed.dtype == "float16"
+    assert failed.case.endswith("RuntimeError: out of resource: shared memory")
+    assert "gather, scatter" in {f.kernel for f in found}
+
+
 def test_errors_of_vectors() -> None:
     exact = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]], dtype=torch.float64)
     off = exact.clone()
@@ -123,7 +135,7 @@ def test_errors_of_vectors() -> None:
     assert worst(off, exact, 1) == pytest.approx(0.1)
     off[2, 0] = 1e-3  # a vector of nothing is measured against the longest
     assert worst(off, exact, 1, floor=0.1) == pytest.approx(0.1)
-    assert worst(torch.full((2, 2), torch.nan), torch.ones(2, 2).double(), 1) != 0.0
+    assert worst(torch.full((2, 2), torch.nan), torch.ones(2, 2).double(), 1) == float("inf")
     assert worst(torch.ones(1, 2), torch.zeros(1, 2).double(), 1) > 1
     assert worst(torch.ones(0, 2), torch.ones(0, 2).double(), 1) == 0.0
     assert not Finding("k", "c", "d", float("nan"), 1.0).passed
@@ -133,6 +145,7 @@ def test_differences_and_stray_writes() -> None:
     inf = float("inf")
     assert difference(torch.tensor([1.0, -inf]), torch.tensor([1.5, -inf])) == 0.5
     assert difference(torch.tensor([0.0]), torch.tensor([-inf])) == inf
+    assert difference(torch.tensor([torch.nan]), torch.tensor([0.0])) == inf
     t = torch.full((4, 2), torch.nan)
     t[1] = 1.0
     assert untouched(t, torch.tensor([1])) == 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...backends.ops.gated_delta import reference
 from ...backends.ops.gated_delta.program import Mode
 from .delta_cases import DeltaCase, Segment, compose_program, segment_program
-from .findings import Finding, worst
+from .findings import Finding, guarded, kind, worst
 from .operators import Operators
 from .shapes import REAL, DeltaShape
 
@@ -37,17 +37,17 @@ def check_delta(
         Segment(20, 8, 9),
         Segment(33, 33, 33),
     ]
-    yield from _segments(operators, "whole", DeltaCase.make(shape, 3 * n, 4, dtype, device), segments, ())
-    cut = n // 2 + 3
-    yield from _segments(
-        operators, "in two passes", DeltaCase.make(shape, 3 * n, 4, dtype, device), segments, (cut,)
-    )
     strong = DeltaCase.make(shape, n, 1, dtype, device)
     strong = replace(strong, weights=replace(strong.weights, rate=strong.weights.rate * 100))
-    yield from _segments(operators, "dead heads", strong, [Segment(n, 4, n)], ())
-    yield from _compose(operators, device, dtype, shape)
+    for name, case, some, cuts in (
+        ("whole", DeltaCase.make(shape, 3 * n, 4, dtype, device), segments, ()),
+        ("in two passes", DeltaCase.make(shape, 3 * n, 4, dtype, device), segments, (n // 2 + 3,)),
+        ("dead heads", strong, [Segment(n, 4, n)], ()),
+    ):
+        yield from guarded("segments", name, dtype, _segments(operators, name, case, some, cuts))
+    yield from guarded("compose", "all modes", dtype, _compose(operators, device, dtype, shape))
     if dtype == torch.float32:
-        yield from _decay(operators, device)
+        yield from guarded("compose by decay", "", dtype, _decay(operators, device))
 
 
 def _segments(
@@ -63,12 +63,15 @@ def _segments(
         reference.gdn_segments(
             exact.x, exact.weights, exact.caches, exact.out, exact.records, program, exact.carries
         )
-    kind = str(dtype).removeprefix("torch.")
     total = sum(s.tokens for s in segments)
     yield Finding(
-        "segments: outputs", name, kind, worst(case.out[:total], exact.out[:total], 1, FLOOR), OUT[dtype]
+        "segments: outputs",
+        name,
+        kind(dtype),
+        worst(case.out[:total], exact.out[:total], 1, FLOOR),
+        OUT[dtype],
     )
-    yield Finding("  states", name, kind, _states(case, exact, len(segments)), STATE[dtype])
+    yield Finding("  states", name, kind(dtype), _states(case, exact, len(segments)), STATE[dtype])
     kept = [i for i, s in enumerate(segments) if s.lo < s.hi]
     records = max(worst(_used(case, i), _used(exact, i), 2) for i in kept)
     exactly = (
@@ -76,7 +79,7 @@ def _segments(
         torch.equal(case.records.conv_tail[kept].cpu(), exact.records.conv_tail[kept]),
         bool(case.out[total:].isnan().all()),
     )
-    yield Finding("  records", name, kind, records if all(exactly) else float("inf"), RECORD[dtype])
+    yield Finding("  records", name, kind(dtype), records if all(exactly) else float("inf"), RECORD[dtype])
 
 
 def _compose(
@@ -104,11 +107,11 @@ def _compose(
     rows, ops = compose_program(requests)
     operators.compose(rows, ops, device).run(case.x, case.weights, case.caches, case.out, case.records)
     reference.gdn_compose(exact.x, exact.weights, exact.caches, exact.out, exact.records, rows, ops)
-    kind, name = str(dtype).removeprefix("torch."), "all modes"
+    name = "all modes"
     outputs = worst(case.out[:tokens], exact.out[:tokens], 1, FLOOR)
     alone = bool(case.out[tokens:].isnan().all())
-    yield Finding("compose: outputs", name, kind, outputs if alone else float("inf"), OUT[dtype])
-    yield Finding("  states", name, kind, _states(case, exact, len(requests)), STATE[dtype])
+    yield Finding("compose: outputs", name, kind(dtype), outputs if alone else float("inf"), OUT[dtype])
+    yield Finding("  states", name, kind(dtype), _states(case, exact, len(requests)), STATE[dtype])
 
 
 def _decay(operators: Operators, device: torch.device) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import torch
 
 from ...backends.ops.span_attention import reference
 from .composed import Composition
-from .findings import Finding, difference, untouched, worst
+from .findings import Finding, difference, guarded, kind, untouched, worst
 from .operators import Operators
 from .private import causal_attention
 from .shapes import REAL, AttentionShape
@@ -30,13 +30,15 @@ def check_span(
     operators: Operators, device: torch.device, dtype: torch.dtype, long: bool
 ) -> Iterator[Finding]:
     """``long``: columns by the thousand, as in use; else a few dozen, for interpreters."""
+    n = 700 if long else 37
     for name, case in _cases(device, dtype, long):
-        yield from _attend(operators, name, case)
-    yield from _merge(operators, device, dtype)
-    yield from _capture(operators, device, dtype, 700 if long else 37)
-    yield _pages(operators, device, dtype, 700 if long else 37)
-    yield _cache_lse(operators, device, dtype, (300, 4000) if long else (20, 50))
-    yield from _private(device, dtype, 300 if long else 20)
+        yield from guarded("span attention", name, dtype, _attend(operators, name, case))
+    yield from guarded("merge", "", dtype, _merge(operators, device, dtype))
+    yield from guarded("capture of K and V", "", dtype, _capture(operators, device, dtype, n))
+    yield from guarded("gather, scatter", "", dtype, _pages(operators, device, dtype, n))
+    tokens = (300, 4000) if long else (20, 50)
+    yield from guarded("log-sum-exp of a cache", "", dtype, _cache_lse(operators, device, dtype, tokens))
+    yield from guarded("stock attention (torch)", "", dtype, _private(device, dtype, tokens[0]))
 
 
 def _cases(device: torch.device, dtype: torch.dtype, long: bool) -> Iterator[tuple[str, SpanCase]]:
@@ -88,9 +90,8 @@ def _attend(operators: Operators, name: str, case: SpanCase) -> Iterator[Finding
         torch.from_numpy(rows.bounds),
         scale,
     )
-    kind = str(dtype).removeprefix("torch.")
-    yield Finding("span attention", name, kind, worst(out, exact, 1), OUT[dtype])
-    yield Finding("  log-sum-exp", name, kind, difference(lse, exact_lse), LSE[dtype])
+    yield Finding("span attention", name, kind(dtype), worst(out, exact, 1), OUT[dtype])
+    yield Finding("  log-sum-exp", name, kind(dtype), difference(lse, exact_lse), LSE[dtype])
 
 
 def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
@@ -115,9 +116,7 @@ def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> It
     by_token[rows.to(device)] = lse
     operators.span(case.rows, shape).merge_(output, by_token, other, other_lse)
     error = max(worst(output.cpu()[rows], exact[rows], 1), untouched(output, rows))
-    yield Finding(
-        "merge", "empty parts on either side", str(dtype).removeprefix("torch."), error, MERGE[dtype]
-    )
+    yield Finding("merge", "empty parts on either side", kind(dtype), error, MERGE[dtype])
 
 
 def _capture(
@@ -141,10 +140,10 @@ def _capture(
             0.0 if torch.equal(pool[1][slots], value[rows]) else float("inf"),
             *(untouched(t, slots) for t in pool),
         )
-        yield Finding("capture of K and V", name, str(dtype).removeprefix("torch."), error, COPY[dtype])
+        yield Finding("capture of K and V", name, kind(dtype), error, COPY[dtype])
 
 
-def _pages(operators: Operators, device: torch.device, dtype: torch.dtype, tokens: int) -> Finding:
+def _pages(operators: Operators, device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Finding]:
     """A record out of the pool and into another one: bit for bit, and nothing else."""
     case = SpanCase.make(REAL.attention, [SpanRequest.decode(tokens)], dtype, device)
     [slots] = case.rows.column_slots
@@ -155,12 +154,12 @@ def _pages(operators: Operators, device: torch.device, dtype: torch.dtype, token
     same = torch.equal(key, case.key[slots]) and torch.equal(value, case.value[slots])
     back = torch.equal(pool[0][slots], key) and torch.equal(pool[1][slots], value)
     error = max(0.0 if same and back else float("inf"), *(untouched(t, slots) for t in pool))
-    return Finding("gather, scatter", "random pages", str(dtype).removeprefix("torch."), error, 0.0)
+    yield Finding("gather, scatter", "random pages", kind(dtype), error, 0.0)
 
 
 def _cache_lse(
     operators: Operators, device: torch.device, dtype: torch.dtype, tokens: tuple[int, int]
-) -> Finding:
+) -> Iterator[Finding]:
     """A prompt and a decoded token over a paged cache whose blocks hold K, then V; unused ones hold NaN."""
     shape, size = REAL.attention, 16
     counts = [-(-n // size) for n in tokens]
@@ -183,8 +182,9 @@ def _cache_lse(
     bounds = torch.tensor([[0, rows[0], 0, tokens[0]], [rows[0], sum(rows), 1, tokens[1]]])
     lse = operators.cache_lse(query, blocks, index, table, bounds, shape.scale)
     exact = reference.cache_lse(query.cpu(), blocks.cpu(), index.cpu(), table.cpu(), bounds, shape.scale)
-    kind = str(dtype).removeprefix("torch.")
-    return Finding("log-sum-exp of a cache", "prompt and decode", kind, difference(lse, exact), LSE[dtype])
+    yield Finding(
+        "log-sum-exp of a cache", "prompt and decode", kind(dtype), difference(lse, exact), LSE[dtype]
+    )
 
 
 def _private(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Finding]:
@@ -208,6 +208,5 @@ def _private(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Fi
         torch.tensor([[0, rows]]),
         shape.scale,
     )
-    kind = str(dtype).removeprefix("torch.")
-    yield Finding("stock attention (torch)", "causal", kind, worst(out, exact, 1), OUT[dtype])
-    yield Finding("  log-sum-exp", "causal", kind, difference(lse, exact_lse), LSE[dtype])
+    yield Finding("stock attention (torch)", "causal", kind(dtype), worst(out, exact, 1), OUT[dtype])
+    yield Finding("  log-sum-exp", "causal", kind(dtype), difference(lse, exact_lse), LSE[dtype])
