@@ -38,6 +38,17 @@ class HypicGPUWorker(HypicWorker, Worker):
         self._register_layers()
         super().init_device()
 
+    def _scratch_bytes(self) -> int:
+        from .backends.cuda.memory import scratch_bytes
+
+        found = scratch_bytes(
+            self.vllm_config.compilation_config.static_forward_context.values(),
+            self.vllm_config.scheduler_config.max_num_batched_tokens,
+            self.model_config.dtype,
+        )
+        logger.info("hypic: %.2f GiB left for operators", found / 2**30)
+        return found
+
     def _make_model_runner(self) -> HypicGPUModelRunner:
         if self.use_v2_model_runner:
             raise RuntimeError("hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")

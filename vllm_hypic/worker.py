@@ -118,10 +118,15 @@ class HypicWorker(WorkerBase):
         available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes is not None:
             return available  # an explicit KV size is the user's; the pool comes beside it
+        available -= self._scratch_bytes()
         config = config_of(self.vllm_config)
         if config.pool_bytes is not None:
             return available - config.pool_bytes
         return int(available * (1 - config.pool_fraction))
+
+    def _scratch_bytes(self) -> int:
+        """Memory to leave for what our operators allocate while they run."""
+        return 0
 
     def hypic_calls(self) -> dict[str, int]:
         """How often each of our operators ran; for ``collective_rpc``."""

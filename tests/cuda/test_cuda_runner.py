@@ -15,6 +15,9 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from vllm_hypic import gpu_worker
+from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionImpl
+from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.cuda.memory import scratch_bytes
 from vllm_hypic.connector import upload as upload_module
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.connector.step import (
@@ -92,6 +95,27 @@ def test_while_vllm_starts_there_is_no_step() -> None:
     """Profiling and capture come before the connector: the override must not ask it."""
     assert gpu_worker.current_step() is None
     assert dispatched(runner(CUDAGraphMode.FULL_AND_PIECEWISE), 3) is CUDAGraphMode.FULL
+
+
+def test_what_operators_take_is_left_to_them() -> None:
+    """By the largest layer, and by all that carry."""
+    attention: Any = SimpleNamespace(impl=HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto"))
+    linear: Any = HypicCUDAGatedDeltaNet.__new__(HypicCUDAGatedDeltaNet)
+    torch.nn.Module.__init__(linear)
+    linear.num_v_heads, linear.tp_size, linear.head_k_dim, linear.head_v_dim = 8, 2, 128, 128
+    linear.conv_dim = 4096
+    half = torch.bfloat16
+    rows = 1000
+    assert scratch_bytes([object()], rows, half) == 0
+    public = scratch_bytes([attention, attention], rows, half)
+    # The result of span attention is the largest part.
+    assert rows * 4 * 128 * 4 < public < 3 * rows * 4 * 128 * 4
+    carried = 2 * 4 * 128 * 256 * 4
+    delta = scratch_bytes([linear], rows, half)
+    assert delta == rows * (4 * 320 * 4 + 2048 * 2) + carried
+    assert (
+        scratch_bytes([attention, linear, linear], rows, half) == max(public, delta - carried) + 2 * carried
+    )
 
 
 def mixed_step() -> StepContext:

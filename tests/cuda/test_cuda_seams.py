@@ -30,6 +30,7 @@ from vllm_hypic.activation import CUDA_WORKER
 from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionBackend, HypicCUDAAttentionImpl
 from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.gdn import _layer_class
+from vllm_hypic.backends.ops import gated_delta
 from vllm_hypic.backends.public import PublicAttention
 from vllm_hypic.gpu_worker import HypicGPUModelRunner, HypicGPUWorker
 
@@ -126,16 +127,18 @@ def test_a_sliding_window_is_seen_as_vllm_stores_it() -> None:
     assert HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, 64, "auto").window() == 64
 
 
-def test_heads_of_the_linear_layer_are_refused() -> None:
+def test_linear_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = HypicCUDAGatedDeltaNet.__new__(HypicCUDAGatedDeltaNet)
     torch.nn.Module.__init__(layer)
-    views = SimpleNamespace(of=0, state=torch.empty(1, 1, 64, 128))
+    state = torch.empty(1, 2, 96, 128)
+    views = SimpleNamespace(of=0, state=state, weights="weights", caches=lambda slots: ("caches", slots))
     layer._views, layer.kv_cache = views, (0, 0)
+    asked: list[object] = []
+    monkeypatch.setattr(gated_delta, "refuses", lambda *given: asked.append(given))
     assert layer.kernel_refusal() is None
-    views.state = torch.empty(1, 1, 96, 128)
-    assert "96 and 128" in layer.kernel_refusal()
-    views.state = torch.empty(1, 1, 64, 128, dtype=torch.int8)
-    assert "int8" in layer.kernel_refusal()
+    assert asked[0][0] == "weights" and asked[0][1][0] == "caches"  # type: ignore[index]
+    monkeypatch.setattr(gated_delta, "refuses", lambda *given: "head sizes 96 and 128")
+    assert layer.kernel_refusal() == "gated delta net with head sizes 96 and 128"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ def _link(
         elif reason is not None:
             raise Unsupported(f"hypic: layer {name}: {reason} is not supported; serve without hypic")
         layers[name].hypic_runtime = runtime
+    for name in list(runtime.pool.linear)[:1]:
+        layers[name].warm_up(runtime)
 
 
 def _warn_of_refusal(kind: str, reason: str | None) -> None:

@@ -1,8 +1,8 @@
 """Reading small results back from the device without making the forward passes wait.
 
 Passes are launched on the device's compute stream and run behind the host's back.  What the host wants to
-know of them is copied on a stream of its own, after all that was launched so far, and looked at when it is
-there.
+know of a pass is copied on a stream of its own, and looked at when the next pass has been launched: it is
+there by then, or as good as there, for the host is one pass ahead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import torch
 class Readback(Protocol):
     """A tensor on its way to the host."""
 
-    def ready(self) -> bool:
-        """Whether it has arrived.  Never waits."""
-
     def value(self) -> torch.Tensor:
         """The tensor on the host.  Waits where it has not arrived."""
 
@@ -25,10 +22,13 @@ class Readback(Protocol):
 class Streams(Protocol):
     """How a worker's copies are ordered with its passes."""
 
+    behind: bool
+    """The device runs behind the host: asking for a value at once would wait for the pass."""
+
     def read_back(self, tensor: torch.Tensor) -> Readback:
         """Begin to copy ``tensor`` as it is after all passes launched so far; never waits.
 
-        Later passes may overwrite it: the copy is ordered before them.
+        Later passes may overwrite it: what is copied is ordered before them.
         """
 
 
@@ -38,15 +38,14 @@ class _Here:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def ready(self) -> bool:
-        return True
-
     def value(self) -> torch.Tensor:
         return self._tensor
 
 
 class CPUStreams:
     """Everything has happened when it was called: nothing to order."""
+
+    behind = False
 
     def read_back(self, tensor: torch.Tensor) -> Readback:
         return _Here(tensor.clone())
@@ -56,9 +55,6 @@ class _Copied:
     def __init__(self, host: torch.Tensor, done: torch.cuda.Event) -> None:
         self._host, self._done = host, done
 
-    def ready(self) -> bool:
-        return self._done.query()
-
     def value(self) -> torch.Tensor:
         self._done.synchronize()
         return self._host
@@ -66,6 +62,8 @@ class _Copied:
 
 class CUDAStreams:
     """One stream for copies beside the compute stream of the calling thread."""
+
+    behind = True
 
     def __init__(self, device: torch.device) -> None:
         self._copies = torch.cuda.Stream(device)

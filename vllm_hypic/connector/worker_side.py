@@ -117,15 +117,22 @@ class WorkerSide:
         return self.runtime.step
 
     def end_step(self) -> None:
-        """The forward pass is over, or launched: records that it completed give spare tiles back and go to
-        the store, as soon as the device has told which of their heads are dead."""
+        """The forward pass is over: records that it completed give spare tiles back and go to the store.
+
+        On a device that runs behind, the pass is launched and these are the records of the pass before: one
+        call later on every rank, so that the ranks report a record together.
+        """
         if self.runtime is not None:
+            due, self._settling = self._settling, []
             if self.runtime.step is not None:
                 for capture in self.runtime.step.captures:
                     if capture.last:
                         self._completed(capture.plan, self.runtime.pool)
                 self.runtime.step = None
-            self._settle(self.runtime.pool)
+            if not self._copies.behind:
+                due, self._settling = due + self._settling, []
+            for record in due:
+                self._settle(record, self.runtime.pool)
         if self.transfer is not None:
             self.transfer.end_step()
             for place in self.transfer.take_landed():
@@ -140,16 +147,12 @@ class WorkerSide:
             row = self._copies.read_back(pool.record_tiles.row(plan.slot))
         self._settling.append(_Settling(plan, row))
 
-    def _settle(self, pool: DevicePool) -> None:
-        """Settle the records whose tiles are known by now."""
-        while self._settling and self._settling[0].known():
-            done = self._settling.pop(0)
-            plan, row = done.plan, done.row
-            if not plan.leading:
-                known = None if row is None else row.value()
-                self._tiles[plan.serial] = pool.settle_tiles(plan.slot, known)
-            if self.store is not None and plan.stored is not None:
-                self.store.completed(plan.stored)
+    def _settle(self, record: _Settling, pool: DevicePool) -> None:
+        plan, row = record.plan, record.row
+        if not plan.leading:
+            self._tiles[plan.serial] = pool.settle_tiles(plan.slot, None if row is None else row.value())
+        if self.store is not None and plan.stored is not None:
+            self.store.completed(plan.stored)
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler since the last call."""
@@ -180,6 +183,3 @@ class _Settling:
 
     plan: CapturePlan
     row: Readback | None
-
-    def known(self) -> bool:
-        return self.row is None or self.row.ready()

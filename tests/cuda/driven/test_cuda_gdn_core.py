@@ -273,6 +273,19 @@ def test_the_record_is_that_of_the_interior() -> None:
     assert error.abs().max() < 1e-3  # fp16
 
 
+def test_warming_up_leaves_nothing_behind() -> None:
+    world = World()
+    conv, state = world.layer.kv_cache
+    before = conv[1:].clone(), state[1:].clone()
+    world.pool.release_tiles([0, 1, 3])
+    held = world.pool.linear[NAME].tile_of.clone()
+    world.layer.warm_up(world.runtime)
+    assert torch.equal(conv[1:].nan_to_num(), before[0].nan_to_num())
+    assert torch.equal(state[1:].nan_to_num(), before[1].nan_to_num())
+    assert torch.equal(world.pool.linear[NAME].tile_of, held) and (held < 0).all()
+    assert not world.runtime.calls
+
+
 def test_a_plain_pass_is_stock_code_alone() -> None:
     world = World()
     world.layer.kv_cache[0].nan_to_num_(), world.layer.kv_cache[1].nan_to_num_()

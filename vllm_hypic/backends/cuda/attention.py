@@ -149,7 +149,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        plan = span_plan(link.runtime, step, self.num_heads, self.num_kv_heads, self.head_size)
+        plan = span_plan(link.runtime, step, self.num_heads, self.num_kv_heads, self.head_size, query.dtype)
         out, lse = link.ops.attend(
             query, link.public.key, link.public.value, link.table(), link.neox, plan, self.scale
         )

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 from ..linear.gdn import HypicGatedDeltaNet
 from ..linear.layout import Composed, Segments, StockRows
 from ..ops import gated_delta
+from ..ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from .rows import once
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 
     from ...connector.runtime import HypicRuntime
     from ...connector.step import StepContext
-
-HEAD_SIZES = (16, 32, 64, 128)
-"""K and V that the Triton operators take."""
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
@@ -128,13 +125,50 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
 
     def kernel_refusal(self) -> str | None:
         """Why the Triton operators do not serve this layer, or ``None``."""
-        state = self._current_views().state
-        _, _, K, V = state.shape
-        if K not in HEAD_SIZES or V not in HEAD_SIZES:
-            return f"gated delta net with head sizes {K} and {V} (expected 16, 32, 64 or 128)"
-        if state.dtype not in STATE_DTYPES:
-            return f"gated delta net with states in {state.dtype}"
-        return None
+        views = self._current_views()
+        nowhere = torch.zeros(0, dtype=torch.int32, device=views.state.device)
+        reason = gated_delta.refuses(views.weights, views.caches(nowhere))
+        return None if reason is None else f"gated delta net with {reason}"
+
+    def warm_up(self, runtime: HypicRuntime) -> None:
+        """Compile the operators for every length of chunk.
+
+        Runs on the cache's block 0, which vLLM keeps for padding, and on the record slot 0 of a pool that
+        holds nothing yet.
+        """
+        from ..ops.gated_delta import triton_ops
+        from ..ops.gated_delta.triton_plan import CHUNKS
+
+        views, records = self._current_views(), runtime.pool.linear[self.prefix]
+        weight, device = self.conv1d.weight, views.state.device
+        caches = views.caches(torch.zeros(1, dtype=torch.int32, device=device))
+        heads, V = views.state.size(1), views.state.size(3)
+        for n in CHUNKS:
+            mixed = weight.new_zeros(2 * n, views.conv.size(2))
+            gates = weight.new_zeros(2 * n, heads)
+            x, out = gated_delta.Inputs(mixed, gates, gates), weight.new_empty(2 * n, heads, V)
+            segment = SegmentRow(
+                batch_row=0,
+                resumed=0,
+                first=0,
+                stop=n,
+                begin=0,
+                end=n,
+                slot=0,
+                leading=0,
+                begins=1,
+                ends=1,
+                has_head=0,
+                carry=-1,
+            )
+            runtime.pool.offer_tiles(0)
+            plan = triton_ops.plan_segments(pack([segment], SegmentRow), device)
+            triton_ops.run_segments(plan, x, views.weights, caches, out, records, [], runtime.dead_transition)
+            rows = pack([ComposeRow(0, 0, 0, 2)], ComposeRow)
+            ops = pack([ComposeOp(0, n, 0, Mode.TRANSITION), ComposeOp(n, n, -1, Mode.NONE)], ComposeOp)
+            composing = triton_ops.plan_compose(rows, ops, device)
+            triton_ops.run_compose(composing, x, views.weights, caches, out, records)
+        runtime.pool.release_tiles([0])
 
     def _current_views(self) -> _Views:
         if self._views is None or self._views.of is not self.kv_cache[0]:

@@ -27,7 +27,7 @@ def once(step: StepContext, key: str, make: Callable[[], T]) -> T:
 
 
 def span_plan(
-    runtime: HypicRuntime, step: StepContext, heads: int, kv_heads: int, head_size: int
+    runtime: HypicRuntime, step: StepContext, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> SpanPlan:
     """How span attention over the step's public rows is divided, for layers with such heads."""
     public = step.public
@@ -36,9 +36,9 @@ def span_plan(
     def make() -> SpanPlan:
         columns = once(step, "span:columns", lambda: _columns(runtime, public))
         bounds, visible = public.bounds.numpy(), public.visible.numpy()
-        return SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size)
+        return SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size, dtype)
 
-    return once(step, f"span:plan:{heads}:{kv_heads}:{head_size}", make)
+    return once(step, f"span:plan:{heads}:{kv_heads}:{head_size}:{dtype}", make)
 
 
 @dataclass(frozen=True)

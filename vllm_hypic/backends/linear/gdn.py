@@ -98,6 +98,9 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         """Why the platform's kernels do not serve this layer, or ``None``.  Its caches must be allocated."""
         raise NotImplementedError
 
+    def warm_up(self, runtime: HypicRuntime) -> None:
+        """Compile what layers like this one will run, so that no request waits for it."""
+
     def _special(
         self,
         runtime: HypicRuntime,
