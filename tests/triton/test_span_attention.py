@@ -102,7 +102,7 @@ def test_parts_as_long_as_they_are(device: torch.device) -> None:
 @pytest.mark.usefixtures("short_parts")
 def test_larger_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Tiles as newer GPUs have them."""
-    monkeypatch.setattr(plan, "many_rows", lambda head_size, device: 128)
+    monkeypatch.setattr(plan, "many_rows", lambda *given: 128)
     Case((70, 150), (1, 70), shape=Heads(heads=6, size=32), device=device).check()
 
 
@@ -150,7 +150,8 @@ def test_one_plan_serves_all_layers(device: torch.device) -> None:
     sizes = [(1, 200), (30, 70)]
     cases = [Case(*sizes, device=device), Case(*sizes, shape=Heads(rotary=32, neox=False), device=device)]
     columns = SpanColumns.of(cases[0].slots, cases[0].positions)
-    shared = SpanPlan.of(columns, cases[0].bounds.numpy(), cases[0].visible.numpy(), 4, 2, 64)
+    bounds, visible = cases[0].bounds.numpy(), cases[0].visible.numpy()
+    shared = SpanPlan.of(columns, bounds, visible, 4, 2, 64, torch.float32)
     for case in cases:
         wide = torch.full((len(case.query), 8, 64), float("nan"), device=device)
         wide[:, 2:6] = case.query
@@ -164,6 +165,14 @@ def test_one_plan_serves_all_layers(device: torch.device) -> None:
 def test_warming_up_runs(device: torch.device) -> None:
     triton_ops.warm_up(4, 2, 16, torch.bfloat16, torch.ones(2, 16, device=device), True, device)
     triton_ops.warm_up(2, 2, 16, torch.bfloat16, None, True, device)
+
+
+def test_a_plan_for_another_dtype_is_refused(device: torch.device) -> None:
+    case = Case((1, 70), device=device)
+    columns = SpanColumns.of(case.slots, case.positions)
+    other = SpanPlan.of(columns, case.bounds.numpy(), case.visible.numpy(), 4, 2, 64)
+    with pytest.raises(ValueError, match=r"a plan for 2 bytes .* dtype=torch.float32"):
+        triton_ops.attend(case.query, case.key, case.value, case.table, case.neox, other, case.scale)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from vllm_hypic.backends.ops.span_attention.plan import (
     part_columns,
 )
 
-CPU = torch.device("cpu")
 REQUESTS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3000)), min_size=1, max_size=5)
 
 
@@ -110,5 +109,7 @@ def test_tiles_fit_the_gpu(
 ) -> None:
     """As ``SPECS`` of the kernel have them compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert many_rows(size, torch.device("cuda")) == rows
-    assert many_rows(size, CPU) == 64
+    cuda = torch.device("cuda")
+    assert many_rows(size, torch.bfloat16, cuda) == many_rows(size, torch.float16, cuda) == rows
+    assert many_rows(size, torch.float32, cuda) == (64 if size == 128 else 32)
+    assert many_rows(size, torch.bfloat16, torch.device("cpu")) == 64

@@ -94,6 +94,7 @@ class SpanPlan:
     heads: int
     kv_heads: int
     head_size: int
+    itemsize: int
     columns: SpanColumns
     token_rows: torch.Tensor
     visible: torch.Tensor
@@ -111,9 +112,11 @@ class SpanPlan:
         heads: int,
         kv_heads: int,
         head_size: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> SpanPlan:
         """``bounds [requests, >= 2]``: rows ``[first, last)`` of the query, per request of ``columns``;
-        ``visible [rows]``: for the rows of all requests in order, how many columns of its request a row sees.
+        ``visible [rows]``: for the rows of all requests in order, how many columns of its request a row sees;
+        ``dtype`` of the query, K and V: all of two bytes have the same plan.
 
         Makes one copy from pinned memory to the device and does not wait for it.  Raises ``ValueError`` for
         numbers that contradict each other: rows, columns, more columns visible than there are.
@@ -124,7 +127,7 @@ class SpanPlan:
         counts = np.asarray(columns.counts, dtype=np.int64)
         _check(rows, counts, visible)
         few = rows * group <= FEW_ROWS
-        many = many_rows(head_size, columns.slots.device)
+        many = many_rows(head_size, dtype, columns.slots.device)
         divided = [
             _divide(bounds, rows, counts, visible, group, block, part_columns(kv_heads, block), chosen)
             for block, chosen in ((FEW_ROWS, few), (many, ~few))
@@ -139,14 +142,16 @@ class SpanPlan:
             SpanWork(d.block, on_device[2 + 2 * i], on_device[3 + 2 * i], d.partial_rows)
             for i, d in enumerate(divided)
         )
-        return SpanPlan(heads, kv_heads, head_size, columns, on_device[0], on_device[1], work)
+        return SpanPlan(heads, kv_heads, head_size, dtype.itemsize, columns, on_device[0], on_device[1], work)
 
 
-def many_rows(head_size: int, device: torch.device) -> int:
+def many_rows(head_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Folded rows of a tile where a request has many: as many as fit into the registers of this GPU.
 
     K and V are read once per tile, from the GPU's cache where tiles share them, so more rows are faster.
     """
+    if dtype.itemsize > 2:
+        return 64 if head_size <= 128 else 32
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 128 if capability[0] == 9 or (capability[0] > 9 and head_size <= 128) else 64
 

@@ -317,6 +317,9 @@ def _check(
     size = query.shape[-1]
     if query.dim() != 3 or query.shape[1] != plan.heads or size != plan.head_size:
         raise ValueError(f"query {tuple(query.shape)}: expected [tokens, {plan.heads}, {plan.head_size}]")
+    if query.element_size() != plan.itemsize:
+        found = f"query {query.dtype}, a plan for {plan.itemsize} bytes an element"
+        raise ValueError(f"{found}: expected SpanPlan.of(..., dtype={query.dtype})")
     for name, pool in (("pool_key", pool_key), ("pool_value", pool_value)):
         if pool.dim() != 3 or tuple(pool.shape[1:]) != (plan.kv_heads, size):
             raise ValueError(f"{name} {tuple(pool.shape)}: expected [slots, {plan.kv_heads}, {size}]")
@@ -337,8 +340,9 @@ def _attention_spec(
     *,
     neox: bool = True,
     kv_heads: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> KernelSpec:
-    tiles, dtype = HeadTiles.of(size, rotary_dim), torch.bfloat16
+    tiles = HeadTiles.of(size, rotary_dim)
     launch = Launch.of(block, tiles, dtype)
     pools = ("query", "pool_key", "pool_value")
     strides = [f"{pool.removeprefix('pool_')}_{kind}" for pool in pools for kind in ("stride", "head_stride")]
@@ -346,7 +350,7 @@ def _attention_spec(
         f"span_attention[{name}, {block} rows]",
         span_attention_kernel,
         {
-            **dict.fromkeys((*pools, "table"), "*bf16"),
+            **dict.fromkeys((*pools, "table"), "*fp32" if dtype == torch.float32 else "*bf16"),
             **dict.fromkeys(("slots", "positions", "visible", "items"), "*i32"),
             **dict.fromkeys(("out", "lse", "part_out", "part_lse"), "*fp32"),
             **dict.fromkeys((*strides, "table_stride"), "i32"),
@@ -363,7 +367,8 @@ def _attention_spec(
             *(*pools, "table", *strides, "table_stride"),
             *("slots", "positions", "visible", "items", "out", "lse", "part_out", "part_lse"),
         ),
-        limit=Limits(mma=2),
+        # A decoded token waits for memory: three blocks at a time on a multiprocessor hide that.
+        limit=Limits(registers=168, shared=75_000, mma=2) if block == FEW_ROWS else Limits(mma=2),
         architectures=architectures,
     )
 
@@ -378,6 +383,7 @@ SPECS = (
     _attention_spec("256, 64 rotated", 256, 64, FEW_ROWS, (SM90,), kv_heads=2),
     _attention_spec("256, 64 rotated", 256, 64, 64, (SM80, SM100), kv_heads=2),
     _attention_spec("256, 64 rotated", 256, 64, 128, (SM90,), kv_heads=2),
+    _attention_spec("256, 64 rotated, fp32", 256, 64, 32, (SM80,), kv_heads=2, dtype=torch.float32),
     KernelSpec(
         "merge_parts[256]",
         merge_parts_kernel,

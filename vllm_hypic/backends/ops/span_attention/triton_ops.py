@@ -64,6 +64,7 @@ def span_attention(
         query.shape[1],
         pool_key.shape[1],
         query.shape[2],
+        query.dtype,
     )
     return attend(query, pool_key, pool_value, table, neox, plan, scale)
 
@@ -111,15 +112,14 @@ def warm_up(
     """
     # One request of few rows and one of many, both with columns for two parts.
     group = heads // kv_heads
-    columns = 1 + part_columns(kv_heads, many_rows(head_size, device))
+    columns = 1 + part_columns(kv_heads, many_rows(head_size, dtype, device))
     many = FEW_ROWS // group + 1
     slots = torch.zeros(columns, dtype=torch.int64, device=device)
     key, value = (torch.zeros(1, kv_heads, head_size, dtype=dtype, device=device) for _ in "kv")
     query = torch.zeros(1 + many, heads, head_size, dtype=dtype, device=device)
     bounds, visible = torch.tensor([[0, 1], [1, 1 + many]]), torch.full((1 + many,), columns)
-    plan = SpanPlan.of(
-        SpanColumns.of([slots] * 2, [slots] * 2), bounds.numpy(), visible.numpy(), heads, kv_heads, head_size
-    )
+    twice = SpanColumns.of([slots] * 2, [slots] * 2)
+    plan = SpanPlan.of(twice, bounds.numpy(), visible.numpy(), heads, kv_heads, head_size, dtype)
     out, lse = attend(query, key, value, table, neox, plan, head_size**-0.5)
     merge_tokens_(query, lse.t().contiguous().t(), out, lse, plan)
     one = slots[:1]
