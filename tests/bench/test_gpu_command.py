@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from vllm_hypic.backends.ops.gated_delta.program import Mode
 from vllm_hypic.bench.gpu import check as check_module
 from vllm_hypic.bench.gpu import gate
 from vllm_hypic.bench.gpu import kernels as kernels_module
@@ -95,6 +96,21 @@ def test_model(tmp_path: Path) -> None:
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
+def test_answers_that_cannot_be_right_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the shapes that are timed, after the gate on the tiny model has passed."""
+    small = ("--device", "cpu", "--segments", "2", "--tokens", "40")
+    monkeypatch.setattr(gate, "check_model", lambda *_, **__: [gate.Distance("x", 0.0, 1.0)])
+    right = Composition.operations
+    with monkeypatch.context() as patch:
+        patch.setattr(Composition, "operations", lambda self, mode=None: right(self, Mode.ADD))
+        done = run("model", *small)
+    assert done.exit_code == 1 and "2 x 40, state of layer 0 from full recompute's" in done.output
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "equal", lambda a, b: False)
+        done = run("model", *small)
+    assert done.exit_code == 1 and "2 x 40: the warm answer is not the cold one" in done.output
+
+
 def test_a_model_that_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gate.TOLERANCE, torch.bfloat16, 1e-6)
     done = run("model", "--device", "cpu")
@@ -174,7 +190,7 @@ def test_one_more_segment_and_aims() -> None:
             Composition(n, 4096, 64),
             0,
             {"full": spread(0.05 * n), "cold": spread(0.052 * n), "warm": spread(0.01 + 0.0005 * n)},
-            0.0,
+            *(0.0, 1.0, 0.0),
         )
         for n in (2, 4, 8)
     ]

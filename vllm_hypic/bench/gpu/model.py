@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from .timing import Timer, replayed
 
 KINDS = ("full", "cold", "warm")
 REPLAYED = "replayed"
-GROSS = 0.5
-"""A composed prompt's logits this far, relative, from full recompute's have nothing to do with them."""
+FIRST_STATE = 1e-2
+"""Largest relative distance of layer 0's end state from full recompute's. That layer knows no context:
+only rounding may part the two. Without transitions it is some tenths."""
 ON_CPU = {"segments": (2, 3), "tokens": (48, 96), "query": 8, "chunk": 64, "noise_chunk": 40, "repeats": 2}
 """Sizes that a CPU can try; they replace the defaults."""
 
@@ -62,13 +63,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """First tokens of one shape of prompt, in seconds. ``rows``: of the stream, which alone are computed;
-    ``distance``: of warm logits from full recompute's, relative."""
+    """First tokens of one shape of prompt, in seconds. ``rows``: of the stream, which alone are computed.
+
+    Relative distances from full recompute's: ``distance`` of warm logits, ``strange`` of those of full
+    recompute over other documents, ``first_state`` of the first layer's state.
+    """
 
     prompt: Composition
     rows: int
     seconds: dict[str, Spread]
     distance: float
+    strange: float
+    first_state: float
 
     @property
     def name(self) -> str:
@@ -215,11 +221,21 @@ class _Bench:
         self.pool = Pool.empty(stack, prompt)
         self.segments = tokens[: prompt.segments * prompt.length].view(prompt.segments, prompt.length)
 
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, Prefill]:
+        """Logits, and the pass with its states."""
+        run = Prefill.of(self.stack, tokens, self.operators)
+        return run.run(self.settings.chunk), run
+
+    def compose(self) -> tuple[Tensor, ComposedPass]:
+        """Logits, and the pass with its states."""
+        run = ComposedPass(self.stack, self.prompt, self.pool, self.operators)
+        return run.run(self.tokens), run
+
     def full(self) -> Tensor:
-        return Prefill.of(self.stack, self.tokens, self.operators).run(self.settings.chunk)
+        return self.prefill(self.tokens)[0]
 
     def warm(self) -> Tensor:
-        return ComposedPass(self.stack, self.prompt, self.pool, self.operators).run(self.tokens)
+        return self.compose()[0]
 
     def cold(self) -> Tensor:
         n = self.prompt.segments
@@ -238,17 +254,36 @@ class _Bench:
 
 
 def _point(bench: _Bench, timer: Timer) -> Point:
-    cold, full = bench.cold(), bench.full()
-    warm = bench.warm()
-    distance = gate.relative(warm, full)
-    if not torch.equal(cold, warm):
-        raise gate.GateFailed(f"{bench.prompt}: the warm answer is not the cold one")
-    gate.require([gate.Distance(f"{bench.prompt}, warm logits from full recompute's", distance, GROSS)])
+    found = _checked(bench)
     calls: dict[str, Callable[[], object]] = {"full": bench.full, "cold": bench.cold, "warm": bench.warm}
     if bench.settings.graph:
         calls[REPLAYED] = bench.replayed()
-    rows = len(bench.prompt.positions())
-    return Point(bench.prompt, rows, timer.measure(calls), distance)
+    return replace(found, seconds=timer.measure(calls))
+
+
+def _checked(bench: _Bench) -> Point:
+    """The point without its times; raises :class:`gate.GateFailed` where answers cannot be right."""
+    name = f"{bench.prompt.segments} x {bench.prompt.length}"
+    cold = bench.cold()
+    warm, composed = bench.compose()
+    if not torch.equal(cold, warm):
+        raise gate.GateFailed(f"{name}: the warm answer is not the cold one")
+    full, prefill = bench.prefill(bench.tokens)
+    first = gate.relative(composed.state(0), prefill.state(0))
+    other = bench.tokens.clone()
+    documents = other[: bench.segments.numel()]
+    documents.copy_(documents.flip(0))
+    strange = gate.relative(bench.prefill(other)[0], full)
+    distance = gate.relative(warm, full)
+    gate.require(
+        [
+            gate.Distance(f"{name}, state of layer 0 from full recompute's", first, FIRST_STATE),
+            gate.Distance(
+                f"{name}, logits from full recompute's, beside other documents'", distance, strange
+            ),
+        ]
+    )
+    return Point(bench.prompt, len(bench.prompt.positions()), {}, distance, strange, first)
 
 
 def _marginals(points: Sequence[Point], alone: dict[int, Spread]) -> list[Marginal]:
@@ -284,14 +319,22 @@ def _largest(passed: Sequence[gate.Distance]) -> float:
 
 def _points_table(points: Sequence[Point]) -> Any:
     with_graph = any(REPLAYED in p.seconds for p in points)
-    columns = ["segments x tokens", *KINDS, "full / warm", "cold / full", "rows", "warm - full"]
+    columns = [
+        "segments x tokens",
+        *KINDS,
+        "full / warm",
+        "cold / full",
+        "rows",
+        "warm - full",
+        "others - full",
+    ]
     if with_graph:
         columns.append(REPLAYED)
     rows = []
     for p in points:
         row = [p.name, *(seconds(p.seconds[kind].median) for kind in KINDS)]
         row += [_range(p.ratio("full", "warm")), _range(p.ratio("cold", "full"))]
-        row += [str(p.rows), f"{p.distance:.2g}"]
+        row += [str(p.rows), f"{p.distance:.2g}", f"{p.strange:.2g}"]
         if with_graph:
             row.append(seconds(p.seconds[REPLAYED].median))
         rows.append(row)
