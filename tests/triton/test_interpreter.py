@@ -11,8 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from conftest import INTERPRETED
 
+INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
     from interpreter import uncorrected
 else:

@@ -20,8 +20,8 @@ from .triton_tiles import HeadTiles, dot_precision, load_angles, load_pairs, loa
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-MERGED_ROWS = 16
-"""Folded rows that one program of the merge takes: every tile has a multiple of so many."""
+MERGED_PARTS = 16
+"""Parts that are read at a time while merging, so that few waits for memory follow one another."""
 
 
 @dataclass(frozen=True)
@@ -174,45 +174,48 @@ def merge_parts_kernel(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """``ROWS`` folded rows of one split tile and KV head: all parts become one result."""
+    """One folded row of a split tile and KV head: all parts become one result, ``PARTS`` at a time."""
     tile = merges + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
+    place = tl.program_id(2)
     first_output = tl.load(tile)
     first_folded = tl.load(tile + 1)
     tile_rows = tl.load(tile + 2)
     first_partial = tl.load(tile + 3)
     parts = tl.load(tile + 4)
+    if place >= tile_rows:
+        return
 
-    place = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    ours = place < tile_rows
     dimension = tl.arange(0, SIZE_TILE)
-    inside = ours[:, None] & (dimension < SIZE)[None, :]
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, SIZE_TILE], tl.float32)
-    for part in range(0, parts):
+    inside = dimension < SIZE
+    highest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    sums = tl.zeros([SIZE_TILE], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = part < parts
         at = (first_partial + part * tile_rows + place).to(tl.int64) * KV_HEADS + kv_head
-        one_lse = tl.load(part_lse + at, mask=ours, other=float("-inf"))
-        one = tl.load(part_out + at[:, None] * SIZE + dimension[None, :], mask=inside, other=0.0)
-        raised = tl.maximum(highest, one_lse)
+        some_lse = tl.load(part_lse + at, mask=there, other=float("-inf"))
+        mask = there[:, None] & inside[None, :]
+        some = tl.load(part_out + at[:, None] * SIZE + dimension[None, :], mask=mask, other=0.0)
+        raised = tl.maximum(highest, tl.max(some_lse, 0))
         base = tl.where(raised == float("-inf"), 0.0, raised)
-        weight, shrink = tl.exp2(one_lse - base), tl.exp2(highest - base)
-        total = total * shrink + weight
-        sums = sums * shrink[:, None] + one * weight[:, None]
+        weights, shrink = tl.exp2(some_lse - base), tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 0)
+        sums = sums * shrink + tl.sum(some * weights[:, None], 0)
         highest = raised
 
     blind = total == 0
     total = tl.where(blind, 1.0, total)
-    result = sums / total[:, None]
-    result_lse = tl.where(blind, float("-inf"), highest + tl.log2(total))
     folded = first_folded + place
-    row, member = folded // GROUP, folded % GROUP
-    at = (first_output + row).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + member
-    tl.store(out + at[:, None] * SIZE + dimension[None, :], result, mask=inside)
-    tl.store(lse + at, result_lse / LOG2_E, mask=ours)
+    row = (first_output + folded // GROUP).to(tl.int64)
+    at = row * (KV_HEADS * GROUP) + kv_head * GROUP + folded % GROUP
+    tl.store(out + at * SIZE + dimension, sums / total, mask=inside)
+    result_lse = tl.where(blind, float("-inf"), highest + tl.log2(total)) / LOG2_E
+    tl.store(lse + at + tl.arange(0, 1), result_lse)
 
 
 def attend(
@@ -269,7 +272,7 @@ def attend(
             num_stages=launch.stages,
         )
         if len(work.merges):
-            merge_parts_kernel[(len(work.merges), plan.kv_heads, work.block // MERGED_ROWS)](
+            merge_parts_kernel[(len(work.merges), plan.kv_heads, work.block)](
                 work.merges,
                 part_out,
                 part_lse,
@@ -279,7 +282,7 @@ def attend(
                 GROUP=group,
                 SIZE=size,
                 SIZE_TILE=tiles.size_tile,
-                ROWS=MERGED_ROWS,
+                PARTS=MERGED_PARTS,
                 FIELDS=MERGE_FIELDS,
                 num_warps=4,
                 num_stages=3,
@@ -393,7 +396,7 @@ SPECS = (
             "GROUP": 8,
             "SIZE": 256,
             "SIZE_TILE": 256,
-            "ROWS": MERGED_ROWS,
+            "PARTS": MERGED_PARTS,
             "FIELDS": MERGE_FIELDS,
         },
         warps=4,
