@@ -107,9 +107,12 @@ def test_parts_of_a_padded_head_are_merged(rows: int, device: torch.device) -> N
 
 @pytest.mark.usefixtures("short_parts")
 def test_more_parts_than_are_read_at_a_time(device: torch.device) -> None:
-    case = Case((2, 64 * 17 + 1), shape=Heads(heads=2, kv_heads=1, size=16), device=device)
+    """The largest scores come last, so that all that was merged before must shrink."""
+    columns = 64 * 17 + 1
+    case = Case((2, columns), shape=Heads(heads=2, kv_heads=1, size=16), device=device)
     case.visible[0] = 64 * 16 + 3
-    case.check()
+    case.key[case.slots[0]] *= torch.linspace(0, 5, columns, device=device)[:, None, None]
+    case.check(larger=5)
 
 
 def test_parts_as_long_as_they_are(device: torch.device) -> None:
