@@ -89,6 +89,10 @@ class LateStreams:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
+    return late_worker(monkeypatch)
+
+
+def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
     """A worker whose pool keeps its books as on a GPU."""
     linear = tuple(LinearGeometry(f"layers.{i}", n, 4, 4, 3, 8, torch.float32) for i, n in enumerate(HEADS))
     geometry = PoolGeometry((), linear, page_tokens=8, pages=0, slots=SLOTS, tiles=TILES)
@@ -156,6 +160,32 @@ def test_a_record_that_is_dropped_meanwhile_is_not_reported(late: tuple[WorkerSi
     assert worker.runtime is not None and worker.runtime.pool.record_tiles is not None
     pool: Any = worker.runtime.pool.record_tiles
     assert pool._pool.free == TILES
+
+
+def test_ranks_report_a_record_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler takes a record's first report as final: it must hold what the fullest rank needs, however
+    long each device took."""
+    ranks = [late_worker(monkeypatch) for _ in range(2)]
+    reports = []
+    for serial, dead in ((1, (2, 0)), (2, (0, 1))):
+        for (worker, _), forgotten in zip(ranks, dead, strict=True):
+            capture(worker, serial, serial=serial, dead=forgotten)
+        for _, streams in ranks:
+            streams.sent[-1].here = True
+        ours, theirs = (worker.take_report() for worker, _ in ranks)
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            reports.append(ours.aggregate(theirs).tiles)  # type: ignore[attr-defined]
+    for worker, _ in ranks:
+        worker.end_step()
+    ours, theirs = (worker.take_report() for worker, _ in ranks)
+    assert ours is not None and theirs is not None
+    reports.append(ours.aggregate(theirs).tiles)  # type: ignore[attr-defined]
+    assert reports == [{1: 5}, {2: 5}]
+    for worker, _ in ranks:
+        assert worker.runtime is not None
+        pool: Any = worker.runtime.pool.record_tiles
+        assert pool._pool.free >= TILES - 10, "a rank holds more than the scheduler counts"
 
 
 def test_leading_records_need_none(late: tuple[WorkerSide, LateStreams]) -> None:
