@@ -10,12 +10,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     """q [rows, heads, size], k and v [rows, kv_heads, size] -> out [rows, heads, size] in q's dtype, heads
     contiguous, and lse [rows, heads] float32, of any strides."""
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
-        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
         # SDPA's own flash attention, called by name because SDPA does not hand out the log-sum-exp.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[
             :2
         ]
-        return out[0].transpose(0, 1).contiguous(), lse[0].t()
+        return out.squeeze(0).transpose(0, 1), lse.squeeze(0).t()
     return _plain(query, key, value, scale)
 
 
