@@ -2,8 +2,8 @@
 
 Tolerances are relative Frobenius errors, see `linear.test_layer_operators`: float32 inputs 1e-6; with bf16
 and fp16 inputs the convolution's result is rounded to their type, and where float32 and float64 stand on two
-sides of a rounding edge an element differs by 2^-8 (2^-11): 1e-4 for states of some dozens of rows, 4e-3 (1e-3)
-for outputs, which are of that type. T is stored in fp16.
+sides of a rounding edge an element differs by 2^-8 (2^-11): 1e-4 for states of some dozens of rows, 4e-3
+(1e-3) for outputs, which are of that type. T is stored in fp16.
 """
 
 from __future__ import annotations

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from ..kernel_spec import KernelSpec, Limits
 from .arguments import DEAD_BELOW, Caches, Carry, Records, Weights
-from .triton_plan import SegmentPlan, SegmentScan, SummaryRow
-from .triton_scan import SLICE, load_columns, scan_chunk, store_columns, zeros_like_columns
-from .triton_terms import block_floats
+from .triton_plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
+from .triton_scan import Shape, constants, load_columns, scan_chunk, store_columns, zeros_like_columns
 
-COLUMNS = 32
-"""Of S or T that a program holds: at K = 128, 16 KiB of registers."""
+RECORD_COLUMNS = 32
+"""Of S that a program of `records_kernel` makes."""
+_RECORD_SLICE = 32
+"""Columns of T that it holds at a time."""
 
 _SCAN_FIELDS = tl.constexpr(len(SegmentScan._fields))
 _SUMMARY_FIELDS = tl.constexpr(len(SummaryRow._fields))
@@ -37,7 +38,7 @@ _LOOK_EVERY = tl.constexpr(4)
 """Chunks between two looks at whether T's columns still matter."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["summaries"], do_not_specialize_on_alignment=["slots_ptr"])
 def capture_kernel(
     conv_ptr,
     terms_ptr,
@@ -167,7 +168,7 @@ def capture_kernel(
         store_columns(T, transition, K, SLICES, SLICE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["summaries"])
 def records_kernel(
     summaries_ptr,
     edges_ptr,
@@ -184,6 +185,7 @@ def records_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
     block, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     summary = summaries_ptr + number * _SUMMARY_FIELDS
@@ -191,10 +193,13 @@ def records_kernel(
     ends, has_head = tl.load(summary + 3), tl.load(summary + 4)
     mine = (number * HEADS + head).to(tl.int64)
     in_k = tl.arange(0, K)
-    whole = in_k[:, None] * K + in_k[None, :]
-    rows = tl.where(leading > 0, 0, K)
-    T = tl.load(transitions_ptr + mine * (K * K) + whole, mask=in_k[:, None] < rows, other=0.0)
-    dead = (tl.max(tl.where(tl.abs(T) < dead_below, 0, 1)) == 0) | (leading > 0)
+    in_slice = tl.arange(0, SLICE)
+    T_ptr = transitions_ptr + mine * (K * K) + in_k[:, None] * K + in_slice[None, :]
+    large = 0
+    if leading == 0:
+        for at in range(0, K, SLICE):
+            large = tl.maximum(large, tl.max(tl.where(tl.abs(tl.load(T_ptr + at)) < dead_below, 0, 1)))
+    dead = large == 0
     if ends == 0:
         if block == 0:
             tl.store(alive_ptr + mine, tl.where(dead, 0, 1))
@@ -209,13 +214,18 @@ def records_kernel(
                 tl.store(tile_of, -1)
         else:
             if has_head > 0:
-                S -= tl.dot(T, tl.load(edges_ptr + mine * (K * V) + entry), input_precision="tf32x3")
+                before = edges_ptr + mine * (K * V) + in_slice[:, None] * V + column[None, :]
+                for at in range(0, K, SLICE):
+                    T, head_S = tl.load(T_ptr + at), tl.load(before + at * V)
+                    S -= tl.dot(T, head_S, input_precision="tf32x3")
             tile = tl.load(tile_of).to(tl.int64)
             if tile < 0:
                 # T has no place: a record without it must not pass for one.
                 S = S * float("nan")
             elif block == 0:
-                tl.store(tiles_ptr + tile * (K * K) + whole, T.to(tiles_ptr.dtype.element_ty))
+                to = tiles_ptr + tile * (K * K) + in_k[:, None] * K + in_slice[None, :]
+                for at in range(0, K, SLICE):
+                    tl.store(to + at, tl.load(T_ptr + at).to(tiles_ptr.dtype.element_ty))
         tl.store(state_ptr + slot * state_slot + head * (K * V) + entry, S.to(state_ptr.dtype.element_ty))
 
 
@@ -270,8 +280,8 @@ def capture(
 ) -> None:
     """States and outputs of the plan's requests, and S and T of its interiors."""
     heads, K, V = caches.state.shape[1:]
-    columns = min(COLUMNS, K, V)
-    blocks = V // columns + (K // columns if len(plan.summaries) else 0)
+    shape = Shape.of(plan.chunk, K, V)
+    blocks = (V + (K if len(plan.summaries) else 0)) // shape.columns
     # A column's norm never grows, and is at most sqrt(K) times its largest element: below this none of its
     # elements can come to count, be it for the head's life or in fp16.
     tiny = min(dead_below, DEAD_BELOW) * K**-0.5
@@ -293,16 +303,8 @@ def capture(
         out.stride(1),
         len(plan.summaries),
         tiny,
-        KEY_HEADS=weights.key_heads,
-        HEADS=heads,
-        K=K,
-        V=V,
-        C=plan.chunk,
-        BLOCK=terms.shape[-1],
-        COLUMNS=columns,
-        SLICES=K // min(SLICE, K),
-        SLICE=min(SLICE, K),
-        num_warps=4,
+        **constants(plan.chunk, K, V, weights.key_heads, heads),
+        num_warps=shape.warps,
         num_stages=_STAGES,
     )
 
@@ -312,7 +314,7 @@ def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dea
     if not len(plan.summaries):
         return
     heads, K, V = records.state.shape[1:]
-    columns = min(COLUMNS, V)
+    columns = min(RECORD_COLUMNS, V)
     records_kernel[V // columns, heads, len(plan.summaries)](
         plan.summaries,
         summaries.edges,
@@ -329,57 +331,43 @@ def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dea
         K=K,
         V=V,
         COLUMNS=columns,
-        num_warps=8,
+        SLICE=min(_RECORD_SLICE, K),
+        num_warps=4,
     )
 
 
 _STAGES = 2
 
-_SIZES = {"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128}
-
 SPECS = (
-    *(
-        KernelSpec(
-            f"gated_delta capture {x} C={C}",
-            capture_kernel,
-            {
-                **dict.fromkeys(("conv_ptr", "out_ptr"), f"*{x}"),
-                **dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32"),
-                **dict.fromkeys(
-                    ("chunks_ptr", "scans_ptr", "summaries_ptr", "slots_ptr", "alive_ptr"), "*i32"
-                ),
-                **dict.fromkeys(("channels", "state_head", "state_v", "out_head", "summaries"), "i32"),
-                **dict.fromkeys(("state_slot", "out_row"), "i64"),
-                "tiny": "fp32",
-            },
-            {
-                "state_k": 1,
-                **_SIZES,
-                "C": C,
-                "BLOCK": block_floats(C, 128, 128),
-                "COLUMNS": COLUMNS,
-                "SLICES": 128 // SLICE,
-                "SLICE": SLICE,
-            },
-            warps=4,
-            stages=_STAGES,
-            aligned=(
-                "conv_ptr",
-                "out_ptr",
-                "terms_ptr",
-                "state_ptr",
-                "edges_ptr",
-                "transitions_ptr",
-                "channels",
-                "state_head",
-                "state_v",
-                "state_slot",
-                "out_row",
-                "out_head",
-            ),
-            limit=Limits(mma=1),
-        )
-        for x, C in (("bf16", 32), ("bf16", 16), ("fp32", 32))
+    KernelSpec(
+        "gated_delta capture",
+        capture_kernel,
+        {
+            **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32"),
+            **dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "slots_ptr", "alive_ptr"), "*i32"),
+            **dict.fromkeys(("channels", "state_head", "state_v", "out_head", "summaries"), "i32"),
+            **dict.fromkeys(("state_slot", "out_row"), "i64"),
+            "tiny": "fp32",
+        },
+        {"state_k": 1, **constants(CHUNKS[-1], 128, 128, 16, 32)},
+        warps=Shape.of(CHUNKS[-1], 128, 128).warps,
+        stages=_STAGES,
+        aligned=(
+            "conv_ptr",
+            "out_ptr",
+            "terms_ptr",
+            "state_ptr",
+            "edges_ptr",
+            "transitions_ptr",
+            "channels",
+            "state_head",
+            "state_v",
+            "state_slot",
+            "out_row",
+            "out_head",
+        ),
+        limit=Limits(mma=1),
     ),
     KernelSpec(
         "gated_delta records",
@@ -392,8 +380,8 @@ SPECS = (
             "summaries": "i32",
             "dead_below": "fp32",
         },
-        {"HEADS": 32, "K": 128, "V": 128, "COLUMNS": COLUMNS},
-        warps=8,
+        {"HEADS": 32, "K": 128, "V": 128, "COLUMNS": RECORD_COLUMNS, "SLICE": _RECORD_SLICE},
+        warps=4,
         stages=3,
         aligned=("edges_ptr", "transitions_ptr", "state_ptr", "tiles_ptr", "state_slot"),
         limit=Limits(mma=1),

@@ -22,12 +22,9 @@ from torch import Tensor
 from ..kernel_spec import KernelSpec, Limits
 from .arguments import Caches, Records, Weights
 from .program import Mode
-from .triton_plan import ComposePlan, ComposeScan, ComposeStep
+from .triton_plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
 from .triton_products import add_times
-from .triton_scan import SLICE, load_columns, scan_chunk, store_columns
-from .triton_terms import block_floats
-
-COLUMNS = 32
+from .triton_scan import Shape, constants, load_columns, scan_chunk, store_columns
 
 _SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
 _STEP_FIELDS = tl.constexpr(len(ComposeStep._fields))
@@ -36,7 +33,7 @@ _TRANSITION = tl.constexpr(int(Mode.TRANSITION))
 _ADD = tl.constexpr(int(Mode.ADD))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def compose_kernel(
     conv_ptr,
     terms_ptr,
@@ -150,8 +147,8 @@ def compose(
 ) -> None:
     """States and outputs of the plan's requests."""
     heads, K, V = caches.state.shape[1:]
-    columns = min(COLUMNS, V)
-    compose_kernel[V // columns, heads, len(plan.scans)](
+    shape = Shape.of(plan.chunk, K, V)
+    compose_kernel[V // shape.columns, heads, len(plan.scans)](
         conv,
         terms,
         plan.chunks,
@@ -169,45 +166,31 @@ def compose(
         out.stride(1),
         records.state.stride(0),
         records.tile_of.stride(0),
-        KEY_HEADS=weights.key_heads,
-        HEADS=heads,
-        K=K,
-        V=V,
-        C=plan.chunk,
-        BLOCK=terms.shape[-1],
-        COLUMNS=columns,
-        SLICES=K // min(SLICE, K),
-        SLICE=min(SLICE, K),
-        num_warps=4,
-        num_stages=_STAGES,
+        **constants(plan.chunk, K, V, weights.key_heads, heads),
+        num_warps=shape.warps,
+        num_stages=_STAGES[plan.chunk],
     )
 
 
-_STAGES = 2
+_STAGES = {16: 2, 32: 1}
+"""By the rows of a chunk: what compiles to the fewest registers. A piece is a chunk or two: there is little
+to load ahead."""
 
 SPECS = tuple(
     KernelSpec(
-        f"gated_delta compose {x} C={C}",
+        f"gated_delta compose C={C}",
         compose_kernel,
         {
-            **dict.fromkeys(("conv_ptr", "out_ptr"), f"*{x}"),
+            **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
             **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
             **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "slots_ptr", "tile_of_ptr"), "*i32"),
             "tiles_ptr": "*fp16",
             **dict.fromkeys(("channels", "state_head", "state_v", "out_head"), "i32"),
             **dict.fromkeys(("state_slot", "out_row", "record_slot", "tile_of_slot"), "i64"),
         },
-        {
-            "state_k": 1,
-            **{"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128},
-            "C": C,
-            "BLOCK": block_floats(C, 128, 128),
-            "COLUMNS": COLUMNS,
-            "SLICES": 128 // SLICE,
-            "SLICE": SLICE,
-        },
-        warps=4,
-        stages=_STAGES,
+        {"state_k": 1, **constants(C, 128, 128, 16, 32)},
+        warps=Shape.of(C, 128, 128).warps,
+        stages=_STAGES[C],
         aligned=(
             "conv_ptr",
             "out_ptr",
@@ -225,5 +208,5 @@ SPECS = tuple(
         ),
         limit=Limits(mma=1),
     )
-    for x, C in (("bf16", 16), ("bf16", 32), ("fp32", 32))
+    for C in CHUNKS
 )

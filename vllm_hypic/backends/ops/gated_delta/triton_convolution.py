@@ -55,7 +55,7 @@ def _load_context(
     return cached + recorded
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def convolve_kernel(
     x_ptr,
     out_ptr,
@@ -164,7 +164,7 @@ def _context_at(
     return x.to(tl.float32) + before
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def contexts_kernel(
     x_ptr,
     contexts_ptr,
@@ -269,7 +269,7 @@ def convolve(
             PARTS=plan.chunk // ROWS,
             ROWS=ROWS,
             BLOCK=CHANNELS,
-            num_warps=4,
+            num_warps=8,
         )
     return out
 
@@ -311,27 +311,21 @@ _STRIDES = {
 _TABLES = {"slots_ptr": "*i32"}
 
 SPECS = (
-    *(
-        KernelSpec(
-            f"gated_delta convolve {x}",
-            convolve_kernel,
-            {
-                "x_ptr": f"*{x}",
-                "out_ptr": f"*{x}",
-                "weight_ptr": "*fp32",
-                "chunks_ptr": "*i32",
-                "cache_ptr": f"*{x}",
-                "tail_ptr": f"*{x}",
-                **_TABLES,
-                **_STRIDES,
-            },
-            {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "PARTS": 4, "ROWS": ROWS, "BLOCK": CHANNELS},
-            warps=4,
-            stages=3,
-            aligned=("x_ptr", "out_ptr", "weight_ptr", *_STRIDES),
-            limit=Limits(registers=128),
-        )
-        for x in ("bf16", "fp32")
+    KernelSpec(
+        "gated_delta convolve",
+        convolve_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "out_ptr", "cache_ptr", "tail_ptr"), "*bf16"),
+            "weight_ptr": "*fp32",
+            "chunks_ptr": "*i32",
+            **_TABLES,
+            **_STRIDES,
+        },
+        {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS},
+        warps=8,
+        stages=3,
+        aligned=("x_ptr", "out_ptr", "weight_ptr", *_STRIDES),
+        limit=Limits(registers=96),
     ),
     KernelSpec(
         "gated_delta contexts",

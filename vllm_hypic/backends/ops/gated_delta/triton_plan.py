@@ -170,8 +170,8 @@ class ComposePlan:
 def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
     """`rows`: a program of `SegmentRow` in CPU memory. Raises `ValueError` where it contradicts itself."""
     program = unpack(_on_host(rows), SegmentRow)
-    chunk = _chunk_length([n for r in program for n in (r.begin - r.first, r.end - r.begin, r.stop - r.end)])
-    cut = _Chunks(chunk)
+    # Interiors are long.
+    cut = _Chunks(CHUNKS[-1])
     scans: list[SegmentScan] = []
     summaries: list[SummaryRow] = []
     contexts: list[ContextRow] = []
@@ -209,7 +209,7 @@ def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
         device, (ChunkRow, cut.rows), (SegmentScan, scans), (SummaryRow, summaries), (ContextRow, contexts)
     )
     return SegmentPlan(
-        chunk, chunks, scan_table, summary_table, context_table, tuple(taken), tuple(left), reach
+        cut.longest, chunks, scan_table, summary_table, context_table, tuple(taken), tuple(left), reach
     )
 
 

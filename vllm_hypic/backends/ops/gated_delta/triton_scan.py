@@ -16,16 +16,52 @@ slices of rows: a product's operands must be in registers as a whole, in two par
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from .triton_plan import ChunkRow
 from .triton_products import add_times, add_times_roughly
-
-SLICE = 32
-"""Rows of a slice."""
+from .triton_terms import block_floats
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a program holds its columns: how many, in slices of `slice` rows, by so many warps."""
+
+    columns: int
+    slice: int
+    warps: int
+
+    @staticmethod
+    def of(chunk: int, K: int, V: int) -> Shape:
+        """For chunks of so many rows.
+
+        Slices as tall as chunks make all products of one height. Triton gives warps rows where a product is
+        taken of another, 16 to each, and columns where there are no more than 16 rows; so no warp does what
+        another does, and there are enough programs for one request to fill a GPU.
+        """
+        columns, warps = (32, 4) if chunk == 16 else (16, 2)
+        return Shape(min(columns, K, V), min(chunk, K), warps)
+
+
+def constants(chunk: int, K: int, V: int, key_heads: int, heads: int) -> dict[str, int]:
+    """Of the kernels that go from chunk to chunk."""
+    shape = Shape.of(chunk, K, V)
+    return {
+        "KEY_HEADS": key_heads,
+        "HEADS": heads,
+        "K": K,
+        "V": V,
+        "C": chunk,
+        "BLOCK": block_floats(chunk, K, V),
+        "COLUMNS": shape.columns,
+        "SLICES": K // shape.slice,
+        "SLICE": shape.slice,
+    }
 
 
 @triton.jit
