@@ -204,7 +204,7 @@ class ComposedPass:
             np.array([(blind, len(positions))]),
             (prompt.composed_before()[blind:] * prompt.interior).numpy(),
         )
-        self.span = operators.span(public, stack.shape.attention)
+        self.span = operators.span(public, stack.shape.attention, stack.dtype)
         self.caches = {i: empty_caches(stack, 1) for i in pool.delta}
 
     def run(self, prompt_tokens: Tensor) -> Tensor:

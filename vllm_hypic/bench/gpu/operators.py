@@ -85,7 +85,9 @@ class Operators(Protocol):
     @property
     def name(self) -> str: ...
 
-    def span(self, rows: SpanRows, shape: AttentionShape) -> SpanStep: ...
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
+        """``dtype``: of queries, K and V."""
+        ...
 
     def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
         """Rows that are captured; rows without an interior are ordinary ones."""
@@ -146,7 +148,7 @@ class TorchOperators:
 
     name = "torch"
 
-    def span(self, rows: SpanRows, shape: AttentionShape) -> SpanStep:
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
         device = rows.column_slots[0].device
         return _TorchSpan(rows, torch.from_numpy(rows.bounds), torch.from_numpy(rows.visible).to(device))
 

@@ -45,7 +45,7 @@ def measure_plans(operators: Operators, device: torch.device, repeats: int) -> l
     for name, requests in cases.items():
         # One head of one element: only the index tensors count.
         small = SpanCase.make(AttentionShape(1, 1, 1, 0), requests, torch.bfloat16, device)
-        times = timer.measure({"plan": partial(operators.span, small.rows, shape)})
+        times = timer.measure({"plan": partial(operators.span, small.rows, shape, torch.bfloat16)})
         found.append(PlanTime("span attention", name, times["plan"]))
     request = [(op.tokens, op.slot, Mode(op.mode)) for op in prompt.operations()]
     program = compose_program([request])

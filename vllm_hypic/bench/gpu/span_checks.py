@@ -76,7 +76,7 @@ def _cases(device: torch.device, dtype: torch.dtype, long: bool) -> Iterator[tup
 
 def _attend(operators: Operators, name: str, case: SpanCase) -> Iterator[Finding]:
     dtype, rows, scale = case.query.dtype, case.rows, case.shape.scale
-    step = operators.span(rows, case.shape)
+    step = operators.span(rows, case.shape, dtype)
     out, lse = step.attend(case.query, case.key, case.value, case.table, scale, case.neox)
     exact, exact_lse = reference.span_attention(
         case.query.cpu(),
@@ -114,7 +114,7 @@ def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> It
     exact = output.cpu().double()
     reference.merge_(exact, lse.cpu(), other.cpu(), other_lse.cpu(), bounds)
     by_token[rows.to(device)] = lse
-    operators.span(case.rows, shape).merge_(output, by_token, other, other_lse)
+    operators.span(case.rows, shape, dtype).merge_(output, by_token, other, other_lse)
     error = max(worst(output.cpu()[rows], exact[rows], 1), untouched(output, rows))
     yield Finding("merge", "empty parts on either side", kind(dtype), error, MERGE[dtype])
 

@@ -64,7 +64,7 @@ def _attention(
 ) -> Row:
     """Held against ourselves without a table, and against SDPA; its result must be SDPA's."""
     case = SpanCase.make(shape, requests, DTYPE, timer.device)
-    step = operators.span(case.rows, shape)
+    step = operators.span(case.rows, shape, DTYPE)
     out, _ = step.attend(case.query, case.key, case.value, case.table, shape.scale)
     require([Distance(f"{kernel}, {name}, from SDPA", sdpa.difference(case, out), APART)])
     del out
@@ -82,7 +82,7 @@ def _attention(
 
 def _merge(shape: AttentionShape, rows: int, operators: Operators, timer: Timer, rates: Rates) -> Row:
     case = SpanCase.make(shape, [SpanRequest(1, (1,) * rows)], DTYPE, timer.device)
-    step = operators.span(case.rows, shape)
+    step = operators.span(case.rows, shape, DTYPE)
     output = torch.zeros_like(case.query)
     lse = torch.zeros(output.shape[:2], device=timer.device)
     other = torch.zeros(rows, shape.heads, shape.size, device=timer.device)

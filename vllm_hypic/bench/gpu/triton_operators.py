@@ -23,9 +23,10 @@ class TritonOperators:
 
     name = "triton"
 
-    def span(self, rows: SpanRows, shape: AttentionShape) -> SpanStep:
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
         columns = SpanColumns.of(rows.column_slots, rows.column_positions)
-        return _Span(SpanPlan.of(columns, rows.bounds, rows.visible, shape.heads, shape.kv_heads, shape.size))
+        heads = shape.heads, shape.kv_heads, shape.size
+        return _Span(SpanPlan.of(columns, rows.bounds, rows.visible, *heads, dtype))
 
     def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
         return _Segments(plan_segments(rows, device))
