@@ -61,8 +61,8 @@ class FaultyOperators(TorchOperators):
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def span(self, rows: SpanRows, shape: AttentionShape) -> SpanStep:
-        right = super().span(rows, shape)
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
+        right = super().span(rows, shape, dtype)
         assert isinstance(right, _TorchSpan)
         return Faulty(right.rows, right.bounds, right.visible, self.fault)
 
@@ -164,7 +164,7 @@ def test_sdpa_computes_the_same(requests: list[SpanRequest]) -> None:
     case = SpanCase.make(TINY.attention, requests, torch.float32, CPU)
     out, _ = (
         TorchOperators()
-        .span(case.rows, case.shape)
+        .span(case.rows, case.shape, torch.float32)
         .attend(case.query, case.key, case.value, case.table, case.shape.scale)
     )
     assert sdpa.difference(case, out) < 1e-5

@@ -29,8 +29,9 @@ class Nothing:
 
     name = "nothing"
 
-    def span(self, rows: SpanRows, shape: AttentionShape) -> Any:
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> Any:
         def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float) -> Any:
+            assert query.dtype == key.dtype == value.dtype == dtype
             together(query, key, value, table, *rows.column_slots, *rows.column_positions)
             assert key.shape == value.shape and key.shape[1:] == (shape.kv_heads, shape.size)
             return query.new_empty(len(rows.visible), shape.heads, shape.size), None
