@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vllm_hypic.backends import ops
+from vllm_hypic.backends.ops.kernel_spec import ARCHITECTURES, SM90
 
 PLANTED = """
 import sys
@@ -33,9 +38,18 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
-def test_all_kernels_keep_their_limits(compiler_environment: dict[str, str]) -> None:
-    done = run(compiler_environment, "-m", "vllm_hypic.backends.ops.compiled")
+@pytest.mark.parametrize(
+    "architecture",
+    [SM90, *(pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES if a != SM90)],
+)
+@pytest.mark.parametrize("operator", [m.name for m in pkgutil.iter_modules(ops.__path__) if m.ispkg])
+def test_kernels_keep_their_limits(
+    operator: str, architecture: int, compiler_environment: dict[str, str]
+) -> None:
+    program = ("-m", "vllm_hypic.backends.ops.compiled", "--arch", str(architecture))
+    done = run(compiler_environment, *program, operator)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf" {architecture} +\d+ ", done.stdout)
 
 
 @pytest.mark.parametrize(

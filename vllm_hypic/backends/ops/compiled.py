@@ -1,6 +1,6 @@
 """Compile every Triton kernel for A100, H100 and B200, without a GPU, and hold what it needs against limits.
 
-    python -m vllm_hypic.backends.ops.compiled [--arch 90] [part of a name ...]
+    python -m vllm_hypic.backends.ops.compiled [--arch 90] [operator or part of a kernel's name ...]
 
 prints a table; exit code 1: a limit is exceeded or a kernel does not compile.  Runs in a process without
 ``TRITON_INTERPRET``: what Triton's interpreter takes may not compile, and the other way round.
@@ -137,17 +137,22 @@ def check(specs: Iterable[KernelSpec], architectures: Sequence[int], console: Co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vllm_hypic.backends.ops.compiled", description=__doc__)
-    parser.add_argument("names", nargs="*", help="only kernels whose names contain one of these")
+    parser.add_argument("names", nargs="*", help="only these operators, or kernels with these in their names")
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append", help="only these")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: the interpreter's kernels cannot be compiled; unset it")
-    specs = [spec for module in kernel_modules() for spec in specs_of(module)]
-    wanted = [s for s in specs if not given.names or any(name in s.name for name in given.names)]
+    specs = [(module, spec) for module in kernel_modules() for spec in specs_of(module)]
+    wanted = [s for module, s in specs if not given.names or _named(module, s, given.names)]
     if not wanted:
-        parser.error(f"no kernel is named like {given.names}: there are {[s.name for s in specs]}")
+        parser.error(f"no kernel is named like {given.names}: there are {[s.name for _, s in specs]}")
     console = Console(width=None if sys.stdout.isatty() else 120)
     return 1 if check(wanted, given.arch or ARCHITECTURES, console) else 0
+
+
+def _named(module: ModuleType, spec: KernelSpec, names: Sequence[str]) -> bool:
+    operator = module.__name__.split(".")[-2]
+    return any(name == operator or name in spec.name for name in names)
 
 
 if __name__ == "__main__":
