@@ -18,8 +18,12 @@ from vllm_hypic import gpu_worker
 from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionImpl
 from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.cuda.memory import scratch_bytes
+from vllm_hypic.backends.cuda.rows import PARTIAL_BYTES, SHORTEST, span_pieces
 from vllm_hypic.connector import upload as upload_module
+from vllm_hypic.connector.geometry import PoolGeometry
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.connector.pool import DevicePool
+from vllm_hypic.connector.runtime import HypicRuntime
 from vllm_hypic.connector.step import (
     Batch,
     Row,
@@ -108,14 +112,38 @@ def test_what_operators_take_is_left_to_them() -> None:
     rows = 1000
     assert scratch_bytes([object()], rows, half) == 0
     public = scratch_bytes([attention, attention], rows, half)
-    # The result of span attention is the largest part.
-    assert rows * 4 * 128 * 4 < public < 3 * rows * 4 * 128 * 4
+    # Beside partial results, the result of span attention is the largest part.
+    assert rows * 4 * 128 * 4 < public - PARTIAL_BYTES < 3 * rows * 4 * 128 * 4
     carried = 2 * 4 * 128 * 256 * 4
     delta = scratch_bytes([linear], rows, half)
     assert delta == rows * (4 * 320 * 4 + 2048 * 2) + carried
     assert (
         scratch_bytes([attention, linear, linear], rows, half) == max(public, delta - carried) + 2 * carried
     )
+
+
+def test_partial_results_are_bounded() -> None:
+    """Two requests of many rows over many columns, and one of few, are attended in pieces that are small
+    enough and together are all rows, in order."""
+    counts, columns = [3000, 1, 5000], 40000
+    starts = [0, *np.cumsum(counts).tolist()]
+    points = (ComposePoint(0, 0, columns, False),)
+    plan = StreamPlan(np.arange(9000), 9000, points, np.arange(columns), np.arange(columns), True)
+    stream = StreamTensors.of(plan, CPU)
+    at_rows = [Row(i, starts[i], starts[i + 1], 10, 10 + n) for i, n in enumerate(counts)]
+    step = StepContext([composed_row(row, stream) for row in at_rows], [], CPU)
+    runtime = HypicRuntime(DevicePool(PoolGeometry((), (), 8, 0, 0), CPU), 0.0)
+    pieces = span_pieces(runtime, step, 16, 2, 256, torch.bfloat16)
+    assert len(pieces) > 1
+    at = 0
+    for piece in pieces:
+        assert piece.rows.start == at and piece.plan.rows == piece.rows.stop - at
+        assert piece.plan.token_rows.tolist() == list(range(at, piece.rows.stop))
+        partial = sum(work.partial_rows for work in piece.plan.work)
+        assert partial * 2 * 256 * 4 <= PARTIAL_BYTES or piece.plan.rows <= SHORTEST
+        at = piece.rows.stop
+    assert at == sum(counts)
+    assert span_pieces(runtime, step, 16, 2, 256, torch.bfloat16) is pieces
 
 
 def mixed_step() -> StepContext:

@@ -18,6 +18,7 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
+from vllm_hypic.backends.cuda import rows as shared_rows
 from vllm_hypic.backends.cuda.attention import CUDAAttentionLink, HypicCUDAAttentionImpl
 from vllm_hypic.backends.ops.span_attention import triton_ops
 from vllm_hypic.backends.ops.span_attention.torch_ops import rotate
@@ -252,6 +253,17 @@ def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, table: bool, neox
     world = World(dtype, angles(128) if table else None, neox)
     error = (world.forward().double() - world.expected()).abs().max()
     assert error < LIMITS[dtype], error
+
+
+def test_pieces_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut after every row, across requests."""
+    monkeypatch.setattr(shared_rows, "PARTIAL_BYTES", -1)
+    monkeypatch.setattr(shared_rows, "SHORTEST", 1)
+    world = World(torch.float32, angles(128))
+    error = (world.forward().double() - world.expected()).abs().max()
+    assert error < LIMITS[torch.float32], error
+    pieces: Any = next(value for key, value in world.step.cache.items() if key.startswith("span:pieces"))
+    assert len(pieces) == 8
 
 
 def test_plain_rows_keep_the_bits_of_the_stock_implementation() -> None:

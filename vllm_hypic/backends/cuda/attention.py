@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from ..public import AttentionLink, PublicAttention
-from .rows import PrivateRows, span_plan
+from .rows import PrivateRows, span_pieces
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -149,12 +149,15 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        plan = span_plan(link.runtime, step, self.num_heads, self.num_kv_heads, self.head_size, query.dtype)
-        out, lse = link.ops.attend(
-            query, link.public.key, link.public.value, link.table(), link.neox, plan, self.scale
-        )
         private_lse = self.private_lse(query, kv_cache, metadata, step)
-        link.ops.merge_rows_(output, private_lse, out, lse, plan.token_rows, lse_by_token=False)
+        table, pool = link.table(), link.public
+        for piece in span_pieces(
+            link.runtime, step, self.num_heads, self.num_kv_heads, self.head_size, query.dtype
+        ):
+            out, lse = link.ops.attend(query, pool.key, pool.value, table, link.neox, piece.plan, self.scale)
+            link.ops.merge_rows_(
+                output, private_lse[piece.rows], out, lse, piece.plan.token_rows, lse_by_token=False
+            )
 
     def private_lse(
         self,

@@ -8,6 +8,7 @@ import torch
 
 from ..linear.gdn import HypicGatedDeltaNet
 from ..public import PublicAttention
+from .rows import PARTIAL_BYTES
 
 CARRIED = 2
 """Segment requests that are between two prefill chunks at a time; more take of vLLM's reserve."""
@@ -19,8 +20,6 @@ _CHUNK = 64
 def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> int:
     """What a pass of ``rows`` token rows takes at most in one layer, for layers run one after the other, and
     what interiors carry between passes in all of them.
-
-    Not counted: partial results of attention over many public columns, which depend on the requests.
     """
     working, carried = 0, 0
     for layer in layers:
@@ -33,5 +32,5 @@ def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> in
         elif isinstance(impl := getattr(layer, "impl", None), PublicAttention):
             # The public result and its log-sum-exp; the private one and the rows of the query it is for.
             per_head = impl.head_size * (_FLOAT + 2 * dtype.itemsize) + 2 * _FLOAT
-            working = max(working, rows * impl.num_heads * per_head)
+            working = max(working, rows * impl.num_heads * per_head + PARTIAL_BYTES)
     return working + carried

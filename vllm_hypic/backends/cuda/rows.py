@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PARTIAL_BYTES = 512 << 20
+"""Partial results of span attention that one call may allocate."""
+SHORTEST = 64
+"""Rows of the shortest piece that is still halved, and what pieces are a multiple of."""
+FLOAT_BYTES = torch.float32.itemsize
+
 
 def once(step: StepContext, key: str, make: Callable[[], T]) -> T:
     """The step's value of this name, made by the first layer that asks."""
@@ -26,19 +32,50 @@ def once(step: StepContext, key: str, make: Callable[[], T]) -> T:
     return found
 
 
-def span_plan(
+@dataclass(frozen=True)
+class SpanPiece:
+    """Some of a pass's public rows, attended by one call: ``rows`` of them, in their order."""
+
+    plan: SpanPlan
+    rows: slice
+
+
+def span_pieces(
     runtime: HypicRuntime, step: StepContext, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
-) -> SpanPlan:
-    """How span attention over the step's public rows is divided, for layers with such heads."""
+) -> Sequence[SpanPiece]:
+    """How span attention over the step's public rows is divided, for layers with such heads.
+
+    One piece, but for passes whose partial results would take more than :data:`PARTIAL_BYTES`.
+    """
     public = step.public
     assert public is not None
 
-    def make() -> SpanPlan:
+    def make() -> list[SpanPiece]:
         columns = once(step, "span:columns", lambda: _columns(runtime, public))
-        bounds, visible = public.bounds.numpy(), public.visible.numpy()
-        return SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size, dtype)
 
-    return once(step, f"span:plan:{heads}:{kv_heads}:{head_size}:{dtype}", make)
+        def plan(bounds: np.ndarray, visible: np.ndarray) -> SpanPlan:
+            return SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size, dtype)
+
+        return _pieces(plan, public.bounds.numpy(), public.visible.numpy(), 0)
+
+    return once(step, f"span:pieces:{heads}:{kv_heads}:{head_size}:{dtype}", make)
+
+
+def _pieces(
+    make: Callable[[np.ndarray, np.ndarray], SpanPlan], bounds: np.ndarray, visible: np.ndarray, at: int
+) -> list[SpanPiece]:
+    """Of requests with rows ``bounds [requests, 2]``, the first of which is number ``at`` of the pass; halved
+    until each is small enough."""
+    plan, count = make(bounds, visible), len(visible)
+    partial = sum(work.partial_rows for work in plan.work) * plan.kv_heads * plan.head_size * FLOAT_BYTES
+    if partial <= PARTIAL_BYTES or count <= SHORTEST:
+        return [SpanPiece(plan, slice(at, at + count))]
+    cut = -(-count // (2 * SHORTEST)) * SHORTEST
+    rows = bounds[:, 1] - bounds[:, 0]
+    before = np.clip(cut - (np.cumsum(rows) - rows), 0, rows)
+    middle = bounds[:, 0] + before
+    first, second = np.stack([bounds[:, 0], middle], 1), np.stack([middle, bounds[:, 1]], 1)
+    return _pieces(make, first, visible[:cut], at) + _pieces(make, second, visible[cut:], at + cut)
 
 
 @dataclass(frozen=True)
