@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -338,52 +339,43 @@ def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dea
 
 _STAGES = 2
 
+_TABLES = dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "alive_ptr", "tile_of_ptr"), "*i32")
+_FLOATS = dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32")
+_STRIDES = dict.fromkeys(
+    ("channels", "state_slot", "state_head", "state_v", "out_row", "out_head", "tile_of_slot"), "i32"
+)
+_TYPES = {
+    **_TABLES,
+    **_FLOATS,
+    **_STRIDES,
+    **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
+    "tiles_ptr": "*fp16",
+    "slots_ptr": "*i32",
+    "summaries": "i32",
+    **dict.fromkeys(("tiny", "dead_below"), "fp32"),
+}
+_UNALIGNED = ("slots_ptr", "summaries", "tiny", "dead_below")
+
+
+def _spec(name: str, kernel: Any, given: dict[str, int], warps: int, stages: int) -> KernelSpec:
+    types = {argument: _TYPES[argument] for argument in kernel.arg_names if argument not in given}
+    aligned = tuple(argument for argument in types if argument not in _UNALIGNED)
+    return KernelSpec(name, kernel, types, given, warps, stages, aligned, Limits(mma=1))
+
+
 SPECS = (
-    KernelSpec(
+    _spec(
         "gated_delta capture",
         capture_kernel,
-        {
-            **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
-            **dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32"),
-            **dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "slots_ptr", "alive_ptr"), "*i32"),
-            **dict.fromkeys(("channels", "state_head", "state_v", "out_head", "summaries"), "i32"),
-            **dict.fromkeys(("state_slot", "out_row"), "i64"),
-            "tiny": "fp32",
-        },
         {"state_k": 1, **constants(CHUNKS[-1], 128, 128, 16, 32)},
-        warps=Shape.of(CHUNKS[-1], 128, 128).warps,
-        stages=_STAGES,
-        aligned=(
-            "conv_ptr",
-            "out_ptr",
-            "terms_ptr",
-            "state_ptr",
-            "edges_ptr",
-            "transitions_ptr",
-            "channels",
-            "state_head",
-            "state_v",
-            "state_slot",
-            "out_row",
-            "out_head",
-        ),
-        limit=Limits(mma=1),
+        Shape.of(CHUNKS[-1], 128, 128).warps,
+        _STAGES,
     ),
-    KernelSpec(
+    _spec(
         "gated_delta records",
         records_kernel,
-        {
-            **dict.fromkeys(("edges_ptr", "transitions_ptr", "state_ptr"), "*fp32"),
-            **dict.fromkeys(("summaries_ptr", "alive_ptr", "tile_of_ptr"), "*i32"),
-            "tiles_ptr": "*fp16",
-            **dict.fromkeys(("state_slot", "tile_of_slot"), "i64"),
-            "summaries": "i32",
-            "dead_below": "fp32",
-        },
         {"HEADS": 32, "K": 128, "V": 128, "COLUMNS": RECORD_COLUMNS, "SLICE": _RECORD_SLICE},
-        warps=4,
-        stages=3,
-        aligned=("edges_ptr", "transitions_ptr", "state_ptr", "tiles_ptr", "state_slot"),
-        limit=Limits(mma=1),
+        4,
+        3,
     ),
 )

@@ -176,36 +176,24 @@ _STAGES = {16: 2, 32: 1}
 """By the rows of a chunk: what compiles to the fewest registers. A piece is a chunk or two: there is little
 to load ahead."""
 
+_ALIGNED = {
+    **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
+    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "tile_of_ptr"), "*i32"),
+    "tiles_ptr": "*fp16",
+    **dict.fromkeys(("channels", "state_slot", "state_head", "state_v", "out_row", "out_head"), "i32"),
+    **dict.fromkeys(("record_slot", "tile_of_slot"), "i32"),
+}
+
 SPECS = tuple(
     KernelSpec(
         f"gated_delta compose C={C}",
         compose_kernel,
-        {
-            **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
-            **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
-            **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "slots_ptr", "tile_of_ptr"), "*i32"),
-            "tiles_ptr": "*fp16",
-            **dict.fromkeys(("channels", "state_head", "state_v", "out_head"), "i32"),
-            **dict.fromkeys(("state_slot", "out_row", "record_slot", "tile_of_slot"), "i64"),
-        },
+        {**_ALIGNED, "slots_ptr": "*i32"},
         {"state_k": 1, **constants(C, 128, 128, 16, 32)},
         warps=Shape.of(C, 128, 128).warps,
         stages=_STAGES[C],
-        aligned=(
-            "conv_ptr",
-            "out_ptr",
-            "terms_ptr",
-            "state_ptr",
-            "record_ptr",
-            "tiles_ptr",
-            "channels",
-            "state_head",
-            "state_v",
-            "state_slot",
-            "out_row",
-            "out_head",
-            "record_slot",
-        ),
+        aligned=tuple(_ALIGNED),
         limit=Limits(mma=1),
     )
     for C in CHUNKS

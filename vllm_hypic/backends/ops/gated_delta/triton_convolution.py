@@ -300,48 +300,32 @@ def update_contexts(
 
 _CONTEXT_CHANNELS = 512
 
-_STRIDES = {
-    "x_row": "i64",
-    "cache_slot": "i64",
-    "cache_row": "i64",
-    "tail_slot": "i64",
-    "tail_row": "i64",
-    "channels": "i32",
+_ALIGNED = {
+    **dict.fromkeys(("x_ptr", "cache_ptr", "tail_ptr"), "*bf16"),
+    **dict.fromkeys(("x_row", "cache_slot", "cache_row", "tail_slot", "tail_row", "channels"), "i32"),
 }
-_TABLES = {"slots_ptr": "*i32"}
+_CONVOLVED = {**_ALIGNED, "out_ptr": "*bf16", "weight_ptr": "*fp32", "chunks_ptr": "*i32"}
+_UPDATED = {**_ALIGNED, "contexts_ptr": "*i32"}
 
 SPECS = (
     KernelSpec(
         "gated_delta convolve",
         convolve_kernel,
-        {
-            **dict.fromkeys(("x_ptr", "out_ptr", "cache_ptr", "tail_ptr"), "*bf16"),
-            "weight_ptr": "*fp32",
-            "chunks_ptr": "*i32",
-            **_TABLES,
-            **_STRIDES,
-        },
+        {**_CONVOLVED, "slots_ptr": "*i32"},
         {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS},
         warps=8,
         stages=3,
-        aligned=("x_ptr", "out_ptr", "weight_ptr", *_STRIDES),
+        aligned=tuple(_CONVOLVED),
         limit=Limits(registers=96),
     ),
     KernelSpec(
         "gated_delta contexts",
         contexts_kernel,
-        {
-            "x_ptr": "*bf16",
-            "contexts_ptr": "*i32",
-            "cache_ptr": "*bf16",
-            "tail_ptr": "*bf16",
-            **_TABLES,
-            **_STRIDES,
-        },
+        {**_UPDATED, "slots_ptr": "*i32"},
         {"cache_channel": 1, "TAPS": 4, "BLOCK": _CONTEXT_CHANNELS},
         warps=4,
         stages=3,
-        aligned=("x_ptr", *_STRIDES),
+        aligned=tuple(_UPDATED),
         limit=Limits(registers=128),
     ),
 )

@@ -70,7 +70,7 @@ SPECS = (
         {"BLOCK": BLOCK},
         warps=4,
         stages=3,
-        aligned=("zero_ptr", "before_ptr", "after_ptr", "inner"),
+        aligned=("log_decay_ptr", "zero_ptr", "before_ptr", "after_ptr", "inner", "size"),
         limit=Limits(registers=64),
     ),
 )

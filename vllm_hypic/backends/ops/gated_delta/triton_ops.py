@@ -5,10 +5,11 @@ A step has one plan per operator (`triton_plan`), made on the host and shared by
     run_segments   convolution, chunk terms, scan of [S | T], records, conv contexts      5 kernels
     run_compose    convolution, chunk terms, walk, conv contexts                          4 kernels
 
-whatever the number of requests, pieces and records, and never waits for the device; nor do these numbers change
-what Triton compiles: a layer's kernels depend on its shapes, dtypes and strides and the plan's chunk length. What
-a call allocates for its own use lives until it returns: per token of its rows and value head, at K = V = 128,
-1.2 KiB, and per interior and value head 192 KiB.
+whatever the number of requests, pieces and records, and never waits for the device. What Triton compiles does
+not depend on these numbers either: on the layer's shapes, dtypes and strides and the plan's chunk length.
+
+What a call allocates for its own use lives until it returns: per value head at K = V = 128 about 1.2 KiB for
+a row that it runs, and 192 KiB for an interior.
 
 `gdn_segments` and `gdn_compose` have the signature of the other modules: plan and run in one.
 """

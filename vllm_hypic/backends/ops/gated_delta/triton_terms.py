@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..kernel_spec import KernelSpec, Limits
 from .arguments import Inputs, Weights
-from .triton_plan import ChunkRow, ComposePlan, SegmentPlan
+from .triton_plan import CHUNKS, ChunkRow, ComposePlan, SegmentPlan
 from .triton_products import add_times_few
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
@@ -212,30 +212,28 @@ def chunk_terms(
 WARPS = 4
 SLICE = 32
 
+_ALIGNED = {
+    **dict.fromkeys(("conv_ptr", "a_ptr", "b_ptr"), "*bf16"),
+    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
+    "chunks_ptr": "*i32",
+    **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
+}
+
 SPECS = tuple(
     KernelSpec(
-        f"gated_delta terms {x} C={C} K={K}",
+        f"gated_delta terms C={C}",
         terms_kernel,
+        {**_ALIGNED, **dict.fromkeys(("eps", "scale"), "fp32")},
         {
-            **dict.fromkeys(("conv_ptr", "a_ptr", "b_ptr"), f"*{x}"),
-            **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
-            "chunks_ptr": "*i32",
-            **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
-            **dict.fromkeys(("eps", "scale"), "fp32"),
-        },
-        {
-            "KEY_HEADS": 16,
-            "HEADS": 32,
-            "K": K,
-            "V": K,
+            **{"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128},
             "C": C,
-            "BLOCK": block_floats(C, K, K),
+            "BLOCK": block_floats(C, 128, 128),
             "SLICE": SLICE,
         },
         warps=WARPS,
         stages=3,
-        aligned=("conv_ptr", "a_ptr", "b_ptr", "rate_ptr", "terms_ptr", "channels"),
+        aligned=tuple(_ALIGNED),
         limit=Limits(mma=1),
     )
-    for x, C, K in (("bf16", 32, 128), ("bf16", 16, 128), ("fp16", 32, 64))
+    for C in CHUNKS
 )

@@ -1,0 +1,70 @@
+"""What launches of the gated delta operators would compile to on an H100, recorded without a GPU; a program.
+
+Prints, as JSON, one list per line, as ``record_launches`` does, once for each of several steps that differ in
+the number and length of requests.  The layer is of the size of those of Qwen3-Next and Qwen3.5; nothing is
+compiled or computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from record_launches import H100, record
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights, triton_ops
+from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from vllm_hypic.backends.ops.gated_delta.triton_decay import after_decay
+
+KEY_HEADS, HEADS, K, V, TAPS = 16, 32, 128, 128, 4
+CHANNELS = 2 * KEY_HEADS * K + HEADS * V
+
+
+class Records:
+    def __init__(self) -> None:
+        self.state = torch.empty(1, HEADS, K, V)
+        self.conv_tail = torch.empty(1, TAPS - 1, CHANNELS, dtype=torch.bfloat16)
+        self.tiles = torch.empty(1, K, K, dtype=torch.float16)
+        self.tile_of = torch.empty(1, HEADS, dtype=torch.int32)
+
+
+def step(requests: int, rows: int) -> None:
+    """So many segment requests of so many rows, every other cut; as many composed ones, of such pieces."""
+    tokens = requests * rows
+    bf16 = torch.bfloat16
+    gates = torch.empty(tokens, 2 * HEADS, dtype=bf16)
+    b, a = gates.chunk(2, dim=-1)
+    x = Inputs(torch.empty(tokens, CHANNELS, dtype=bf16), a, b)
+    head = torch.zeros(HEADS)
+    weights = Weights(torch.zeros(TAPS, CHANNELS), None, head, head, KEY_HEADS, 1e-6)
+    # As vLLM has them on CUDA: states [V, K]; the batch's slots may begin anywhere.
+    state = torch.empty(1, HEADS, V, K).transpose(2, 3)
+    slots = torch.zeros(requests + 1, dtype=torch.int32)[requests % 2 :]
+    caches = Caches(slots, torch.empty(1, TAPS - 1, CHANNELS, dtype=bf16), state)
+    out, records = torch.empty(tokens, HEADS, V, dtype=bf16), Records()
+    segments, rows_of, ops = [], [], []
+    carries: Sequence[Carry] = [Carry.beside(records.state) for _ in range(requests)]
+    for i in range(requests):
+        first, stop, cut = i * rows, (i + 1) * rows, i % 2
+        segments.append(SegmentRow(i, cut, first, stop, first, stop, 0, 0, 1 - cut, 1, 0, i if cut else -1))
+        ops.append(ComposeOp(first, rows, 0, Mode.TRANSITION))
+        rows_of.append(ComposeRow(i, cut, i, i + 1))
+    cpu = torch.device("cpu")
+    plan = triton_ops.plan_segments(pack(segments, SegmentRow), cpu)
+    triton_ops.run_segments(plan, x, weights, caches, out, records, carries)
+    composing = triton_ops.plan_compose(pack(rows_of, ComposeRow), pack(ops, ComposeOp), cpu)
+    triton_ops.run_compose(composing, x, weights, caches, out, records)
+
+
+def main() -> None:
+    driver.set_active(H100())
+    JITFunction._do_compile = record
+    for requests, rows in ((1, 16), (1, 40), (3, 16), (3, 50), (16, 16), (16, 64)):
+        step(requests, rows)
+    after_decay(torch.zeros(HEADS), *torch.zeros(2, HEADS, K, V))
+
+
+if __name__ == "__main__":
+    main()
