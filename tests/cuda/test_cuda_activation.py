@@ -23,16 +23,23 @@ from vllm_hypic.activation import CUDA_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.backends.cuda import support
 from vllm_hypic.config import ConfigError, HypicConfig
 from vllm_hypic.segment_parallel.config import ParallelConfig
+from vllm_hypic.tokenizer import TOKENS_ENV
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class CUDA:
-    """What the plugin asks of vLLM's platform."""
+    """What the plugin asks of vLLM's platform; for all else it is this machine's."""
 
     device_name = device_type = "cuda"
     capability = 90
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
     def is_cpu(self) -> bool:
         return False
@@ -56,9 +63,12 @@ def made() -> VllmConfig:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
-    platform = CUDA()
+    platform = CUDA(vllm.platforms.current_platform)
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    monkeypatch.delenv(RUNNER, raising=False)
+    # Set first, so that what the code under test sets is undone, too.
+    for name in (RUNNER, TOKENS_ENV):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     return platform
 
 
@@ -185,6 +195,14 @@ def test_models_that_are_not_supported(
     config.model_config = SimpleNamespace(**{**said, name: value})  # type: ignore[assignment]
     reason = support.refusal(config, HypicConfig())
     assert reason is not None and says in reason
+
+
+def test_kept_memory_sizes_are_refused(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    reason = support.refusal(config, HypicConfig())
+    assert reason is not None and reason.startswith("VLLM_ENABLE_STARTUP_PLAN=1")
 
 
 def test_old_devices_are_refused(cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import vllm.envs as envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,6 +89,8 @@ def _execution(config: VllmConfig) -> Iterator[str]:
     backend = additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
     if backend is not None and str(backend).strip().lower() not in ("auto", "triton", "flashinfer"):
         yield f"gdn_prefill_backend={backend!r}: expected 'auto', 'triton' or 'flashinfer'"
+    if envs.VLLM_ENABLE_STARTUP_PLAN:
+        yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that it keeps do not know of the public pool; unset it"
 
 
 def _options(options: HypicConfig) -> Iterator[str]:

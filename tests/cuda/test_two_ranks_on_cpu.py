@@ -1,0 +1,45 @@
+"""Two ranks, one directory: vLLM's tensor parallelism with real processes, on the CPU.
+
+What is shared with CUDA is shown: every rank holds its heads of every record, and all act alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_hypic.bench.random_models import save_hybrid_model
+
+
+def answers(model: Path, ranks: int) -> Any:
+    script = Path(__file__).parent / "two_ranks.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), str(ranks)],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert found, done.stdout[-4000:] + done.stderr[-4000:]
+    return json.loads(found[-1].removeprefix("FOUND "))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.slow
+@pytest.mark.engine
+def test_two_ranks_answer_like_one(tmp_path: Path) -> None:
+    # Untied: with tied embeddings a random model only repeats its last token.
+    model = save_hybrid_model(tmp_path / "model", tie=False)
+    one, two = (answers(model, ranks) for ranks in (1, 2))
+    cold, warm = two["tokens"]
+    assert cold == warm == one["tokens"][0]
+    assert two["cached"] == one["cached"] and two["cached"][1] > two["cached"][0]
+    assert two["calls"] == one["calls"] * 2 and two["calls"][0]["compose"]
