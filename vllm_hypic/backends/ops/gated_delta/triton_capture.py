@@ -337,7 +337,7 @@ def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dea
     )
 
 
-_STAGES = 2
+_STAGES = 3
 
 _TABLES = dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "alive_ptr", "tile_of_ptr"), "*i32")
 _FLOATS = dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32")
@@ -360,7 +360,7 @@ _UNALIGNED = ("slots_ptr", "summaries", "tiny", "dead_below")
 def _spec(name: str, kernel: Any, given: dict[str, int], warps: int, stages: int) -> KernelSpec:
     types = {argument: _TYPES[argument] for argument in kernel.arg_names if argument not in given}
     aligned = tuple(argument for argument in types if argument not in _UNALIGNED)
-    return KernelSpec(name, kernel, types, given, warps, stages, aligned, Limits(mma=1))
+    return KernelSpec(name, kernel, types, given, warps, stages, aligned, Limits(mma=1, stack=16))
 
 
 SPECS = (
