@@ -24,9 +24,11 @@ from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
 from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, pack
+from vllm_hypic.connector import pool as pool_module
 from vllm_hypic.connector.geometry import LinearGeometry, PoolGeometry
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.connector.pool import DevicePool
+from vllm_hypic.connector.record_tiles import DeviceTiles
 from vllm_hypic.connector.runtime import HypicRuntime
 from vllm_hypic.connector.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
 
@@ -95,8 +97,14 @@ def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_ou
 
 
 def geometry(slots: int) -> PoolGeometry:
-    linear = LinearGeometry(NAME, HEADS, K, V, TAPS - 1, CHANNELS, torch.float32)
-    return PoolGeometry((), (linear,), page_tokens=8, pages=0, slots=slots, tiles=4 * HEADS)
+    """Of two layers: on a device their tiles stand side by side in one table."""
+    linear = [
+        LinearGeometry(name, HEADS, K, V, TAPS - 1, CHANNELS, torch.float32) for name in ("before", NAME)
+    ]
+    return PoolGeometry((), tuple(linear), page_tokens=8, pages=0, slots=slots, tiles=TILES)
+
+
+TILES = 4 * 2 * HEADS
 
 
 class World:
@@ -185,7 +193,7 @@ class World:
         core = torch.zeros(self.tokens + 2, HEADS, V)
         context = ForwardContext(
             no_compile_layers={NAME: self.layer},
-            attn_metadata={NAME: self.metadata},
+            attn_metadata={"before": self.metadata, NAME: self.metadata},
             slot_mapping={},
         )
         with override_forward_context(context):
@@ -201,7 +209,7 @@ class World:
         mine, theirs = pool.linear[NAME], self.pool.linear[NAME]
         for name in ("state", "conv_tail", "tiles", "tile_of"):
             getattr(mine, name).copy_(getattr(theirs, name))
-        mine.tile_of[2] = torch.arange(3 * HEADS, 4 * HEADS)
+        mine.tile_of[2] = torch.arange(TILES - HEADS, TILES)  # nobody's
         records = SimpleNamespace(
             state=mine.state.double(),
             conv_tail=mine.conv_tail,
@@ -231,8 +239,11 @@ class World:
 
 
 @pytest.fixture(autouse=True)
-def _stock_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QwenGatedDeltaNetAttention, "_forward_core", stock_core)
+    monkeypatch.setattr(
+        pool_module, "HostTiles", lambda pool, heads, slots: DeviceTiles(pool, heads, slots, CPU)
+    )
 
 
 def test_a_mixed_batch_is_computed_as_its_programs_say() -> None:
