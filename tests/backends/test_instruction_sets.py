@@ -19,8 +19,12 @@ AGAIN = [TESTS / "backends" / "test_span_attention.py", TESTS / "linear" / "test
 
 
 def run(isa: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """``python -m``, with this ``HYPIC_ISA``: the choice is made once per process."""
-    environment = {**os.environ, "HYPIC_ISA": isa}
+    """``python -m``, with this ``HYPIC_ISA``: the choice is made once per process.
+
+    One thread: what threads do is the same in all instruction sets, and waiting for each other takes them
+    longer than these small tensors.
+    """
+    environment = {**os.environ, "HYPIC_ISA": isa, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
