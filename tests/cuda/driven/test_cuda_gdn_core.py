@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,11 +108,17 @@ def geometry(slots: int) -> PoolGeometry:
 TILES = 4 * 2 * HEADS
 
 
+ALL = ((5, 1), (9, 1), (3, 20), (2, 11), (0, 6))
+"""Of each request: tokens behind it, tokens in this pass; decodes first, as vLLM orders a batch."""
+DECODES = ((5, 1), (9, 1), (3, 8), (2, 11))
+"""Nothing is left to stock code but decodes: the composed request stays before the next block boundary."""
+
+
 class World:
     """One layer and a batch: two decodes, a composed prefill that passes a block boundary, a segment request
     whose interior ends, a plain prefill, and poisoned padding."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: Sequence[tuple[int, int]] = ALL) -> None:
         gen = torch.Generator().manual_seed(3)
 
         def normal(*size: int) -> Tensor:
@@ -129,11 +136,10 @@ class World:
         layer.stock_rows = 0
         self.layer = layer
 
-        # (tokens behind it, tokens in this pass); decodes first, as vLLM orders a batch.
-        self.lengths = [(5, 1), (9, 1), (3, 20), (2, 11), (0, 6)]
+        self.lengths = lengths
         computed, scheduled = (np.array(part) for part in zip(*self.lengths, strict=True))
         self.starts = [0, *np.cumsum(scheduled).tolist()]
-        self.slots = torch.tensor([4, 1, 7, 2, 5], dtype=torch.int32)
+        self.slots = torch.tensor([4, 1, 7, 2, 5][: len(lengths)], dtype=torch.int32)
         tokens = self.starts[-1]
         self.tokens = tokens
 
@@ -175,7 +181,7 @@ class World:
         )
         layer.hypic_runtime = self.runtime
         self.metadata = GDNAttentionMetadata(
-            num_prefills=3,
+            num_prefills=len(lengths) - 2,
             num_prefill_tokens=tokens - 2,
             num_decodes=2,
             num_decode_tokens=2,
@@ -226,7 +232,7 @@ class World:
             ComposeOp(first + 6, stop - first - 6, -1, Mode.NONE),
         ]
         rows = [ComposeRow(2, 1, 0, 3)]
-        for i in (0, 1, 4):
+        for i in (0, 1, 4)[: len(self.lengths) - 2]:
             rows.append(ComposeRow(i, int(self.lengths[i][0] > 0), len(ops), len(ops) + 1))
             ops.append(ComposeOp(self.starts[i], self.lengths[i][1], -1, Mode.NONE))
         program = pack(rows, ComposeRow), pack(ops, ComposeOp)
@@ -246,8 +252,9 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_mixed_batch_is_computed_as_its_programs_say() -> None:
-    world = World()
+@pytest.mark.parametrize("lengths", [ALL, DECODES], ids=["prefills", "decodes"])
+def test_a_mixed_batch_is_computed_as_its_programs_say(lengths: Sequence[tuple[int, int]]) -> None:
+    world = World(lengths)
     out, caches, _ = world.expected()
     ours = world.run(world.step)
     assert (ours.double() - out).abs().max() < LIMIT
