@@ -119,7 +119,11 @@ class Reach:
     def check(
         self, x: Inputs, caches: Caches, out: Tensor, records: Records, carries: Sequence[Carry] = ()
     ) -> None:
-        """Raises `IndexError` where a program leaves the tensors of a layer."""
+        """Raises `IndexError` where a program leaves the tensors of a layer, `ValueError` where these have
+        elements apart that the kernels take for neighbours."""
+        for what, tensor in (("mixed", x.mixed), ("a", x.a), ("b", x.b), ("out", out)):
+            if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                raise ValueError(f"{what} has strides {tensor.stride()}: the last must be 1")
         for what, needed, given in (
             ("token rows of the inputs", self.rows, min(len(x.mixed), len(x.a), len(x.b))),
             ("token rows of the outputs", self.rows, len(out)),
