@@ -7,6 +7,7 @@ pretended.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,12 @@ import torch
 import vllm.platforms
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_hypic import activation
 from vllm_hypic.activation import CUDA_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.backends.cuda import support
+from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionBackend
 from vllm_hypic.config import ConfigError, HypicConfig
 from vllm_hypic.segment_parallel.config import ParallelConfig
 from vllm_hypic.tokenizer import TOKENS_ENV
@@ -93,6 +96,19 @@ def test_the_backend_alone_chooses_everything(cuda: CUDA) -> None:
     assert args.kv_transfer_config is not None and args.kv_transfer_config.kv_connector == "HypicConnector"
     # In the environment, so that the engine's processes have it, too.
     assert os.environ[RUNNER] == "0"
+
+
+def test_the_backends_name_stands_for_flash_attention(cuda: CUDA) -> None:
+    """The module where vLLM looks the class up, imported anew under another name."""
+    here = importlib.util.find_spec("vllm_hypic.backends.attention")
+    assert here is not None and here.origin is not None
+    anew = importlib.util.spec_from_file_location("vllm_hypic.backends.attention_on_cuda", here.origin)
+    assert anew is not None and anew.loader is not None
+    module = importlib.util.module_from_spec(anew)
+    anew.loader.exec_module(module)
+    assert module.HypicAttentionBackend is HypicCUDAAttentionBackend
+    path = ".".join(HypicCUDAAttentionBackend.full_cls_name())
+    assert resolve_obj_by_qualname(path) is HypicCUDAAttentionBackend
 
 
 @pytest.mark.parametrize("given", ["0", "1"])
