@@ -54,7 +54,6 @@ test: lint triton
 	$(BIN)/python -m pytest -m "not slow" --durations=30
 
 test-slow: $(READY)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/triton
 	$(BIN)/python -m pytest -m slow
 
 check: lint triton
@@ -62,7 +61,7 @@ check: lint triton
 
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.
 triton: $(READY)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not slow" tests/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -10,10 +10,14 @@ collected.  This folder must never become a package: its name would hide triton 
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 import triton
+from compilations import COMPILATIONS, Compilation
 
 INTERPRETED = triton.knobs.runtime.interpret
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -47,3 +51,28 @@ def device() -> torch.device:
 def compiler_environment() -> dict[str, str]:
     """The environment of a process that compiles kernels instead of interpreting them."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of compilations come last: kernels are compiled while others are interpreted."""
+    items.sort(key=lambda item: "compiled" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiling(
+    request: pytest.FixtureRequest, compiler_environment: dict[str, str]
+) -> Iterator[dict[Compilation, Future[subprocess.CompletedProcess[str]]]]:
+    """Compilations that are under way in processes of their own, if a test wants them."""
+    wanted = any("compiled" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        yield {one: worker.submit(one.run, compiler_environment) for one in COMPILATIONS if wanted}
+        worker.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def compiled(
+    _compiling: dict[Compilation, Future[subprocess.CompletedProcess[str]]],
+) -> dict[Compilation, Future[subprocess.CompletedProcess[str]]]:
+    """What ``python -m vllm_hypic.backends.ops.compiled`` says of each operator and architecture."""
+    return _compiling

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-
-from vllm_hypic.backends import ops
-from vllm_hypic.backends.ops.kernel_spec import ARCHITECTURES, SM90
+from compilations import COMPILATIONS, Compilation
 
 PLANTED = """
 import sys
@@ -38,18 +36,14 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [SM90, *(pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES if a != SM90)],
-)
-@pytest.mark.parametrize("operator", [m.name for m in pkgutil.iter_modules(ops.__path__) if m.ispkg])
+@pytest.mark.parametrize("one", COMPILATIONS, ids=str)
 def test_kernels_keep_their_limits(
-    operator: str, architecture: int, compiler_environment: dict[str, str]
+    one: Compilation, compiled: dict[Compilation, Future[subprocess.CompletedProcess[str]]]
 ) -> None:
-    program = ("-m", "vllm_hypic.backends.ops.compiled", "--arch", str(architecture))
-    done = run(compiler_environment, *program, operator)
+    done = compiled[one].result()
+    print(done.stdout)  # the table: pytest -s
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf" {architecture} +\d+ ", done.stdout)
+    assert re.search(rf" {one.architecture} +\d+ ", done.stdout)
 
 
 @pytest.mark.parametrize(
