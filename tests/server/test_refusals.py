@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic import register
-from vllm_hypic.activation import CONNECTOR, SCHEDULER, WORKER, choose
+from vllm_hypic.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose
 from vllm_hypic.config import ConfigError
 from vllm_hypic.demo import EXAMPLE
 from vllm_hypic.serving import Server, ServerError
@@ -50,7 +50,7 @@ REFUSALS = {
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         "speculative decoding is not supported; drop --speculative-config",
     ),
-    "another worker": ({"worker_cls": "my.Worker"}, f"needs --worker-cls {WORKER}, got 'my.Worker'"),
+    "another worker": ({"worker_cls": "my.Worker"}, f"needs --worker-cls {CPU_WORKER}, got 'my.Worker'"),
     "another scheduler": ({"scheduler_cls": "my.Scheduler"}, f"needs --scheduler-cls {SCHEDULER}"),
     "pipeline parallel": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: expected 1"),
 }
@@ -67,7 +67,7 @@ def test_refused_with_the_way_out(case):
 def test_the_name_of_the_backend_switches_everything_on():
     args = arguments()
     assert choose(args)
-    assert args.scheduler_cls == SCHEDULER and args.worker_cls == WORKER
+    assert args.scheduler_cls == SCHEDULER and args.worker_cls == CPU_WORKER
     # In vLLM's hash of compiled models, so that they differ from a stock engine's.
     assert args.additional_config["hypic"]["link"] == "hypic"
     assert args.kv_transfer_config.kv_connector == CONNECTOR
