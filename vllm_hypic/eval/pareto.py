@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ COLOUR_OF = {
     "epic": "#9467bd",
     "block": "#8c564b",
 }
+OTHERS = ("#ff7f0e", "#e377c2", "#bcbd22", "#000000")
+"""Lines that have no colour of their own, in turns."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,29 @@ def plot(path: Path, drawn: Sequence[Panel], *, title: str, metric: Metric) -> N
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    colours = _colours(drawn)
     for axis, panel in zip(axes, drawn, strict=False):
-        _draw(axis, panel, metric)
+        _draw(axis, panel, metric, colours)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
+    # One for all panels, below them: inside it would hide points.
+    shown = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2 * columns, fontsize=8)
     figure.savefig(path, dpi=120, format="png")
 
 
-def _draw(axis: Any, panel: Panel, metric: Metric) -> None:
+def _colours(drawn: Sequence[Panel]) -> dict[str, str]:
+    """By line, the same in all panels."""
+    lines = dict.fromkeys(p.line for panel in drawn for p in panel.points)
+    others = itertools.cycle(OTHERS)
+    return {line: COLOUR_OF.get(line) or next(others) for line in lines}
+
+
+def _draw(axis: Any, panel: Panel, metric: Metric, colours: Mapping[str, str]) -> None:
     if panel.noise is not None:
         low, high = min(panel.noise.low, 0.0), max(panel.noise.high, 0.0)
         axis.axhspan(low, high, color="grey", alpha=0.15, label="full recompute, other chunks")
@@ -137,7 +155,7 @@ def _draw(axis: Any, panel: Panel, metric: Metric) -> None:
             capsize=2,
             elinewidth=0.8,
             label=line,
-            color=COLOUR_OF.get(line),
+            color=colours[line],
         )
         for p in points:
             if p.line != p.method:
@@ -154,4 +172,3 @@ def _draw(axis: Any, panel: Panel, metric: Metric) -> None:
     axis.set_xlabel(panel.x_label)
     axis.set_ylabel(f"{metric.value}, points to full recompute")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
