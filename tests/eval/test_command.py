@@ -118,7 +118,7 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     assert report["results"]["complete"]
     assert report["settings"]["seed"] == 0
     assert report["settings"]["shapes"] == {"two": [6, 96]}
-    assert report["settings"]["model"] == f"{EXAMPLE.name}/model"
+    assert report["settings"]["model"] == EXAMPLE.name
     assert names["found.png"].read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in names["found.jsonl"].read_text().splitlines()]
     assert len(lines) == 13 * 7
