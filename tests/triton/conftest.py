@@ -34,7 +34,12 @@ if not RUNS:
     collect_ignore_glob = ["test_*.py"]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+TABLES = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for table in config.stash.get(TABLES, []):
+        terminalreporter.write_line(table)
     if not RUNS:
         terminalreporter.write_line(
             "tests/triton: not run here; without a GPU: TRITON_INTERPRET=1 pytest tests/triton"
@@ -68,6 +73,12 @@ def _compiling(
     with ThreadPoolExecutor(max_workers=1) as worker:
         yield {one: worker.submit(one.run, compiler_environment) for one in COMPILATIONS if wanted}
         worker.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def tables(request: pytest.FixtureRequest) -> list[str]:
+    """Tables that are printed when all tests are through."""
+    return request.config.stash.setdefault(TABLES, [])
 
 
 @pytest.fixture
