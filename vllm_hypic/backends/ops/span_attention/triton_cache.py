@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernel_spec import SM90, KernelSpec, Limits
+from ..kernel_spec import KernelSpec, Limits
 from .triton_kernels import LOG2_E
 from .triton_tiles import SMALLEST, dot_precision
 
@@ -174,6 +174,5 @@ SPECS = (
             *("block_table", "table_stride", "tiles", "lse"),
         ),
         limit=Limits(mma=1),
-        architectures=(SM90,),
     ),
 )

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernel_spec import SM90, KernelSpec
+from ..kernel_spec import KernelSpec
 from .triton_tiles import HeadTiles, load_angles, load_pairs, load_span
 
 ROWS = 16
@@ -174,7 +174,6 @@ def _spec(name: str, size: int, rotary_dim: int, neox: bool) -> KernelSpec:
         warps=4,
         stages=3,
         aligned=(*tensors, *strides),
-        architectures=(SM90,),
     )
 
 

@@ -402,6 +402,5 @@ SPECS = (
         warps=4,
         stages=3,
         aligned=("merges", "part_out", "part_lse", "out", "lse"),
-        architectures=(SM90,),
     ),
 )

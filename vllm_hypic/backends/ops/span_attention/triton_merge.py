@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernel_spec import SM90, KernelSpec
+from ..kernel_spec import KernelSpec
 
 ROWS = 16
 """Rows of one head that a program takes."""
@@ -132,6 +132,5 @@ SPECS = (
             *("output", "output_stride", "output_head_stride", "output_lse"),
             *("other", "other_lse", "token_rows"),
         ),
-        architectures=(SM90,),
     ),
 )

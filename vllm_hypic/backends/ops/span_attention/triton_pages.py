@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernel_spec import SM90, KernelSpec
+from ..kernel_spec import KernelSpec
 
 BLOCK = 1024
 """Elements of one slot that a program copies."""
@@ -113,6 +113,5 @@ SPECS = (
         warps=4,
         stages=3,
         aligned=("pool_key", "pool_value", "key", "value"),
-        architectures=(SM90,),
     ),
 )
