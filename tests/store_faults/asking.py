@@ -131,6 +131,8 @@ class PlainStream:
         self._over = threading.Event()
         self._times: list[float] = []
         self._standstills: list[tuple[float, float]] = []
+        self._woken = 0.0
+        """When the ticker ran last: of standstills it knows up to then."""
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._stream_on, name="plain client")
         self._ticker = threading.Thread(target=self._tick, name="ticker")
@@ -160,6 +162,7 @@ class PlainStream:
             woken = time.monotonic()
             if woken - due > self._TICK_S:
                 self._standstills.append((due, woken))
+            self._woken = woken
 
     def _stream_on(self) -> None:
         try:
@@ -186,6 +189,8 @@ class PlainStream:
 
     def gaps(self, start: float, end: float) -> Gaps:
         """Between tokens, and between ``start`` or ``end`` and the nearest token."""
+        while self._woken < end:  # after a standstill its own caller may be woken first
+            time.sleep(self._TICK_S)
         times = [start, *(t for t in list(self._times) if start < t < end), end]
         still = list(self._standstills)
         return Gaps([b - a - _overlap(still, a, b) for a, b in itertools.pairwise(times)])

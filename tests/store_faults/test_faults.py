@@ -84,7 +84,6 @@ class Felt:
 
 
 def keep_one_waiting(stand: Stand, spoil: Callable[[Stand], None], mend: Callable[[Stand], None]) -> Felt:
-    stand.recover("redis")
     old, _ = stand.kept("redis", "lmcache")
     stand.push_out()
     before = settled(stand.server)
@@ -103,6 +102,7 @@ def keep_one_waiting(stand: Stand, spoil: Callable[[Stand], None], mend: Callabl
             stand.read_back(old, "lmcache", before)
         finally:
             mend(stand)
+    stand.recover("redis")
     return Felt(ended - started, faults_of(down) - faults_of(before), gaps, quiet)
 
 
@@ -125,7 +125,6 @@ def test_a_tier_that_keeps_one_waiting(
     # Two tiers share the deadline: an engine that waits for the one that hangs gives no token for half of it.
     assert felt.gaps.longest < max(DEADLINE_S / 4, 3 * felt.quiet.longest), felt
     assert felt.gaps.median < max(DEADLINE_S / 20, 3 * felt.quiet.median), felt
-    stand.recover("redis")
 
 
 @contextmanager
