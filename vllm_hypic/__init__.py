@@ -13,10 +13,10 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from .patches import backend_name, cpu_backend_choice, engine_args, request_check
+    from .patches import backend_name, cpu_backend_choice, engine_args, engine_inbox, request_check
     from .tokenizer import register_mode
 
-    for patch in (backend_name, cpu_backend_choice, engine_args, request_check):
+    for patch in (backend_name, cpu_backend_choice, engine_args, engine_inbox, request_check):
         patch.apply()
     if "HypicConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(

@@ -7,8 +7,8 @@ synchronous or the asynchronous variant, as the engine is configured.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
+from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -33,6 +33,7 @@ from .connector.commands import (
 from .connector.desk import Desk
 from .connector.directory import Lookup
 from .connector.scheduler_side import Ask, SchedulerSide, SegmentJob
+from .naps import Naps, watch_landings
 from .primitives.options import PUSH_TO, Transfer
 from .primitives.plan import PromptError, PromptPlan
 from .primitives.policies import LinkError
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
     from .segment_parallel.events import Publisher
 
 logger = init_logger("vllm.hypic.scheduler")
-
-_NAP_SHARE, _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.02, 0.001, 0.02
-"""Between steps in which nothing runs while records of other instances are awaited: a share of the wait
-so far.  Without naps the loop would take the core from those who compute them; a step takes 1 to 2 ms."""
 
 
 class _HypicMixin(Scheduler):
@@ -82,7 +79,13 @@ class _HypicMixin(Scheduler):
         )
         self._desk.start()
         self._publisher = self._open_publisher()
-        self._idle_since: float | None = None
+        self._naps = Naps()
+        self._ran = True
+        """Something ran in the last step, or has come in since."""
+
+    def take_inbox(self, inbox: Queue[Any]) -> None:
+        """``patches/engine_inbox.py`` tells where the engine's requests come in."""
+        self._naps = Naps(inbox, watch_landings)
 
     def _open_publisher(self) -> Publisher | None:
         """Tells routers what is cached here."""
@@ -153,6 +156,7 @@ class _HypicMixin(Scheduler):
         }
 
     def add_request(self, request: Request) -> None:
+        self._ran = True
         if request.request_id not in self.requests and request.prompt_token_ids is not None:
             command = _take_command(request)
             if command is not None and not isinstance(command, Compile):
@@ -239,21 +243,16 @@ class _HypicMixin(Scheduler):
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._ran or not self.hypic.awaiting:
+            self._naps.over()
+        else:
+            self._naps.take(sound=not self.hypic.pushing)
         for job in self.hypic.pump():
             super().add_request(self._segment_request(job))
         output = super().schedule(*args, **kwargs)
         self._publish()
-        if output.total_num_scheduled_tokens or not self.hypic.awaiting:
-            self._idle_since = None
-        else:
-            self._nap()
+        self._ran = bool(output.total_num_scheduled_tokens)
         return output
-
-    def _nap(self) -> None:
-        now = time.monotonic()
-        if self._idle_since is None:
-            self._idle_since = now
-        time.sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, _NAP_SHARE * (now - self._idle_since))))
 
     def _segment_request(self, job: SegmentJob) -> Request:
         owner = self.requests[job.for_request]

@@ -57,6 +57,20 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     on.directory.check_integrity()
 
 
+def test_nobody_naps_before_what_came_was_looked_at() -> None:
+    on = parallel_side()
+    admit(on, "r", 0, 1, hypic_remote=[0, 1])
+    assert on.pump() == []
+    first, second = step(on).awaited
+    assert on.awaiting
+    say(on, missed=(first.serial,))
+    assert not on.awaiting, "a record is to be computed"
+    (job,) = on.pump()
+    assert on.awaiting and job.token_ids == DOCUMENTS[0]
+    say(on, taken=(second.serial,))
+    assert not on.awaiting
+
+
 def test_what_does_not_come_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     on = parallel_side()
     admit(on, "r", 0, 1, hypic_remote=[0, 1], hypic_remote_deadline_s=5)

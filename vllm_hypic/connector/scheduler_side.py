@@ -119,6 +119,8 @@ class SchedulerSide:
         self.upkeep = Upkeep(config, geometry, self.directory)
         self.counters = HypicCounters()
         self._loads, self._pushes = Loads(ranks), Pushes()
+        self._news = False
+        """A load has ended since the last :meth:`pump`."""
         self._composed: dict[str, _Composed] = {}
         self._pending: OrderedDict[str, None] = OrderedDict()
         self._captures: dict[str, _Capture] = {}
@@ -209,6 +211,7 @@ class SchedulerSide:
         Strictly in order: nobody overtakes a request that waits for room, so it cannot starve, and
         every plan fits the empty pool, so it cannot wait for ever.
         """
+        self._news = False
         self.upkeep.drop_expired()
         self._loads.give_up_late()
         jobs = [self._job(key, owner) for key, owner in self._take_lost()]
@@ -246,8 +249,14 @@ class SchedulerSide:
 
     @property
     def awaiting(self) -> bool:
-        """Whether records are on their way from other instances, and none from the store."""
-        return self._loads.awaiting
+        """Whether there is nothing to do but to wait for records of other instances: none comes from the
+        store, and of none it became known since the last :meth:`pump` that it is here, or will not come."""
+        return self._loads.awaiting and not self._news
+
+    @property
+    def pushing(self) -> bool:
+        """Whether records are on their way to other instances."""
+        return bool(self._pushes)
 
     def _count(self, composed: _Composed) -> None:
         """It is known which of the request's records were reused."""
@@ -451,6 +460,7 @@ class SchedulerSide:
         load = self._loads.reported(serial, count)
         if load is None:
             return
+        self._news = True
         self._decide(load.key, found=load.found)
         if load.remote:
             self.counters.segments_landed += load.found

@@ -169,6 +169,14 @@ class WorkerSide:
         news = report.tiles or report.loads or report.handed or report.store or report.pushed
         return report if news else None
 
+    def watch_landings(self, wake: Callable[[], None]) -> bool:
+        """Have ``wake`` called, by another thread, for each awaited record that has landed, or will not; it
+        must not wait.  False: no records of other instances are taken here."""
+        if self.transfer is None:
+            return False
+        self.transfer.landing.on_landed = wake
+        return True
+
     def close(self) -> None:
         """The engine ends: what the store still has to write is written, for a bounded time."""
         if self.transfer is not None:

@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -252,15 +252,18 @@ class InstanceView:
 class Subscription:
     """Keeps :attr:`view` of the instance that publishes at ``url``; also while nobody is there yet."""
 
-    def __init__(self, url: str, secret: Secret | None) -> None:
-        """Raises :class:`ConfigError` when ``url`` is no ``tcp://ADDRESS:PORT``."""
+    def __init__(self, url: str, secret: Secret | None, on_change: Callable[[], None] = lambda: None) -> None:
+        """``on_change`` is called when names in the view have changed.
+
+        Raises :class:`ConfigError` when ``url`` is no ``tcp://ADDRESS:PORT``.
+        """
         self.url = url
         self.view = InstanceView()
         self.ignored = 0
         """Messages that were none, or not for us."""
         self.snapshots = 0
         """That were applied."""
-        self._secret = secret
+        self._secret, self._on_change = secret, on_change
         self._seq: int | None = None  # None: a snapshot is needed
         self._topic = b""
         self._asked_at = 0.0
@@ -343,6 +346,7 @@ class Subscription:
                 view._forget(message.boot)
                 self._seq = None
                 return
+            self._on_change()
         view._now_right(message)
 
     def _collect(self, part: Snapshot) -> None:
@@ -367,4 +371,5 @@ class Subscription:
         self.view._replace(part.boot, resident, pending)
         self.view._now_right(part)
         self._seq = part.seq
+        self._on_change()
         self.snapshots += 1

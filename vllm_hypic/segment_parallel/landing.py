@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,6 +162,8 @@ class Landing:
         """Name and peer of what may still come late."""
         self._withdrawn = Recent(MOST_WITHDRAWN, WITHDRAWAL_S)
         self._landed: deque[Landed] = deque()
+        self.on_landed: Callable[[], None] = lambda: None
+        """Called by the landing's thread when there is more for ``poll``; it must not wait."""
         self._counts = LandingCounts()
         self._to_send: deque[tuple[bytes, wire.Reply]] = deque()
         self._to_grant: deque[str] = deque()
@@ -319,6 +322,7 @@ class Landing:
                 self._closing = True
                 for name in self._expected:
                     self._landed.append(Landed(name, False, 0, 0.0, "the landing is closed"))
+                self.on_landed()
                 self._expected.clear()
 
     def _tick_ms(self) -> int:
@@ -496,6 +500,7 @@ class Landing:
                 self._counts = replace(self._counts, withdrawn=self._counts.withdrawn + 1)
                 reason = f"withdrawn by the router at {self._address(peer)}"
                 self._landed.append(Landed(name, False, 0, 0.0, reason))
+                self.on_landed()
             else:
                 self._withdrawn.add(name, now)
         self._do_what_the_owner_wants()
@@ -531,6 +536,7 @@ class Landing:
                 self._stop_expecting(name)
                 self._settled.add(name, now)
                 self._landed.append(Landed(name, True, going.nbytes, now - going.since, ""))
+                self.on_landed()
                 self._do_what_the_owner_wants()
             else:
                 self._refuse(peer, name, reason)

@@ -25,8 +25,6 @@ Withdraw = Callable[[str, str, Sequence[str]], Awaitable[None]]
 
 _LOOK_S = 0.5
 """How often the time after which a segment is late is reckoned anew: speeds get known meanwhile."""
-_SEEN_S = 0.01
-"""How often it is looked whether a worker has what it computes: the resolution of the exposed transfer."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,8 @@ class Flights:
     async def watch(self) -> None:
         """Forever: note when records are where they should be.  Cancel it to stop."""
         while True:
-            await asyncio.sleep(_SEEN_S)
+            await self._pool.changed.wait()
+            self._pool.changed.clear()
             for flight in self._flights.values():
                 key, now = flight.name.key, time.monotonic()
                 if flight.computed_at is None and any(key in w.view.resident for w in flight.workers):
@@ -322,6 +321,7 @@ class Flights:
     ) -> _Attempt:
         worker.queued_tokens += cost
         flight.workers.append(worker)
+        self._pool.changed.set()  # it may have the record already
         attempt = _Attempt(worker, cost, worker.load, time.monotonic())
         attempt.task = asyncio.create_task(self._ask(flight, attempt, planned, origin, name))
         attempt.task.add_done_callback(lambda _: attempt.forget())

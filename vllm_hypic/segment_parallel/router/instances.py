@@ -183,6 +183,8 @@ class Pool:
             for url in settings.urls
         ]
         self.namespace: str | None = None
+        self.changed = asyncio.Event()
+        """Some instance has or makes other records than before; whoever waits for it clears it."""
         self._turn = itertools.count(1)
 
     def spreading(self) -> list[Instance]:

@@ -143,7 +143,7 @@ class Watcher:
         if running and self._subscription is not None and self._subscription.url == url:
             return
         await self._unsubscribe()
-        self._subscription = Subscription(url, self._secret)
+        self._subscription = Subscription(url, self._secret, self._pool.changed.set)
         self._instance.view = self._subscription.view
         self._subscribed = asyncio.create_task(self._subscription.run())
 

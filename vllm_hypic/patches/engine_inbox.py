@@ -1,0 +1,39 @@
+"""Patch: the scheduler knows the queue in which its engine's requests come in.
+
+Target: ``run_busy_loop`` of ``vllm.v1.engine.core.EngineCoreProc`` and ``DPEngineCoreProc``.
+Why: while nothing is left to do but to wait for records of other instances, vLLM steps the engine endlessly.
+Our scheduler naps between such steps (``naps.py``); only this queue tells it that a request has come in.
+Until: vLLM's engine sleeps while all of its requests wait for a KV connector.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from .signature import require_parameters
+
+
+def apply() -> None:
+    """Idempotent; schedulers that do not ask for the queue are left alone."""
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    for core in (EngineCoreProc, DPEngineCoreProc):
+        _wrap(core)
+
+
+def _wrap(core: Any) -> None:
+    stock = core.run_busy_loop
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "self")
+
+    @wraps(stock)
+    def run_busy_loop(self: Any) -> Any:
+        take_inbox = getattr(self.scheduler, "take_inbox", None)
+        if take_inbox is not None:
+            take_inbox(self.input_queue)
+        return stock(self)
+
+    run_busy_loop._hypic = True  # type: ignore[attr-defined]
+    core.run_busy_loop = run_busy_loop
