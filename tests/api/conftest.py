@@ -13,12 +13,18 @@ from typing import Any
 
 import httpx
 import pytest
+from one_process import ONE_PROCESS
 
 from vllm_hypic.demo import EXAMPLE
 from vllm_hypic.processes import free_port
 from vllm_hypic.serving import Server
 
-ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "hypic,hypic_cache"}
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "hypic,hypic_cache",
+    **ONE_PROCESS,
+}
 TOKENS, SEAM = 96, 8
 REUSED = TOKENS - 2 * SEAM
 """Tokens of one segment that come from its record."""

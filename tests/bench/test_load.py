@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from one_process import ONE_PROCESS
 
 from vllm_hypic.bench import trace as traces
 from vllm_hypic.bench.client import End, Outcome
@@ -32,6 +33,8 @@ def bench(*arguments: object) -> Result:
 @pytest.mark.engine
 def test_serves_searches_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    for name, value in ONE_PROCESS.items():
+        monkeypatch.setenv(name, value)
     path = tmp_path / "load.json"
     done = bench(
         *("--size", "tiny", "--eager", "--threads", "1", "--cache-gib", "0.25", *SMALL),

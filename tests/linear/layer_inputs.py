@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
-from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, SegmentRow, pack
+from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 SLOTS = 6
 """Of caches and of records."""
@@ -204,10 +204,12 @@ def segment_program(segments: Sequence[Segment], start: int = 0, stop: int = 1 <
     return pack(rows, SegmentRow)
 
 
-def compose_program(
-    requests: Sequence[tuple[int, bool, Sequence[tuple[int, int, int, int]]]],
-) -> tuple[Tensor, Tensor]:
-    """Rows and operations of (batch row, resumed, operations (first token, tokens, slot, mode))."""
+Composed = tuple[int, bool, Sequence[tuple[int, int, int, int]]]
+"""A composed request: batch row, resumed, operations (first token, tokens, slot, mode)."""
+
+
+def compose_program(requests: Sequence[Composed]) -> tuple[Tensor, Tensor]:
+    """Their rows and operations."""
     rows: list[ComposeRow] = []
     ops: list[ComposeOp] = []
     for batch_row, resumed, operations in requests:
@@ -215,3 +217,32 @@ def compose_program(
         ops += [ComposeOp(PAD + at, count, slot, mode) for at, count, slot, mode in operations]
         rows.append(ComposeRow(batch_row, int(resumed), first, len(ops)))
     return pack(rows, ComposeRow), pack(ops, ComposeOp)
+
+
+def every_kind_composed(
+    shape: Shape, dtype: torch.dtype, *, added: int, query: int
+) -> tuple[Layer, list[Composed]]:
+    """A layer and composed requests of every kind, of which one goes on from an earlier pass.
+
+    ``added``, ``query``: tokens of the longest request's record and of its question.  No request is of batch
+    row 3.
+    """
+    end = 219 + added + query
+    layer = Layer.make(shape, end + 2, dtype)
+    for slot in range(4):
+        layer.random_record(slot, slot, dead=[0] if slot == 1 else range(shape.heads) if slot == 2 else ())
+    slot = int(layer.caches.slots[2])
+    gen = torch.Generator().manual_seed(3)
+    layer.caches.state[slot] = torch.randn(layer.caches.state[slot].shape, generator=gen)
+    layer.caches.conv[slot] = torch.randn(layer.caches.conv[slot].shape, generator=gen).to(dtype)
+    none, replace_, transition, add = Mode
+    return layer, [
+        # leading record, seams, two records side by side, a query
+        (0, False, [(0, 0, 3, replace_), (0, 8, 0, transition), (8, 16, 1, transition),
+                    (24, 0, 0, transition), (24, 40, -1, none)]),
+        (2, True, [(70, 1, 1, transition), (71, 2, 2, transition), (73, 33, -1, none)]),
+        # no leading segment; ends in a record
+        (1, False, [(110, 31, 0, transition), (141, 65, 1, transition), (206, 0, -1, none)]),
+        (5, False, [(210, 9, 0, add), (219, added, 1, add), (219 + added, query, -1, none)]),
+        (4, False, [(end + 1, 0, 0, transition), (end + 1, 1, -1, none)]),
+    ]  # fmt: skip

@@ -21,7 +21,16 @@ from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, cpu, referen
 from vllm_hypic.backends.ops.gated_delta.program import Mode
 
 from .inputs import relative
-from .layer_inputs import PAD, SLOTS, Layer, Segment, Shape, compose_program, segment_program
+from .layer_inputs import (
+    PAD,
+    SLOTS,
+    Layer,
+    Segment,
+    Shape,
+    compose_program,
+    every_kind_composed,
+    segment_program,
+)
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-4}
 OUT_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -273,24 +282,7 @@ NONE, REPLACE, TRANSITION, ADD = Mode
 @pytest.mark.parametrize("shape", SHAPES)
 @MODULES
 def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
-    """Several requests of every kind in one call, of which one goes on from an earlier pass."""
-    layer = Layer.make(shape, 700, dtype)
-    for slot in range(4):
-        layer.random_record(slot, slot, dead=[0] if slot == 1 else range(shape.heads) if slot == 2 else ())
-    slot = int(layer.caches.slots[2])
-    gen = torch.Generator().manual_seed(3)
-    layer.caches.state[slot] = torch.randn(layer.caches.state[slot].shape, generator=gen)
-    layer.caches.conv[slot] = torch.randn(layer.caches.conv[slot].shape, generator=gen).to(dtype)
-    requests = [
-        # leading record, seams, two records side by side, a query
-        (0, False, [(0, 0, 3, REPLACE), (0, 8, 0, TRANSITION), (8, 16, 1, TRANSITION), (24, 0, 0, TRANSITION),
-                    (24, 40, -1, NONE)]),
-        (2, True, [(70, 1, 1, TRANSITION), (71, 2, 2, TRANSITION), (73, 33, -1, NONE)]),
-        # no leading segment; ends in a record
-        (1, False, [(110, 31, 0, TRANSITION), (141, 65, 1, TRANSITION), (206, 0, -1, NONE)]),
-        (5, False, [(210, 9, 0, ADD), (219, 400, 1, ADD), (619, 63, -1, NONE)]),
-        (4, False, [(690, 0, 0, TRANSITION), (690, 1, -1, NONE)]),
-    ]  # fmt: skip
+    layer, requests = every_kind_composed(shape, dtype, added=400, query=63)
     exact = layer.exact()
     run_compose(reference, exact, requests)
     run_compose(module, layer, requests)

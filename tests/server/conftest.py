@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from one_process import ONE_PROCESS
 
 from vllm_hypic.connector.stats import COUNTERS, GAUGES
 from vllm_hypic.demo import EXAMPLE, make_tasks
@@ -115,7 +116,7 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--chat-template", str(EXAMPLE / "chat_template.jinja"), "--enforce-eager"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", "256M"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "2048"),
-        env=ENV,
+        env=ENV | ONE_PROCESS,
         log=tmp_path_factory.mktemp("server") / "server.log",
     ) as server:
         yield server

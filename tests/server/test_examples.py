@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from one_process import ONE_PROCESS
 
 from .conftest import ENV
 
@@ -16,7 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(example: str, *arguments: str) -> list[str]:
     command = [sys.executable, str(EXAMPLES / example), *arguments]
-    ended = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=300)
+    env = {**os.environ, **ENV, **ONE_PROCESS}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [line for line in ended.stdout.splitlines() if "answer:" in line]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from one_process import ONE_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +49,7 @@ def byte_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--max-model-len", "4096", "--enable-prompt-tokens-details"),
         *("--chat-template", str(folder / "template.jinja")),
         *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
-        env=ENV,
+        env=ENV | ONE_PROCESS,
         log=folder / "server.log",
     ) as server:
         yield server

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from one_process import ONE_PROCESS
 
 from vllm_hypic.bench.services import LMCacheServer, RedisServer
 from vllm_hypic.demo import EXAMPLE, Task
@@ -25,6 +26,7 @@ ENV = {
     # Bound OpenMP threads stand still for a second whenever one of the other servers has their core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    **ONE_PROCESS,
 }
 RECORD_BYTES = 3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512
 """Room that a document's record takes in the pool; its object is no longer."""

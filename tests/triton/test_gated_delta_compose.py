@@ -8,7 +8,7 @@ import pytest
 import torch
 from gated_delta_layers import composed, moved
 from linear.inputs import relative
-from linear.layer_inputs import Layer, Segment, Shape
+from linear.layer_inputs import Layer, Segment, Shape, every_kind_composed
 from linear.test_layer_operators import (
     OUT_TOLERANCE,
     TOLERANCE,
@@ -43,24 +43,7 @@ def fp16_tolerances(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_compose(shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-    """Several requests of every kind in one call, of which one goes on from an earlier pass."""
-    layer = Layer.make(shape, 330, dtype)
-    for slot in range(4):
-        layer.random_record(slot, slot, dead=[0] if slot == 1 else range(shape.heads) if slot == 2 else ())
-    slot = int(layer.caches.slots[2])
-    gen = torch.Generator().manual_seed(3)
-    layer.caches.state[slot] = torch.randn(layer.caches.state[slot].shape, generator=gen)
-    layer.caches.conv[slot] = torch.randn(layer.caches.conv[slot].shape, generator=gen).to(dtype)
-    requests = [
-        # leading record, seams, two records side by side, a query
-        (0, False, [(0, 0, 3, REPLACE), (0, 8, 0, TRANSITION), (8, 16, 1, TRANSITION), (24, 0, 0, TRANSITION),
-                    (24, 40, -1, NONE)]),
-        (2, True, [(70, 1, 1, TRANSITION), (71, 2, 2, TRANSITION), (73, 33, -1, NONE)]),
-        # no leading segment; ends in a record
-        (1, False, [(110, 31, 0, TRANSITION), (141, 65, 1, TRANSITION), (206, 0, -1, NONE)]),
-        (5, False, [(210, 9, 0, ADD), (219, 64, 1, ADD), (283, 15, -1, NONE)]),
-        (4, False, [(300, 0, 0, TRANSITION), (300, 1, -1, NONE)]),
-    ]  # fmt: skip
+    layer, requests = every_kind_composed(shape, dtype, added=64, query=15)
     ours, exact = composed(layer, requests, device)
     check_composed(ours, exact, requests)
     assert all(t.isnan().all() for t in (ours.state(3), ours.context(3)))
