@@ -111,6 +111,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         if parallel is None:
             return None
         from ..segment_parallel.landing import Landing
+        from ..segment_parallel.nixl import open_nixl
         from ..segment_parallel.secret import Secret
         from ..segment_parallel.sender import Sender
 
@@ -121,8 +122,9 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 "records of several ranks cannot be sent yet"
             )
         secret = Secret.read(parallel.secret_file)
-        landing = Landing(parallel.listen, namespace.digest, secret, geometry.nbytes)
+        exporter, puller = open_nixl(parallel) if parallel.transport == "nixl" else (None, None)
+        landing = Landing(parallel.listen, namespace.digest, secret, geometry.nbytes, puller)
         codec = RecordCodec(pool, namespace, RankPart())
-        return TransferLink(landing, Sender(namespace.digest, secret), codec, pool)
+        return TransferLink(landing, Sender(namespace.digest, secret, exporter), codec, pool)
 
     return WorkerSide(geometry, config, open_store, open_transfer)

@@ -157,6 +157,10 @@ class HypicMetadata(KVConnectorMetadata):
     pushes: list[PushOrder] = field(default_factory=list)
 
 
+NIXL, TCP = "nixl", "tcp"
+"""Ways from another instance."""
+
+
 @dataclass(frozen=True)
 class LoadCount:
     """How many ranks have fetched their part of a record, and how many could not."""
@@ -164,7 +168,7 @@ class LoadCount:
     taken: int = 0
     missed: int = 0
     tier: str = ""
-    """Where it was found, of one rank."""
+    """Where it was found, of one rank; of a record that another instance sent, how it came."""
 
     def __add__(self, other: LoadCount) -> LoadCount:
         return LoadCount(self.taken + other.taken, self.missed + other.missed, self.tier or other.tier)

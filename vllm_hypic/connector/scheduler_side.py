@@ -26,6 +26,7 @@ from .directory import Entry, Lookup, Need, SegmentDirectory, Space
 from .geometry import PoolGeometry
 from .loads import Loads
 from .metadata import (
+    NIXL,
     CapturePlan,
     ComposePoint,
     HypicMetadata,
@@ -464,6 +465,7 @@ class SchedulerSide:
         self._decide(load.key, found=load.found)
         if load.remote:
             self.counters.segments_landed += load.found
+            self.counters.segments_landed_nixl += load.found and load.count.tier == NIXL
             self.counters.segments_unlanded += not load.found
         elif load.found:
             self.upkeep.stored([load.key])

@@ -23,6 +23,7 @@ class HypicCounters:
     segments_computed: int = 0
     segments_loaded: int = 0
     segments_landed: int = 0
+    segments_landed_nixl: int = 0
     segments_unlanded: int = 0
     segments_pushed: int = 0
     segments_unpushed: int = 0
@@ -46,6 +47,7 @@ COUNTERS = {
     "segments_computed": "Internal segment requests started.",
     "segments_loaded": "Segments fetched from the store's tiers.",
     "segments_landed": "Segments that other instances computed and sent here.",
+    "segments_landed_nixl": "Those of them that came over NIXL; the others came over TCP.",
     "segments_unlanded": "Segments that were awaited from other instances in vain.",
     "segments_pushed": "Segments delivered to other instances.",
     "segments_unpushed": "Segments that could not be delivered to another instance.",

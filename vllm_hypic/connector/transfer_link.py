@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 
 from ..store.record import aligned_buffer, record_nbytes, seal_record
 from ..store.worth import ObjectName
-from .metadata import HypicMetadata, LoadCount, PushOrder, RecordPlace, StoreAction
+from .metadata import NIXL, TCP, HypicMetadata, LoadCount, PushOrder, RecordPlace, StoreAction
 from .pool import DevicePool
 from .record_codec import RecordCodec
 
@@ -92,7 +92,7 @@ class TransferLink:
                 logger.info("segment %s will not come: %s", place.key[:12], landed.reason)
                 self._ended[place.serial] = LoadCount(missed=1)
                 continue
-            self._ended[place.serial] = LoadCount(taken=1, tier="remote")
+            self._ended[place.serial] = LoadCount(taken=1, tier=NIXL if landed.pulled else TCP)
             self._landed.append(place)
             self._settled[place.slot] = ObjectName(landed.name)
             if not place.leading:

@@ -93,6 +93,10 @@ class ParallelConfig:
     """File with a secret that all instances and routers share.  Without, only loopback is served."""
     deadline_s: float = 120.0
     """Longest that a request waits for remote segments when it names no other time, in seconds."""
+    transport: str = "tcp"
+    """``tcp``, or ``nixl``: records travel over NIXL between instances that both say so."""
+    nixl_bytes: int = 256 << 20
+    """Of each of the two buffers that NIXL reads from and into; longer records travel over TCP."""
 
     def __post_init__(self) -> None:
         if self.secret_file is not None and (not isinstance(self.secret_file, str) or not self.secret_file):
@@ -104,6 +108,11 @@ class ParallelConfig:
         seconds = self.deadline_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
             _refuse("deadline_s", seconds, "a number of seconds > 0")
+        if self.transport not in ("tcp", "nixl"):
+            _refuse("transport", self.transport, "tcp or nixl")
+        nbytes = self.nixl_bytes
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 << 20 <= nbytes <= 1 << 40:
+            _refuse("nixl_bytes", nbytes, "a number of bytes from 1048576 to 1099511627776")
 
     def _served(self, field: str, bound: object, told_field: str, told: object) -> Address:
         """The address bound, once it and what others are told of it are found to be in order."""

@@ -20,6 +20,7 @@ from ..store.protocol import Reader, Verdict
 from . import wire
 from .config import Address
 from .memory import Offers, Recent
+from .nixl import Pull, Puller, PullError
 from .secret import Secret
 from .wake import Complaints, Wake, logger
 
@@ -36,6 +37,7 @@ GO_S, GO_BYTES_PER_S = 10.0, 10e6
 """Who was told to go has ``GO_S + nbytes / GO_BYTES_PER_S`` before another may try as well."""
 
 _TICK_S = 0.2
+_PULL_TICK_MS = 1
 _QUIET_TICK_S = 1.0
 _BATCH = 64
 _UNREAD_MESSAGES = 16
@@ -54,6 +56,8 @@ class Landed:
     """From telling the sender to go until the reader had taken the bytes; 0 unless taken."""
     reason: str
     """Why it is not coming; empty when taken."""
+    pulled: bool = False
+    """It was read over NIXL."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class LandingCounts:
     """Names that were expected when a router withdrew them."""
     bytes: int = 0
     """Of records taken."""
+    pulled: int = 0
+    """Records taken that were read over NIXL; the others came over TCP."""
+    unpulled: int = 0
+    """Records that NIXL could not read: their senders were told to send them over TCP."""
     dropped: int = 0
     """Messages of peers that do not keep to the protocol."""
     late: int = 0
@@ -115,6 +123,7 @@ class Landing:
         namespace: str,
         secret: Secret | None,
         max_nbytes: int,
+        puller: Puller | None = None,
         *,
         go_s: float = GO_S,
     ) -> None:
@@ -122,7 +131,8 @@ class Landing:
 
         ``namespace``: peers must have the same, character by character.  ``max_nbytes``: of the largest
         record ever expected.  :class:`ConfigError` names the address when it cannot be bound, or is not a
-        loopback address while there is no secret.  ``go_s``: see :data:`GO_S`.
+        loopback address while there is no secret.  With a ``puller``, which is the landing's from now on,
+        records are read over NIXL where their senders can do so.  ``go_s``: see :data:`GO_S`.
         """
         try:
             address = Address.parse(listen, any_port=True)
@@ -172,6 +182,9 @@ class Landing:
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
         self._peer_of: dict[str, bytes] = {}
         """By the sender's id."""
+        self._puller = puller
+        self._pulls: dict[Pull, tuple[bytes, str, _Going]] = {}
+        """Who holds what is being read."""
         self._thread = threading.Thread(target=self._serve, name="hypic-landing", daemon=True)
         self._thread.start()
         logger.info(
@@ -201,7 +214,7 @@ class Landing:
         """From now on a record ``name`` of at most ``limit`` bytes is taken; ``poll`` tells when it is over.
 
         ``reader`` checks the bytes and takes them over, on the landing's thread; it runs once per delivery,
-        again after another verdict than ``TAKEN``.  The bytes are aligned to 8, and its own to keep.
+        again after another verdict than ``TAKEN``.  The bytes are aligned to 8, and its own until it returns.
         ``ValueError``: no object name, a limit below 1, or expected already.
         """
         wire.check_name(name)
@@ -310,6 +323,7 @@ class Landing:
                 for _ in range(_BATCH):
                     if not self._receive():
                         break
+                self._end_pulls()
                 if (now := time.monotonic()) >= swept + _TICK_S:
                     swept = now
                     with self._lock:
@@ -318,6 +332,8 @@ class Landing:
             logger.exception("landing %s: ended by a fault; remote segments no longer land", self.url)
         finally:
             self._socket.close()
+            if self._puller is not None:
+                self._puller.close()
             with self._lock:
                 self._closing = True
                 for name in self._expected:
@@ -326,6 +342,8 @@ class Landing:
                 self._expected.clear()
 
     def _tick_ms(self) -> int:
+        if self._puller is not None and self._puller.busy:
+            return _PULL_TICK_MS
         with self._lock:
             return round(1000 * (_TICK_S if self._expected and len(self._offers) else _QUIET_TICK_S))
 
@@ -394,7 +412,9 @@ class Landing:
             elif isinstance(request, wire.Withdraw):
                 self._withdraw(peer, request)
         if isinstance(request, wire.Data):
-            self._data(peer, request.name, frames[1])
+            self._data(peer, request.name, frames[1].buffer)
+        elif isinstance(request, wire.Held):
+            self._pull(peer, request)
 
     def _greet(self, peer: bytes, hello: wire.Hello, address: str) -> None:
         self._forget(peer)
@@ -468,10 +488,13 @@ class Landing:
                 self._refuse(
                     offered.peer, name, f"{offered.nbytes} bytes; at most {expected.limit} are taken"
                 )
-            elif self._send(offered.peer, wire.Go(name)):
-                expected.going.pop(offered.peer, None)
-                until = now + self._go_s + offered.nbytes / GO_BYTES_PER_S
-                expected.going[offered.peer] = _Going(offered.nbytes, now, until)
+            elif self._send(offered.peer, wire.Go(name, self._puller is not None)):
+                self._goes(expected, offered.peer, offered.nbytes, now)
+
+    def _goes(self, expected: _Expected, peer: bytes, nbytes: int, now: float) -> None:
+        """The peer was told to go, last of all."""
+        expected.going.pop(peer, None)
+        expected.going[peer] = _Going(nbytes, now, now + self._go_s + nbytes / GO_BYTES_PER_S)
 
     def _late(self, expected: _Expected, now: float) -> bool:
         """Whether the one told to go last is gone, or takes too long."""
@@ -506,23 +529,18 @@ class Landing:
         self._do_what_the_owner_wants()
         self._send(peer, wire.Withdrawn())
 
-    def _data(self, peer: bytes, name: str, frame: zmq.Frame) -> None:
+    def _data(self, peer: bytes, name: str, data: memoryview, pulled: bool = False) -> None:
         with self._lock:
-            expected = self._expected.get(name)
-            going = expected.going.pop(peer, None) if expected else None
-            if expected is None or going is None:
-                if self._called_off.has(late := f"{name} {peer.hex()}", time.monotonic()):
-                    self._called_off.discard(late)
-                    self._counts = replace(self._counts, late=self._counts.late + 1)
-                else:
-                    self._drop(peer, f"data of {wire.short(name)} that nobody asked for")
+            if (found := self._going(peer, name)) is None:
                 return
-            if len(frame) != going.nbytes:
-                self._refuse(peer, name, f"{len(frame)} bytes; {going.nbytes} were offered")
+            expected, going = found
+            del expected.going[peer]
+            if len(data) != going.nbytes:
+                self._refuse(peer, name, f"{len(data)} bytes; {going.nbytes} were offered")
                 self._grant(name)
                 return
             self._reading = expected
-        verdict, reason = self._read(expected, frame)
+        verdict, reason = self._read(expected, data)
         with self._lock:
             self._reading = None
             self._lock.notify_all()
@@ -531,21 +549,87 @@ class Landing:
             elif verdict is Verdict.TAKEN:
                 now = time.monotonic()
                 counts = self._counts
-                self._counts = replace(counts, taken=counts.taken + 1, bytes=counts.bytes + going.nbytes)
+                self._counts = replace(
+                    counts,
+                    taken=counts.taken + 1,
+                    bytes=counts.bytes + going.nbytes,
+                    pulled=counts.pulled + pulled,
+                )
                 self._send(peer, wire.Taken(name))
                 self._stop_expecting(name)
                 self._settled.add(name, now)
-                self._landed.append(Landed(name, True, going.nbytes, now - going.since, ""))
+                self._landed.append(Landed(name, True, going.nbytes, now - going.since, "", pulled))
                 self.on_landed()
                 self._do_what_the_owner_wants()
             else:
                 self._refuse(peer, name, reason)
                 self._grant(name)
 
-    def _read(self, expected: _Expected, frame: zmq.Frame) -> tuple[Verdict | None, str]:
+    def _going(self, peer: bytes, name: str) -> tuple[_Expected, _Going] | None:
+        """What the peer was told to bring; ``None``, and counted, when it was not.  Lock held."""
+        expected = self._expected.get(name)
+        if expected is not None and (going := expected.going.get(peer)) is not None:
+            return expected, going
+        if self._called_off.has(late := f"{name} {peer.hex()}", time.monotonic()):
+            self._called_off.discard(late)
+            self._counts = replace(self._counts, late=self._counts.late + 1)
+        else:
+            self._drop(peer, f"data of {wire.short(name)} that nobody asked for")
+        return None
+
+    def _pull(self, peer: bytes, held: wire.Held) -> None:
+        """Begin to read what a peer holds."""
+        with self._lock:
+            if (found := self._going(peer, held.name)) is None:
+                return
+        _, going = found
+        if self._puller is None or (peer, held.name, going) in self._pulls.values():
+            self._drop(peer, f"{wire.short(held.name)} is to be read, which nobody asked for")
+            return
+        try:
+            pull = self._puller.start(held.metadata, held.address, going.nbytes)
+        except PullError as e:
+            self._not_pulled(peer, held.name, going, str(e))
+        else:
+            self._pulls[pull] = peer, held.name, going
+
+    def _end_pulls(self) -> None:
+        if self._puller is None:
+            return
+        for pull in self._puller.poll():
+            peer, name, going = self._pulls.pop(pull)
+            if pull.fault:
+                self._not_pulled(peer, name, going, pull.fault)
+                continue
+            if self._is_going(peer, name, going):
+                self._data(peer, name, pull.data, pulled=True)
+            self._puller.release(pull)
+
+    def _not_pulled(self, peer: bytes, name: str, going: _Going, reason: str) -> None:
+        """Have the peer send over its connection what cannot be read."""
+        with self._lock:
+            self._counts = replace(self._counts, unpulled=self._counts.unpulled + 1)
+            self._complaints.warn(
+                f"unpulled {self._address(peer)}",
+                "landing: %s of %s is sent over TCP: %s",
+                wire.short(name),
+                self._address(peer),
+                reason,
+            )
+            expected = self._expected.get(name)
+            if expected is not None and expected.going.get(peer) is going and self._send(peer, wire.Go(name)):
+                self._goes(expected, peer, going.nbytes, time.monotonic())
+
+    def _is_going(self, peer: bytes, name: str, going: _Going) -> bool:
+        """Whether what was read is still wanted, and not offered anew meanwhile."""
+        with self._lock:
+            expected = self._expected.get(name)
+            return expected is not None and expected.going.get(peer) is going
+
+    def _read(self, expected: _Expected, data: memoryview) -> tuple[Verdict | None, str]:
         """What the reader makes of the bytes, and the reason when it does not take them."""
         try:
-            verdict = expected.reader(frame.buffer)
+            verdict = expected.reader(data)
             return verdict, f"the record is {verdict.value}"
         except Exception as e:
             self._complaints.warn(

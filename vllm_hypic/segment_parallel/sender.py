@@ -23,6 +23,7 @@ import zmq
 
 from . import wire
 from .config import Address
+from .nixl import Exporter, Held
 from .secret import Secret
 from .wake import Complaints, Wake, logger
 
@@ -34,6 +35,7 @@ RENEW_S = 10.0
 """An offer without an answer is made again after so long, so that the other side does not forget it."""
 
 _TICK_S = 1.0
+_PROGRESS_TICK_S = 0.0005
 _RELEASE_TICK_S = 0.002
 _RELEASE_S = 2.0
 """Longest that one waits for libzmq to let go of bytes once a connection was cut."""
@@ -57,6 +59,7 @@ class Sent:
 class _State(Enum):
     NEW = "not offered"
     OFFERED = "offered, not expected there"
+    HELD = "ready to be read, not acknowledged"
     SENDING = "sent, not acknowledged"
 
 
@@ -75,6 +78,8 @@ class _Transfer:
     offered: float = 0.0
     trackers: list[zmq.MessageTracker] = field(default_factory=list)
     """Of ``data`` on its way through libzmq, on this connection or one that was lost."""
+    held: Held | None = None
+    """Where the destination reads it."""
     outcome: Sent | None = None
     """Set once it is over; reported when libzmq has let go of ``data``."""
 
@@ -105,10 +110,19 @@ class _Link:
 class Sender:
     """Sends on a thread of its own.  All methods may be called by any thread; only ``close`` waits."""
 
-    def __init__(self, namespace: str, secret: Secret | None, *, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        secret: Secret | None,
+        exporter: Exporter | None = None,
+        *,
+        idle_s: float = IDLE_S,
+    ) -> None:
         """``namespace``: destinations must have the same.  Without a ``secret`` only loopback addresses are
-        destinations."""
+        destinations.  With an ``exporter``, which is the sender's from now on, destinations that can do so
+        read records over NIXL."""
         self._namespace, self._secret, self._idle_s = namespace, secret, idle_s
+        self._exporter = exporter
         self._id = secrets.token_hex(16)
         self._tickets = itertools.count(1)
         self._codec = wire.Codec()
@@ -194,6 +208,8 @@ class Sender:
                     self._start(transfer)
                 for link in list(self._links.values()):
                     self._receive(link)
+                if self._exporter is not None:
+                    self._exporter.progress()
                 self._watch_the_clock()
         except Exception:
             logger.exception("sender: ended by a fault; no more records are pushed")
@@ -201,8 +217,10 @@ class Sender:
             self._end()
 
     def _wait_ms(self) -> int:
-        """Until the next deadline, renewal or check whether libzmq has let go of bytes."""
+        """Until the next deadline, renewal, check whether libzmq has let go of bytes, or progress of NIXL."""
         wait = _RELEASE_TICK_S if self._releasing else _TICK_S
+        if self._exporter is not None and self._exporter.busy:
+            wait = _PROGRESS_TICK_S
         now = time.monotonic()
         for link in self._links.values():
             for transfer in link.transfers():
@@ -260,6 +278,7 @@ class Sender:
         link.greeted = False
         for transfer in link.firsts():
             transfer.state = _State.NEW
+            self._release(transfer)
 
     def _receive(self, link: _Link) -> None:
         while self._links.get(link.address.url) is link:
@@ -298,7 +317,7 @@ class Sender:
         elif queue := link.queues.get(reply.name):
             transfer = queue[0]
             if isinstance(reply, wire.Go):
-                self._send_data(link, transfer)
+                self._go(link, transfer, reply.pull)
             elif isinstance(reply, wire.Taken):
                 self._over(link, transfer, True, "")
             elif isinstance(reply, wire.Done):
@@ -321,9 +340,28 @@ class Sender:
         if self._say(link, wire.Offer(transfer.name, transfer.data.nbytes)):
             transfer.state, transfer.offered = _State.OFFERED, time.monotonic()
 
-    def _send_data(self, link: _Link, transfer: _Transfer) -> None:
-        if transfer.state is not _State.OFFERED:
+    def _go(self, link: _Link, transfer: _Transfer, pull: bool) -> None:
+        if transfer.state is _State.HELD and not pull:
+            self._release(transfer)  # it could not be read
+        elif transfer.state is not _State.OFFERED:
             return
+        if not (pull and self._hold(link, transfer)):
+            self._send_data(link, transfer)
+
+    def _hold(self, link: _Link, transfer: _Transfer) -> bool:
+        """Lay the data out and say where; False when that cannot be done."""
+        if self._exporter is None or (held := self._exporter.hold(transfer.data)) is None:
+            return False
+        transfer.state, transfer.held = _State.HELD, held
+        self._say(link, wire.Held(transfer.name, held.address, self._exporter.metadata))
+        return True
+
+    def _release(self, transfer: _Transfer) -> None:
+        if self._exporter is not None and transfer.held is not None:
+            self._exporter.release(transfer.held)
+            transfer.held = None
+
+    def _send_data(self, link: _Link, transfer: _Transfer) -> None:
         header = self._codec.encode(wire.Data(transfer.name))
         try:
             link.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
@@ -375,6 +413,7 @@ class Sender:
 
     def _finish(self, transfer: _Transfer, delivered: bool, reason: str) -> None:
         now = time.monotonic()
+        self._release(transfer)
         transfer.outcome = Sent(
             transfer.ticket,
             transfer.name,
@@ -416,6 +455,8 @@ class Sender:
         while self._releasing:
             self._report_released(time.monotonic())
             time.sleep(_RELEASE_TICK_S)
+        if self._exporter is not None:
+            self._exporter.close()
 
     def _flush_inbox(self) -> None:
         """The thread is over, or will not look there again.  Lock held."""

@@ -1,6 +1,7 @@
 """What goes over the wire between senders and a landing: one small header per message, bounded and strict.
 
-A message is one header frame; ``Data`` alone is followed by one frame with the record's bytes.  Senders
+A message is one header frame; ``Data`` alone is followed by one frame with the record's bytes.  With NIXL the
+bytes take a way of their own: ``Held`` tells a landing where to read them (``nixl.py``).  Senders
 (DEALER) greet first on each connection; a landing (ROUTER) answers everything from a peer that has not
 greeted with ``Again``.  libzmq sends an empty message on each new connection (``ZMQ_PROBE_ROUTER``): so a
 landing says ``Again`` as soon as a sender has connected, and also after either side's restart.
@@ -13,11 +14,13 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_BYTES: Final = 65536
 """No header frame is longer."""
 MOST_NAMES: Final = 512
 """Names in one :class:`Withdraw`."""
+METADATA_BYTES: Final = 16384
+"""Of a NIXL agent, at most: some hundred for each network device."""
 
 _NAME_PATTERN: Final = r"\A[0-9a-f.-]+\Z"
 Name = Annotated[str, Meta(min_length=1, max_length=96, pattern=_NAME_PATTERN)]
@@ -45,6 +48,15 @@ class Data(Struct, frozen=True, array_like=True, tag="data", forbid_unknown_fiel
     """Followed by a frame of exactly the bytes offered."""
 
     name: Name
+
+
+class Held(Struct, frozen=True, array_like=True, tag="held", forbid_unknown_fields=True):
+    """Instead of ``Data``, after a ``Go`` that allows it: the bytes offered lie at ``address`` of the NIXL
+    agent that ``metadata`` describes, until the answer."""
+
+    name: Name
+    address: Annotated[int, Meta(ge=1, le=1 << 62)]
+    metadata: Annotated[bytes, Meta(min_length=1, max_length=METADATA_BYTES)]
 
 
 class Retract(Struct, frozen=True, array_like=True, tag="retract", forbid_unknown_fields=True):
@@ -77,6 +89,8 @@ class Go(Struct, frozen=True, array_like=True, tag="go", forbid_unknown_fields=T
     """Send the data."""
 
     name: Name
+    pull: bool = False
+    """``Held`` will do."""
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done", forbid_unknown_fields=True):
@@ -98,7 +112,7 @@ class Withdrawn(Struct, frozen=True, array_like=True, tag="withdrawn", forbid_un
     """Answers ``Withdraw``."""
 
 
-Request = Hello | Offer | Data | Retract | Withdraw
+Request = Hello | Offer | Data | Held | Retract | Withdraw
 """From senders and routers to a landing."""
 Reply = Again | Welcome | Unwelcome | Go | Done | Taken | Refused | Withdrawn
 """From a landing."""

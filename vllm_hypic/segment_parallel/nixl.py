@@ -1,0 +1,343 @@
+"""The way of a record's bytes over NIXL (UCX): a sender lays them out, a landing reads them from there.
+
+Both sides register one piece of memory when they start, and keep it until the end: what travels between them
+with each record is only an address in it.  That costs the sender a copy, and is what makes a late reader
+harmless.  Over TCP, UCX lets the process that is read from look up any address it is asked for: registered
+no more, a record could still be read; unmapped, the sender would die of it.
+
+Nothing here has a thread: NIXL's own one would keep a core busy.  Transfers make progress while their owners
+ask for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..store.record import aligned_buffer
+from .config import ParallelConfig
+from .room import Room
+from .wake import Complaints, logger
+from .wire import METADATA_BYTES
+
+INSTALL: Final = "pip install nixl==1.5.1"
+"""On a machine without CUDA: ``pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1``."""
+MOST_SOURCES: Final = 256
+"""Senders that a landing is connected to; the one least recently read from makes room."""
+LATE_S, LATE_BYTES_PER_S = 5.0, 10e6
+"""A pull that takes longer than ``LATE_S + nbytes / LATE_BYTES_PER_S`` is given up."""
+
+_DEVICES = "UCX_NET_DEVICES"
+_DONE, _UNDER_WAY = "DONE", "PROC"
+
+
+class PullError(Exception):
+    """These bytes cannot be read over NIXL: they have to come another way."""
+
+
+class _Agent:
+    """A NIXL agent with one registered piece of memory.  For one thread at a time."""
+
+    def __init__(self, nbytes: int, loopback: bool) -> None:
+        api, self.errors = _nixl()
+        self._complaints = Complaints()
+        self.memory = aligned_buffer(nbytes)
+        self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        try:
+            with _devices("lo" if loopback else None):
+                config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+                self.nixl = api.nixl_agent(secrets.token_hex(16), config)
+            self.nixl.register_memory([(self.address, nbytes, 0, "")], "DRAM", ["UCX"])
+            self.metadata: bytes = self.nixl.get_agent_metadata()
+        except self.errors as e:
+            raise ConfigError(
+                "hypic config: segment_parallel.transport='nixl': NIXL cannot use UCX here with "
+                f"{_DEVICES}={os.environ.get(_DEVICES, '')!r}: {e}; expected devices of this machine, or "
+                "transport 'tcp'"
+            ) from e
+        if len(self.metadata) > METADATA_BYTES:
+            raise ConfigError(
+                f"hypic config: segment_parallel.transport='nixl': {len(self.metadata)} bytes of NIXL "
+                f"metadata, expected at most {METADATA_BYTES}: name fewer devices in {_DEVICES}"
+            )
+
+    def progress(self) -> None:
+        try:
+            self.nixl.get_new_notifs()
+        except self.errors as e:
+            self._complaints.warn("progress", "NIXL: %s", e)
+
+    def close(self) -> None:
+        """The memory outlives the agent, which writes there, and lets others read, until it is gone."""
+        del self.nixl
+
+
+@dataclass(frozen=True)
+class Held:
+    """A record's copy that others may read."""
+
+    address: int
+    start: int
+
+
+class Exporter:
+    """What a sender lays out: copies of records, in ``nbytes`` of memory, for landings to read.
+
+    Made by any thread, then used by the sender's thread only.
+    """
+
+    def __init__(self, nbytes: int, *, loopback: bool) -> None:
+        """``loopback``: unless ``UCX_NET_DEVICES`` says otherwise, only this machine can connect.
+        :class:`ConfigError`: NIXL is not installed, or finds no device."""
+        self._agent = _Agent(nbytes, loopback)
+        self._room = Room(nbytes)
+
+    @property
+    def metadata(self) -> bytes:
+        """What a landing needs to know of this side; the same at all times."""
+        return self._agent.metadata
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is laid out: then ``progress`` is to be called each millisecond."""
+        return len(self._room) > 0
+
+    def hold(self, data: memoryview) -> Held | None:
+        """Copy ``data`` to where it can be read; ``None`` when there is no room at present."""
+        start = self._room.take(data.nbytes)
+        if start is None:
+            return None
+        # NumPy's copy lets other threads run; a memoryview's does not.
+        target = np.frombuffer(self._agent.memory, np.uint8, data.nbytes, start)
+        np.copyto(target, np.frombuffer(data, np.uint8))
+        return Held(self._agent.address + start, start)
+
+    def release(self, held: Held) -> None:
+        """Whoever still reads it gets bytes that no digest agrees with."""
+        self._room.give_back(held.start)
+
+    def progress(self) -> None:
+        """Serve those who read, as far as their network needs that."""
+        self._agent.progress()
+
+    def close(self) -> None:
+        """Nobody can read from now on.  Nothing may be called afterwards."""
+        self._agent.close()
+
+
+@dataclass(eq=False)
+class Pull:
+    """Bytes on their way from a sender's memory."""
+
+    data: memoryview
+    """Of the landing's memory; whole once the pull has ended without a fault, until it is released."""
+    start: int
+    source: _Source
+    handle: Any
+    deadline: float
+    fault: str = ""
+    """Why it failed; of one that has ended."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """An agent that is read from."""
+
+    name: str
+    metadata: bytes
+    pulls: set[Pull] = field(default_factory=set)
+    """Not ended, or given up and perhaps still written."""
+    faulty: bool = False
+    """A pull failed: it is connected anew once all have ended."""
+
+
+class Puller:
+    """What a landing reads, into ``nbytes`` of memory.
+
+    Made by any thread, then used by the landing's thread only.
+    """
+
+    def __init__(self, nbytes: int, *, loopback: bool, late_s: float = LATE_S) -> None:
+        """``loopback``, errors: as of :class:`Exporter`.  ``late_s``: see :data:`LATE_S`."""
+        self._agent = _Agent(nbytes, loopback)
+        self._room = Room(nbytes)
+        self._late_s = late_s
+        self._sources: OrderedDict[bytes, _Source] = OrderedDict()
+        """By their metadata; the least recently read first."""
+        self._under_way: list[Pull] = []
+        self._given_up: list[Pull] = []
+        """Their memory may still be written: it is not used again before NIXL says that they have ended."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``poll`` is to be called each millisecond."""
+        return bool(self._under_way)
+
+    def start(self, metadata: bytes, address: int, nbytes: int) -> Pull:
+        """Begin to read ``nbytes`` at ``address`` of the sender that told ``metadata``.
+
+        :class:`PullError` when that cannot be done, or there is no room; else ``poll`` tells of its end.
+        """
+        source = self._source(metadata)
+        start = self._room.take(nbytes)
+        if start is None:
+            raise PullError(f"no room for {nbytes} bytes in the receive buffer")
+        nixl, here = self._agent.nixl, self._agent.address + start
+        try:
+            spans = [nixl.get_xfer_descs([(at, nbytes, 0)], "DRAM") for at in (here, address)]
+            handle = nixl.initialize_xfer("READ", *spans, source.name)
+            nixl.transfer(handle)  # what becomes of it is told by poll
+        except self._agent.errors as e:
+            self._room.give_back(start)
+            source.faulty = True
+            raise PullError(f"NIXL cannot read there: {e}") from e
+        deadline = time.monotonic() + self._late_s + nbytes / LATE_BYTES_PER_S
+        pull = Pull(self._agent.memory[start : start + nbytes], start, source, handle, deadline)
+        source.pulls.add(pull)
+        self._under_way.append(pull)
+        return pull
+
+    def poll(self) -> list[Pull]:
+        """Pulls that ended since the last call, each told once.  Those without a fault are to be released."""
+        self._given_up = [pull for pull in self._given_up if not self._worked_off(pull)]
+        if not self._under_way:
+            self._agent.progress()
+            return []
+        ended, now = [], time.monotonic()
+        for pull in list(self._under_way):
+            if (fault := self._fault(pull)) is None:
+                if now < pull.deadline:
+                    continue
+                fault = "it took too long"
+                self._given_up.append(pull)
+                pull.source.faulty = True
+            elif fault:
+                self._room.give_back(pull.start)
+            pull.fault = fault
+            self._under_way.remove(pull)
+            ended.append(pull)
+        return ended
+
+    def release(self, pull: Pull) -> None:
+        """The bytes of a pull that has ended without a fault are no longer needed."""
+        self._room.give_back(pull.start)
+
+    def close(self) -> None:
+        """End everything, pulls under way included.  Nothing may be called afterwards."""
+        for pull in (*self._under_way, *self._given_up):
+            self._let_go(pull)
+            pull.handle = None
+        self._under_way, self._given_up = [], []
+        for source in self._sources.values():
+            self._disconnect(source)
+        self._sources.clear()
+        self._agent.close()
+
+    def _worked_off(self, pull: Pull) -> bool:
+        if self._fault(pull) is None:
+            return False
+        self._room.give_back(pull.start)
+        return True
+
+    def _fault(self, pull: Pull) -> str | None:
+        """Why the pull failed, empty when it did not; ``None`` while it is under way."""
+        try:
+            state = self._agent.nixl.check_xfer_state(pull.handle)
+            if state == _UNDER_WAY:
+                return None
+            fault = "" if state == _DONE else "the transfer failed"
+        except self._agent.errors as e:
+            fault = f"the transfer failed: {e}"
+        self._let_go(pull)
+        pull.source.pulls.discard(pull)
+        pull.source.faulty |= bool(fault)
+        return fault
+
+    def _let_go(self, pull: Pull) -> None:
+        with contextlib.suppress(*self._agent.errors):
+            self._agent.nixl.release_xfer_handle(pull.handle)
+
+    def _source(self, metadata: bytes) -> _Source:
+        source = self._sources.get(metadata)
+        if source is not None and source.faulty:
+            if source.pulls:
+                raise PullError("an earlier transfer from there hangs")
+            del self._sources[metadata]
+            self._disconnect(source)
+            source = None
+        if source is None:
+            self._make_room_for_source()
+            try:
+                name = self._agent.nixl.add_remote_agent(metadata).decode(errors="replace")
+            except self._agent.errors as e:
+                raise PullError(f"its NIXL metadata is not accepted: {e}") from e
+            if any(other.name == name for other in self._sources.values()):
+                raise PullError("another sender has the same NIXL name")
+            source = self._sources[metadata] = _Source(name, metadata)
+        self._sources.move_to_end(metadata)
+        return source
+
+    def _make_room_for_source(self) -> None:
+        if len(self._sources) < MOST_SOURCES:
+            return
+        idle = next((s for s in self._sources.values() if not s.pulls), None)
+        if idle is None:
+            raise PullError(f"{MOST_SOURCES} other senders are being read from")
+        del self._sources[idle.metadata]
+        self._disconnect(idle)
+
+    def _disconnect(self, source: _Source) -> None:
+        with contextlib.suppress(*self._agent.errors):
+            self._agent.nixl.remove_remote_agent(source.name)
+
+
+def open_nixl(config: ParallelConfig) -> tuple[Exporter, Puller]:
+    """For the sender and the landing of an instance.  :class:`ConfigError`: NIXL does not work here."""
+    loopback = config.secret_file is None
+    if not loopback and _DEVICES not in os.environ:
+        logger.warning(
+            "NIXL: UCX is neither encrypted nor authenticated, and listens on all interfaces: who can "
+            "connect may read and write this process's memory. Set %s to a private network's devices",
+            _DEVICES,
+        )
+    nbytes = config.nixl_bytes
+    return Exporter(nbytes, loopback=loopback), Puller(nbytes, loopback=loopback)
+
+
+@contextlib.contextmanager
+def _devices(default: str | None) -> Iterator[None]:
+    """Have UCX use ``default`` unless the environment names devices: it offers no other way to say so."""
+    if default is None or _DEVICES in os.environ:
+        yield
+        return
+    os.environ[_DEVICES] = default
+    try:
+        yield
+    finally:
+        del os.environ[_DEVICES]
+
+
+def _nixl() -> tuple[Any, tuple[type[Exception], ...]]:
+    """NIXL's module, and the exceptions that its calls raise, which have no base in common."""
+    import logging
+
+    try:
+        from nixl import _api, _bindings
+    except ImportError as e:
+        raise ConfigError(
+            f"hypic config: segment_parallel.transport='nixl': NIXL cannot be imported ({e}): expected "
+            f"`{INSTALL}`, or transport 'tcp'"
+        ) from e
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # else it reports to stdout
+    errors = tuple(e for e in vars(_bindings).values() if isinstance(e, type) and issubclass(e, Exception))
+    return _api, (*errors, KeyError, RuntimeError)  # the latter two: of a NIXL without UCX
