@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import zmq
 
 from vllm_hypic.segment_parallel import wire
 from vllm_hypic.segment_parallel.landing import Landed, Landing
+from vllm_hypic.segment_parallel.nixl import Exporter, Puller
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
@@ -27,6 +29,10 @@ MIB = 1 << 20
 ANY_PORT = "tcp://127.0.0.1:0"
 LONG_S = 30.0
 """Far longer than anything here takes."""
+
+NIXL_BYTES = 16 * MIB
+"""Of each buffer of NIXL's."""
+over_both = pytest.mark.parametrize("transport", ["tcp", "nixl"])
 
 T = TypeVar("T")
 
@@ -53,6 +59,7 @@ class Owner:
     """A landing, what was read there, and what it reported.
 
     ``go_s`` is longer than any test: another sender goes for a reason, not because time has passed.
+    ``transport`` ``nixl``: with a puller, this one if given.
     """
 
     def __init__(
@@ -62,8 +69,12 @@ class Owner:
         secret: Secret | None = None,
         max_nbytes: int = 64 * MIB,
         go_s: float = 1000.0,
+        transport: str = "tcp",
+        puller: Puller | None = None,
     ) -> None:
-        self.landing = Landing(listen, namespace, secret, max_nbytes, go_s=go_s)
+        if transport == "nixl" and puller is None:
+            puller = Puller(NIXL_BYTES, loopback=True)
+        self.landing = Landing(listen, namespace, secret, max_nbytes, puller, go_s=go_s)
         self.url = self.landing.url
         self.verdict: Verdict | Any = Verdict.TAKEN
         self.read: list[bytes] = []
@@ -95,9 +106,13 @@ class Owner:
 
 
 class Outgoing:
-    """A sender, and what it reported."""
+    """A sender, and what it reported.  ``transport`` ``nixl``: with an exporter."""
 
-    def __init__(self, namespace: str = "ns", secret: Secret | None = None, **options: Any) -> None:
+    def __init__(
+        self, namespace: str = "ns", secret: Secret | None = None, transport: str = "tcp", **options: Any
+    ) -> None:
+        if transport == "nixl":
+            options["exporter"] = Exporter(NIXL_BYTES, loopback=True)
         self.sender = Sender(namespace, secret, **options)
         self.sent: dict[int, Sent] = {}
 
@@ -180,6 +195,23 @@ class Peer:
         self.close()
 
 
+class Gated(Exporter):
+    """Serves those who read only when it may: over UCX's TCP nothing moves before that."""
+
+    def __init__(self, nbytes: int = NIXL_BYTES) -> None:
+        super().__init__(nbytes, loopback=True)
+        self.steps = 0
+        """Of progress that it may still make."""
+
+    def progress(self) -> None:
+        if self.steps > 0:
+            self.steps -= 1
+            super().progress()
+
+    def open(self) -> None:
+        self.steps = 10**9
+
+
 @contextlib.contextmanager
 def process(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     """A Python script beside this file, killed in the end."""
@@ -190,6 +222,14 @@ def process(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     finally:
         child.kill()
         child.communicate()
+
+
+def line(child: subprocess.Popen[str]) -> list[str]:
+    """The next line that a process prints."""
+    assert child.stdout is not None
+    words = child.stdout.readline().strip().split(maxsplit=2)
+    assert words, f"the process ended with {child.poll()}"
+    return words
 
 
 class Throttle:

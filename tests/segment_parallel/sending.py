@@ -1,4 +1,4 @@
-"""A process that sends records: ``sending.py URL DEADLINE_S NBYTES NAME...``.
+"""A process that sends records: ``sending.py TRANSPORT URL DEADLINE_S NBYTES NAME...``.
 
 Prints ``ready``, and after a line of input one line ``name delivered reason`` for each.
 """
@@ -9,11 +9,12 @@ import random
 import sys
 import time
 
+from vllm_hypic.segment_parallel.nixl import Exporter
 from vllm_hypic.segment_parallel.sender import Sender
 
-url, deadline_s, nbytes, *names = sys.argv[1:]
+transport, url, deadline_s, nbytes, *names = sys.argv[1:]
 records = {name: random.Random(name).randbytes(int(nbytes)) for name in names}
-sender = Sender("ns", None)
+sender = Sender("ns", None, Exporter(16 << 20, loopback=True) if transport == "nixl" else None)
 print("ready", flush=True)
 sys.stdin.readline()
 for name, data in records.items():

@@ -20,6 +20,8 @@ def test_survives_a_round_trip() -> None:
         "advertise_events": "tcp://[fd00::3]:30101",
         "secret_file": "/run/secrets/hypic",
         "deadline_s": 30,
+        "transport": "nixl",
+        "nixl_bytes": 1 << 30,
     }
     config = ParallelConfig.from_mapping(options)
     assert config.to_mapping() == options
@@ -30,7 +32,7 @@ def test_survives_a_round_trip() -> None:
 def test_others_are_told_what_is_bound_when_nothing_else_is_said() -> None:
     config = ParallelConfig.from_mapping(GOOD)
     assert (config.landing_url, config.events_url) == (GOOD["listen"], GOOD["events"])
-    assert config.deadline_s == 120.0 and config.secret_file is None
+    assert config.deadline_s == 120.0 and config.secret_file is None and config.transport == "tcp"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
@@ -65,6 +67,10 @@ def test_loopback_needs_no_secret(host: str) -> None:
         ({"deadline_s": True}, "deadline_s=True: expected a number"),
         ({"deadline_s": float("nan")}, "deadline_s=nan: expected a number"),
         ({"deadline_s": "5"}, "deadline_s='5': expected a number"),
+        ({"transport": "rdma"}, "transport='rdma': expected tcp or nixl"),
+        ({"transport": None}, "transport=None: expected tcp or nixl"),
+        ({"nixl_bytes": (1 << 20) - 1}, "nixl_bytes=1048575: expected a number of bytes from 1048576"),
+        ({"nixl_bytes": "1GiB"}, "nixl_bytes='1GiB': expected a number of bytes"),
         ({"port": 1}, "unknown option 'port'; expected one of advertise, advertise_events, deadline_s"),
     ],
 )

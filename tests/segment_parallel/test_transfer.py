@@ -19,7 +19,7 @@ from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import awithdraw, withdraw
 from vllm_hypic.store.protocol import Verdict
 
-from .peers import LONG_S, MIB, Outgoing, Owner, Throttle, bytes_of, name_of, process, until
+from .peers import LONG_S, MIB, Outgoing, Owner, Throttle, bytes_of, line, name_of, over_both, process, until
 
 A, B, C = name_of(1), name_of(2), name_of(3)
 DATA = bytes_of(A, 100_000)
@@ -28,14 +28,6 @@ BIG = 64 * MIB
 
 def digest(name: str, nbytes: int) -> bytes:
     return hashlib.sha256(bytes_of(name, nbytes)).digest()
-
-
-def line(child: subprocess.Popen[str]) -> list[str]:
-    """The next line that a process prints."""
-    assert child.stdout is not None
-    words = child.stdout.readline().strip().split(maxsplit=2)
-    assert words, f"the process ended with {child.poll()}"
-    return words
 
 
 def start(child: subprocess.Popen[str]) -> None:
@@ -59,11 +51,15 @@ def closed_port() -> str:
 # -- the plain way
 
 
+@over_both
 @pytest.mark.parametrize("secret", [None, Secret(b"s" * 32)], ids=["plain", "secret"])
 @pytest.mark.parametrize("nbytes", [1, 65_535, 65_536, 5_000_001])
-def test_a_record_arrives_whole(secret: Secret | None, nbytes: int) -> None:
+def test_a_record_arrives_whole(transport: str, secret: Secret | None, nbytes: int) -> None:
     data = bytes_of(A, nbytes)
-    with Owner(secret=secret) as owner, Outgoing(secret=secret) as outgoing:
+    with (
+        Owner(secret=secret, transport=transport) as owner,
+        Outgoing(secret=secret, transport=transport) as outgoing,
+    ):
         ticket = outgoing.send(A, data, owner.url)
         assert outgoing.sender.pending_bytes() == nbytes
         owner.expect(A)
@@ -72,7 +68,7 @@ def test_a_record_arrives_whole(secret: Secret | None, nbytes: int) -> None:
         assert sent.seconds > 0 and outgoing.sender.pending_bytes() == 0
         assert owner.read == [hashlib.sha256(data).digest()]
         [landed] = owner.wait_for(A)
-        assert landed.taken and landed.nbytes == nbytes
+        assert landed.taken and landed.nbytes == nbytes and landed.pulled == (transport == "nixl")
 
 
 def test_what_is_not_needed_counts_as_delivered() -> None:
@@ -104,9 +100,10 @@ def test_bytes_are_not_copied_and_let_go_of() -> None:
     until(resized)
 
 
+@over_both
 @pytest.mark.parametrize("verdict", [Verdict.DAMAGED, Verdict.FOREIGN])
-def test_a_refusal_is_reported_with_its_reason(verdict: Verdict) -> None:
-    with Owner() as owner, Outgoing() as outgoing:
+def test_a_refusal_is_reported_with_its_reason(transport: str, verdict: Verdict) -> None:
+    with Owner(transport=transport) as owner, Outgoing(transport=transport) as outgoing:
         owner.expect(A)
         owner.verdict = verdict
         sent = outgoing.deliver(A, DATA, owner.url)
@@ -145,8 +142,13 @@ def test_the_same_name_twice_travels_once() -> None:
         assert reasons == ["", "not needed", "not needed"] and len(owner.read) == 1
 
 
-def test_two_senders_of_one_name() -> None:
-    with Owner() as owner, Outgoing() as one, Outgoing() as other:
+@over_both
+def test_two_senders_of_one_name(transport: str) -> None:
+    with (
+        Owner(transport=transport) as owner,
+        Outgoing(transport=transport) as one,
+        Outgoing(transport=transport) as other,
+    ):
         tickets = one.send(A, DATA, owner.url), other.send(A, DATA, owner.url)
         until(lambda: owner.landing.counts().offers == 2)
         owner.expect(A)
@@ -155,15 +157,16 @@ def test_two_senders_of_one_name() -> None:
 
 
 def test_records_of_many_processes_arrive_whole() -> None:
+    """Over NIXL from the two that have it, as far as its buffer holds them; else over TCP."""
     names = [name_of(i) for i in range(200)]
-    with Owner() as owner:
+    with Owner(transport="nixl") as owner:
         owner.expect(*names[::2])
         parts = [(owner.url, LONG_S, MIB, *names[i::4]) for i in range(4)]
         with (
-            process("sending.py", *parts[0]) as a,
-            process("sending.py", *parts[1]) as b,
-            process("sending.py", *parts[2]) as c,
-            process("sending.py", *parts[3]) as d,
+            process("sending.py", "nixl", *parts[0]) as a,
+            process("sending.py", "nixl", *parts[1]) as b,
+            process("sending.py", "tcp", *parts[2]) as c,
+            process("sending.py", "tcp", *parts[3]) as d,
         ):
             children = [a, b, c, d]
             for child in children:
@@ -175,7 +178,9 @@ def test_records_of_many_processes_arrive_whole() -> None:
         assert {words[0] for words in told} == set(names)
         assert {words[1] for words in told} == {"True"}
         assert set(owner.read) == {digest(name, MIB) for name in names} and len(owner.read) == 200
-        assert owner.landing.counts().bytes == 200 * MIB
+        counts = owner.landing.counts()
+        assert (counts.bytes, counts.pulled) == (200 * MIB, sum(x.pulled for x in landed))
+        assert 1 <= counts.pulled <= 100
 
 
 # -- destinations that are not there, hang, or restart
@@ -264,7 +269,7 @@ def test_a_restart_with_another_model_is_noticed() -> None:
 def test_a_destination_that_hangs_in_the_middle_is_given_up_at_the_deadline() -> None:
     """Meanwhile records for other destinations travel; once it goes on, it can be reached again."""
     data = bytes_of(A, BIG)
-    with Owner() as owner, Outgoing() as outgoing, process("landing_process.py", A, B) as child:
+    with Owner() as owner, Outgoing() as outgoing, process("landing_process.py", "tcp", A, B) as child:
         [url] = line(child)
         with Throttle(url, allowance=8 * MIB) as proxy:
             ticket = outgoing.send(A, data, proxy.url, 4.0)
@@ -322,7 +327,7 @@ def test_a_sender_killed_in_the_middle_leaves_nothing_behind() -> None:
     with (
         Owner() as owner,
         Throttle(owner.url, allowance=8 * MIB) as proxy,
-        process("sending.py", proxy.url, LONG_S, BIG, A) as child,
+        process("sending.py", "tcp", proxy.url, LONG_S, BIG, A) as child,
         Outgoing() as other,
     ):
         owner.expect(A)
@@ -344,7 +349,7 @@ def test_a_sender_that_is_stopped_and_goes_on() -> None:
     with (
         Owner(go_s=0.0, max_nbytes=BIG) as owner,
         Throttle(owner.url, allowance=2 * MIB) as proxy,
-        process("sending.py", proxy.url, LONG_S, 4 * MIB, A, B) as child,
+        process("sending.py", "tcp", proxy.url, LONG_S, 4 * MIB, A, B) as child,
         Outgoing() as other,
     ):
         owner.expect(A)

@@ -62,6 +62,8 @@ class Setup:
     """More options of ``vllm serve``."""
     hypic: Mapping[str, Any] = field(default_factory=dict)
     """More options of the plugin."""
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    """More options of its section ``segment_parallel``."""
     router: tuple[str, ...] = ()
     """More options of ``vllm-hypic router``."""
 
@@ -72,11 +74,12 @@ class Instance(Server):
     def __init__(self, name: str, setup: Setup, log: Path, *, port: int | None = None) -> None:
         """``port``: of HTTP, where another one should be replaced; its other ports are new."""
         self.name = name
+        self.transport = setup.parallel.get("transport", "tcp")
         self.listen, self.events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         options = {
             "pool_bytes": setup.pool_bytes,
             **setup.hypic,
-            "segment_parallel": {"listen": self.listen, "events": self.events},
+            "segment_parallel": {**setup.parallel, "listen": self.listen, "events": self.events},
         }
         super().__init__(
             setup.model,

@@ -1,7 +1,7 @@
 """Two workers, two combine nodes and a router on the demo model; tests break one at a time, and it is mended.
 
 Every server prefills one segment at a time, so that an answer through the router, whoever computed what, has
-the bits of a single server's.
+the bits of a single server's.  The combine nodes read one worker's records over NIXL; the other has none.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SETUP = Setup(
     context=16384,
     cache_bytes=1 << 26,
     pool_bytes=1 << 26,
+    parallel={"transport": "nixl"},
     options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
     # Segments here take milliseconds: what takes so long is late.
     router=("--straggler-min-s", "2"),
@@ -37,7 +38,7 @@ def _cluster() -> Iterator[Cluster]:
     cluster = Cluster(SETUP)
     # Its computing process can be stopped while its engine goes on telling that it is there.
     old = cluster.workers[1]
-    cluster.workers[1] = cluster.instance(old.name, replace(SETUP, in_process=False), port=old.port)
+    cluster.workers[1] = cluster.instance(old.name, replace(SETUP, in_process=False, parallel={}), port=old.port)
     with cluster:
         yield cluster
 

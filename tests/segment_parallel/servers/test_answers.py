@@ -29,6 +29,10 @@ def test_eight_uneven_segments(stand: Stand):
     loads = [sum(p.tokens for p in found.segments if p.worker == w.url) for w in stand.cluster.workers]
     assert abs(loads[0] - loads[1]) <= max(LENGTHS)
     stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))
+    reads = {w.url for w in stand.cluster.workers if w.transport == "nixl"}
+    over_nixl = sum(p.worker in reads for p in found.segments)
+    assert 0 < over_nixl < len(LENGTHS)
+    stand.expect("segments_landed_nixl", stand.cluster.combines, over_nixl)
     stand.expect("segments_pushed", stand.cluster.workers, len(LENGTHS))
     stand.expect("segments_computed", stand.cluster.combines, len(LENGTHS))  # those of the single server
     after = stand.wait(

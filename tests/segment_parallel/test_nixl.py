@@ -1,0 +1,365 @@
+"""Records over NIXL: what happens when reading them fails, hangs, or is no longer wanted.
+
+``UCX_TLS=tcp`` where a transfer must stop half-way: shared memory is read in one go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.segment_parallel import wire
+from vllm_hypic.segment_parallel.config import ParallelConfig
+from vllm_hypic.segment_parallel.nixl import Exporter, Puller, open_nixl
+from vllm_hypic.segment_parallel.room import Room
+from vllm_hypic.store.record import ALIGNMENT
+
+from .peers import MIB, NIXL_BYTES, Gated, Outgoing, Owner, Peer, bytes_of, line, name_of, process, until
+
+A, B, C, D = (name_of(i) for i in range(1, 5))
+DATA = bytes_of(A, 100_000)
+LARGE = NIXL_BYTES // 2 + 1
+"""No buffer holds two of them."""
+
+
+def digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+@pytest.fixture(autouse=True)
+def _tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    with Owner(transport="nixl") as owner:
+        yield owner
+
+
+@pytest.fixture
+def gate() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def outgoing(gate: Gated) -> Iterator[Outgoing]:
+    """Its records are read only as far as ``gate`` lets them."""
+    with Outgoing(exporter=gate) as outgoing:
+        yield outgoing
+
+
+def being_read(owner: Owner) -> int:
+    return len(owner.landing._pulls)
+
+
+# -- who has NIXL, and who has not
+
+
+@pytest.mark.parametrize(("here", "there"), [("nixl", "tcp"), ("tcp", "nixl")])
+def test_one_side_without_it_uses_tcp(here: str, there: str) -> None:
+    with Owner(transport=here) as owner, Outgoing(transport=there) as outgoing:
+        owner.expect(A)
+        assert outgoing.deliver(A, DATA, owner.url).delivered
+        assert owner.read == [digest(DATA)] and not owner.wait_for(A)[0].pulled
+        counts = owner.landing.counts()
+        assert (counts.taken, counts.pulled, counts.unpulled, counts.dropped) == (1, 0, 0, 0)
+
+
+def test_a_record_longer_than_the_buffers_comes_over_tcp(owner: Owner) -> None:
+    data = bytes_of(A, NIXL_BYTES + 1)
+    with Outgoing(transport="nixl") as outgoing, Outgoing(exporter=Gated(2 * NIXL_BYTES)) as roomy:
+        owner.expect(A, B)
+        assert outgoing.deliver(A, data, owner.url).delivered
+        assert owner.landing.counts().unpulled == 0, "the sender knew"
+        assert roomy.deliver(B, data, owner.url).delivered
+        assert (owner.landing.counts().pulled, owner.landing.counts().unpulled) == (0, 1)
+    assert owner.read == [digest(data)] * 2
+
+
+def test_records_beyond_the_receive_buffer_come_over_tcp(
+    owner: Owner, outgoing: Outgoing, gate: Gated
+) -> None:
+    """The first is being read all the while; a record after them has room again."""
+    with Outgoing(transport="nixl") as other:
+        owner.expect(A, B, C)
+        ticket = outgoing.send(A, bytes_of(A, LARGE), owner.url)
+        until(lambda: being_read(owner) == 1)
+        assert other.deliver(B, bytes_of(B, LARGE), owner.url).delivered
+        assert not owner.wait_for(B)[0].pulled and owner.landing.counts().unpulled == 1
+        gate.open()
+        assert outgoing.wait_for(ticket).delivered and owner.wait_for(A)[0].pulled
+        assert other.deliver(C, bytes_of(C, LARGE), owner.url).delivered
+        assert owner.wait_for(C)[0].pulled
+    assert owner.read == [digest(bytes_of(name, LARGE)) for name in (B, A, C)]
+
+
+def test_records_beyond_the_senders_buffer_go_over_tcp(owner: Owner, outgoing: Outgoing, gate: Gated) -> None:
+    owner.expect(A, B)
+    first = outgoing.send(A, bytes_of(A, LARGE), owner.url)
+    until(lambda: being_read(owner) == 1)
+    assert outgoing.deliver(B, bytes_of(B, LARGE), owner.url).delivered
+    assert not owner.wait_for(B)[0].pulled
+    gate.open()
+    assert outgoing.wait_for(first).delivered and owner.wait_for(A)[0].pulled
+    assert not gate.busy, "the sender's buffer is empty again"
+
+
+def test_the_landing_serves_others_while_one_hangs_and_does_not_spin(
+    owner: Owner, outgoing: Outgoing
+) -> None:
+    with Outgoing(transport="nixl") as other, Outgoing() as third:
+        owner.expect(A, B, C)
+        outgoing.send(A, DATA, owner.url)
+        until(lambda: being_read(owner) == 1)
+        assert other.deliver(B, DATA, owner.url).delivered and third.deliver(C, DATA, owner.url).delivered
+        assert owner.wait_for(B)[0].pulled and not owner.wait_for(C)[0].pulled
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.5, "a thread is busy with waiting"
+        assert being_read(owner) == 1
+
+
+# -- transfers that fail
+
+
+def test_a_sender_killed_in_the_middle_of_a_read() -> None:
+    puller = Puller(64 * MIB, loopback=True)
+    memory = puller._agent.memory
+    memory[: 64 * MIB : MIB] = bytes(64)
+    name, nbytes = A, 64 * MIB
+    with (
+        Owner(puller=puller) as owner,
+        Outgoing(transport="nixl") as other,
+        process("holding.py", owner.url, nbytes, name) as child,
+    ):
+        assert child.stdin is not None
+        owner.expect(name)
+        assert line(child) == ["ready"]
+        until(lambda: being_read(owner) == 1)
+        data = bytes_of(name, nbytes)
+        while bytes(memory[:4096]) != data[:4096]:
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert line(child) == ["stepped"]
+        assert bytes(memory[-4096:]) != data[-4096:] and being_read(owner) == 1, "the whole record came"
+        ticket = other.send(name, data, owner.url)
+        os.kill(child.pid, signal.SIGKILL)
+        assert other.wait_for(ticket).delivered
+        assert owner.read == [digest(data)] and owner.wait_for(name)[0].taken
+        assert owner.landing.counts().unpulled >= 1 and being_read(owner) == 0
+
+
+def test_a_landing_killed_while_it_reads(outgoing: Outgoing, gate: Gated) -> None:
+    with process("landing_process.py", "nixl", A) as child:
+        [url] = line(child)
+        ticket = outgoing.send(A, DATA, url)
+        until(lambda: gate.busy)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    with Owner(url, transport="nixl") as restarted:
+        until(lambda: restarted.landing.counts().offers == 1)
+        assert not gate.busy, "what the dead one was to read takes room"
+        gate.open()
+        restarted.expect(A)
+        assert outgoing.wait_for(ticket).delivered
+        assert restarted.read == [digest(DATA)] and restarted.wait_for(A)[0].pulled
+
+
+def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(
+    outgoing: Outgoing, gate: Gated
+) -> None:
+    """What was given up arrives all the same, later: it must not overwrite another record."""
+    puller = Puller(NIXL_BYTES, loopback=True, late_s=0.2)
+    with Owner(puller=puller) as owner, Outgoing(transport="nixl") as other:
+        owner.expect(A, B, C)
+        assert outgoing.deliver(A, bytes_of(A, MIB), owner.url).delivered
+        assert not owner.wait_for(A)[0].pulled and owner.landing.counts().unpulled == 1
+        assert len(puller._room) == 1, "NIXL may still write there"
+        assert other.deliver(B, bytes_of(B, MIB), owner.url).delivered and owner.wait_for(B)[0].pulled
+        assert outgoing.deliver(C, DATA, owner.url).delivered, "from there everything comes over TCP"
+        assert not owner.wait_for(C)[0].pulled
+        gate.open()
+        until(lambda: len(puller._room) == 0)
+        owner.expect(D)
+        assert outgoing.deliver(D, DATA, owner.url).delivered
+        assert owner.wait_for(D)[0].pulled, "connected anew"
+    assert owner.read == [digest(bytes_of(A, MIB)), digest(bytes_of(B, MIB)), digest(DATA), digest(DATA)]
+
+
+def test_what_was_withdrawn_while_it_was_read_reaches_no_reader(
+    owner: Owner, outgoing: Outgoing, gate: Gated
+) -> None:
+    owner.expect(A)
+    ticket = outgoing.send(A, DATA, owner.url)
+    until(lambda: being_read(owner) == 1)
+    owner.landing.withdraw(A)
+    assert outgoing.wait_for(ticket).reason == "not needed"
+    assert not gate.busy
+    # What is read now are the bytes of another record.
+    owner.expect(B)
+    again = outgoing.send(B, bytes_of(B, len(DATA)), owner.url)
+    gate.open()
+    assert outgoing.wait_for(again).delivered
+    until(lambda: being_read(owner) == 0)
+    assert owner.read == [digest(bytes_of(B, len(DATA)))] and set(owner.poll()) == {B}
+
+
+def test_a_deadline_while_it_is_read(owner: Owner, outgoing: Outgoing, gate: Gated) -> None:
+    owner.expect(A)
+    sent = outgoing.deliver(A, DATA, owner.url, deadline_s=0.5)
+    assert sent.reason == "ready to be read, not acknowledged within 0.5 s" and not gate.busy
+    gate.open()
+    with Outgoing() as other:
+        assert other.deliver(A, DATA, owner.url).delivered
+    assert owner.read == [digest(DATA)]
+
+
+@pytest.mark.parametrize("first", ["sender", "landing"])
+def test_closing_while_records_are_read(first: str) -> None:
+    owner, outgoing = Owner(transport="nixl"), Outgoing(exporter=Gated())
+    names = [name_of(i) for i in range(10)]
+    owner.expect(*names)
+    for name in names:
+        outgoing.send(name, DATA, owner.url)
+    until(lambda: being_read(owner) == len(names))
+    ends = [outgoing.sender, owner.landing]
+    for end in ends if first == "sender" else reversed(ends):
+        end.close()
+    assert {sent.reason for sent in outgoing.poll().values()} == {"the sender is closed"}
+    assert {landed.reason for landed in owner.wait_for(*names)} == {"the landing is closed"}
+    assert not owner.read
+
+
+# -- peers that hold what cannot be read
+
+
+def test_what_cannot_be_read_is_sent(owner: Owner) -> None:
+    exporter = Exporter(MIB, loopback=True)
+    foreign = exporter.metadata[:60] + b"?" * 20 + exporter.metadata[80:]
+    cases = [
+        (b"\0", 4096),
+        (exporter.metadata[:-50], 4096),
+        (foreign, 4096),
+        (exporter.metadata, exporter._agent.address - 1),
+        (exporter.metadata, exporter._agent.address + MIB - len(DATA) + 1),
+        (exporter.metadata, 1 << 62),
+    ]
+    with Peer(owner.url) as peer:
+        for i, (metadata, address) in enumerate(cases, 1):
+            name = name_of(i)
+            owner.expect(name)
+            assert peer.ask(wire.Offer(name, len(DATA))) == wire.Go(name, pull=True)
+            assert peer.ask(wire.Held(name, address, metadata)) == wire.Go(name, pull=False), i
+            peer.data(name, DATA)
+            assert peer.hear() == wire.Taken(name)
+            assert owner.landing.counts().unpulled == i
+    assert len(owner.landing._puller._room) == 0
+    assert owner.read == [digest(DATA)] * len(cases) and owner.landing.counts().dropped == 0
+
+
+def test_what_nobody_asked_to_hold_is_dropped(owner: Owner) -> None:
+    gate = Gated()
+    held = gate.hold(memoryview(DATA))
+    assert held is not None
+    message = wire.Held(A, held.address, gate.metadata)
+    with Peer(owner.url) as peer, Owner() as plain, Peer(plain.url) as stranger:
+        peer.say(message)
+        assert peer.hears_nothing() and owner.landing.counts().dropped == 1
+        owner.expect(A)
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A, pull=True)
+        peer.say(message, message)
+        assert peer.hears_nothing() and owner.landing.counts().dropped == 2 and being_read(owner) == 1
+        plain.expect(A)
+        assert stranger.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        stranger.say(message)
+        assert stranger.hears_nothing() and plain.landing.counts().dropped == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["held", A, 4096, bytes(wire.METADATA_BYTES + 1)],
+        ["held", A, 4096, b""],
+        ["held", A, 4096, "text"],
+        ["held", A, 0, b"m"],
+        ["held", A, -1, b"m"],
+        ["held", A, (1 << 62) + 1, b"m"],
+        ["held", A, 4096, b"m", 1],
+        ["held", A, 4096],
+        ["held", "no name", 4096, b"m"],
+    ],
+)
+def test_malformed_messages_are_not_understood(message: list[object]) -> None:
+    with pytest.raises(wire.Malformed):
+        wire.Codec().request(msgspec.msgpack.encode(message))
+
+
+# -- start
+
+
+def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    config = ParallelConfig("tcp://127.0.0.1:7100", "tcp://127.0.0.1:7101", transport="nixl")
+    with pytest.raises(
+        ConfigError, match=r"NIXL cannot be imported .* `pip install nixl=="
+    ):
+        open_nixl(config)
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth99")
+    with pytest.raises(ConfigError, match=r"UCX_NET_DEVICES='eth99'.*expected devices of this machine"):
+        Exporter(MIB, loopback=True)
+
+
+def listening() -> set[tuple[str, int]]:
+    return {tuple(c.laddr) for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+
+
+def test_without_a_secret_only_this_machine_can_connect() -> None:
+    before = listening()
+    ends = Exporter(MIB, loopback=True), Puller(MIB, loopback=True)
+    opened = listening() - before
+    assert opened and {address for address, _ in opened} == {"127.0.0.1"}
+    assert "UCX_NET_DEVICES" not in os.environ
+    for end in ends:
+        end.close()
+    assert not listening() & opened
+
+
+# -- room
+
+
+@given(st.lists(st.one_of(st.integers(1, 5000), st.integers(-20, -1)), max_size=60))
+def test_spans_never_overlap(steps: list[int]) -> None:
+    """Positive: take so many bytes; negative: give back one of the spans taken."""
+    room, taken = Room(16384), {}
+    for step in steps:
+        if step > 0:
+            start = room.take(step)
+            if start is not None:
+                assert start % ALIGNMENT == 0 and start + step <= 16384
+                assert all(start + step <= s or start >= s + n for s, n in taken.items())
+                taken[start] = step
+            else:
+                assert taken, "an empty room has room"
+        elif taken:
+            start = list(taken)[step % len(taken)]
+            room.give_back(start)
+            del taken[start]
+        assert len(room) == len(taken)
+    for start in taken:
+        room.give_back(start)
+    assert room.take(16384) == 0 and room.take(1) is None
