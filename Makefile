@@ -12,6 +12,8 @@ INSTALLED := $(VENV)/.stamp
 READY := $(VENV)/.kernels
 # The release that vllm_hypic/store/tiers/lmcache.py is written against.
 LMCACHE := lmcache==0.5.6
+# The release that vllm_hypic/segment_parallel/nixl.py is written against.
+NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1
@@ -26,12 +28,13 @@ venv: $(READY)
 # The stamp is written last: an interrupted set-up is taken up again by the next call. compileall replaces pip's own
 # compiling because it uses all cores; some packages carry files for other Pythons, which it may fail on.
 # LMCache comes without its requirements, which would downgrade vLLM's; what it needs of them is in the extra `lmcache`.
-# pip would report that as conflicts each time.
+# pip would report that as conflicts each time. NIXL asks for its builds for both CUDA 12 and 13; one is enough (69 MB to
+# fetch, 240 MB installed), and it needs no CUDA.
 $(INSTALLED): setup.py pyproject.toml $(wildcard tools/*.py)
 	@echo "Setting up $(VENV): about 3.5 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(LMCACHE)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(LMCACHE) $(NIXL)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python tools/prepare_env.py
 	$(BIN)/python tools/fetch_redis.py $(VENV)

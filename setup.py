@@ -102,6 +102,8 @@ setup(
             "sortedcontainers==2.4.0",
         ],
         "redis": ["redis>=6.0,<9"],
+        # On machines without CUDA: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1.
+        "nixl": ["nixl==1.5.1"],
         # vLLM brings them; these are for a machine that runs the router alone.
         "router": ["fastapi", "msgspec", "pyzmq", "uvicorn"],
         "bench": ["matplotlib"],

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.segment_parallel import wire
+from vllm_hypic.segment_parallel import nixl, wire
 from vllm_hypic.segment_parallel.config import ParallelConfig
 from vllm_hypic.segment_parallel.nixl import Exporter, Puller, open_nixl
 from vllm_hypic.segment_parallel.room import Room
@@ -27,7 +27,7 @@ from vllm_hypic.store.record import ALIGNMENT
 
 from .peers import MIB, NIXL_BYTES, Gated, Outgoing, Owner, Peer, bytes_of, line, name_of, process, until
 
-A, B, C, D = (name_of(i) for i in range(1, 5))
+A, B, C, D, E = (name_of(i) for i in range(1, 6))
 DATA = bytes_of(A, 100_000)
 LARGE = NIXL_BYTES // 2 + 1
 """No buffer holds two of them."""
@@ -129,6 +129,23 @@ def test_the_landing_serves_others_while_one_hangs_and_does_not_spin(
         time.sleep(1.0)
         assert time.process_time() - before < 0.5, "a thread is busy with waiting"
         assert being_read(owner) == 1
+
+
+def test_the_sender_least_recently_read_from_is_disconnected(
+    owner: Owner, outgoing: Outgoing, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "MOST_SOURCES", 1)
+    gate.open()
+    owner.expect(A, B, C, D)
+    with Outgoing(transport="nixl") as other:
+        for end, name in ((outgoing, A), (other, B), (outgoing, C)):
+            assert end.deliver(name, DATA, owner.url).delivered and owner.wait_for(name)[0].pulled
+        gate.steps = 0
+        owner.expect(E)
+        outgoing.send(D, DATA, owner.url)
+        until(lambda: being_read(owner) == 1)
+        assert other.deliver(E, DATA, owner.url).delivered, "there is none that is not being read from"
+        assert not owner.wait_for(E)[0].pulled and being_read(owner) == 1
 
 
 # -- transfers that fail
@@ -312,9 +329,7 @@ def test_malformed_messages_are_not_understood(message: list[object]) -> None:
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     config = ParallelConfig("tcp://127.0.0.1:7100", "tcp://127.0.0.1:7101", transport="nixl")
-    with pytest.raises(
-        ConfigError, match=r"NIXL cannot be imported .* `pip install nixl=="
-    ):
+    with pytest.raises(ConfigError, match=r"NIXL cannot be imported .* `pip install nixl=="):
         open_nixl(config)
 
 

@@ -38,7 +38,9 @@ def _cluster() -> Iterator[Cluster]:
     cluster = Cluster(SETUP)
     # Its computing process can be stopped while its engine goes on telling that it is there.
     old = cluster.workers[1]
-    cluster.workers[1] = cluster.instance(old.name, replace(SETUP, in_process=False, parallel={}), port=old.port)
+    cluster.workers[1] = cluster.instance(
+        old.name, replace(SETUP, in_process=False, parallel={}), port=old.port
+    )
     with cluster:
         yield cluster
 
