@@ -175,7 +175,7 @@ def test_a_sender_killed_in_the_middle_of_a_read() -> None:
         os.kill(child.pid, signal.SIGKILL)
         assert other.wait_for(ticket).delivered
         assert owner.read == [digest(data)] and owner.wait_for(name)[0].taken
-        assert owner.landing.counts().unpulled >= 1 and being_read(owner) == 0
+        assert owner.landing.counts().unpulled == 1 and len(puller._room) == 0
 
 
 def test_a_landing_killed_while_it_reads(outgoing: Outgoing, gate: Gated) -> None:
@@ -206,7 +206,7 @@ def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(
         assert len(puller._room) == 1, "NIXL may still write there"
         assert other.deliver(B, bytes_of(B, MIB), owner.url).delivered and owner.wait_for(B)[0].pulled
         assert outgoing.deliver(C, DATA, owner.url).delivered, "from there everything comes over TCP"
-        assert not owner.wait_for(C)[0].pulled
+        assert not owner.wait_for(C)[0].pulled and len(puller._room) == 1, "at once"
         gate.open()
         until(lambda: len(puller._room) == 0)
         owner.expect(D)
@@ -224,13 +224,16 @@ def test_what_was_withdrawn_while_it_was_read_reaches_no_reader(
     owner.landing.withdraw(A)
     assert outgoing.wait_for(ticket).reason == "not needed"
     assert not gate.busy
-    # What is read now are the bytes of another record.
-    owner.expect(B)
-    again = outgoing.send(B, bytes_of(B, len(DATA)), owner.url)
+    # What is read now are the bytes of another record, of the same name and from the same place.
+    other = bytes_of(B, len(DATA) // 2)
+    owner.expect(A)
+    again = outgoing.send(A, other, owner.url)
+    until(lambda: being_read(owner) == 2)
     gate.open()
-    assert outgoing.wait_for(again).delivered
+    assert outgoing.wait_for(again).reason == ""
     until(lambda: being_read(owner) == 0)
-    assert owner.read == [digest(bytes_of(B, len(DATA)))] and set(owner.poll()) == {B}
+    assert owner.read == [digest(other)] and owner.wait_for(A)[0].pulled
+    assert (owner.landing.counts().late, owner.landing.counts().refused) == (1, 0)
 
 
 def test_a_deadline_while_it_is_read(owner: Owner, outgoing: Outgoing, gate: Gated) -> None:

@@ -601,7 +601,11 @@ class Landing:
             if pull.fault:
                 self._not_pulled(peer, name, going, pull.fault)
                 continue
-            if self._is_going(peer, name, going):
+            with self._lock:
+                expected = self._expected.get(name)
+                wanted = expected is not None and expected.going.get(peer) is going
+                self._counts = replace(self._counts, late=self._counts.late + (not wanted))
+            if wanted:  # and not offered anew meanwhile: the bytes may be others by now
                 self._data(peer, name, pull.data, pulled=True)
             self._puller.release(pull)
 
@@ -619,12 +623,6 @@ class Landing:
             expected = self._expected.get(name)
             if expected is not None and expected.going.get(peer) is going and self._send(peer, wire.Go(name)):
                 self._goes(expected, peer, going.nbytes, time.monotonic())
-
-    def _is_going(self, peer: bytes, name: str, going: _Going) -> bool:
-        """Whether what was read is still wanted, and not offered anew meanwhile."""
-        with self._lock:
-            expected = self._expected.get(name)
-            return expected is not None and expected.going.get(peer) is going
 
     def _read(self, expected: _Expected, data: memoryview) -> tuple[Verdict | None, str]:
         """What the reader makes of the bytes, and the reason when it does not take them."""
