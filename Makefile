@@ -31,7 +31,7 @@ venv: $(READY)
 # pip would report that as conflicts each time. NIXL asks for its builds for both CUDA 12 and 13; one is enough (69 MB to
 # fetch, 240 MB installed), and it needs no CUDA.
 $(INSTALLED): setup.py pyproject.toml $(wildcard tools/*.py)
-	@echo "Setting up $(VENV): about 3.5 GB and a few minutes, once."
+	@echo "Setting up $(VENV): about 4 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache]'
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(LMCACHE) $(NIXL)

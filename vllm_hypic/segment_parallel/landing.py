@@ -615,7 +615,7 @@ class Landing:
             self._counts = replace(self._counts, unpulled=self._counts.unpulled + 1)
             self._complaints.warn(
                 f"unpulled {self._address(peer)}",
-                "landing: %s of %s is sent over TCP: %s",
+                "landing: NIXL did not bring %s of %s, which is asked for over TCP: %s",
                 wire.short(name),
                 self._address(peer),
                 reason,
