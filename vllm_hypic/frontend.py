@@ -11,6 +11,7 @@ from .connector.commands import COMMAND, is_command
 from .primitives.options import PUSH_TO, link_of_request, transfer_of_request
 from .primitives.policies import LinkError, ModelTraits
 from .primitives.tokens import PrimitiveIds
+from .store.shared import shared_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +38,11 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     parallel = config.segment_parallel
     try:
         method = link_of_request(extra, default_link=config.link, default_seam=config.seam_tokens)
-        transfer = transfer_of_request(extra, longest_s=None if parallel is None else parallel.deadline_s)
+        transfer = transfer_of_request(
+            extra,
+            longest_s=None if parallel is None else parallel.deadline_s,
+            shared=shared_tiers(config.store),
+        )
         if reason := method.refused_by(_traits(vllm_config)):
             raise LinkError(reason)
     except LinkError as e:

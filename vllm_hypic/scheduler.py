@@ -132,6 +132,7 @@ class _HypicMixin(Scheduler):
             has_attention=hypic.traits.has_attention,
             deadline_s=parallel.deadline_s,
             quadratic=hypic.quadratic,
+            shared_tiers=hypic.shared_tiers,
             limits=Room(
                 limits.pages,
                 limits.slots,

@@ -393,7 +393,7 @@ def test_a_withdrawal_that_nobody_takes() -> None:
     silent, url = silent_port()
     with silent:
         for nobody in (url, closed_port()):
-            with pytest.raises(TimeoutError, match=r"did not take the withdrawal within 0.3 s"):
+            with pytest.raises(TimeoutError, match=r"did not take the message within 0.3 s"):
                 withdraw(nobody, "ns", [A], None, timeout_s=0.3)
 
 

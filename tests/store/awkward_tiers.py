@@ -100,6 +100,10 @@ class AwkwardTier:
         self._begin("get")
         return data
 
+    def has(self, name: ObjectName) -> bool:
+        self._begin("has")
+        return name in self.objects
+
     def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
         self._begin("put")
         self.worths.setdefault(name, worth)

@@ -209,7 +209,7 @@ def run_all(lane: Lane) -> None:
 
 
 def put(lane: Lane, i: int, ended: list[int]) -> None:
-    lane.put(name(i), memoryview(b"abc"), Worth(1, 1.0, 3), None, lambda: ended.append(i))
+    lane.put(name(i), memoryview(b"abc"), Worth(1, 1.0, 3), None, lambda fault: ended.append(i))
 
 
 def test_a_lane_knows_what_will_be_there(clock: ManualClock) -> None:
@@ -266,7 +266,7 @@ def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
 def test_an_object_that_expired_in_the_queue_is_not_written(clock: ManualClock) -> None:
     tier = AwkwardTier()
     lane = lane_of(tier, clock)
-    lane.put(name(1), memoryview(b"abc"), Worth(1, 1.0, 3), clock() + 5, lambda: None)
+    lane.put(name(1), memoryview(b"abc"), Worth(1, 1.0, 3), clock() + 5, lambda fault: None)
     clock.advance(5.0)
     run_all(lane)
     assert tier.objects == {} and lane.stats.stored == 0

@@ -175,6 +175,9 @@ class DescriptionInfo(BaseModel):
     quadratic: float = Field(
         description="Prefilling n tokens takes FLOPs in proportion to n + quadratic * n^2."
     )
+    shared_tiers: list[str] = Field(
+        description="Identities of the store's tiers that other instances use, too, fastest first."
+    )
     limits: LimitsInfo
 
 

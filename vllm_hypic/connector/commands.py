@@ -142,7 +142,8 @@ class Description(msgspec.Struct, frozen=True, tag="description"):
     """What a router must know of an instance to plan as it does, and where its sockets are.
 
     ``namespace``: of keys without tenant and adapter; ``instance``: another at every start; ``quadratic``:
-    prefilling n tokens takes FLOPs in proportion to ``n + quadratic * n^2``.
+    prefilling n tokens takes FLOPs in proportion to ``n + quadratic * n^2``; ``shared_tiers``: identities
+    of the tiers that others use, too, fastest first.
     """
 
     instance: str
@@ -159,6 +160,7 @@ class Description(msgspec.Struct, frozen=True, tag="description"):
     has_attention: bool
     deadline_s: float
     quadratic: float
+    shared_tiers: tuple[str, ...]
     limits: Room
 
 

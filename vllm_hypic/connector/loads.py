@@ -21,6 +21,8 @@ class Load:
     key: SegmentKey
     remote: bool = False
     """Another instance sends it; else the store is asked."""
+    at_store: bool = False
+    """The other instance left it in a shared tier: from there the store fetches it now."""
     until: float = math.inf
     """Monotonic time at which waiting for another instance ends."""
     count: LoadCount = field(default_factory=LoadCount)
@@ -72,7 +74,11 @@ class Loads:
     @property
     def awaiting(self) -> bool:
         """Whether records are on their way from other instances, and none from the store."""
-        return bool(self._loads) and all(load.remote for load in self._loads.values())
+        return bool(self._loads) and all(load.remote and not load.at_store for load in self._loads.values())
+
+    def at_store(self, serial: int) -> None:
+        """An awaited record is in a shared tier: the store fetches it."""
+        self._loads[serial].at_store = True
 
     def give_up_late(self) -> None:
         """On awaited records whose time is over; the worker reports them like any load."""

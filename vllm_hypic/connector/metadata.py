@@ -189,6 +189,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     store: StoreStats | None = None
     pushed: dict[int, str] = field(default_factory=dict)
     """Push orders that ended, by number: why the record was not delivered, or nothing."""
+    fetching: set[int] = field(default_factory=set)
+    """Numbers of awaited records that are in a shared tier: the store fetches them now."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Ranks hold different heads of a record: the scheduler counts what the fullest needs."""
@@ -203,4 +205,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.handed & other.handed,
             add_stats(self.store, other.store),
             {n: self.pushed.get(n) or other.pushed.get(n, "") for n in self.pushed | other.pushed},
+            self.fetching | other.fetching,
         )

@@ -20,6 +20,7 @@ from ..primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan,
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
 from ..store.eviction.make import make_policy
+from ..store.shared import shared_tiers
 from ..store.totals import append_stats
 from ..store.worth import Worth
 from .directory import Entry, Lookup, Need, SegmentDirectory, Space
@@ -107,6 +108,8 @@ class SchedulerSide:
         part of every record."""
         self.config, self.geometry, self.namespace = config, geometry, namespace
         self.max_model_len = max_model_len
+        self.shared_tiers = tuple(shared_tiers(config.store))
+        """Identities of the tiers that other engines use, too; fastest first."""
         self._primitive_ids = primitive_ids
         self._ids: PrimitiveIds | None = None
         self._prefill_flops = prefill_flops
@@ -188,7 +191,7 @@ class SchedulerSide:
         """What a request says of other instances.  Changes nothing; raises ``LinkError``."""
         parallel = self.config.segment_parallel
         longest_s = None if parallel is None else parallel.deadline_s
-        return transfer_of_request(ask.extra_args, longest_s=longest_s)
+        return transfer_of_request(ask.extra_args, longest_s=longest_s, shared=self.shared_tiers)
 
     def admit(self, request_id: str, plan: PromptPlan, transfer: Transfer = NO_TRANSFER) -> None:
         """Take a planned request in; it waits until its records are resident."""
@@ -446,6 +449,8 @@ class SchedulerSide:
         """Take in what the worker says of a step."""
         for serial, tiles in report.tiles.items():
             self.directory.shrink(serial, tiles, self.geometry.tile_bytes)
+        for serial in report.fetching:
+            self._loads.at_store(serial)
         for serial, count in report.loads.items():
             self._loaded(serial, count)
         self.upkeep.stored(report.handed)
@@ -463,11 +468,12 @@ class SchedulerSide:
             return
         self._news = True
         self._decide(load.key, found=load.found)
+        sent = load.remote and not load.at_store
         if load.remote:
-            self.counters.segments_landed += load.found
-            self.counters.segments_landed_nixl += load.found and load.count.tier == NIXL
+            self.counters.segments_landed += load.found and sent
+            self.counters.segments_landed_nixl += load.found and sent and load.count.tier == NIXL
             self.counters.segments_unlanded += not load.found
-        elif load.found:
+        if load.found and not sent:
             self.upkeep.stored([load.key])
             self.counters.segments_loaded += 1
         if load.found:

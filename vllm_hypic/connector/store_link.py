@@ -40,6 +40,8 @@ class StoreLink:
         self._handed: set[SegmentKey] = set()
         self._reported: StoreStats | None = None
         self._reported_at = float("-inf")
+        self.behind = False
+        """The store had no room for a record in the last step."""
 
     def absorb(self, metadata: HypicMetadata) -> None:
         """Carry out a step's orders and start its loads."""
@@ -49,7 +51,7 @@ class StoreLink:
         for order in metadata.orders:
             self._obey(order)
         for place in metadata.loads:
-            self._load(place)
+            self.load(place)
         self._poll()
 
     def _obey(self, order: StoreOrder) -> None:
@@ -71,7 +73,8 @@ class StoreLink:
             case StoreAction.EXPIRE:
                 self.store.expire(name, order.at)
 
-    def _load(self, place: RecordPlace) -> None:
+    def load(self, place: RecordPlace) -> None:
+        """Fetch a record; :meth:`take_ended` tells how that ends."""
         name, expected = self.codec.name_of(place.key), self.codec.expected(place)
         if not place.leading:
             self.pool.offer_tiles(place.slot)
@@ -95,13 +98,19 @@ class StoreLink:
         """A capture is complete, its tiles are settled: its record goes to the store."""
         self._unstored[place.serial] = place
 
+    def is_handing_over(self, place: RecordPlace) -> bool:
+        """Whether the record is still to be copied to the store."""
+        return place.serial in self._unstored
+
     def end_step(self) -> None:
         """Copy complete records out of the pool, as far as the store takes them, oldest first."""
+        self.behind = False
         for place in list(self._unstored.values())[:_STORES_PER_STEP]:
             name, header = self.codec.name_of(place.key), self.codec.header(place)
             worth = Worth(place.worth_tokens, place.worth_flops, record_nbytes(header))
             reservation = self.store.reserve(name, worth)
             if reservation is None:
+                self.behind = True
                 break  # writing lags behind: later, if the record is still here
             del self._unstored[place.serial]
             self.codec.write(place, header, reservation.buffer)

@@ -1,6 +1,7 @@
 """Worker's side of segment parallelism: records from other instances land in the pool, own ones go to others.
 
 await order -> tiles offered -> expected -> (landing's thread fills the pool) -> poll -> report
+                                          -> (a shared tier has it) -> the store fetches it, and reports
 push order -> copied out of the pool, sealed -> sent -> acknowledged -> report
 """
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from ..primitives.options import tier_of
 from ..store.record import aligned_buffer, record_nbytes, seal_record
 from ..store.worth import ObjectName
 from .metadata import NIXL, TCP, HypicMetadata, LoadCount, PushOrder, RecordPlace, StoreAction
@@ -42,6 +44,7 @@ class TransferLink:
         self._sent: dict[int, int] = {}
         self._ended: dict[int, LoadCount] = {}
         self._landed: list[RecordPlace] = []
+        self._stored: list[RecordPlace] = []
         self._settled: dict[int, ObjectName] = {}
         """By slot: records of which the landing says that they are here."""
         self._tiles: dict[int, int] = {}
@@ -55,6 +58,9 @@ class TransferLink:
             self._outdated = True
         self._poll()
         for slot in metadata.dropped_slots:
+            for number in [n for n, order in self._unsent.items() if order.place.slot == slot]:
+                del self._unsent[number]  # its request has gone; the slot is another record's
+                self._pushed[number] = "the record has left the pool"
             if (left := self._settled.pop(slot, None)) is not None:
                 self.landing.withdraw(left)
         for key, slot in metadata.unneeded:
@@ -65,7 +71,8 @@ class TransferLink:
         for place in metadata.awaited:
             self._await(place)
         for order in metadata.pushes:
-            self._unsent[order.number] = order
+            if tier_of(order.destination) is None:  # else see deposit_link.py
+                self._unsent[order.number] = order
 
     def _await(self, place: RecordPlace) -> None:
         if self._outdated:
@@ -88,6 +95,10 @@ class TransferLink:
             place = self._awaited.pop(ObjectName(landed.name), None)
             if place is None:
                 continue  # withdrawn in the same moment
+            if landed.stored:
+                self._stored.append(place)
+                self._settled[place.slot] = ObjectName(landed.name)
+                continue
             if not landed.taken:
                 logger.info("segment %s will not come: %s", place.key[:12], landed.reason)
                 self._ended[place.serial] = LoadCount(missed=1)
@@ -133,6 +144,15 @@ class TransferLink:
         """Records that came since the last call."""
         landed, self._landed = self._landed, []
         return landed
+
+    def take_stored(self) -> list[RecordPlace]:
+        """Awaited records that a shared tier has, since the last call: they are now the store's to fetch."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    def give_up(self, place: RecordPlace) -> None:
+        """There is no store to fetch it from."""
+        self._ended[place.serial] = LoadCount(missed=1)
 
     def take_tiles(self) -> dict[int, int]:
         """Tiles that records that came keep."""

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from ..config import HypicConfig
+from ..store.shared import shared_tiers
+from .deposit_link import DepositLink
 from .geometry import PoolGeometry
 from .metadata import CapturePlan, HypicMetadata, WorkerReport
 from .pool import DevicePool
@@ -46,6 +48,8 @@ class WorkerSide:
         self.runtime: HypicRuntime | None = None
         self.store: StoreLink | None = None
         self.transfer: TransferLink | None = None
+        self.deposits: DepositLink | None = None
+        self._fetching: set[int] = set()
         self._open_store, self._open_transfer = open_store, open_transfer
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, CapturePlan] = {}
@@ -60,6 +64,8 @@ class WorkerSide:
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
         self.transfer = self._open_transfer(self.runtime.pool)
         self.store = self._open_store(self.runtime.pool)
+        if self.store is not None and self.transfer is not None:
+            self.deposits = DepositLink(self.store, shared_tiers(self.config.store))
         return self.runtime
 
     def absorb(self, metadata: HypicMetadata) -> None:
@@ -79,6 +85,9 @@ class WorkerSide:
             self.store.absorb(metadata)
         if self.transfer is not None:
             self.transfer.absorb(metadata)
+            self._fetch_stored(self.transfer)
+        if self.deposits is not None:
+            self.deposits.absorb(metadata)
         for request_id, plan in metadata.streams.items():
             self._streams[request_id] = StreamTensors.of(plan, self.device)
         self._captures.update(metadata.captures)
@@ -138,8 +147,20 @@ class WorkerSide:
             for place in self.transfer.take_landed():
                 if self.store is not None:
                     self.store.completed(place)
+            self._fetch_stored(self.transfer)
         if self.store is not None:
             self.store.end_step()
+        if self.deposits is not None:
+            self.deposits.end_step()
+
+    def _fetch_stored(self, transfer: TransferLink) -> None:
+        """What other instances left in a tier is read from there."""
+        for place in transfer.take_stored():
+            if self.store is None:
+                transfer.give_up(place)
+            else:
+                self._fetching.add(place.serial)
+                self.store.load(place)
 
     def _completed(self, plan: CapturePlan, pool: DevicePool) -> None:
         row = None
@@ -156,7 +177,8 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler since the last call."""
-        report, self._tiles = WorkerReport(self._tiles), {}
+        report, self._tiles = WorkerReport(self._tiles, fetching=self._fetching), {}
+        self._fetching = set()
         if self.store is not None:
             report.tiles |= self.store.take_tiles()
             report.loads = self.store.take_ended()
@@ -166,8 +188,10 @@ class WorkerSide:
             report.tiles |= self.transfer.take_tiles()
             report.loads |= self.transfer.take_ended()
             report.pushed = self.transfer.take_pushed()
+        if self.deposits is not None:
+            report.pushed |= self.deposits.take_pushed()
         news = report.tiles or report.loads or report.handed or report.store or report.pushed
-        return report if news else None
+        return report if news or report.fetching else None
 
     def watch_landings(self, wake: Callable[[], None]) -> bool:
         """Have ``wake`` called, by another thread, for each awaited record that has landed, or will not; it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ REMOTE = "hypic_remote"
 REMOTE_DEADLINE = "hypic_remote_deadline_s"
 PREFIX = "hypic_"
 KNOWN = (LINK, SEAM, PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
+
+TIER = "tier:"
+"""How a destination begins that is a tier; its identity follows."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_REMOTE = 4096
@@ -46,7 +49,8 @@ def link_of_request(
 class Transfer:
     """What a request says of records that come from other instances, or go to them.
 
-    ``push_to``: the records of this prompt, which must end in a separator, are sent there before it ends.
+    ``push_to``: the records of this prompt, which must end in a separator, are there before it ends: at
+    another instance (``tcp://HOST:PORT``), or in a tier that is shared with it (``tier:IDENTITY``).
     ``remote``: these records of this prompt are on their way here; those that have not come after
     ``remote_deadline_s`` are computed.
     """
@@ -60,11 +64,19 @@ class Transfer:
 NO_TRANSFER = Transfer()
 
 
-def transfer_of_request(extra_args: Mapping[str, Any] | None, *, longest_s: float | None) -> Transfer:
+def tier_of(destination: str) -> str | None:
+    """The identity of the tier that records are to go to; ``None``: they go straight to an instance."""
+    return destination.removeprefix(TIER) if destination.startswith(TIER) else None
+
+
+def transfer_of_request(
+    extra_args: Mapping[str, Any] | None, *, longest_s: float | None, shared: Collection[str] = ()
+) -> Transfer:
     """The request's options of segment parallelism.
 
     ``longest_s``: how long it may wait, and the default; ``None``: the engine is not configured for it, so
-    that none may be given.  Raises :class:`LinkError` naming a bad key or value.
+    that none may be given.  ``shared``: identities of the tiers that records may go to.  Raises
+    :class:`LinkError` naming a bad key or value.
     """
     extra = extra_args or {}
     given = [k for k in (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE) if extra.get(k) is not None]
@@ -73,8 +85,11 @@ def transfer_of_request(extra_args: Mapping[str, Any] | None, *, longest_s: floa
     if longest_s is None:
         raise LinkError(f"{given[0]}: this engine runs without the option section segment_parallel")
     to, remote = extra.get(PUSH_TO), extra.get(REMOTE, [])
-    if to is not None and (not isinstance(to, str) or not to.startswith("tcp://")):
-        raise LinkError(f"{PUSH_TO}={to!r}: expected tcp://HOST:PORT")
+    if to is not None and (not isinstance(to, str) or not to.startswith(("tcp://", TIER))):
+        raise LinkError(f"{PUSH_TO}={to!r}: expected tcp://HOST:PORT or {TIER}IDENTITY")
+    if to is not None and (tier := tier_of(to)) is not None and tier not in shared:
+        known = f"one of {', '.join(shared)}" if shared else "a store with a tier that has the option shared"
+        raise LinkError(f"{PUSH_TO}={to!r}: no shared tier of this engine; expected {known}")
     if not isinstance(remote, (list, tuple)) or len(remote) > _MAX_REMOTE:
         raise LinkError(f"{REMOTE}: expected a list of at most {_MAX_REMOTE} segment keys")
     for key in remote:

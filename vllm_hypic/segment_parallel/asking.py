@@ -28,6 +28,8 @@ class Part(msgspec.Struct, frozen=True):
     tokens: int
     seconds: float | None
     """From sending it out until it was delivered."""
+    way: str | None = None
+    """``direct``, or ``tiers``: through a tier that both share."""
 
 
 class Breakdown(msgspec.Struct, frozen=True):

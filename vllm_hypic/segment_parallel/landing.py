@@ -32,7 +32,7 @@ MOST_PEERS = 16384
 REMEMBER_S = 120.0
 """How long an offer waits for its name to be expected (senders renew theirs), and ``settle`` lasts."""
 WITHDRAWAL_S = 10.0
-"""How long a withdrawal waits for its name to be expected: a router may be faster than the engine."""
+"""How long a router's word on a name waits for it to be expected: a router may be faster than the engine."""
 GO_S, GO_BYTES_PER_S = 10.0, 10e6
 """Who was told to go has ``GO_S + nbytes / GO_BYTES_PER_S`` before another may try as well."""
 
@@ -55,9 +55,11 @@ class Landed:
     seconds: float
     """From telling the sender to go until the reader had taken the bytes; 0 unless taken."""
     reason: str
-    """Why it is not coming; empty when taken."""
+    """Why it is not coming here; empty when taken."""
     pulled: bool = False
     """It was read over NIXL."""
+    stored: bool = False
+    """It can be read from a tier that its maker shares with this instance."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class LandingCounts:
     """Offers and records: too large, damaged, foreign, or the reader failed."""
     withdrawn: int = 0
     """Names that were expected when a router withdrew them."""
+    stored: int = 0
+    """Names that were expected when a router said that a shared tier has them."""
     bytes: int = 0
     """Of records taken."""
     pulled: int = 0
@@ -171,6 +175,7 @@ class Landing:
         self._called_off = Recent(MOST_OFFERS, REMEMBER_S)
         """Name and peer of what may still come late."""
         self._withdrawn = Recent(MOST_WITHDRAWN, WITHDRAWAL_S)
+        self._stored = Recent(MOST_WITHDRAWN, WITHDRAWAL_S)
         self._landed: deque[Landed] = deque()
         self.on_landed: Callable[[], None] = lambda: None
         """Called by the landing's thread when there is more for ``poll``; it must not wait."""
@@ -230,6 +235,13 @@ class Landing:
             if self._withdrawn.has(name, time.monotonic()):
                 self._withdrawn.discard(name)
                 self._landed.append(Landed(name, False, 0, 0.0, "withdrawn before it was expected"))
+                return
+            if self._stored.has(name, time.monotonic()):
+                self._stored.discard(name)
+                self._stop_expecting(name)  # who offers it as well is told
+                self._landed.append(_in_a_tier(name))
+                self._settled.add(name, time.monotonic())
+                self._wake.set()
                 return
             self._expected[name] = _Expected(name, min(limit, self._max_nbytes), reader)
             self._to_grant.append(name)
@@ -356,6 +368,7 @@ class Landing:
     def _sweep(self, now: float) -> None:
         self._settled.expire(now)
         self._withdrawn.expire(now)
+        self._stored.expire(now)
         self._called_off.expire(now)
         self._offers.expire(now)
         if len(self._offers):
@@ -411,6 +424,8 @@ class Landing:
                 self._retract(peer, request.name)
             elif isinstance(request, wire.Withdraw):
                 self._withdraw(peer, request)
+            elif isinstance(request, wire.Stored):
+                self._note_stored(peer, request)
         if isinstance(request, wire.Data):
             self._data(peer, request.name, frames[1].buffer)
         elif isinstance(request, wire.Held):
@@ -526,8 +541,25 @@ class Landing:
                 self.on_landed()
             else:
                 self._withdrawn.add(name, now)
+                self._stored.discard(name)
         self._do_what_the_owner_wants()
         self._send(peer, wire.Withdrawn())
+
+    def _note_stored(self, peer: bytes, stored: wire.Stored) -> None:
+        """Who offers these is told that they are here: they will be, from the tier or computed."""
+        now = time.monotonic()
+        for name in stored.names:
+            if name in self._expected:
+                self._stop_expecting(name)
+                self._counts = replace(self._counts, stored=self._counts.stored + 1)
+                self._landed.append(_in_a_tier(name))
+                self.on_landed()
+                self._settled.add(name, now)
+            elif not self._settled.has(name, now):
+                self._withdrawn.discard(name)
+                self._stored.add(name, now)
+        self._do_what_the_owner_wants()
+        self._send(peer, wire.Noted())
 
     def _data(self, peer: bytes, name: str, data: memoryview, pulled: bool = False) -> None:
         with self._lock:
@@ -669,3 +701,7 @@ class Landing:
     def _address(self, peer: bytes) -> str:
         known = self._peers.get(peer)
         return known.address if known else "an unknown peer"
+
+
+def _in_a_tier(name: str) -> Landed:
+    return Landed(name, False, 0, 0.0, "it is in a shared tier", stored=True)

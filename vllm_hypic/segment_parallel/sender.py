@@ -312,7 +312,7 @@ class Sender:
             for transfer in list(link.transfers()):
                 self._over(link, transfer, False, f"turned away: {reply.reason}")
             self._disconnect(link.address.url)  # it may become another: what is sent later asks again
-        elif isinstance(reply, wire.Withdrawn):
+        elif isinstance(reply, wire.Withdrawn | wire.Noted):
             raise wire.Malformed("an answer to what was not asked")
         elif queue := link.queues.get(reply.name):
             transfer = queue[0]
@@ -484,9 +484,28 @@ def withdraw(
     ``ValueError`` as of :meth:`Sender.send`; ``TimeoutError`` when it has not answered ``timeout_s`` seconds
     from now, ``ConnectionRefusedError`` when it has another namespace or version.
     """
+    _tell(wire.Withdraw, destination, namespace, names, secret, timeout_s)
+
+
+def tell_stored(
+    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
+) -> None:
+    """Tell the landing at ``destination`` that ``names`` are in a tier that its instance shares.  Otherwise
+    as :func:`withdraw`."""
+    _tell(wire.Stored, destination, namespace, names, secret, timeout_s)
+
+
+def _tell(
+    what: type[wire.Withdraw | wire.Stored],
+    destination: str,
+    namespace: str,
+    names: Sequence[str],
+    secret: Secret | None,
+    timeout_s: float,
+) -> None:
     address = _allowed(destination, secret)
     batches = [
-        wire.Withdraw([wire.check_name(name) for name in names[i : i + wire.MOST_NAMES]])
+        what([wire.check_name(name) for name in names[i : i + wire.MOST_NAMES]])
         for i in range(0, len(names), wire.MOST_NAMES)
     ]
     if not batches:
@@ -499,7 +518,7 @@ def withdraw(
         while answered < len(batches):
             left = until - time.monotonic()
             if left <= 0 or not socket.poll(max(1, int(1000 * left))):
-                raise TimeoutError(f"{address.url} did not take the withdrawal within {timeout_s:.3g} s")
+                raise TimeoutError(f"{address.url} did not take the message within {timeout_s:.3g} s")
             try:
                 reply = codec.reply(b"".join(socket.recv_multipart(zmq.NOBLOCK)))
             except (zmq.Again, wire.Malformed):
@@ -513,7 +532,7 @@ def withdraw(
                     answered = 0
                     for batch in batches:
                         socket.send(codec.encode(batch), zmq.NOBLOCK)
-                elif isinstance(reply, wire.Withdrawn):
+                elif isinstance(reply, wire.Withdrawn | wire.Noted):
                     answered += 1
     finally:
         context.destroy(linger=0)
@@ -524,6 +543,13 @@ async def awithdraw(
 ) -> None:
     """:func:`withdraw` on a thread."""
     await asyncio.to_thread(withdraw, destination, namespace, names, secret, timeout_s)
+
+
+async def atell_stored(
+    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
+) -> None:
+    """:func:`tell_stored` on a thread."""
+    await asyncio.to_thread(tell_stored, destination, namespace, names, secret, timeout_s)
 
 
 def _allowed(destination: str, secret: Secret | None) -> Address:

@@ -18,7 +18,7 @@ VERSION: Final = 2
 HEADER_BYTES: Final = 65536
 """No header frame is longer."""
 MOST_NAMES: Final = 512
-"""Names in one :class:`Withdraw`."""
+"""Names in one :class:`Withdraw` or :class:`Stored`."""
 METADATA_BYTES: Final = 16384
 """Of a NIXL agent, at most: some hundred for each network device."""
 
@@ -71,6 +71,13 @@ class Withdraw(Struct, frozen=True, array_like=True, tag="withdraw", forbid_unkn
     names: Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 
 
+class Stored(Struct, frozen=True, array_like=True, tag="stored", forbid_unknown_fields=True):
+    """From a router: these are in a tier that the instance shares with who computed them.  Said only to
+    instances that describe a shared tier: older ones do not know this message."""
+
+    names: Annotated[list[Name], Meta(max_length=MOST_NAMES)]
+
+
 class Again(Struct, frozen=True, array_like=True, tag="again", forbid_unknown_fields=True):
     """Greet first, then say again what is still unanswered."""
 
@@ -112,9 +119,13 @@ class Withdrawn(Struct, frozen=True, array_like=True, tag="withdrawn", forbid_un
     """Answers ``Withdraw``."""
 
 
-Request = Hello | Offer | Data | Held | Retract | Withdraw
+class Noted(Struct, frozen=True, array_like=True, tag="noted", forbid_unknown_fields=True):
+    """Answers ``Stored``."""
+
+
+Request = Hello | Offer | Data | Held | Retract | Withdraw | Stored
 """From senders and routers to a landing."""
-Reply = Again | Welcome | Unwelcome | Go | Done | Taken | Refused | Withdrawn
+Reply = Again | Welcome | Unwelcome | Go | Done | Taken | Refused | Withdrawn | Noted
 """From a landing."""
 
 

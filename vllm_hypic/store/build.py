@@ -68,7 +68,7 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
 
             policy = make_policy(config.eviction, config.admission)
             return DiskTier(
-                tier.name, Path(tier.path), tier.bytes, policy, durable=tier.durable, shared=tier.shared
+                tier.name, Path(tier.path), tier.bytes, policy, durable=tier.durable, shared=bool(tier.shared)
             )
         case RedisConfig():
             from .tiers.redis import RedisTier

@@ -20,6 +20,8 @@ _UNITS = {
     for suffix, factor in (("b", 1000**power), ("ib", 1024**power), ("", 1000**power))
 }
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.IGNORECASE)
+_LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LABEL_FORM = "1 to 64 letters, digits, dots, dashes or underscores"
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class DiskConfig(TierConfig):
     bytes: int = field(kw_only=True)
     durable: bool = field(default=True, kw_only=True)
     """Survive a power cut, not only a killed process."""
-    shared: bool = field(default=False, kw_only=True)
-    """Also find what other engines write there from now on: every look-up then reads from the file system.
-    Without, what the folder held at the start and what this engine wrote is found."""
+    shared: bool | str = field(default=False, kw_only=True)
+    """See :attr:`RedisConfig.shared`.  Also what other engines write there from now on is found: every
+    look-up then reads from the file system.  Without, what the folder held at the start and what this engine
+    wrote is found."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ class RedisConfig(TierConfig):
     url: str = field(kw_only=True)
     ttl_s: float | None = field(default=None, kw_only=True)
     """Seconds until the server drops an object that was given no expiry."""
+    shared: bool | str = field(default=False, kw_only=True)
+    """Records of segment parallelism may go from one engine to another through this tier.  Both must call it
+    the same: by its address (true), or by the name given here."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,8 @@ class LMCacheServerConfig(TierConfig):
     type: ClassVar[str] = "lmcache"
     url: str = field(kw_only=True)
     """``tcp://host:port``"""
+    shared: bool | str = field(default=False, kw_only=True)
+    """See :attr:`RedisConfig.shared`."""
 
 
 _TYPES: dict[str, tuple[type[TierConfig], ...]] = {
@@ -122,9 +130,8 @@ class StoreConfig:
         for i, name in enumerate(names):
             if name in names[:i]:
                 _refuse(f"tiers[{i}].name", name, "a name that no other tier has (set name)")
-            if name in ("queue", "pool") or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-                says = "1 to 64 letters, digits, dots, dashes or underscores, but 'queue' and 'pool'"
-                _refuse(f"tiers[{i}].name", name, says)
+            if name in ("queue", "pool") or not _LABEL.fullmatch(name):
+                _refuse(f"tiers[{i}].name", name, f"{_LABEL_FORM}, but 'queue' and 'pool'")
         _one_of("eviction", self.eviction, get_args(Eviction))
         _one_of("admission", self.admission, get_args(Admission))
         _seconds("deadline_s", self.deadline_s)
@@ -173,6 +180,9 @@ def _tier(where: str, options: object) -> TierConfig:
     embedded, *others = _TYPES[kind]
     made = others[0] if others and "url" in values else embedded
     fields = dataclasses.fields(made)
+    if "shared" in values and not any(f.name == "shared" for f in fields):
+        able = "a tier that other engines can reach (disk, redis, or lmcache with url)"
+        _refuse(f"{where}.shared", values["shared"], able)
     _known(f"store.{where}", values, [f.name for f in fields])
     for f in fields:
         if f.name not in values:
@@ -184,9 +194,12 @@ def _tier(where: str, options: object) -> TierConfig:
         path, value = f"{where}.{f.name}", values[f.name]
         if f.name in ("bytes", "l1_bytes"):
             values[f.name] = _size(path, value)
-        elif f.name in ("durable", "shared"):
+        elif f.name == "durable":
             if not isinstance(value, bool):
                 _refuse(path, value, "true or false")
+        elif f.name == "shared":
+            if not isinstance(value, bool) and not (isinstance(value, str) and _LABEL.fullmatch(value)):
+                _refuse(path, value, f"true, false, or what all engines call the tier: {_LABEL_FORM}")
         elif f.name == "ttl_s":
             if value is not None:
                 _seconds(path, value)

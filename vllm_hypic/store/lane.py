@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from .crew import Clock, Crew, Job
 from .health import Health
-from .protocol import TierStats
+from .protocol import Presence, TierStats
 from .settings import StoreSettings
 from .tiers.base import Tier, TierFull
 from .tiers.ledger import Counts
@@ -25,6 +25,9 @@ logger = logging.getLogger("vllm.hypic.store")
 
 UNHELD = ObjectName("0" * 64 + ".0-0")
 """Names no object: a world has at least one rank."""
+
+Ended = Callable[[str], None]
+"""Runs when a write has ended; with why the tier does not have the object, or nothing."""
 
 _CONTROL_TRIES = 8
 _LATENCIES_KEPT = 10_000
@@ -260,6 +263,16 @@ class Lane:
             if self.reads.submit(job):
                 self._probe = job
 
+    def look(self, name: ObjectName, found: Callable[[Presence, str], None]) -> None:
+        """Ask the tier whether it has the object, after the writes that have ended; ``found`` runs once, with
+        a reason if the tier cannot say."""
+        with self._lock:
+            intent = self._intents.get(name)
+            if intent is not None and not intent.present:
+                found(Presence.ABSENT, "")  # once what is queued is worked off
+            elif not (self.opened and self.reads.accepts() and self.reads.submit(_Look(self, name, found))):
+                found(Presence.FAILED, "the tier is bypassed")
+
     # -- writing
 
     def put(
@@ -268,7 +281,7 @@ class Lane:
         data: memoryview,
         worth: Worth,
         expires: float | None,
-        ended: Callable[[], None],
+        ended: Ended,
     ) -> None:
         """Write the object; ``ended`` runs when the lane no longer needs ``data``, stored or not."""
         with self._lock:
@@ -277,7 +290,7 @@ class Lane:
                 self._intend(name, present=True)
                 return
             self.stats.refused += 1
-        ended()
+        ended("the tier is bypassed")
 
     def delete(self, name: ObjectName) -> None:
         """Wins over every put before it, also over one that is running or hanging."""
@@ -420,6 +433,34 @@ class _Get(Job):
         self._data = None
 
 
+class _Look(Job):
+    def __init__(self, lane: Lane, name: ObjectName, found: Callable[[Presence, str], None]) -> None:
+        self.what = f"look for {name}"
+        self.patience_s = lane._settings.deadline_s
+        self._lane = lane
+        self._name = name
+        self._found = found
+        self._there = False
+
+    def work(self) -> None:
+        self._there = self._lane.tier.has(self._name)
+
+    def done(self) -> None:
+        self._found(Presence.THERE if self._there else Presence.ABSENT, "")
+
+    def failed(self, error: Exception) -> None:
+        with self._lane._lock:
+            self._lane.stats.errors += 1
+        self._found(Presence.FAILED, f"{type(error).__name__}: {error}")
+
+    def dropped(self) -> None:
+        self._found(Presence.FAILED, "the tier is bypassed")
+
+    def timed_out(self) -> None:
+        self._lane.stats.timeouts += 1
+        self._found(Presence.FAILED, f"it did not answer within {self.patience_s:.3g} s")
+
+
 class _Probe(Job):
     def __init__(self, lane: Lane, name: ObjectName, limit: int, patience_s: float) -> None:
         self.what = f"get {name}"
@@ -459,7 +500,7 @@ class _Put(Job):
         data: memoryview,
         worth: Worth,
         expires: float | None,
-        ended: Callable[[], None],
+        ended: Ended,
     ) -> None:
         self.what = f"put {name}"
         self.patience_s = lane._settings.write_deadline_s
@@ -492,7 +533,7 @@ class _Put(Job):
                 stats.written_bytes += self._data.nbytes
                 _keep(stats.write_seconds, self._seconds)
             self._lane._over(self._name, stored=self._stored)
-            self._end()
+            self._end("" if self._stored else "it was deleted or has expired")
 
     def failed(self, error: Exception) -> None:
         with self._lane._lock:
@@ -501,22 +542,22 @@ class _Put(Job):
             else:
                 self._lane.stats.errors += 1
             self._lane._over(self._name, stored=False)
-            self._end()
+            self._end(f"{type(error).__name__}: {error}")
 
     def dropped(self) -> None:
         self._lane.stats.refused += 1
         self._lane._over(self._name, stored=False)
-        self._end()
+        self._end("the tier is bypassed")
 
     def timed_out(self) -> None:
         self._lane.stats.timeouts += 1
-        self._end()
+        self._end(f"writing took longer than {self.patience_s:.3g} s")
 
     def late(self) -> None:
         self._lane._late_put(self._name)
 
-    def _end(self) -> None:
-        self._ended()
+    def _end(self, fault: str) -> None:
+        self._ended(fault)
         self._lane._refresh_soon()
 
 

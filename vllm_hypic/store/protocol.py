@@ -43,6 +43,25 @@ class Fetched:
     seconds: float
 
 
+class Presence(Enum):
+    """What is known of an object in one tier."""
+
+    THERE = "there"
+    ABSENT = "absent"
+    FAILED = "failed"
+    """The tier cannot say, or did not take the object."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """The end of a ``locate``."""
+
+    ticket: int
+    presence: Presence
+    reason: str
+    """Why it failed; else empty."""
+
+
 @dataclass
 class TierStats:
     """Counts since the store was opened, then levels."""
@@ -103,6 +122,13 @@ class SegmentStore(Protocol):
 
     def holds(self, name: ObjectName) -> bool:
         """Whether a tier that can tell has it, or it is being written.  Changes nothing."""
+
+    def locate(self, name: ObjectName, tier: str) -> int:
+        """Find out whether ``tier`` has the object: when its present write ends, else at once, by asking the
+        tier.  Returns a ticket.  ``KeyError``: no such tier."""
+
+    def located(self) -> list[Located]:
+        """What was found out since the last call; each ticket is reported once, within the deadlines."""
 
     def delete(self, name: ObjectName) -> None: ...
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from .crew import Clock
 from .fetch import Fetch, Source
 from .lane import Lane
-from .protocol import Fetched, Reader, Reservation, StoreStats
+from .protocol import Fetched, Located, Presence, Reader, Reservation, StoreStats
 from .settings import StoreSettings
 from .tiers.base import Tier
 from .worth import ObjectName, Worth
@@ -57,6 +57,8 @@ class TieredStore:
         self._writes = WriteBehind(self._lanes, self._settings, self._lock, clock=clock)
         self._fetches: dict[ObjectName, Fetch] = {}
         self._expiries: dict[ObjectName, float | None] = {}
+        self._located: list[Located] = []
+        self._tickets = 0
         self._threaded = False
         self._closed = False
 
@@ -174,6 +176,33 @@ class TieredStore:
 
     def holds(self, name: ObjectName) -> bool:
         return self._writes.find(name) is not None or any(lane.holds(name) for lane in self._lanes)
+
+    def locate(self, name: ObjectName, tier: str) -> int:
+        lane = next((lane for lane in self._lanes if lane.name == tier), None)
+        if lane is None:
+            raise KeyError(f"no tier is named {tier!r}: there are {[lane.name for lane in self._lanes]}")
+        self._tickets += 1
+        ticket = self._tickets
+
+        def found(presence: Presence, reason: str) -> None:
+            with self._lock:
+                self._located.append(Located(ticket, presence, reason))
+
+        def written(fault: str) -> None:
+            found(Presence.FAILED if fault else Presence.THERE, fault)
+
+        if self._closed:
+            found(Presence.FAILED, "the store is closed")
+        elif not self._writes.follow(name, tier, written):
+            lane.look(name, found)
+        self._busy()
+        return ticket
+
+    def located(self) -> list[Located]:
+        self.tick()
+        with self._lock:
+            located, self._located = self._located, []
+            return located
 
     def _promote(self, fetch: Fetch, source: Source, data: memoryview) -> None:
         """Into the tiers above the one that had it, unless it was deleted meanwhile."""

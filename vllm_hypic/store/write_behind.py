@@ -7,10 +7,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from .crew import Clock, Crew, Job
 from .health import Health
-from .lane import Lane
+from .lane import Ended, Lane
 from .protocol import Reservation
 from .settings import StoreSettings
 from .worth import ObjectName, Worth
@@ -32,6 +33,10 @@ class Writing:
         self.finished = False
         self.withdrawn = False
         self.waiting: list[_Serve] = []
+        self.ended_in: set[str] = set()
+        """Lanes in which writing it is over."""
+        self.followers: list[tuple[str, Ended]] = []
+        """Who wants to know how that ends in a lane."""
         self._owner = owner
         self._buffer = reservation.buffer
         self.data = reservation.buffer.toreadonly()
@@ -156,6 +161,16 @@ class WriteBehind:
         with self._lock:
             return self._writing.get(name)
 
+    def follow(self, name: ObjectName, lane: str, ended: Ended) -> bool:
+        """Have ``ended`` told how the present writing of the object to ``lane`` ends.  False: it is not being
+        written there."""
+        with self._lock:
+            writing = self._writing.get(name)
+            if writing is None or lane in writing.ended_in:
+                return False
+            writing.followers.append((lane, ended))
+            return True
+
     def withdraw(self, name: ObjectName) -> None:
         """What has not reached a lane never will."""
         with self._lock:
@@ -202,6 +217,9 @@ class WriteBehind:
             for serve in writing.waiting:
                 self._serve_now(serve)
             writing.waiting = []
+            for lane in self._lanes:
+                if lane not in lanes:
+                    self._ended_in(writing, lane.name, "")
             self._hand_over(
                 writing.object,
                 writing.data,
@@ -209,6 +227,7 @@ class WriteBehind:
                 writing.expires,
                 lanes,
                 lambda: self._left_queue(writing),
+                lambda lane, fault: self._ended_in(writing, lane, fault),
             )
 
     def finish_failed(self, writing: Writing) -> None:
@@ -224,19 +243,32 @@ class WriteBehind:
         expires: float | None,
         lanes: Sequence[Lane],
         ended: Callable[[], None],
+        ended_in: Callable[[str, str], None] = lambda lane, fault: None,
     ) -> None:
+        """``ended_in`` runs for each lane, with its name and why it does not have the object; ``ended``
+        afterwards."""
         left = len(lanes) + 1
 
-        def one_ended() -> None:
+        def one_ended(lane: str, fault: str) -> None:
             nonlocal left
             with self._lock:
+                if lane:
+                    ended_in(lane, fault)
                 left -= 1
                 if not left:
                     ended()
 
         for lane in lanes:
-            lane.put(name, data, worth, expires, one_ended)
-        one_ended()
+            lane.put(name, data, worth, expires, partial(one_ended, lane.name))
+        one_ended("", "")
+
+    def _ended_in(self, writing: Writing, lane: str, fault: str) -> None:
+        """Lock held."""
+        writing.ended_in.add(lane)
+        told = [ended for name, ended in writing.followers if name == lane]
+        writing.followers = [(name, ended) for name, ended in writing.followers if name != lane]
+        for ended in told:
+            ended(fault)
 
     def _left_queue(self, writing: Writing) -> None:
         if self._writing.get(writing.object) is writing:
@@ -276,6 +308,9 @@ class WriteBehind:
         waiting, writing.waiting = writing.waiting, []
         for serve in waiting:
             serve.lost()
+        followers, writing.followers = writing.followers, []
+        for _, ended in followers:
+            ended("it was deleted, or could not be finished")
 
 
 class _Finish(Job):

@@ -17,12 +17,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from vllm_hypic.primitives.keys import Namespace
-from vllm_hypic.primitives.options import link_of_request
+from vllm_hypic.primitives.options import link_of_request, tier_of
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.processes import free_port
 from vllm_hypic.segment_parallel.events import Publisher
-from vllm_hypic.segment_parallel.landing import Landing
+from vllm_hypic.segment_parallel.landing import Landed, Landing
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender
 from vllm_hypic.store.protocol import Verdict
@@ -71,6 +71,9 @@ class Behaviour:
     s_per_token: float = 0.0
     segment_status: int | None = None
     segments_hang: bool = False
+    tier_status: int | None = None
+    """Its shared tier takes nothing: what such a segment request is answered."""
+    die_after_storing: bool = False
     segments_lost: bool = False
     """Segment requests are answered as delivered, and are not."""
     answer_status: int | None = None
@@ -95,12 +98,16 @@ class FakeInstance:
     behaviour: Behaviour = field(default_factory=Behaviour)
     models: tuple[str, ...] = ("base",)
     deadline_s: float | None = None
+    tiers: dict[str, set[str]] = field(default_factory=dict)
+    """Shared tiers by identity, with the keys of what they hold: the same objects in all that share them."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
         self.seen: list[Seen] = []
         self.computed: list[str] = []
         """Keys, in order, whoever asked."""
+        self.fetched: list[str] = []
+        """Keys that were read from a shared tier, in order."""
         self.cancelled = 0
         self.load = 0
         self.withdrawn: list[str] = []
@@ -115,7 +122,7 @@ class FakeInstance:
         """A new process at the same addresses, which knows nothing."""
         self.instance = hashlib.sha256(f"{self.port}{time.monotonic()}".encode()).hexdigest()[:16]
         self.resident, self._making = set(), {}
-        self._landing_results: dict[str, bool] = {}
+        self._landing_results: dict[str, Landed] = {}
         self.landing = Landing("tcp://127.0.0.1:0", self.namespace, self.secret, 1 << 20)
         self.sender = Sender(self.namespace, self.secret)
         events = f"tcp://127.0.0.1:{free_port()}"
@@ -178,6 +185,7 @@ class FakeInstance:
             "has_linear": True,
             "has_attention": True,
             "deadline_s": self.deadline_s,
+            "shared_tiers": list(self.tiers),
             "limits": {
                 "pages": limits.pages,
                 "slots": limits.slots,
@@ -251,8 +259,12 @@ class FakeInstance:
         until = time.monotonic() + seconds
         while name not in self._landing_results and time.monotonic() < until:
             await asyncio.sleep(0.002)
-            self._landing_results.update({found.name: found.taken for found in self.landing.poll()})
-        if self._landing_results.pop(name, False):
+            self._landing_results.update({found.name: found for found in self.landing.poll()})
+        landed = self._landing_results.pop(name, None)
+        stored = landed is not None and landed.stored and any(key in held for held in self.tiers.values())
+        if stored:
+            self.fetched.append(key)
+        if landed is not None and (landed.taken or stored):
             self.have(key)
             self.landing.settle(name)
             self._making.pop(key, None)
@@ -344,6 +356,13 @@ class FakeInstance:
             return error(400, "no warm-up prompt of one segment")
         [segment] = plan.segments
         await self._make(segment.key, segment.stop)
+        if (tier := tier_of(destination)) is not None:
+            if self.behaviour.tier_status is not None:
+                return error(self.behaviour.tier_status, "the tier takes nothing")
+            self.tiers[tier].add(segment.key)
+            if self.behaviour.die_after_storing:
+                self.kill()
+            return Response(b"{}", 200)
         delivered = await self._push(segment.key, destination, seen.extra.get("hypic_push_deadline_s", 30.0))
         return Response(b"{}", 200) if delivered else error(500, "not delivered")
 

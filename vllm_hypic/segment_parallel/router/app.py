@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
-import zmq
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ...store.worth import object_name
-from ..sender import awithdraw
-from .flights import Flights, Withdraw
+from .flights import Flights
 from .front import Front
 from .health import health
 from .instances import Pool
 from .metrics import RouterMetrics
+from .notices import Notices
 from .settings import Settings
 from .watch import Watcher
 
@@ -39,9 +37,9 @@ def build_app(settings: Settings, secret: Secret | None) -> FastAPI:
     pool = Pool(settings)
     metrics = RouterMetrics(pool.instances)
     http = _client(settings.urls)
-    withdraw = _withdrawing(secret, metrics)
-    flights = Flights(pool, settings, http, withdraw, metrics)
-    front = Front(pool, settings, http, flights, withdraw, metrics)
+    notices = Notices(secret, metrics)
+    flights = Flights(pool, settings, http, notices, metrics)
+    front = Front(pool, settings, http, flights, notices, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -83,18 +81,6 @@ def _client(urls: Sequence[str]) -> httpx.AsyncClient:
     sites = {f"{u.scheme}://{u.netloc}" for u in map(urlsplit, urls)}
     mounts = {site: httpx.AsyncHTTPTransport(limits=limits, trust_env=False) for site in sites}
     return httpx.AsyncClient(mounts=mounts, trust_env=False)
-
-
-def _withdrawing(secret: Secret | None, metrics: RouterMetrics) -> Withdraw:
-    async def withdraw(landing: str, namespace: str, keys: Sequence[str]) -> None:
-        try:
-            await awithdraw(landing, namespace, [object_name(key) for key in keys], secret)
-        except (OSError, TimeoutError, ValueError, zmq.ZMQError) as e:
-            # The combine node computes them after its deadline.
-            metrics.failures.labels("withdraw", landing).inc()
-            log.warning("%s could not be told that %d records are not coming: %s", landing, len(keys), e)
-
-    return withdraw
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ from ...errors import ConfigError
 from ..secret import Secret
 from .app import build_app
 from .settings import Settings
+from .ways import Way
 
 
 @click.command("router")
@@ -37,6 +38,13 @@ from .settings import Settings
 @click.option("--segments-per-worker", default=Settings.segments_per_worker, show_default=True)
 @click.option("--straggler-factor", default=Settings.straggler_factor, show_default=True)
 @click.option("--straggler-min-s", default=Settings.straggler_min_s, show_default=True)
+@click.option(
+    "--through",
+    default=Settings.through.value,
+    show_default=True,
+    type=click.Choice([way.value for way in Way]),
+    help="Which way records take where worker and combine node share a tier of their stores.",
+)
 @click.option("--silence-s", default=Settings.silence_s, show_default=True)
 @click.option(
     "--log-level",
@@ -57,6 +65,7 @@ def router(
     segments_per_worker: int,
     straggler_factor: float,
     straggler_min_s: float,
+    through: str,
     silence_s: float,
     log_level: str,
 ) -> None:
@@ -77,6 +86,7 @@ def router(
             segments_per_worker=segments_per_worker,
             straggler_factor=straggler_factor,
             straggler_min_s=straggler_min_s,
+            through=Way(through),
             silence_s=silence_s,
         )
         app = build_app(settings, Secret.read(secret_file))

@@ -11,8 +11,10 @@ from ...primitives.keys import Namespace
 from ...primitives.plan import PoolLimits
 from ...primitives.policies import ModelTraits
 from ...primitives.tokens import PrimitiveIds
+from ...store.shared import IDENTITY_DIGITS
 from ..config import Address
 
+_Identity = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{IDENTITY_DIGITS}}}\Z")]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -44,6 +46,7 @@ class _Wire(msgspec.Struct, frozen=True):
     instance: str
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     quadratic: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    shared_tiers: Annotated[list[_Identity], msgspec.Meta(max_length=64)] = []
 
 
 class DescriptionError(ValueError):
@@ -72,6 +75,8 @@ class Description:
     """Longest that it lets a request wait for others; ``None``: it does not say."""
     quadratic: float = 0.0
     """Prefilling n tokens takes FLOPs in proportion to ``n + quadratic * n^2``."""
+    shared_tiers: tuple[str, ...] = ()
+    """Identities of the tiers that it shares with others, fastest first."""
     separator_text: str | None = None
     """The separator in prompts; ``None``: not known, so every text must be tokenised to find it."""
 
@@ -121,5 +126,6 @@ class Description:
             ),
             deadline_s=wire.deadline_s,
             quadratic=wire.quadratic,
+            shared_tiers=tuple(wire.shared_tiers),
             separator_text=separator_text,
         )

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import httpx
 
+from ...primitives.options import TIER
 from .assign import Decision, Source, Task, Traffic
 from .instances import Instance, Pool
 from .metrics import RouterMetrics
+from .notices import Notices
 from .plan import Planned, SegmentAsk
 from .segment_request import Origin, Outcome, Result, longest_s, segment_body, send_segment
 from .settings import Settings
+from .ways import Way, common_tier
 
 log = logging.getLogger(__name__)
-
-Withdraw = Callable[[str, str, Sequence[str]], Awaitable[None]]
-"""``(landing, namespace, segment keys)``: tells a combine node that nobody sends these.  Never raises."""
 
 _LOOK_S = 0.5
 """How often the time after which a segment is late is reckoned anew: speeds get known meanwhile."""
@@ -87,6 +87,8 @@ class Flight:
     over_at: float | None = None
     """When its worker said that it is delivered, or it was given up."""
     given_up: bool = False
+    way: Way | None = None
+    """It took; ``None``: none yet."""
     delivered_by: Instance | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -125,11 +127,11 @@ class Flights:
         pool: Pool,
         settings: Settings,
         http: httpx.AsyncClient,
-        withdraw: Withdraw,
+        notices: Notices,
         metrics: RouterMetrics,
     ) -> None:
         self._pool, self._settings, self._http = pool, settings, http
-        self._withdraw, self._metrics = withdraw, metrics
+        self._notices, self._metrics = notices, metrics
         self._flights: dict[FlightName, Flight] = {}
 
     def __len__(self) -> int:
@@ -311,10 +313,7 @@ class Flights:
             flight.combine.url,
         )
         self._forget(flight)  # whoever asks from now on must not wait for it
-        assert flight.combine.description is not None
-        await self._withdraw(
-            flight.name.destination, flight.combine.description.namespace.digest, [flight.name.key]
-        )
+        await self._notices.withdraw(flight.combine, [flight.name.key])
 
     def _attempt(
         self, flight: Flight, planned: Planned, worker: Instance, cost: int, origin: Origin, name: str
@@ -335,12 +334,53 @@ class Flights:
             attempt.leave_queue()
             if flight.sent_at is None:
                 flight.sent_at = attempt.sent_at
-            if worker.description is None:
-                return Result(Outcome.FAILED, "it is no longer described")
-            body = segment_body(
-                planned, flight.ask, worker, flight.name.destination, origin, self._settings.deadline_s
-            )
             worker.asked_for(flight.name.key)
-            return await send_segment(
-                self._http, worker, body, origin, name, longest_s(worker, self._settings.deadline_s)
-            )
+            if (tier := self._tier(flight, worker)) is not None:
+                result = await self._send(flight, worker, planned, origin, name, TIER + tier)
+                if result.outcome is Outcome.DELIVERED:
+                    if await self._notices.stored(flight.combine, [flight.name.key]):
+                        return self._took(flight, Way.TIERS, result)
+                    result = replace(result, reason="the combine node could not be told")
+                if not result.answered:
+                    return result
+                # It has the record: sending it costs little.
+                self._metrics.failures.labels("tier", worker.url).inc()
+                log.warning(
+                    "request %s: segment %s goes directly from %s: %s",
+                    origin.request_id,
+                    flight.name.key[:12],
+                    worker.url,
+                    result.reason,
+                )
+            result = await self._send(flight, worker, planned, origin, name, flight.name.destination)
+            return self._took(flight, Way.DIRECT, result)
+
+    def _tier(self, flight: Flight, worker: Instance) -> str | None:
+        """Through which the record is to go, if any.  Where the first worker failed, or is late, the tier may
+        be the reason."""
+        if self._settings.through is Way.DIRECT or worker is not flight.workers[0]:
+            return None
+        if worker.description is None or flight.combine.description is None:
+            return None
+        return common_tier(worker.description, flight.combine.description)
+
+    async def _send(
+        self,
+        flight: Flight,
+        worker: Instance,
+        planned: Planned,
+        origin: Origin,
+        name: str,
+        destination: str,
+    ) -> Result:
+        deadline_s = self._settings.deadline_s
+        if worker.description is None:
+            return Result(Outcome.FAILED, "it is no longer described")
+        body = segment_body(planned, flight.ask, worker, destination, origin, deadline_s)
+        return await send_segment(self._http, worker, body, origin, name, longest_s(worker, deadline_s))
+
+    def _took(self, flight: Flight, way: Way, result: Result) -> Result:
+        if result.outcome is Outcome.DELIVERED and flight.way is None:
+            flight.way = way
+            self._metrics.records.labels(way.value).inc()
+        return result

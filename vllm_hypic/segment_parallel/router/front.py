@@ -19,15 +19,17 @@ from ...primitives.options import REMOTE, REMOTE_DEADLINE
 from .assign import Decision, Traffic, decide, missing
 from .breakdown import HEADER, Breakdown
 from .exchange import REQUEST_ID, ClientGone, Exchange, good_request_id
-from .flights import Flight, Flights, Withdraw
+from .flights import Flight, Flights
 from .instances import Instance, Pool
 from .metrics import RouterMetrics
+from .notices import Notices
 from .plan import Planned, SegmentAsk, plan_request
 from .prompt import PATHS, Whole, tokenize_request, whole_reason
 from .segment_request import Origin
 from .settings import Settings
 from .tokens import NoAnswer, tokens_of
 from .upstream import Answer, Ask, UpstreamFailed, open_answer, request_headers
+from .ways import Way
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ _MOST_TRIED = 3
 _LEFT_S = 1.0
 """How long a combine node has to notice that a client left."""
 _REMIND_S = 2.0
-"""A record that should have come and is not there after so long is withdrawn."""
+"""A record that should have come and is not there after so long is withdrawn, or told again."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,11 @@ class Front:
         settings: Settings,
         http: httpx.AsyncClient,
         flights: Flights,
-        withdraw: Withdraw,
+        notices: Notices,
         metrics: RouterMetrics,
     ) -> None:
         self._pool, self._settings, self._http = pool, settings, http
-        self._flights, self._withdraw, self._metrics = flights, withdraw, metrics
+        self._flights, self._notices, self._metrics = flights, notices, metrics
         self._background: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -281,7 +283,7 @@ class Front:
             await answer.close()
 
     async def _remind(self, combine: Instance, flights: Sequence[Flight]) -> None:
-        """Withdraw what is over and did not arrive, again and again.
+        """Withdraw what is over and did not arrive, or tell again which tier has it, again and again.
 
         A flight may have been given up, or found no longer wanted by a request that has left, before the
         combine node had read this one, which would wait for it until its deadline.
@@ -289,13 +291,15 @@ class Front:
         while True:
             await asyncio.sleep(_REMIND_S)
             now = time.monotonic()
-            names = [
-                f.name.key
+            late = [
+                f
                 for f in flights
                 if f.over_at is not None and f.over_at + _REMIND_S <= now and not combine.holds(f.name.key)
             ]
-            if names:
-                await self._withdraw_from(combine, names)
+            if stored := [f.name.key for f in late if f.way is Way.TIERS]:
+                await self._notices.stored(combine, stored)
+            if lost := [f.name.key for f in late if f.way is not Way.TIERS]:
+                await self._notices.withdraw(combine, lost)
 
     async def _withdraw_unwanted(
         self, combine: Instance, unwanted: Sequence[Flight], traffic: Traffic
@@ -307,11 +311,7 @@ class Front:
         await asyncio.sleep(_LEFT_S)
         keys = [f.name.key for f in unwanted if not traffic.coming(f.name.key, combine)]
         if keys:
-            await self._withdraw_from(combine, keys)
-
-    async def _withdraw_from(self, combine: Instance, keys: Sequence[str]) -> None:
-        if (description := combine.description) is not None:
-            await self._withdraw(description.landing, description.namespace.digest, keys)
+            await self._notices.withdraw(combine, keys)
 
     async def _settle(self, times: Breakdown, flights: Sequence[Flight]) -> None:
         """Wait for the workers' last answers, then let the flights go."""

@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .instances import Instance, State
+from .ways import Way
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
@@ -32,6 +33,12 @@ class RouterMetrics:
             "Segments of parallel requests: dispatched, joined and held ones were asked of workers, local "
             "ones left to the combine node; failed and redispatched count attempts.",
             ["outcome"],
+            registry=registry,
+        )
+        self.records = Counter(
+            "hypic_router_records",
+            "Records delivered to combine nodes; way: direct, or tiers: left in a tier that both share.",
+            ["way"],
             registry=registry,
         )
         self.failures = Counter(
@@ -71,6 +78,8 @@ class RouterMetrics:
             self.requests.labels(kind)
         for outcome in ("dispatched", "joined", "held", "local", "failed", "redispatched"):
             self.segments.labels(outcome)
+        for way in Way:
+            self.records.labels(way.value)
         registry.register(_Instances(tuple(instances)))
 
     def text(self) -> bytes:

@@ -51,6 +51,8 @@ class Origin:
 class Result:
     outcome: Outcome
     reason: str = ""
+    answered: bool = False
+    """The worker itself said so."""
 
 
 def longest_s(worker: Instance, deadline_s: float | None) -> float:
@@ -72,7 +74,7 @@ def segment_body(
     origin: Origin,
     deadline_s: float | None,
 ) -> dict[str, Any]:
-    """The completion request; ``destination``: where the combine node's records land."""
+    """The completion request; ``destination``: where the combine node's records land, or a shared tier."""
     assert worker.description is not None
     models = worker.description.models
     options: dict[str, Any] = {**planned.options, PUSH_TO: destination}
@@ -114,6 +116,6 @@ async def send_segment(
     except httpx.TransportError as e:
         return Result(Outcome.FAILED, f"{type(e).__name__}: {e}")
     if answer.status_code == 200:
-        return Result(Outcome.DELIVERED)
+        return Result(Outcome.DELIVERED, answered=True)
     outcome = Outcome.FAILED if answer.status_code >= 500 else Outcome.REFUSED
-    return Result(outcome, f"status {answer.status_code}: {answer.text[:300]}")
+    return Result(outcome, f"status {answer.status_code}: {answer.text[:300]}", answered=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError
+from .ways import Way
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Settings:
     """Multiple of its predicted time after which a segment goes to another worker too."""
     straggler_min_s: float = 3.0
     """No segment counts as late before so many seconds."""
+    through: Way = Way.DIRECT
+    """Which way records are to take where worker and combine node share a tier; others go directly."""
     silence_s: float = 10.0
     """A combine node whose events are silent for so long is given up, and its requests with it."""
 

@@ -48,6 +48,10 @@ class Tier(Protocol):
         The view stays valid as long as it is referenced.  Counts as use for eviction.
         """
 
+    def has(self, name: ObjectName) -> bool:
+        """Whether a :meth:`get` would find the object now, as the place itself says; its bytes do not come
+        here.  May count as use."""
+
     def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
         """Keep the object; when this returns, it is complete for every reader, and a tier that survives
         restarts has it even after ``kill -9``.  Never visible in part.  An existing object is kept.

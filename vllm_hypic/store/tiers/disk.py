@@ -204,6 +204,13 @@ class DiskTier:
         self._note_use(name, worth)
         return data.toreadonly()
 
+    def has(self, name: ObjectName) -> bool:
+        self._drop_expired()
+        if self._ledger.is_expired(name, self._clock()):
+            return False
+        with self._errors(f"look for {name}"), self._opened(name) as fd:
+            return fd is not None and self._read_head(fd) is not None
+
     @contextlib.contextmanager
     def _opened(self, name: ObjectName) -> Iterator[int | None]:
         """A descriptor for reading, or ``None`` when there is no such file."""

@@ -140,12 +140,16 @@ class LMCacheObjects:
             self._used_now(name)
             return body
 
+    def has(self, name: ObjectName) -> bool:
+        """Reads the object here: LMCache may have evicted its body and kept its head."""
+        return self.get(name, sys.maxsize) is not None
+
     def put(self, name: ObjectName, data: memoryview, expires: float | None = None) -> None:
         """An existing object is kept.  Returns when memory and every L2 have it.
 
         Raises :class:`TierFull` without room in L1, :class:`TierError` when an L2 does not confirm in time.
         """
-        if self.get(name, sys.maxsize) is not None:
+        if self.has(name):
             return
         with self._stripe(name):
             if self._head(name) is not None:
@@ -449,6 +453,9 @@ class LMCacheTier:
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
         data = self._ask(lambda objects: objects.get(name, limit))
         return None if data is None else memoryview(data)
+
+    def has(self, name: ObjectName) -> bool:
+        return self._ask(lambda objects: objects.has(name))
 
     def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
         self._ask(lambda objects: objects.put(name, data))

@@ -82,6 +82,13 @@ class HypicModule:
 
         return self._answer(payload, answer)
 
+    @server_module_handler("vllm_hypic.has")
+    def has(self, payload: bytes) -> bytes:
+        return self._answer(
+            payload,
+            lambda objects, call: Answer(Status.DONE if objects.has(call.name) else Status.ABSENT),
+        )
+
     @server_module_handler("vllm_hypic.put")
     def put(self, payload: bytes) -> bytes:
         def answer(objects: LMCacheObjects, call: Call) -> Answer:

@@ -61,6 +61,9 @@ class LMCacheServerTier:
         answer = self._call("get", name, limit=limit)
         return None if answer is None else memoryview(answer.data)
 
+    def has(self, name: ObjectName) -> bool:
+        return self._call("has", name) is not None
+
     def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
         self._call("put", name, data=data)
 

@@ -63,6 +63,12 @@ class MemoryTier:
             self._ledger.hit(name)
             return data
 
+    def has(self, name: ObjectName) -> bool:
+        with self._lock:
+            self._check_open()
+            self._drop_expired()
+            return name in self._objects
+
     def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
         data = data.toreadonly()
         worth = replace(worth, nbytes=data.nbytes)

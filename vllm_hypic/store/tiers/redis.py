@@ -99,6 +99,9 @@ class RedisTier:
                 raise answer
         return cast(bytes, data) if data or exists else None
 
+    def has(self, name: ObjectName) -> bool:
+        return self._ask(lambda: self._client.exists(self._key(name))) > 0
+
     def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
         if data.nbytes > MAX_OBJECT_BYTES:
             raise TierFull(
