@@ -368,6 +368,54 @@ def test_what_is_there_cannot_be_withdrawn(owner: Owner, peer: Peer) -> None:
     assert peer.ask(wire.Offer(A, 1)) == wire.Done(A)
 
 
+# -- what is in a shared tier
+
+
+def test_a_router_says_what_a_tier_has(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A, B)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert other.ask(wire.Stored([A, C])) == wire.Noted()
+    [landed] = owner.wait_for(A)
+    assert (landed.stored, landed.taken, landed.reason) == (True, False, "it is in a shared tier")
+    assert peer.hear() == wire.Done(A)
+    peer.data(A, DATA)  # was on its way
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Done(A), "it is here, or will be"
+    assert not owner.read
+    counts = owner.landing.counts()
+    assert (counts.stored, counts.late, counts.withdrawn) == (1, 1, 0)
+    assert deliver(peer, B) == wire.Taken(B)
+    # Said again: nobody waits for it, and a withdrawal takes nothing back.
+    assert other.ask(wire.Stored([A])) == wire.Noted() and other.ask(wire.Withdraw([A])) == wire.Withdrawn()
+    owner.landed.clear()
+    owner.landing.withdraw(A)  # it left the pool again
+    owner.expect(A)
+    assert deliver(peer, A) == wire.Taken(A)
+
+
+def test_what_a_tier_has_may_be_said_before_it_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    assert peer.ask(wire.Stored([A, B])) == wire.Noted()
+    owner.expect(A)
+    assert owner.wait_for(A)[0].stored and other.hear() == wire.Done(A)
+    owner.landing.withdraw(A)
+    owner.landed.clear()
+    owner.expect(A)  # it was said of one request only
+    assert deliver(peer, A) == wire.Taken(A)
+    # The last word counts.
+    assert peer.ask(wire.Withdraw([B])) == wire.Withdrawn()
+    owner.expect(B)
+    assert not owner.wait_for(B)[0].stored
+
+
+@pytest.mark.parametrize(
+    "header", [["stored", ["no name!"]], ["stored", ["a"] * 513], ["stored"], ["stored", [], 1]]
+)
+def test_malformed_words_on_tiers_are_dropped(owner: Owner, peer: Peer, header: list[object]) -> None:
+    peer.frames(msgspec.msgpack.encode(header))
+    assert peer.hears_nothing() and owner.landing.counts().dropped == 1
+
+
 # -- sizes and bounds
 
 

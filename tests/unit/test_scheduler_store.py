@@ -24,10 +24,12 @@ PAGES_EACH = 10
 STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
 
 
-def side(*, ranks: int = 1, store: bool = True, segments: int = 8, **options: Any) -> SchedulerSide:
-    config = HypicConfig.from_mapping(
-        {"min_segment_tokens": 8, "seam_tokens": 0, **({"store": STORE} if store else {}), **options}
-    )
+def side(
+    *, ranks: int = 1, store: bool | dict[str, Any] = True, segments: int = 8, **options: Any
+) -> SchedulerSide:
+    if store:
+        options["store"] = STORE if store is True else store
+    config = HypicConfig.from_mapping({"min_segment_tokens": 8, "seam_tokens": 0, **options})
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     geometry = PoolGeometry(attention, (), page_tokens=4, pages=segments * PAGES_EACH, slots=segments)
     return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS, ranks=ranks)

@@ -159,6 +159,32 @@ def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     assert (counters.segments_loaded, counters.segments_landed) == (1, 1)
 
 
+def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
+    on = side(segment_parallel=PARALLEL)
+    (key,) = admit(on, "r", 0, hypic_remote=[0])
+    on.pump()
+    (place,) = step(on).awaited
+    on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, tier="team")}))
+    assert on.ready("r") and on.upkeep.record_state(key).stored
+    counters = on.take_counters()
+    assert (counters.segments_loaded, counters.segments_landed, counters.segments_unlanded) == (1, 0, 0)
+
+
+def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:
+    tiers = [{"type": "redis", "url": "redis://cache", "shared": True}]
+    on = side(segment_parallel=PARALLEL, store={"tiers": tiers})
+    (identity,) = on.shared_tiers
+    admit(on, "w", 0, query=False, hypic_push_to=f"tier:{identity}")
+    on.pump()
+    (place,) = step(on).loads
+    say(on, taken=(place.serial,))
+    assert not on.over("w")
+    (order,) = step(on).pushes
+    assert (order.place.key, order.destination) == (place.key, f"tier:{identity}")
+    with pytest.raises(LinkError, match=f"no shared tier of this engine; expected one of {identity}"):
+        on.transfer(Ask([], {"hypic_push_to": "tier:0000"}, None, None))
+
+
 def test_changes_of_the_directory_are_told_once_and_in_their_last_state() -> None:
     on = parallel_side(segments=2)
     assert on.directory.take_changes() == {}, "nobody watches"
@@ -189,7 +215,11 @@ def test_reports_of_pushes_add_up() -> None:
     ("extra", "says"),
     [
         ({"hypic_push_to": "http://x"}, "hypic_push_to='http://x': expected tcp://HOST:PORT"),
-        ({"hypic_push_to": 7}, "hypic_push_to=7"),
+        ({"hypic_push_to": 7}, "hypic_push_to=7: expected tcp://HOST:PORT or tier:IDENTITY"),
+        (
+            {"hypic_push_to": "tier:ab"},
+            "'tier:ab': no shared tier of this engine; expected a store",
+        ),
         ({"hypic_remote": "a" * 64}, "expected a list"),
         ({"hypic_remote": ["a" * 63]}, "no segment key"),
         ({"hypic_remote": ["a" * 64] * 5000}, "at most 4096"),

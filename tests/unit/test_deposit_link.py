@@ -1,0 +1,211 @@
+"""Orders to have a record in a shared tier: each ends once, in time, and well only if the tier has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from store.awkward_tiers import AwkwardTier, wait_for
+
+from vllm_hypic.connector.deposit_link import DepositLink
+from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, RecordPlace, StoreAction, StoreOrder
+from vllm_hypic.connector.store_link import StoreLink
+from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.store.settings import StoreSettings
+from vllm_hypic.store.tiered import TieredStore
+from vllm_hypic.store.tiers.base import TierError, TierFull
+from vllm_hypic.store.worth import ObjectName, Worth, object_name
+
+IDENTITY = "0123456789abcdef"
+RECORD = b"a record"
+
+
+class Codec:
+    def name_of(self, key: SegmentKey) -> ObjectName:
+        return object_name(key)
+
+
+class Link:
+    """What :class:`DepositLink` needs of a ``StoreLink``, over a real store; records are all the same."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self.store, self.codec = store, Codec()
+        self.unstored: dict[int, RecordPlace] = {}
+        self.behind = False
+        self.copies = 0
+
+    def completed(self, place: RecordPlace) -> None:
+        self.unstored[place.serial] = place
+
+    def is_handing_over(self, place: RecordPlace) -> bool:
+        return place.serial in self.unstored
+
+    def end_step(self) -> None:
+        for serial, place in list(self.unstored.items()):
+            reservation = self.store.reserve(object_name(place.key), Worth(1, 1.0, len(RECORD)))
+            self.behind = reservation is None
+            if reservation is None:
+                return
+            reservation.buffer[:] = RECORD
+            self.store.commit(reservation)
+            self.copies += 1
+            del self.unstored[serial]
+
+
+class Worker:
+    """The links of one worker, stepped by the test."""
+
+    def __init__(self) -> None:
+        self.tier = AwkwardTier("team", tells=False)
+        self.store = TieredStore([self.tier], StoreSettings(back_off_s=0.05, queue_bytes=4 * len(RECORD)))
+        self.store.open()
+        self.link = Link(self.store)
+        self.now = 0.0
+        self.deposits = DepositLink(cast(StoreLink, self.link), {IDENTITY: "team"}, lambda: self.now)
+        self.ended: dict[int, str] = {}
+
+    def order(self, number: int, record: int = 1, **metadata: Any) -> None:
+        """To have the record in the tier, within 10 s."""
+        order = PushOrder(number, place(record), f"tier:{IDENTITY}", 10.0)
+        self.absorb(pushes=[order], **metadata)
+
+    def absorb(self, **metadata: Any) -> None:
+        self.deposits.absorb(HypicMetadata(**metadata))
+
+    def step(self) -> dict[int, str]:
+        self.link.end_step()
+        self.deposits.end_step()
+        found = self.deposits.take_pushed()
+        assert not found.keys() & self.ended.keys(), "reported twice"
+        self.ended |= found
+        return self.ended
+
+    def end_of(self, number: int) -> str:
+        wait_for(lambda: number in self.step(), f"the end of order {number}")
+        return self.ended[number]
+
+
+def place(record: int) -> RecordPlace:
+    slots = np.zeros(0, dtype=np.int64)
+    return RecordPlace(record, SegmentKey(f"{record:064x}"), record, slots, False, 1, 1.0)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    found = Worker()
+    yield found
+    found.tier.release()
+    found.store.close()
+
+
+def test_a_record_that_was_just_computed_is_written_once(worker: Worker) -> None:
+    worker.link.completed(place(1))
+    worker.order(7)
+    assert worker.end_of(7) == "" and worker.tier.objects
+    assert worker.tier.calls.count("put") == 1 == worker.link.copies
+
+
+def test_a_record_of_the_pool_that_the_tier_lost_is_written_again(worker: Worker) -> None:
+    worker.order(7)
+    assert worker.end_of(7) == "" and bytes(worker.tier.objects[object_name(place(1).key)]) == RECORD
+    assert worker.link.copies == 1
+
+
+def test_what_the_tier_has_is_not_even_copied(worker: Worker) -> None:
+    worker.tier.objects[object_name(place(1).key)] = memoryview(RECORD)
+    worker.order(7)
+    worker.order(8)
+    assert worker.end_of(7) == worker.end_of(8) == ""
+    assert "put" not in worker.tier.calls and "get" not in worker.tier.calls and not worker.link.copies
+
+
+def test_it_is_not_over_before_the_tier_says_so(worker: Worker) -> None:
+    hang = worker.tier.hang("put")
+    worker.order(7)
+    wait_for(lambda: worker.step() or worker.tier.calls.count("put"), "the write")
+    for _ in range(3):
+        assert worker.step() == {}
+    hang.release()
+    assert worker.end_of(7) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (TierFull("no room"), "tier team: TierFull: no room"),
+        (TierError("gone"), "tier team: TierError: gone"),
+    ],
+)
+def test_a_tier_that_does_not_take_it(worker: Worker, error: TierError, says: str) -> None:
+    worker.tier.fail("put", error)
+    worker.link.completed(place(1))
+    worker.order(7)
+    assert worker.end_of(7) == says
+    assert worker.tier.calls.count("put") == 1
+
+
+def test_a_tier_that_is_down(worker: Worker) -> None:
+    worker.tier.fail("has")
+    worker.order(7)
+    assert worker.end_of(7) == "tier team: TierError: has failed"
+
+
+def test_a_tier_that_forgets_at_once(worker: Worker) -> None:
+    worker.tier.before["has"] = worker.tier.objects.clear
+    worker.link.completed(place(1))
+    worker.step()  # written before the order comes
+    assert worker.store.drain(30)
+    worker.order(7)
+    wait_for(lambda: worker.link.copies == 2 or worker.step(), "it is written again")
+    assert worker.end_of(7) == ""
+
+
+def test_a_full_queue_is_not_waited_for(worker: Worker) -> None:
+    worker.tier.hang("put")
+    for record in range(2, 6):
+        worker.link.completed(place(record))
+    worker.step()
+    worker.order(7)
+    assert worker.end_of(7) == "tier team: too much waits to be written (store.queue_bytes)"
+
+
+def test_the_deadline_ends_it(worker: Worker) -> None:
+    worker.tier.hang("has")
+    worker.order(7)
+    assert worker.step() == {}
+    worker.now = 9.9
+    assert worker.step() == {}
+    worker.now = 10.0
+    assert worker.step() == {7: "tier team: not there after 10 s"}
+    worker.tier.release()
+    wait_for(lambda: worker.store._lanes[0].at_rest(), "the late answer")
+    assert worker.step().keys() == {7}
+
+
+def test_a_record_that_left_the_pool_is_not_read_there(worker: Worker) -> None:
+    """Its request has gone, and its slot holds another record by now."""
+    hang = worker.tier.hang("has")
+    worker.order(7)
+    worker.order(8, record=2)
+    worker.step()
+    hang.wait_until_entered()
+    worker.absorb(dropped_slots=[1])
+    assert worker.step() == {7: "tier team: the record has left the pool"}
+    hang.release()
+    assert worker.end_of(8) == ""
+    assert worker.tier.objects.keys() == {object_name(place(2).key)}
+
+
+def test_after_the_caches_were_emptied_nothing_goes_there(worker: Worker) -> None:
+    clear = [StoreOrder(StoreAction.CLEAR)]
+    worker.order(7, orders=clear)
+    worker.order(8)
+    assert "weights may be others" in worker.end_of(7) and "weights" in worker.end_of(8)
+    assert not worker.tier.objects
+
+
+def test_orders_to_instances_are_none_of_its_business(worker: Worker) -> None:
+    worker.absorb(pushes=[PushOrder(7, place(1), "tcp://127.0.0.1:7100", 10.0)])
+    assert worker.step() == {} and worker.tier.calls.count("has") == 0
