@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -139,9 +140,17 @@ def test_it_is_not_over_before_the_tier_says_so(worker: Worker) -> None:
     ],
 )
 def test_a_tier_that_does_not_take_it(worker: Worker, error: TierError, says: str) -> None:
-    worker.tier.fail("put", error)
+    go_on = threading.Event()
+
+    def refuse() -> None:
+        assert go_on.wait(30)
+        raise error
+
+    worker.tier.before["put"] = refuse
     worker.link.completed(place(1))
     worker.order(7)
+    worker.step()
+    go_on.set()
     assert worker.end_of(7) == says
     assert worker.tier.calls.count("put") == 1
 

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from vllm_hypic.bench.prompts import Writer
+from vllm_hypic.bench.services import RedisServer
 from vllm_hypic.demo import EXAMPLE
 from vllm_hypic.segment_parallel.asking import separator_of, writer
 from vllm_hypic.segment_parallel.cluster import Cluster, Setup, resume
 
+from .redis_tier import COMBINE, WORKER, allow, store_of
 from .stand import Stand
 
 SETUP = Setup(
@@ -34,13 +36,29 @@ SETUP = Setup(
 
 
 @pytest.fixture(scope="session")
-def _cluster() -> Iterator[Cluster]:
-    cluster = Cluster(SETUP)
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """Shared by all servers; records come this way only where a router wants it."""
+    with RedisServer(tmp_path_factory.mktemp("redis"), durable=False) as found:
+        for user in (WORKER, COMBINE):
+            allow(found, user)
+        yield found
+
+
+def setup_of(name: str, server: RedisServer) -> Setup:
+    """How the instance of that name runs."""
+    user = WORKER if name.startswith("worker") else COMBINE
+    setup = replace(SETUP, hypic=store_of(server, user))
+    if name != "worker1":
+        return setup
     # Its computing process can be stopped while its engine goes on telling that it is there.
-    old = cluster.workers[1]
-    cluster.workers[1] = cluster.instance(
-        old.name, replace(SETUP, in_process=False, parallel={}), port=old.port
-    )
+    return replace(setup, in_process=False, parallel={})
+
+
+@pytest.fixture(scope="session")
+def _cluster(redis_server: RedisServer) -> Iterator[Cluster]:
+    cluster = Cluster(SETUP)
+    for kind in (cluster.workers, cluster.combines):
+        kind[:] = [cluster.instance(i.name, setup_of(i.name, redis_server), port=i.port) for i in kind]
     with cluster:
         yield cluster
 
@@ -51,12 +69,12 @@ def _draw() -> Writer:
 
 
 @pytest.fixture
-def stand(_cluster: Cluster, _draw: Writer) -> Iterator[Stand]:
+def stand(_cluster: Cluster, _draw: Writer, redis_server: RedisServer) -> Iterator[Stand]:
     """All servers are up and idle before the test; afterwards nothing is under way, whatever it broke."""
     for server in (*_cluster.instances, _cluster.router):
         resume(server)
     for dead in [i for i in _cluster.instances if not i.processes()]:
-        _cluster.replace(dead)
+        _cluster.replace(dead, setup_of(dead.name, redis_server))
     _cluster.router.ready(len(_cluster.instances))
     with ThreadPoolExecutor(32, thread_name_prefix="client") as clients:
         found = Stand(_cluster, _draw, separator_of(_cluster.combines[0].url), clients)
