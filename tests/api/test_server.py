@@ -360,6 +360,7 @@ class TestServer:
         assert found["limits"]["slots"] == POOL_SEGMENTS and found["link"] == "hypic"
         assert len(found["namespace"]) == 64 and found["landing"].startswith("tcp://127.0.0.1:")
         assert 0 < found["quadratic"] < 1e-2
+        assert found["shared_tiers"] == []
         again = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).json()
         assert again["instance"] == found["instance"]
 
@@ -367,6 +368,8 @@ class TestServer:
         body = {"prompt": [1, 2], "vllm_xargs": {"hypic_push_to": "tcp://192.0.2.1:7100"}}
         assert post(server, body).status_code == 400, "not a prompt that only warms"
         text = f"{words('push')}<|hypic_sep|>"
+        refused = post(server, {"prompt": text, "vllm_xargs": {"hypic_push_to": "tier:0123456789abcdef"}})
+        assert refused.status_code == 400 and "no shared tier of this engine" in refused.text
         to = {"hypic_push_to": "tcp://192.0.2.1:7100"}
         assert post(server, {"prompt": text, "vllm_xargs": to}).status_code == 500
         late = {"hypic_remote": ["0" * 64], "hypic_remote_deadline_s": 1000}
