@@ -73,6 +73,7 @@ class Behaviour:
     segments_hang: bool = False
     tier_status: int | None = None
     """Its shared tier takes nothing: what such a segment request is answered."""
+    tier_hangs: bool = False
     die_after_storing: bool = False
     segments_lost: bool = False
     """Segment requests are answered as delivered, and are not."""
@@ -357,6 +358,8 @@ class FakeInstance:
         [segment] = plan.segments
         await self._make(segment.key, segment.stop)
         if (tier := tier_of(destination)) is not None:
+            while self.behaviour.tier_hangs:
+                await asyncio.sleep(0.005)
             if self.behaviour.tier_status is not None:
                 return error(self.behaviour.tier_status, "the tier takes nothing")
             self.tiers[tier].add(segment.key)

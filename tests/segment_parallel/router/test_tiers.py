@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from vllm_hypic.segment_parallel.router import front
+from vllm_hypic.segment_parallel.router import front, notices
 from vllm_hypic.segment_parallel.router.ways import Way
 
 from .conftest import RunningRouter, Site, wait_for
@@ -39,7 +39,8 @@ def counted(router: RunningRouter) -> tuple[float, float]:
     return router.counted(name, "tiers"), router.counted(name, "direct")
 
 
-def test_what_both_share_takes_the_records(site: Site) -> None:
+def test_what_both_share_takes_the_records(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "_REMIND_S", 1000.0)  # told at once, not when reminded
     fast: dict[str, set[str]] = {FAST: set()}
     shared = {SLOW: set[str](), **fast}
     workers, combine = [site.fake(tiers=shared), site.fake(tiers=fast)], site.fake(tiers={**fast, **shared})
@@ -92,6 +93,30 @@ def test_a_tier_that_the_worker_knows_no_more(site: Site) -> None:
     for worker in workers:
         worker.behaviour.tier_status = 400
     assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
+
+
+def test_a_tier_that_hangs_at_one_worker(site: Site) -> None:
+    """Late segments go to another worker, and from there directly: the tier may be what takes so long."""
+    tiers = {FAST: set[str]()}
+    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
+    router = site.router(workers, [combine], through=Way.TIERS, straggler_min_s=0.5)
+    workers[0].behaviour.tier_hangs = True
+    answer = ask(router, cold(LENGTHS))
+    workers[0].behaviour.tier_hangs = False
+    late = len(workers[0].computed)
+    assert late and ways(answer).count("direct") == late and combine.computed == []
+
+
+def test_a_combine_node_that_cannot_be_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def in_vain(*told: object) -> None:
+        raise TimeoutError("it did not answer")
+
+    monkeypatch.setattr(notices, "atell_stored", in_vain)
+    tiers = {FAST: set[str]()}
+    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
+    router = site.router(workers, [combine], through=Way.TIERS)
+    assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
+    assert router.counted("hypic_router_failures_total", "stored", combine.landing.url) == 8
 
 
 def test_a_worker_that_dies_between_storing_and_answering(site: Site) -> None:
