@@ -39,7 +39,9 @@ def make_server(folder: Path, name: str, *options: str) -> Server:
         "pool_bytes": pool,
         "expected_segment_tokens": TOKENS,
         "expected_live_heads": 1.0,
-        "store": {"tiers": [{"type": "disk", "path": str(folder / "store"), "bytes": "200MB"}]},
+        "store": {
+            "tiers": [{"type": "disk", "path": str(folder / "store"), "bytes": "200MB", "shared": True}]
+        },
         "segment_parallel": {name: f"tcp://127.0.0.1:{free_port()}" for name in ("listen", "events")},
     }
     return Server(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -31,6 +32,7 @@ from vllm_hypic.api.forms import id_form
 from vllm_hypic.cli import main
 from vllm_hypic.demo import EXAMPLE, make_tasks
 from vllm_hypic.primitives.tokens import PrimitiveTexts
+from vllm_hypic.segment_parallel.sender import tell_stored
 from vllm_hypic.serving import Server, ask
 
 from .conftest import (
@@ -360,7 +362,7 @@ class TestServer:
         assert found["limits"]["slots"] == POOL_SEGMENTS and found["link"] == "hypic"
         assert len(found["namespace"]) == 64 and found["landing"].startswith("tcp://127.0.0.1:")
         assert 0 < found["quadratic"] < 1e-2
-        assert found["shared_tiers"] == []
+        assert len(found["shared_tiers"]) == 1
         again = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).json()
         assert again["instance"] == found["instance"]
 
@@ -374,6 +376,31 @@ class TestServer:
         assert post(server, {"prompt": text, "vllm_xargs": to}).status_code == 500
         late = {"hypic_remote": ["0" * 64], "hypic_remote_deadline_s": 1000}
         assert "at most 120" in post(server, {"prompt": text, "vllm_xargs": late}).text
+
+    def test_a_record_leaves_and_comes_back_through_a_shared_folder(self, server, folder):
+        """As worker, then as combine node, to which the test is the router."""
+        told = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).json()
+        to = {"hypic_push_to": f"tier:{told['shared_tiers'][0]}"}
+        before = set((folder / "store").rglob("*.hypic"))
+        segment = f"{words('shared folder')}{SEP}"
+        assert post(server, {"prompt": segment, "vllm_xargs": to}).status_code == 200
+        [record] = set((folder / "store").rglob("*.hypic")) - before
+        written = record.stat().st_ino
+        assert post(server, {"prompt": segment, "vllm_xargs": to}).status_code == 200
+        assert record.stat().st_ino == written, "not written again"
+        for other in range(POOL_SEGMENTS + 1):  # until the pool has forgotten it
+            assert post(server, {"prompt": f"{words(f'other {other}')}{SEP}"}).status_code == 200
+        landed = "vllm:hypic_segments_landed_total"
+        loaded = "vllm:hypic_segments_loaded_total"
+        count = server.metrics()
+        awaited = {"hypic_remote": [record.stem.split(".")[0]], "hypic_remote_deadline_s": 100}
+        with ThreadPoolExecutor() as threads:
+            body = {"prompt": f"{segment} w1 w2 ?", "vllm_xargs": awaited}
+            asked = threads.submit(post, server, body)
+            tell_stored(told["landing"], told["namespace"], [record.stem], None)
+            assert usage(asked.result(60))[1] == TOKENS
+        now = server.wait_for_metrics(lambda m: m[loaded] > count[loaded])
+        assert (now[loaded] - count[loaded], now[landed] - count[landed]) == (1, 0)
 
     def test_no_request_breaks_the_server(self, server):
         """Requests made up from the server's own OpenAPI description."""
