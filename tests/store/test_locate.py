@@ -97,8 +97,12 @@ def test_a_deleted_object_is_not_there(opened: Opener) -> None:
     store.locate(name(1), "tier")
     store.delete(name(1))
     assert answer(store).reason == "it was deleted, or could not be finished"
-    assert presence(store, 1) is Presence.ABSENT, "its delete is queued"
-    tier.release()
+    hang.release()
+    place(tier, 2)
+    deleting = tier.hang("delete")
+    store.delete(name(2))
+    deleting.wait_until_entered()
+    assert presence(store, 2) is Presence.ABSENT, "its delete is under way"
 
 
 def test_a_closed_store_says_so(opened: Opener) -> None:

@@ -171,6 +171,20 @@ def test_a_tier_that_forgets_at_once(worker: Worker) -> None:
     assert worker.end_of(7) == ""
 
 
+def test_a_tier_that_keeps_nothing(worker: Worker) -> None:
+    """It takes the record and has lost it when it is asked: it is written for the order once, and no more."""
+    worker.tier.before["has"] = worker.tier.objects.clear
+    worker.order(7)
+
+    def ended() -> dict[int, str]:
+        worker.link.end_step()
+        assert worker.store.drain(30)
+        return worker.step()
+
+    wait_for(ended, "the end")
+    assert worker.ended == {7: "tier team: it left the tier at once"} and worker.link.copies == 1
+
+
 def test_a_full_queue_is_not_waited_for(worker: Worker) -> None:
     worker.tier.hang("put")
     for record in range(2, 6):
