@@ -164,7 +164,10 @@ def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
     (key,) = admit(on, "r", 0, hypic_remote=[0])
     on.pump()
     (place,) = step(on).awaited
-    on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, tier="team")}))
+    assert on.awaiting
+    on.absorb(WorkerReport(fetching={place.serial}))
+    assert not on.awaiting, "no naps while the store is at work"
+    say(on, taken=(place.serial,))
     assert on.ready("r") and on.upkeep.record_state(key).stored
     counters = on.take_counters()
     assert (counters.segments_loaded, counters.segments_landed, counters.segments_unlanded) == (1, 0, 0)
