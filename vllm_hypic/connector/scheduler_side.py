@@ -129,6 +129,8 @@ class SchedulerSide:
         self._unneeded: list[tuple[SegmentKey, int]] = []
         self._jobs = 0
         self._held: set[str] = set()
+        self.worker_unfinished = False
+        """Workers copy records, and must be stepped although no request runs."""
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -444,6 +446,7 @@ class SchedulerSide:
 
     def absorb(self, report: WorkerReport) -> None:
         """Take in what the worker says of a step."""
+        self.worker_unfinished = report.unfinished > 0
         for serial, tiles in report.tiles.items():
             self.directory.shrink(serial, tiles, self.geometry.tile_bytes)
         for serial, count in report.loads.items():
@@ -471,6 +474,7 @@ class SchedulerSide:
             self.upkeep.stored([load.key])
             self.counters.segments_loaded += 1
         if load.found:
+            self.directory.shrink(serial, load.count.tiles, self.geometry.tile_bytes)
             self.directory.commit(load.key)
         else:
             self.upkeep.not_stored(load.key)
