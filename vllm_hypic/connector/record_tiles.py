@@ -94,6 +94,9 @@ class DeviceTiles:
         (row,) = upload([tiles], self._table.device)
         self._table[slot].copy_(row)
 
+    def _erase(self, slot: int) -> None:
+        self._table[slot].fill_(NONE)
+
     def row(self, slot: int) -> torch.Tensor:
         return self._table[slot]
 
@@ -125,7 +128,7 @@ class DeviceTiles:
         for slot in slots:
             if (held := self._held.pop(slot, None)) is not None:
                 self._pool.give_back(_tiles_in(held))
-                self._table[slot].fill_(NONE)
+                self._erase(slot)
 
 
 def _tiles_in(row: np.ndarray) -> list[int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from ..config import HypicConfig
 from .geometry import PoolGeometry
-from .metadata import CapturePlan, HypicMetadata, WorkerReport
+from .metadata import CapturePlan, HypicMetadata, StoreAction, WorkerReport
 from .movers import mover_of
 from .pool import DevicePool
 from .record_mover import RecordMover
@@ -83,6 +83,9 @@ class WorkerSide:
             dropped = set(metadata.dropped_slots)
             self._settling = [s for s in self._settling if s.plan.slot not in dropped]
             self.runtime.pool.release_tiles(metadata.dropped_slots)
+        if any(order.action is StoreAction.CLEAR for order in metadata.orders):
+            # Nor does what was captured before and is not settled yet go to the store.
+            self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
         if self._mover is not None:
             # Before anything can be launched that writes where these records were.
             self._mover.dropped(metadata.dropped_slots)
