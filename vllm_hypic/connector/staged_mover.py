@@ -107,7 +107,11 @@ class StagedMover:
         def arrived() -> None:
             then(0 if place.leading else self._pool.fill_tiles(place.slot, parcel.live))
 
-        self._arrivals.append(_Arrival(parcel, arrived))
+        arrival = _Arrival(parcel, arrived)
+        # At once, so that whoever waits for a block waits for copies under way only.
+        for chunk, block in parcel.loaded:
+            self._flights.append(self._launched(arrival, chunk, block))
+        self._arrivals.append(arrival)
         self._launch()
 
     def discard(self, place: RecordPlace) -> None:
@@ -153,12 +157,12 @@ class _Job(Protocol):
     """A record on its way."""
 
     chunks: deque[Chunk]
-    """Not launched yet; a record has at least one."""
+    """Not launched yet, for want of a block."""
     last: Mark | None
     """Behind the copy launched last."""
 
     def block_for_next(self, blocks: HostBlocks) -> Block | None:
-        """A block for the next chunk, filled if it arrives; ``None``: none is free."""
+        """A block for the first of ``chunks``, filled if it arrives; ``None``: none is free."""
 
     def copy(self, chunk: Chunk, block: torch.Tensor, staging: torch.Tensor) -> None:
         """Operators of the copy, to run on the stream."""
@@ -217,47 +221,44 @@ class _Departure:
 
 
 class _Parcel:
-    """A checked record outside the pool: its chunks, each with a block or with memory of its own."""
+    """A checked record outside the pool: some of its chunks in blocks, others in memory of their own."""
 
     def __init__(self, live: list[np.ndarray]) -> None:
         self.live = live
         """Of every linear layer, ``[heads]`` bool; of leading records nothing."""
-        self.chunks: list[Chunk] = []
-        self.contents: deque[Block | np.ndarray] = deque()
+        self.loaded: list[tuple[Chunk, Block]] = []
+        self.loose: deque[tuple[Chunk, np.ndarray]] = deque()
 
     @property
     def blocks(self) -> list[Block]:
-        return [content for content in self.contents if isinstance(content, Block)]
+        return [block for _, block in self.loaded]
 
     def pack(self, chunk: Chunk, sections: Sections, blocks: HostBlocks) -> None:
-        block = blocks.take()
-        self.contents.append(np.empty(nbytes_of(chunk), np.uint8) if block is None else block)
-        out = self.contents[-1] if block is None else block.bytes
-        assert isinstance(out, np.ndarray)
+        if (block := blocks.take()) is not None:
+            self.loaded.append((chunk, block))
+            out = block.bytes
+        else:
+            out = np.empty(nbytes_of(chunk), np.uint8)
+            self.loose.append((chunk, out))
         for piece in chunk:
             out[piece.in_block] = sections[piece.strip.section][piece.in_section]
-        self.chunks.append(chunk)
 
 
 class _Arrival:
-    """From a parcel to the pool."""
+    """From a parcel to the pool.  ``chunks``: those without a block."""
 
     def __init__(self, parcel: _Parcel, then: Callable[[], None]) -> None:
-        self.chunks = deque(parcel.chunks)
+        self.chunks = deque(chunk for chunk, _ in parcel.loose)
         self.last: Mark | None = None
-        self._contents = parcel.contents
-        self._left = len(self.chunks)
+        self._contents = deque(content for _, content in parcel.loose)
+        self._left = len(parcel.loaded) + len(parcel.loose)
         self._then = then
 
     def block_for_next(self, blocks: HostBlocks) -> Block | None:
-        content = self._contents[0]
-        if isinstance(content, np.ndarray):
-            if (block := blocks.take()) is None:
-                return None
+        if (block := blocks.take()) is not None:
+            content = self._contents.popleft()
             block.bytes[: len(content)] = content
-            content = block
-        self._contents.popleft()
-        return content
+        return block
 
     def copy(self, chunk: Chunk, block: torch.Tensor, staging: torch.Tensor) -> None:
         used = nbytes_of(chunk)

@@ -320,9 +320,7 @@ class World:
         return plan
 
 
-def written_at_once(
-    key: SegmentKey, weights: int, kind: tuple[int, bool], worth: tuple[int, float]
-) -> bytes:
+def written_at_once(key: SegmentKey, weights: int, kind: tuple[int, bool], worth: tuple[int, float]) -> bytes:
     """The object of a record with so many columns, leading or not, as it is written on the CPU."""
     columns, leading = kind
     pool = DevicePool(GEOMETRY, CPU)
