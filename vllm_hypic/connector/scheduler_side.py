@@ -253,8 +253,9 @@ class SchedulerSide:
     @property
     def awaiting(self) -> bool:
         """Whether there is nothing to do but to wait for records of other instances: none comes from the
-        store, and of none it became known since the last :meth:`pump` that it is here, or will not come."""
-        return self._loads.awaiting and not self._news
+        store, workers copy none, and of none it became known since the last :meth:`pump` that it is here, or
+        will not come."""
+        return self._loads.awaiting and not self._news and not self.worker_unfinished
 
     @property
     def pushing(self) -> bool:
