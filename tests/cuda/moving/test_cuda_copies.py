@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from vllm_hypic.config import HypicConfig
 from vllm_hypic.connector.copy_stream import CUDACopyStream
-from vllm_hypic.connector.metadata import HypicMetadata, RecordPlace, StoreAction, StoreOrder
+from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, RecordPlace, StoreAction, StoreOrder
 from vllm_hypic.connector.staged_mover import StagedMover
 from vllm_hypic.connector.staging import (
     BLOCK_BYTES,
@@ -23,6 +24,8 @@ from vllm_hypic.connector.staging import (
     divided,
     nbytes_of,
 )
+from vllm_hypic.connector.transfer_link import TransferLink
+from vllm_hypic.segment_parallel.landing import Landed
 from vllm_hypic.store.protocol import Verdict
 
 from .world import GEOMETRY, World, written_at_once
@@ -127,6 +130,103 @@ def test_an_expiry_said_while_a_record_is_copied_holds() -> None:
     world.finish()
     tier: Any = world.store._lanes[0].tier
     assert tier._ledger._expiries == {world.codec.name_of(key): pytest.approx(time.time() + 3600, abs=60)}
+
+
+def test_the_engine_steps_until_a_record_is_stored() -> None:
+    """Also between its capture and the pass that settles it, when no copy is under way yet."""
+    world = World(0)
+    world.ask([0])
+    while not world.side.counters.segments_computed:
+        world.step()
+    link: Any = world.worker.store
+    assert not link._copying and not world.mover.unfinished and world.side.worker_unfinished
+    world.finish()
+    assert world.objects == 1 and not world.side.worker_unfinished
+
+
+class Elsewhere:
+    """Landing and sender of another instance's records, played by the test."""
+
+    def __init__(self) -> None:
+        self.readers: dict[str, Any] = {}
+        self.landed: list[Any] = []
+        self.sent: list[bytes] = []
+
+    def expect(self, name: str, limit: int, reader: Any) -> None:
+        self.readers[name] = reader
+
+    def withdraw(self, name: str) -> None:
+        self.landed = [landed for landed in self.landed if landed.name != name]
+
+    def send(self, name: str, data: memoryview, destination: str, deadline_s: float) -> int:
+        self.sent.append(bytes(data))
+        return len(self.sent)
+
+    def poll(self) -> list[Any]:
+        landed, self.landed = self.landed, []
+        return landed
+
+
+def linked(world: World) -> tuple[TransferLink, Elsewhere]:
+    there: Any = Elsewhere()
+    sender: Any = SimpleNamespace(send=there.send, poll=list, pending_bytes=lambda: 0)
+    return TransferLink(there, sender, world.codec, world.pool, world.mover), there
+
+
+def landed(
+    place: RecordPlace, data: memoryview, link: TransferLink, there: Elsewhere, *, taken: bool
+) -> None:
+    """The record is read; then the landing says that it is here, or that a router withdrew it meanwhile."""
+    link.absorb(HypicMetadata(awaited=[place]))
+    ((name, read),) = there.readers.items()
+    assert read(data) is Verdict.TAKEN
+    there.landed.append(Landed(name, taken, len(data), 0.0, "" if taken else "withdrawn"))
+
+
+@pytest.mark.parametrize("how", ["comes", "is withdrawn", "is given up"])
+def test_a_record_of_another_instance(how: str) -> None:
+    world = World(0)
+    mover: Any = world.mover
+    link, there = linked(world)
+    place, data = placed(world, 0, 1)
+    landed(place, data, link, there, taken=how != "is withdrawn")
+    assert mover._blocks.free < mover._blocks.count
+    if how == "is given up":
+        there.withdraw(next(iter(there.readers)))  # before the link has heard of it
+        link.absorb(HypicMetadata(unawaited=[place.serial]))
+    else:
+        link.absorb(HypicMetadata())
+    assert not link.take_landed(), "it counts before its copies are over"
+    mover.drain()
+    assert mover._blocks.free == mover._blocks.count and not mover._parcels
+    (count,) = link.take_ended().values()
+    assert (count.taken, count.missed) == ((1, 0) if how == "comes" else (0, 1))
+    assert link.take_landed() == ([place] if how == "comes" else [])
+
+
+@pytest.mark.parametrize("how", ["whole", "dropped", "emptied"])
+def test_a_record_for_another_instance(how: str) -> None:
+    world = World(0)
+    mover: Any = world.mover
+    link, there = linked(world)
+    place, data = placed(world, 0, 1)
+    landed(place, data, link, there, taken=True)
+    link.absorb(HypicMetadata())
+    mover.drain()
+    link.absorb(HypicMetadata(pushes=[PushOrder(1, place, "tcp://there", 1.0)]))
+    link.end_step()
+    assert not there.sent, "sent before it was copied"
+    if how == "dropped":
+        mover.dropped([place.slot])
+    if how == "emptied":
+        link.absorb(HypicMetadata(orders=[StoreOrder(StoreAction.CLEAR)]))
+    mover.drain()
+    if how == "whole":
+        assert there.sent == [bytes(data)] and not link.take_pushed()
+    else:
+        ((_, fault),) = link.take_pushed().items()
+        assert not there.sent and ("left the pool" if how == "dropped" else "were emptied") in fault
+    assert link._copying_bytes == 0
 
 
 def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,8 @@ class World:
         self._waiting: list[str] = []
         self._running: list[str] = []
         self._made = 0
+        self._deleted: set[SegmentKey] = set()
+        """And not made or looked for since."""
         self._kinds: dict[SegmentKey, tuple[int, bool]] = {}
         """Columns of every record that was asked for, and whether it is a leading one."""
 
@@ -175,7 +177,9 @@ class World:
 
     def delete(self) -> None:
         if keys := sorted(self._entries()):
-            self.side.upkeep.drop_record(self.rng.choice(keys))
+            key = self.rng.choice(keys)
+            self.side.upkeep.drop_record(key)
+            self._deleted.add(key)
 
     def clear(self) -> None:
         """The weights change: what is left of the old ones is used by requests that run."""
@@ -193,6 +197,7 @@ class World:
         self.side.instruct(metadata)
         for place in metadata.loads:
             self._origins[place.serial] = Origin(self.weights, place.leading)
+            self._deleted.discard(place.key)
         captures = {job.request_id: self.side.capture_plan(job.request_id) for job in jobs}
         self.worker.absorb(metadata)
         assert self.worker.runtime is not None
@@ -291,6 +296,8 @@ class World:
             if self._origins[entry.serial].weights == self.weights:
                 assert self.store.holds(self.codec.name_of(key)), "a record was not stored"
         self.device.run_all()
+        for key in self._deleted:
+            assert key not in self._entries() and not self.store.holds(self.codec.name_of(key)), "back again"
         self._check_stored()
         assert self.store.stats().queued_bytes == 0 == self.store._writes.nbytes
 
