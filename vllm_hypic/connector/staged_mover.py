@@ -130,10 +130,12 @@ class StagedMover:
 
     def drain(self) -> None:
         """Records for which no block is left are given up: intakes that nobody settles hold all of them."""
-        self.advance()
-        while self._flights:
-            self._flights[-1].mark.wait()
+        # The end of an engine is no pass: say what passes say of the pool's tensors.
+        with torch.inference_mode():
             self.advance()
+            while self._flights:
+                self._flights[-1].mark.wait()
+                self.advance()
         self.dropped([departure.place.slot for departure in self._departing])
 
     def _launch(self) -> None:
