@@ -72,9 +72,8 @@ def _refuse_on_cuda(config: VllmConfig) -> None:
     if not current_platform.is_cuda():
         return
     from .backends.cuda.support import refusal
-    from .connector.build import config_of
 
-    if (reason := refusal(config, config_of(config))) is not None:
+    if (reason := refusal(config)) is not None:
         raise ConfigError(f"--attention-backend hypic: {reason}")
 
 

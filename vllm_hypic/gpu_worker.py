@@ -8,6 +8,8 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from .connector.build import config_of
+from .connector.staging import device_staging_bytes
 from .worker import HypicModelRunner, HypicWorker, current_step
 
 logger = init_logger("vllm.hypic.worker")
@@ -46,6 +48,7 @@ class HypicGPUWorker(HypicWorker, Worker):
             self.vllm_config.scheduler_config.max_num_batched_tokens,
             self.model_config.dtype,
         )
+        found += device_staging_bytes(config_of(self.vllm_config))
         logger.info("hypic: %.2f GiB left for operators", found / 2**30)
         return found
 

@@ -247,7 +247,7 @@ class _HypicMixin(Scheduler):
         if self._ran or not self.hypic.awaiting:
             self._naps.over()
         else:
-            self._naps.take(sound=not self.hypic.pushing)
+            self._naps.take(sound=self.hypic.only_landings)
         for job in self.hypic.pump():
             super().add_request(self._segment_request(job))
         output = super().schedule(*args, **kwargs)

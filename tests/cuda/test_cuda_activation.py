@@ -24,8 +24,7 @@ from vllm_hypic import activation
 from vllm_hypic.activation import CUDA_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.backends.cuda import support
 from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionBackend
-from vllm_hypic.config import ConfigError, HypicConfig
-from vllm_hypic.segment_parallel.config import ParallelConfig
+from vllm_hypic.config import ConfigError
 from vllm_hypic.tokenizer import TOKENS_ENV
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"
@@ -138,7 +137,7 @@ def test_other_platforms_are_refused(cuda: CUDA, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plain_configuration_is_complete(cuda: CUDA, config: VllmConfig) -> None:
-    assert support.refusal(config, HypicConfig()) is None
+    assert support.refusal(config) is None
     complete(config)
 
 
@@ -209,7 +208,7 @@ def test_models_that_are_not_supported(
     fields = ("use_mla", "is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "dtype", "enable_sleep_mode")
     said = {field: getattr(model, field) for field in (*fields, "multimodal_config")}
     config.model_config = SimpleNamespace(**{**said, name: value})  # type: ignore[assignment]
-    reason = support.refusal(config, HypicConfig())
+    reason = support.refusal(config)
     assert reason is not None and says in reason
 
 
@@ -217,21 +216,23 @@ def test_kept_memory_sizes_are_refused(
     cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
-    reason = support.refusal(config, HypicConfig())
+    reason = support.refusal(config)
     assert reason is not None and reason.startswith("VLLM_ENABLE_STARTUP_PLAN=1")
 
 
 def test_old_devices_are_refused(cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "capability", 75)
-    assert support.refusal(config, HypicConfig()) == "compute capability 7.5: expected 8.0 or newer"
+    assert support.refusal(config) == "compute capability 7.5: expected 8.0 or newer"
 
 
-def test_records_that_would_leave_the_device_are_refused(cuda: CUDA, config: VllmConfig) -> None:
-    store = HypicConfig.from_mapping({"store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]}})
-    assert (reason := support.refusal(config, store)) is not None and reason.startswith("store.tiers")
-    options = HypicConfig()
-    object.__setattr__(options, "segment_parallel", ParallelConfig.__new__(ParallelConfig))
-    assert (reason := support.refusal(config, options)) is not None and reason.startswith("segment_parallel")
+def test_records_may_leave_the_device(cuda: CUDA, config: VllmConfig) -> None:
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]},
+        "segment_parallel": {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"},
+    }
+    complete(config)
 
 
 def test_on_the_cpu_nothing_of_this_is_asked(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

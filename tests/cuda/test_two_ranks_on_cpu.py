@@ -16,11 +16,13 @@ import pytest
 
 from vllm_hypic.bench.random_models import save_hybrid_model
 
+POOL_BYTES = 6_000_000
 
-def answers(model: Path, ranks: int) -> Any:
+
+def answers(model: Path, ranks: int, prompts: int = 1, **options: Any) -> Any:
     script = Path(__file__).parent / "two_ranks.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(model), str(ranks)],
+        [sys.executable, str(script), str(model), str(ranks), str(prompts), json.dumps(options)],
         env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,
@@ -43,3 +45,16 @@ def test_two_ranks_answer_like_one(tmp_path: Path) -> None:
     assert cold == warm == one["tokens"][0]
     assert two["cached"] == one["cached"] and two["cached"][1] > two["cached"][0]
     assert two["calls"] == one["calls"] * 2 and two["calls"][0]["compose"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.engine
+def test_two_ranks_load_their_parts_from_tiers(tmp_path: Path) -> None:
+    """Their disks are not equally fast, nor do as many heads of each forget: the pool's books must hold."""
+    model = save_hybrid_model(tmp_path / "model", tie=False)
+    disk = {"type": "disk", "path": str(tmp_path / "disk"), "bytes": "64MiB"}
+    # Room for two prompts of four: the others are loaded again.
+    found = answers(model, 2, prompts=4, pool_bytes=POOL_BYTES, store={"tiers": [disk]})
+    assert found["tokens"][:4] == found["tokens"][4:]
+    assert not any(found["cached"][:4]) and all(found["cached"][4:])

@@ -1,17 +1,28 @@
-"""``python two_ranks.py MODEL RANKS``: prints, as JSON, what an engine of so many ranks on the CPU answers to
-one composed prompt, cold and warm, and how often each rank's operators ran."""
+"""``python two_ranks.py MODEL RANKS PROMPTS OPTIONS``
+
+Prints, as JSON, what an engine of so many ranks on the CPU, with these options of the plugin, answers to composed
+prompts, all of them cold, then all of them warm, and how often each rank's operators ran.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import sys
+from typing import Any
 
 SEPARATOR = 496
 """Id of the primitive on models of ``random_models``."""
 
 
-def main(model: str, ranks: int) -> None:
+def prompt(rng: random.Random) -> list[int]:
+    tokens: list[int] = []
+    for length in (50, 140, 210, 19):
+        tokens += [rng.randrange(4, 480) for _ in range(length)] + [SEPARATOR]
+    return tokens[:-1]
+
+
+def main(model: str, ranks: int, prompts: int, options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -21,14 +32,12 @@ def main(model: str, ranks: int) -> None:
         enforce_eager=True,
         max_model_len=1024,
         max_num_batched_tokens=128,
+        additional_config={"hypic": options},
     )
     rng = random.Random(0)
-    tokens: list[int] = []
-    for length in (50, 140, 210, 19):
-        tokens += [rng.randrange(4, 480) for _ in range(length)] + [SEPARATOR]
-    prompt = {"prompt_token_ids": tokens[:-1]}
+    asked: list[Any] = [{"prompt_token_ids": prompt(rng)} for _ in range(prompts)]
     sampling = SamplingParams(max_tokens=8, temperature=0)
-    answers = [llm.generate([prompt], sampling, use_tqdm=False)[0] for _ in range(2)]  # type: ignore[list-item]
+    answers = [llm.generate([one], sampling, use_tqdm=False)[0] for one in 2 * asked]
     found = {
         "tokens": [list(a.outputs[0].token_ids) for a in answers],
         "cached": [a.num_cached_tokens for a in answers],
@@ -38,4 +47,4 @@ def main(model: str, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

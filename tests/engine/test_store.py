@@ -12,6 +12,7 @@ from oracle.models import random_segments
 
 from .conftest import EngineFactory
 from .engines import Answer, Ask, Engine, audit, prompt, scheduler_of, worker_of
+from .staged_copies import staged
 
 LEAD, ONE, TWO, THREE, QUESTION = random_segments([90, 150, 200, 64, 40], seed=44)
 DOCUMENTS = (ONE, TWO, THREE)
@@ -105,6 +106,22 @@ def test_a_record_from_disk_equals_the_pools_and_moves_up(engine: Engine) -> Non
     (again,) = engine.ask(ask())
     assert same(cold, again)
     assert engine.call(tier_counts, "memory")["hits"] == hits + RECORDS, "nothing was promoted"
+
+
+def test_records_go_to_disk_and_back_by_staged_copies(engine: Engine) -> None:
+    """As on a device; and what was stored so is what the CPU stores."""
+    (cold,) = engine.ask(ask())
+    engine.call(drop_memory)
+    with staged(engine):
+        (loaded,) = engine.ask(ask())
+    assert same(cold, loaded) and loaded.cached == RECORDED
+    engine.reset()
+    with staged(engine):
+        engine.ask(ask())
+    engine.call(drop_memory)
+    made = engine.call(computed)
+    (again,) = engine.ask(ask())
+    assert same(cold, again) and again.cached == RECORDED and engine.call(computed) == made
 
 
 def test_loaded_computed_and_resident_records_in_one_request(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from vllm_hypic.store.protocol import Verdict
 
 from .conftest import EngineFactory
 from .engines import SEP, Answer, Ask, Engine, audit, prompt, scheduler_of
+from .staged_copies import staged
 
 LEAD, ONE, TWO, QUESTION = random_segments([90, 150, 200, 40], seed=45)
 BOUND_S = 60.0
@@ -91,24 +92,29 @@ def engine(_engine: Engine) -> Iterator[Engine]:
 def records(_engine: Engine) -> dict[str, bytes]:
     """The prompt's records as the engine pushes them."""
     _engine.call(forget)
+    return pushed(_engine)
+
+
+def pushed(engine: Engine) -> dict[str, bytes]:
+    """The prompt's records, computed if need be, as they arrive elsewhere; by the names of their objects."""
     taken: dict[str, bytes] = {}
     there = f"tcp://127.0.0.1:{free_port()}"
-    landing = Landing(there, _engine.call(namespace), None, 1 << 26)
+    landing = Landing(there, engine.call(namespace), None, 1 << 26)
     try:
-        for name in _engine.call(names):
+        for name in engine.call(names):
 
             def read(data: memoryview, name: str = name) -> Verdict:
                 taken[name] = bytes(data)
                 return Verdict.TAKEN
 
             landing.expect(name, 1 << 26, read)
-        (answer,) = _engine.ask(warm_up(hypic_push_to=there, hypic_push_deadline_s=BOUND_S))
+        (answer,) = engine.ask(warm_up(hypic_push_to=there, hypic_push_deadline_s=BOUND_S))
         assert answer.reasons == ("stop",) and len(taken) == 3, "it ends when all have arrived"
         assert {landed.name for landed in landing.poll()} == set(taken)
         # Again, from the pool: nothing is computed, and the receiver has them.
-        before = _engine.call(computed)
-        (answer,) = _engine.ask(warm_up(hypic_push_to=there))
-        assert answer.reasons == ("stop",) and _engine.call(computed) == before
+        before = engine.call(computed)
+        (answer,) = engine.ask(warm_up(hypic_push_to=there))
+        assert answer.reasons == ("stop",) and engine.call(computed) == before
     finally:
         landing.close()
     return taken
@@ -134,6 +140,25 @@ def push(sender: Sender, here: str, objects: dict[str, bytes], deadline_s: float
         sender.send(name, memoryview(data), here, deadline_s)
     until(lambda: found.extend(sender.poll()) or len(found) == len(objects))
     return found
+
+
+def test_records_leave_and_land_by_staged_copies(
+    engine: Engine, here: str, records: dict[str, bytes]
+) -> None:
+    """As on a device: the same bytes, the same answer."""
+    with staged(engine):
+        assert pushed(engine) == records
+    (cold,) = engine.ask(ask())
+    engine.call(forget)
+    before, keys = engine.call(computed), list(engine.call(names).values())
+    sender = Sender(engine.call(namespace), None)
+    try:
+        with staged(engine), waiting(engine, ask(hypic_remote=keys)) as answers:
+            assert all(sent.delivered for sent in push(sender, here, records))
+            (remote,) = answers.result(BOUND_S)
+    finally:
+        sender.close()
+    assert same(remote, cold) and engine.call(computed) == before, "nothing was computed here"
 
 
 def test_a_record_that_landed_equals_the_pools(engine: Engine, here: str, records: dict[str, bytes]) -> None:

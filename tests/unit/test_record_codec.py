@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.connector.metadata import RecordPlace
+from vllm_hypic.connector.movers import mover_of
 from vllm_hypic.connector.pool import DevicePool
 from vllm_hypic.connector.record_codec import RankPart, RecordCodec
 from vllm_hypic.connector.tiles import NONE
@@ -50,7 +51,7 @@ def place(slot: int, pages: list[int], columns: int, leading: bool = False) -> R
 
 
 def codec_of(pool: DevicePool, part: RankPart | None = None, model: str = "m") -> RecordCodec:
-    return RecordCodec(pool, Namespace.from_config({"model": model}), part or RankPart())
+    return RecordCodec(pool, Namespace.from_config({"model": model}), part or RankPart(), mover_of(pool))
 
 
 def settle(pool: DevicePool, at: RecordPlace, dead: set[int]) -> None:
@@ -67,7 +68,9 @@ def settle(pool: DevicePool, at: RecordPlace, dead: set[int]) -> None:
 def written(codec: RecordCodec, at: RecordPlace) -> memoryview:
     header = codec.header(at)
     buffer = memoryview(np.full(record_nbytes(header), 0xA5, np.uint8))
-    codec.write(at, header, buffer)
+    filled: list[bool] = []
+    codec.mover.write(at, header, buffer, filled.append)
+    assert filled == [True]
     seal_record(buffer)
     return buffer
 
@@ -180,7 +183,7 @@ def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -
     codec = codec_of(pool)
     header = codec.header(source)
     buffer = memoryview(np.zeros(record_nbytes(header), np.uint8))
-    codec.write(source, header, buffer)
+    codec.mover.write(source, header, buffer, lambda whole: None)
     raw = np.frombuffer(buffer, np.uint8).tobytes()
     at = raw.find(bytes([1, 0, 1]))
     assert at > 0

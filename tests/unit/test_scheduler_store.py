@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_hypic.config import HypicConfig
-from vllm_hypic.connector.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, StoreAction, WorkerReport
 from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
 from vllm_hypic.connector.upkeep import PinRefused
@@ -24,14 +24,29 @@ PAGES_EACH = 10
 STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
 
 
+LINEAR = LinearGeometry("layers.1", 6, 4, 4, 3, 8, torch.float32)
+
+
 def side(
-    *, ranks: int = 1, store: bool | dict[str, Any] = True, segments: int = 8, **options: Any
+    *,
+    ranks: int = 1,
+    store: bool | dict[str, Any] = True,
+    segments: int = 8,
+    linear: bool = False,
+    **options: Any,
 ) -> SchedulerSide:
     if store:
         options["store"] = STORE if store is True else store
     config = HypicConfig.from_mapping({"min_segment_tokens": 8, "seam_tokens": 0, **options})
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
-    geometry = PoolGeometry(attention, (), page_tokens=4, pages=segments * PAGES_EACH, slots=segments)
+    geometry = PoolGeometry(
+        attention,
+        (LINEAR,) if linear else (),
+        page_tokens=4,
+        pages=segments * PAGES_EACH,
+        slots=segments,
+        tiles=segments * LINEAR.heads if linear else 0,
+    )
     return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS, ranks=ranks)
 
 
@@ -119,6 +134,22 @@ def test_a_record_that_one_rank_lacks_is_computed_by_all() -> None:
     assert isinstance(merged, WorkerReport)
     on.absorb(merged)
     assert len(on.pump()) == 1 and on.hit_tokens("r") == 0
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_loaded_record_keeps_as_many_tiles_as_its_fullest_rank(complete: bool) -> None:
+    """Whichever rank has it first; and one that is computed after all needs them all until it is."""
+    on = side(ranks=2, linear=True)
+    admit(on, "leading", 0)
+    admit(on, "r", 0, 1)
+    on.pump()
+    place = next(p for p in step(on).loads if not p.leading)
+    free = on.directory.free_tiles
+    on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, tiles=2)}))
+    assert on.directory.free_tiles == free, "the other rank may need more"
+    last = LoadCount(taken=1, tiles=5) if complete else LoadCount(missed=1)
+    on.absorb(WorkerReport(loads={place.serial: last}))
+    assert on.directory.free_tiles == free + (LINEAR.heads - 5 if complete else 0)
 
 
 def test_two_requests_for_one_absent_record_fetch_it_once() -> None:

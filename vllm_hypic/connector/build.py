@@ -15,6 +15,7 @@ from .fingerprint import fingerprint
 from .geometry import PoolGeometry, pool_geometry
 from .pool import DevicePool
 from .record_codec import RankPart, RecordCodec
+from .record_mover import RecordMover
 from .scheduler_side import SchedulerSide
 from .store_link import StoreLink
 from .transfer_link import TransferLink
@@ -99,14 +100,14 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     geometry, config = geometry_of(vllm_config, kv_cache_config), config_of(vllm_config)
     namespace = namespace_of(vllm_config, geometry)
 
-    def open_store(pool: DevicePool) -> StoreLink | None:
+    def open_store(pool: DevicePool, mover: RecordMover) -> StoreLink | None:
         store = build_store(config.store, namespace.digest)
         if store is None:
             return None
         part = RankPart(get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size)
-        return StoreLink(store, RecordCodec(pool, namespace, part), pool)
+        return StoreLink(store, RecordCodec(pool, namespace, part, mover), pool, mover)
 
-    def open_transfer(pool: DevicePool) -> TransferLink | None:
+    def open_transfer(pool: DevicePool, mover: RecordMover) -> TransferLink | None:
         parallel = config.segment_parallel
         if parallel is None:
             return None
@@ -124,7 +125,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         secret = Secret.read(parallel.secret_file)
         exporter, puller = open_nixl(parallel) if parallel.transport == "nixl" else (None, None)
         landing = Landing(parallel.listen, namespace.digest, secret, geometry.nbytes, puller)
-        codec = RecordCodec(pool, namespace, RankPart())
-        return TransferLink(landing, Sender(namespace.digest, secret, exporter), codec, pool)
+        codec = RecordCodec(pool, namespace, RankPart(), mover)
+        return TransferLink(landing, Sender(namespace.digest, secret, exporter), codec, pool, mover)
 
     return WorkerSide(geometry, config, open_store, open_transfer)

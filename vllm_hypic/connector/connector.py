@@ -91,7 +91,8 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self.scheduler is None else HypicStats.of(self.scheduler.take_counters())
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.upkeep.has_orders
+        side = self.scheduler
+        return side is not None and (side.upkeep.has_orders or side.worker_unfinished)
 
     def reset_cache(self) -> bool | None:
         return None if self.scheduler is None else self.scheduler.upkeep.reset()

@@ -169,16 +169,23 @@ class LoadCount:
     missed: int = 0
     tier: str = ""
     """Where it was found, of one rank; of a record that another instance sent, how it came."""
+    tiles: int = 0
+    """That the fullest of these ranks keeps."""
 
     def __add__(self, other: LoadCount) -> LoadCount:
-        return LoadCount(self.taken + other.taken, self.missed + other.missed, self.tier or other.tier)
+        return LoadCount(
+            self.taken + other.taken,
+            self.missed + other.missed,
+            self.tier or other.tier,
+            max(self.tiles, other.tiles),
+        )
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """A step's news from the worker.
 
-    ``tiles`` that each completed record keeps and ``loads`` (awaited records too) that ended, by the records'
+    ``tiles`` that each captured record keeps and ``loads`` (awaited records too) that ended, by the records'
     numbers; keys of
     records ``handed`` to the store; what the store counted since the last report (levels: now).
     """
@@ -191,6 +198,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Push orders that ended, by number: why the record was not delivered, or nothing."""
     fetching: set[int] = field(default_factory=set)
     """Numbers of awaited records that are in a shared tier: the store fetches them now."""
+    unfinished: int = 0
+    """Records that the worker is copying: it must be stepped although no request runs."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Ranks hold different heads of a record: the scheduler counts what the fullest needs."""
@@ -206,4 +215,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             add_stats(self.store, other.store),
             {n: self.pushed.get(n) or other.pushed.get(n, "") for n in self.pushed | other.pushed},
             self.fetching | other.fetching,
+            max(self.unfinished, other.unfinished),
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry, PoolGeometry
@@ -51,7 +53,7 @@ class DevicePool:
     """All public records of one worker.  Memory is uninitialised until a segment is captured."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device) -> None:
-        self.geometry = geometry
+        self.geometry, self.device = geometry, device
         rows, slots = geometry.pages * geometry.page_tokens, geometry.slots
         self.kv: dict[str, PublicKV] = {}
         for a in geometry.attention:
@@ -87,6 +89,14 @@ class DevicePool:
         ``row``: see :meth:`RecordTiles.settle`.
         """
         return 0 if self.record_tiles is None else self.record_tiles.settle(slot, row)
+
+    def held_tiles(self, slot: int) -> list[np.ndarray]:
+        """See :meth:`RecordTiles.held`."""
+        return [] if self.record_tiles is None else self.record_tiles.held(slot)
+
+    def fill_tiles(self, slot: int, live: Sequence[np.ndarray]) -> int:
+        """See :meth:`RecordTiles.fill`."""
+        return 0 if self.record_tiles is None else self.record_tiles.fill(slot, live)
 
     def release_tiles(self, slots: list[int]) -> None:
         """Records are gone."""

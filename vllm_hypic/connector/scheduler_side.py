@@ -132,6 +132,8 @@ class SchedulerSide:
         self._unneeded: list[tuple[SegmentKey, int]] = []
         self._jobs = 0
         self._held: set[str] = set()
+        self.worker_unfinished = False
+        """Workers copy records, and must be stepped although no request runs."""
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -254,13 +256,15 @@ class SchedulerSide:
     @property
     def awaiting(self) -> bool:
         """Whether there is nothing to do but to wait for records of other instances: none comes from the
-        store, and of none it became known since the last :meth:`pump` that it is here, or will not come."""
-        return self._loads.awaiting and not self._news
+        store, workers copy none, and of none it became known since the last :meth:`pump` that it is here, or
+        will not come."""
+        return self._loads.awaiting and not self._news and not self.worker_unfinished
 
     @property
-    def pushing(self) -> bool:
-        """Whether records are on their way to other instances."""
-        return bool(self._pushes)
+    def only_landings(self) -> bool:
+        """Whether, of records, only one that lands asks for the next step: none goes to other instances, or
+        may be on its way to tiers."""
+        return not (self._pushes or self.config.store.tiers)
 
     def _count(self, composed: _Composed) -> None:
         """It is known which of the request's records were reused."""
@@ -447,6 +451,7 @@ class SchedulerSide:
 
     def absorb(self, report: WorkerReport) -> None:
         """Take in what the worker says of a step."""
+        self.worker_unfinished = report.unfinished > 0
         for serial, tiles in report.tiles.items():
             self.directory.shrink(serial, tiles, self.geometry.tile_bytes)
         for serial in report.fetching:
@@ -477,6 +482,7 @@ class SchedulerSide:
             self.upkeep.stored([load.key])
             self.counters.segments_loaded += 1
         if load.found:
+            self.directory.shrink(serial, load.count.tiles, self.geometry.tile_bytes)
             self.directory.commit(load.key)
         else:
             self.upkeep.not_stored(load.key)

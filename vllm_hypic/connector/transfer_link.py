@@ -3,11 +3,14 @@
 await order -> tiles offered -> expected -> (landing's thread fills the pool) -> poll -> report
                                           -> (a shared tier has it) -> the store fetches it, and reports
 push order -> copied out of the pool, sealed -> sent -> acknowledged -> report
+
+Where the pool is on a device, copies end in later steps (``record_mover.py``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -18,6 +21,7 @@ from ..store.worth import ObjectName
 from .metadata import NIXL, TCP, HypicMetadata, LoadCount, PushOrder, RecordPlace, StoreAction
 from .pool import DevicePool
 from .record_codec import RecordCodec
+from .record_mover import RecordMover
 
 if TYPE_CHECKING:
     from ..segment_parallel.landing import Landing
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.hypic.parallel")
 
+_OUTDATED = "the caches were emptied: its weights may be others by now"
 _MAX_SENDING_BYTES = 1 << 30
 """Copies of records on their way out; more wait in the pool."""
 _COPIES_PER_STEP = 4
@@ -37,17 +42,19 @@ class TransferLink:
     Records are pinned by their requests as long as an order of theirs is open.
     """
 
-    def __init__(self, landing: Landing, sender: Sender, codec: RecordCodec, pool: DevicePool) -> None:
-        self.landing, self.sender, self.codec, self.pool = landing, sender, codec, pool
+    def __init__(
+        self, landing: Landing, sender: Sender, codec: RecordCodec, pool: DevicePool, mover: RecordMover
+    ) -> None:
+        self.landing, self.sender, self.codec, self.pool, self.mover = landing, sender, codec, pool, mover
         self._awaited: dict[ObjectName, RecordPlace] = {}
         self._unsent: OrderedDict[int, PushOrder] = OrderedDict()
+        self._copying_bytes = 0
         self._sent: dict[int, int] = {}
         self._ended: dict[int, LoadCount] = {}
         self._landed: list[RecordPlace] = []
         self._stored: list[RecordPlace] = []
         self._settled: dict[int, ObjectName] = {}
         """By slot: records of which the landing says that they are here."""
-        self._tiles: dict[int, int] = {}
         self._pushed: dict[int, str] = {}
         self._outdated = False
 
@@ -87,7 +94,7 @@ class TransferLink:
     def _unawait(self, serial: int) -> None:
         for name in [n for n, place in self._awaited.items() if place.serial == serial]:
             self.landing.withdraw(name)
-            del self._awaited[name]
+            self.mover.discard(self._awaited.pop(name))
             self._ended[serial] = LoadCount(missed=1)
 
     def _poll(self) -> None:
@@ -96,30 +103,33 @@ class TransferLink:
             if place is None:
                 continue  # withdrawn in the same moment
             if landed.stored:
+                self.mover.discard(place)
                 self._stored.append(place)
                 self._settled[place.slot] = ObjectName(landed.name)
                 continue
             if not landed.taken:
                 logger.info("segment %s will not come: %s", place.key[:12], landed.reason)
+                self.mover.discard(place)
                 self._ended[place.serial] = LoadCount(missed=1)
                 continue
-            self._ended[place.serial] = LoadCount(taken=1, tier=NIXL if landed.pulled else TCP)
-            self._landed.append(place)
             self._settled[place.slot] = ObjectName(landed.name)
-            if not place.leading:
-                self._tiles[place.serial] = self.pool.settle_tiles(place.slot)
+            self.mover.settle(place, partial(self._arrived, place, NIXL if landed.pulled else TCP))
         for sent in self.sender.poll():
             number = self._sent.pop(sent.ticket)
             self._pushed[number] = "" if sent.delivered else (sent.reason or "not delivered")
 
+    def _arrived(self, place: RecordPlace, way: str, tiles: int) -> None:
+        self._ended[place.serial] = LoadCount(taken=1, tier=way, tiles=tiles)
+        self._landed.append(place)
+
     def end_step(self) -> None:
         """Copy records out of the pool and send them, oldest order first."""
         for order in list(self._unsent.values())[:_COPIES_PER_STEP]:
-            if self.sender.pending_bytes() > _MAX_SENDING_BYTES:
+            if self.sender.pending_bytes() + self._copying_bytes > _MAX_SENDING_BYTES:
                 break
             del self._unsent[order.number]
             if self._outdated:
-                self._pushed[order.number] = "the caches were emptied: its weights may be others by now"
+                self._pushed[order.number] = _OUTDATED
                 continue
             self._send(order)
         self._poll()
@@ -127,7 +137,14 @@ class TransferLink:
     def _send(self, order: PushOrder) -> None:
         header = self.codec.header(order.place)
         buffer = aligned_buffer(record_nbytes(header))
-        self.codec.write(order.place, header, buffer)
+        self._copying_bytes += buffer.nbytes
+        self.mover.write(order.place, header, buffer, partial(self._copied, order, buffer))
+
+    def _copied(self, order: PushOrder, buffer: memoryview, whole: bool) -> None:
+        self._copying_bytes -= buffer.nbytes
+        if self._outdated or not whole:
+            self._pushed[order.number] = _OUTDATED if whole else "it left the pool before it was copied"
+            return
         seal_record(buffer)
         name = self.codec.name_of(order.place.key)
         try:
@@ -153,11 +170,6 @@ class TransferLink:
     def give_up(self, place: RecordPlace) -> None:
         """There is no store to fetch it from."""
         self._ended[place.serial] = LoadCount(missed=1)
-
-    def take_tiles(self) -> dict[int, int]:
-        """Tiles that records that came keep."""
-        tiles, self._tiles = self._tiles, {}
-        return tiles
 
     def take_pushed(self) -> dict[int, str]:
         """Push orders that ended since the last call, and why not delivered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,9 +12,12 @@ from ..config import HypicConfig
 from ..store.shared import shared_tiers
 from .deposit_link import DepositLink
 from .geometry import PoolGeometry
-from .metadata import CapturePlan, HypicMetadata, WorkerReport
+from .metadata import CapturePlan, HypicMetadata, StoreAction, WorkerReport
+from .movers import mover_of
 from .pool import DevicePool
+from .record_mover import RecordMover
 from .runtime import HypicRuntime
+from .staging import moves_records
 from .step import (
     Batch,
     CaptureRow,
@@ -33,16 +36,17 @@ from .transfer_link import TransferLink
 class WorkerSide:
     """Live plans, the pool and the store of one worker.
 
-    ``open_store`` and ``open_transfer`` are called with the pool once that is allocated; ``None`` from them:
-    records live in the pool only; no other instance has anything to do with it.
+    ``open_store`` and ``open_transfer`` are called with the pool once that is allocated, and with what moves
+    its records, unless the configuration names neither; ``None`` from them: records live in the pool only; no
+    other instance has anything to do with it.
     """
 
     def __init__(
         self,
         geometry: PoolGeometry,
         config: HypicConfig,
-        open_store: Callable[[DevicePool], StoreLink | None] = lambda pool: None,
-        open_transfer: Callable[[DevicePool], TransferLink | None] = lambda pool: None,
+        open_store: Callable[[DevicePool, RecordMover], StoreLink | None] = lambda pool, mover: None,
+        open_transfer: Callable[[DevicePool, RecordMover], TransferLink | None] = lambda pool, mover: None,
     ) -> None:
         self.geometry, self.config = geometry, config
         self.runtime: HypicRuntime | None = None
@@ -56,14 +60,18 @@ class WorkerSide:
         self._absorbed: HypicMetadata | None = None
         self._tiles: dict[int, int] = {}
         self._settling: list[_Settling] = []
+        self._mover: RecordMover | None = None
+        self._was_unfinished = False
 
     def start(self, device: torch.device) -> HypicRuntime:
         """Allocate the pool.  Called once, when vLLM has allocated its own KV cache."""
         self.device = device
         self._copies = streams_of(device)
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
-        self.transfer = self._open_transfer(self.runtime.pool)
-        self.store = self._open_store(self.runtime.pool)
+        if moves_records(self.config):
+            self._mover = mover_of(self.runtime.pool)
+            self.transfer = self._open_transfer(self.runtime.pool, self._mover)
+            self.store = self._open_store(self.runtime.pool, self._mover)
         if self.store is not None and self.transfer is not None:
             self.deposits = DepositLink(self.store, shared_tiers(self.config.store))
         return self.runtime
@@ -81,6 +89,12 @@ class WorkerSide:
             dropped = set(metadata.dropped_slots)
             self._settling = [s for s in self._settling if s.plan.slot not in dropped]
             self.runtime.pool.release_tiles(metadata.dropped_slots)
+        if any(order.action is StoreAction.CLEAR for order in metadata.orders):
+            # Nor does what was captured before and is not settled yet go to the store.
+            self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
+        if self._mover is not None:
+            # Before anything can be launched that writes where these records were.
+            self._mover.dropped(metadata.dropped_slots)
         if self.store is not None:
             self.store.absorb(metadata)
         if self.transfer is not None:
@@ -142,6 +156,8 @@ class WorkerSide:
                 due, self._settling = due + self._settling, []
             for record in due:
                 self._settle(record, self.runtime.pool)
+        if self._mover is not None:
+            self._mover.advance()
         if self.transfer is not None:
             self.transfer.end_step()
             for place in self.transfer.take_landed():
@@ -180,18 +196,24 @@ class WorkerSide:
         report, self._tiles = WorkerReport(self._tiles, fetching=self._fetching), {}
         self._fetching = set()
         if self.store is not None:
-            report.tiles |= self.store.take_tiles()
             report.loads = self.store.take_ended()
             report.handed = self.store.take_handed()
             report.store = self.store.take_stats()
         if self.transfer is not None:
-            report.tiles |= self.transfer.take_tiles()
             report.loads |= self.transfer.take_ended()
             report.pushed = self.transfer.take_pushed()
         if self.deposits is not None:
             report.pushed |= self.deposits.take_pushed()
+        report.unfinished = self._unfinished
+        # The last one, too, says so.
+        told, self._was_unfinished = self._was_unfinished, report.unfinished > 0
         news = report.tiles or report.loads or report.handed or report.store or report.pushed
-        return report if news or report.fetching else None
+        return report if news or report.fetching or told or report.unfinished else None
+
+    @property
+    def _unfinished(self) -> int:
+        """Records that are yet to leave or enter the pool, which takes steps; requests or not."""
+        return 0 if self._mover is None else self._mover.unfinished + len(self._settling)
 
     def watch_landings(self, wake: Callable[[], None]) -> bool:
         """Have ``wake`` called, by another thread, for each awaited record that has landed, or will not; it
@@ -203,6 +225,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """The engine ends: what the store still has to write is written, for a bounded time."""
+        if self._mover is not None:
+            self._mover.drain()
         if self.transfer is not None:
             self.transfer.close()
         if self.store is not None:

@@ -11,15 +11,13 @@ import vllm.envs as envs
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ...config import HypicConfig
-
 DTYPES = (torch.bfloat16, torch.float16)
 """What FlashAttention takes."""
 CAPABILITY = (8, 0)
 """Oldest GPU that FlashAttention runs on."""
 
 
-def refusal(config: VllmConfig, options: HypicConfig) -> str | None:
+def refusal(config: VllmConfig) -> str | None:
     """The first thing in an engine's complete configuration that the CUDA path does not serve, or ``None``.
 
     What only a loaded model shows (sliding windows, sinks, shared caches, head sizes) is refused when its
@@ -28,7 +26,7 @@ def refusal(config: VllmConfig, options: HypicConfig) -> str | None:
     for check in (_device, _parallelism, _model, _caches, _execution):
         for reason in check(config):
             return reason
-    return next(_options(options), None)
+    return None
 
 
 def _device(config: VllmConfig) -> Iterator[str]:
@@ -91,10 +89,3 @@ def _execution(config: VllmConfig) -> Iterator[str]:
         yield f"gdn_prefill_backend={backend!r}: expected 'auto', 'triton' or 'flashinfer'"
     if envs.VLLM_ENABLE_STARTUP_PLAN:
         yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that it keeps do not know of the public pool; unset it"
-
-
-def _options(options: HypicConfig) -> Iterator[str]:
-    if options.store.tiers:
-        yield "store.tiers: records cannot leave the GPU yet; leave the option out"
-    if options.segment_parallel is not None:
-        yield "segment_parallel: records cannot leave the GPU yet; leave the option out"

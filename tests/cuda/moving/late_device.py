@@ -1,0 +1,129 @@
+"""A device that runs behind the host, without one: passes and copies are queued and happen when the test says
+so, each queue in its order, ahead of each other as far as marks allow."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vllm_hypic.connector.copy_stream import Mark
+from vllm_hypic.connector.record_tiles import DeviceTiles
+from vllm_hypic.connector.staging import Block, HostBlocks
+
+CPU = torch.device("cpu")
+POISON = 0xA5
+
+
+class LateMark:
+    def __init__(self, device: LateDevice) -> None:
+        self._device, self.passed = device, False
+
+    def done(self) -> bool:
+        return self.passed
+
+    def wait(self) -> None:
+        while not self.passed:
+            self._device.run(1)
+
+
+_Work = Callable[[], None]
+
+
+class LateDevice:
+    """Two streams.  Also the :class:`CopyStream` and the :class:`Streams` of a worker on it."""
+
+    behind = True
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.passes: deque[_Work | LateMark] = deque()
+        self.copies: deque[_Work | LateMark] = deque()
+        self._setting: dict[int, LateMark] = {}
+
+    def run(self, steps: int) -> None:
+        """So many things happen, on either stream, if as many are left."""
+        for _ in range(steps):
+            ready = [s for s in (self.passes, self.copies) if s and not _blocked(s[0])]
+            if not ready:
+                assert not self.passes and not self.copies, "the streams wait for each other"
+                return
+            head = self.rng.choice(ready).popleft()
+            if not isinstance(head, LateMark):
+                head()
+
+    def run_all(self) -> None:
+        while self.passes or self.copies:
+            self.run(1)
+
+    def mark_on(self, stream: deque[_Work | LateMark]) -> LateMark:
+        mark = LateMark(self)
+        stream.append(lambda: setattr(mark, "passed", True))
+        return mark
+
+    # -- as the mover sees it
+
+    def launch(self, work: _Work) -> Mark:
+        self.after_passes()
+        self.copies.append(work)
+        return self.mark_on(self.copies)
+
+    def after_passes(self) -> None:
+        self.copies.append(self.mark_on(self.passes))
+
+    def before_passes(self, mark: Mark) -> None:
+        assert isinstance(mark, LateMark)
+        self.passes.append(mark)
+
+    # -- as the worker sees it
+
+    def read_back(self, tensor: torch.Tensor) -> LateRow:
+        row = LateRow()
+        self.passes.append(lambda: row.found.append(tensor.clone()))
+        row.mark = self.mark_on(self.passes)
+        return row
+
+
+def _blocked(head: _Work | LateMark) -> bool:
+    return isinstance(head, LateMark) and not head.passed
+
+
+class LateRow:
+    """A tensor on its way to the host."""
+
+    mark: LateMark
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def value(self) -> torch.Tensor:
+        self.mark.wait()
+        return self.found[0]
+
+
+class LateTiles(DeviceTiles):
+    """Whose table is written in the order of the passes."""
+
+    device: LateDevice
+
+    def _write(self, slot: int, tiles: np.ndarray) -> None:
+        self.device.passes.append(lambda: DeviceTiles._write(self, slot, tiles))
+
+    def _erase(self, slot: int) -> None:
+        self.device.passes.append(lambda: DeviceTiles._erase(self, slot))
+
+
+class PoisonedBlocks(HostBlocks):
+    """Whoever reads a block before it was filled reads poison."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        super().__init__(count, nbytes, pinned=False)
+        self.count = count
+
+    def take(self) -> Block | None:
+        if (block := super().take()) is not None:
+            block.bytes.fill(POISON)
+        return block

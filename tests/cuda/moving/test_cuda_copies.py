@@ -1,0 +1,287 @@
+"""Single rules of copies between a device and the host; CUDA's streams are recorded, not run."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.connector.copy_stream import CUDACopyStream
+from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, RecordPlace, StoreAction, StoreOrder
+from vllm_hypic.connector.staged_mover import StagedMover
+from vllm_hypic.connector.staging import (
+    BLOCK_BYTES,
+    HostBlocks,
+    Strip,
+    as_table,
+    device_staging_bytes,
+    divided,
+    nbytes_of,
+)
+from vllm_hypic.connector.transfer_link import TransferLink
+from vllm_hypic.segment_parallel.landing import Landed
+from vllm_hypic.store.protocol import Verdict
+
+from .world import GEOMETRY, World, written_at_once
+
+
+def table(row_bytes: int) -> torch.Tensor:
+    return as_table(torch.zeros(64, row_bytes, dtype=torch.uint8), row_bytes)
+
+
+@pytest.mark.parametrize("block", [72, 100, 1000, 1 << 20])
+def test_chunks_hold_every_row_once_and_fit(block: int) -> None:
+    rows = [np.arange(40) % 7, np.arange(0), np.arange(3), np.arange(11)]
+    strips = [Strip(str(i), table(8 * (i + 1) + i % 2), r) for i, r in enumerate(rows)]
+    chunks = divided(strips, block)
+    for chunk in chunks:
+        assert 0 < nbytes_of(chunk) <= block
+        ends = [piece.in_block.stop for piece in chunk]
+        starts = [piece.in_block.start for piece in chunk]
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), "pieces overlap"
+        assert all(start % 64 == 0 for start in starts), "not every dtype can view these bytes"
+    for strip in strips:
+        found = [piece.rows for chunk in chunks for piece in chunk if piece.strip is strip]
+        assert np.concatenate([np.arange(0), *found]).tolist() == strip.rows.tolist()
+
+
+def test_a_row_larger_than_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer\.k: rows of 80 bytes, at most 64 are staged"):
+        divided([Strip("layer.k", table(80), np.arange(2))], 64)
+
+
+@pytest.mark.parametrize(("nbytes", "dtype"), [(24, torch.int64), (20, torch.int32), (6, torch.int16)])
+def test_tables_move_in_the_widest_words(nbytes: int, dtype: torch.dtype) -> None:
+    assert table(nbytes).dtype == dtype and table(7).dtype == torch.uint8
+
+
+def test_blocks_are_bounded_and_counted() -> None:
+    blocks = HostBlocks(2, 128, pinned=False)
+    first, second = blocks.take(), blocks.take()
+    assert first is not None and second is not None and blocks.take() is None
+    blocks.give_back([first, second])
+    assert blocks.free == 2
+
+
+def test_staging_is_taken_out_of_the_budget_where_records_move() -> None:
+    store = {"store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]}}
+    assert device_staging_bytes(HypicConfig.from_mapping(store)) == BLOCK_BYTES
+    assert device_staging_bytes(HypicConfig()) == 0
+
+
+def placed(world: World, slot: int, document: int) -> tuple[RecordPlace, memoryview]:
+    """A place in the pool and the object that belongs there."""
+    segment = world._plan([0, document]).segments[1]
+    first = slot * 6 * GEOMETRY.page_tokens
+    place = RecordPlace(slot, segment.key, slot, first + np.arange(segment.columns), False, 5, 1.0)
+    return place, memoryview(written_at_once(segment.key, 0, (segment.columns, False), (5, 1.0)))
+
+
+def test_records_that_arrive_never_wait_for_each_others_blocks() -> None:
+    """The one that is settled first has none, the other all."""
+    world = World(0)
+    mover: Any = world.mover
+    assert isinstance(mover, StagedMover)
+    (one, its), (other, others) = placed(world, 0, 1), placed(world, 1, 2)
+    readers = []
+    for place in (one, other):
+        world.pool.offer_tiles(place.slot)
+        readers.append(world.codec.reader(place, world.codec.expected(place)))
+    taken = [mover._blocks.take() for _ in range(mover._blocks.free)]
+    assert readers[0](its) is Verdict.TAKEN
+    mover._blocks.give_back(taken)
+    assert readers[1](others) is Verdict.TAKEN and not mover._blocks.free
+    arrived: list[int] = []
+    mover.settle(one, arrived.append)
+    mover.settle(other, arrived.append)
+    mover.drain()
+    assert len(arrived) == 2 and mover._blocks.free == mover._blocks.count
+
+
+def test_what_does_not_arrive_gives_its_blocks_back() -> None:
+    world = World(0)
+    mover: Any = world.mover
+    place, data = placed(world, 0, 1)
+    world.pool.offer_tiles(place.slot)
+    read = world.codec.reader(place, world.codec.expected(place))
+    damaged = bytearray(data)
+    damaged[-70] ^= 1
+    assert read(memoryview(damaged)) is Verdict.DAMAGED and mover._blocks.free == mover._blocks.count
+    assert read(data) is Verdict.TAKEN and mover._blocks.free < mover._blocks.count
+    mover.discard(place)
+    mover.discard(place)
+    assert mover._blocks.free == mover._blocks.count and not mover.unfinished
+
+
+def test_an_expiry_said_while_a_record_is_copied_holds() -> None:
+    world = World(0)
+    world.ask([0])
+    link: Any = world.worker.store
+    while not link._copying:
+        world.step()
+    ((key, _),) = link._copying.values()
+    link.absorb(HypicMetadata(orders=[StoreOrder(StoreAction.EXPIRE, key, time.time() + 3600)]))
+    world.finish()
+    tier: Any = world.store._lanes[0].tier
+    assert tier._ledger._expiries == {world.codec.name_of(key): pytest.approx(time.time() + 3600, abs=60)}
+
+
+def test_the_engine_steps_until_a_record_is_stored() -> None:
+    """Also between its capture and the pass that settles it, when no copy is under way yet."""
+    world = World(0)
+    world.ask([0])
+    while not world.side.counters.segments_computed:
+        world.step()
+    link: Any = world.worker.store
+    assert not link._copying and not world.mover.unfinished and world.side.worker_unfinished
+    world.finish()
+    assert world.objects == 1 and not world.side.worker_unfinished
+
+
+class Elsewhere:
+    """Landing and sender of another instance's records, played by the test."""
+
+    def __init__(self) -> None:
+        self.readers: dict[str, Any] = {}
+        self.landed: list[Any] = []
+        self.sent: list[bytes] = []
+
+    def expect(self, name: str, limit: int, reader: Any) -> None:
+        self.readers[name] = reader
+
+    def withdraw(self, name: str) -> None:
+        self.landed = [landed for landed in self.landed if landed.name != name]
+
+    def send(self, name: str, data: memoryview, destination: str, deadline_s: float) -> int:
+        self.sent.append(bytes(data))
+        return len(self.sent)
+
+    def poll(self) -> list[Any]:
+        landed, self.landed = self.landed, []
+        return landed
+
+
+def linked(world: World) -> tuple[TransferLink, Elsewhere]:
+    there: Any = Elsewhere()
+    sender: Any = SimpleNamespace(send=there.send, poll=list, pending_bytes=lambda: 0)
+    return TransferLink(there, sender, world.codec, world.pool, world.mover), there
+
+
+def landed(
+    place: RecordPlace, data: memoryview, link: TransferLink, there: Elsewhere, *, taken: bool
+) -> None:
+    """The record is read; then the landing says that it is here, or that a router withdrew it meanwhile."""
+    link.absorb(HypicMetadata(awaited=[place]))
+    ((name, read),) = there.readers.items()
+    assert read(data) is Verdict.TAKEN
+    there.landed.append(Landed(name, taken, len(data), 0.0, "" if taken else "withdrawn"))
+
+
+@pytest.mark.parametrize("how", ["comes", "is withdrawn", "is given up"])
+def test_a_record_of_another_instance(how: str) -> None:
+    world = World(0)
+    mover: Any = world.mover
+    link, there = linked(world)
+    place, data = placed(world, 0, 1)
+    landed(place, data, link, there, taken=how != "is withdrawn")
+    assert mover._blocks.free < mover._blocks.count
+    if how == "is given up":
+        there.withdraw(next(iter(there.readers)))  # before the link has heard of it
+        link.absorb(HypicMetadata(unawaited=[place.serial]))
+    else:
+        link.absorb(HypicMetadata())
+    assert not link.take_landed(), "it counts before its copies are over"
+    mover.drain()
+    assert mover._blocks.free == mover._blocks.count and not mover._parcels
+    (count,) = link.take_ended().values()
+    assert (count.taken, count.missed) == ((1, 0) if how == "comes" else (0, 1))
+    assert link.take_landed() == ([place] if how == "comes" else [])
+
+
+@pytest.mark.parametrize("how", ["whole", "dropped", "emptied"])
+def test_a_record_for_another_instance(how: str) -> None:
+    world = World(0)
+    mover: Any = world.mover
+    link, there = linked(world)
+    place, data = placed(world, 0, 1)
+    landed(place, data, link, there, taken=True)
+    link.absorb(HypicMetadata())
+    mover.drain()
+    link.absorb(HypicMetadata(pushes=[PushOrder(1, place, "tcp://there", 1.0)]))
+    link.end_step()
+    assert not there.sent, "sent before it was copied"
+    if how == "dropped":
+        mover.dropped([place.slot])
+    if how == "emptied":
+        link.absorb(HypicMetadata(orders=[StoreOrder(StoreAction.CLEAR)]))
+    mover.drain()
+    if how == "whole":
+        assert there.sent == [bytes(data)] and not link.take_pushed()
+    else:
+        ((_, fault),) = link.take_pushed().items()
+        assert not there.sent and ("left the pool" if how == "dropped" else "were emptied") in fault
+    assert link._copying_bytes == 0
+
+
+def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes launched so far, then the copy, then its mark; only ``wait`` waits."""
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            pass
+
+        def wait_stream(self, other: Any) -> None:
+            log.append(f"copies wait for {other.name}")
+
+    class Compute:
+        name = "passes"
+
+        def wait_event(self, event: Event) -> None:
+            log.append(f"passes wait for event {event.number}")
+
+    class Event:
+        made = 0
+
+        def __init__(self) -> None:
+            Event.made += 1
+            self.number = Event.made
+
+        def record(self, stream: object) -> None:
+            assert isinstance(stream, Stream)
+            log.append(f"event {self.number}")
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            log.append(f"host waits for event {self.number}")
+
+    @contextmanager
+    def on(stream: object) -> Any:
+        assert isinstance(stream, Stream)
+        log.append("begin")
+        yield
+        log.append("end")
+
+    for name, stand_in in (
+        ("Stream", Stream),
+        ("Event", Event),
+        ("stream", on),
+        ("current_stream", lambda device: Compute()),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    stream = CUDACopyStream(torch.device("cuda"))
+    mark = stream.launch(lambda: log.append("copy"))
+    assert log == ["copies wait for passes", "begin", "copy", "event 1", "end"]
+    assert not mark.done()
+    stream.before_passes(mark)
+    assert log[5:] == ["passes wait for event 1"]
+    mark.wait()
+    assert log[6:] == ["host waits for event 1"]

@@ -1,0 +1,129 @@
+"""Records leave a device that lags, and come back; whatever happens meanwhile, they are whole or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from vllm_hypic.connector.copy_stream import Mark
+from vllm_hypic.connector.pool import DevicePool
+from vllm_hypic.connector.staged_mover import StagedMover
+from vllm_hypic.connector.staging import Block
+
+from .late_device import LateDevice, LateMark, PoisonedBlocks
+from .world import BLOCK_BYTES, BLOCKS, DOCUMENTS, Make, World, staged
+
+SEEDS, STEPS = 20, 250
+
+
+def live(world: World) -> None:
+    """A life of requests, deletions, cleared caches and lags."""
+    rng = world.rng
+    for _ in range(STEPS):
+        if rng.random() < 0.5 and len(world.side._composed) < 6:
+            world.ask(rng.sample(range(len(DOCUMENTS)), rng.choice([1, 1, 2, 3])))
+        if rng.random() < 0.1:
+            world.abort()
+        if rng.random() < 0.1:
+            world.delete()
+        if rng.random() < 0.03:
+            world.clear()
+        world.step()
+    world.finish()
+    world.audit()
+
+
+@pytest.mark.parametrize("make", [None, staged], ids=["host", "staged"])
+def test_any_life_leaves_pool_and_store_whole(make: Make | None) -> None:
+    loaded = stored = 0
+    for seed in range(SEEDS):
+        world = World(seed, make)
+        live(world)
+        loaded += world.side.counters.segments_loaded
+        stored += world.objects
+    assert loaded > 3 * SEEDS and stored > 3 * SEEDS, "the lives were too short to say anything"
+
+
+# -- each rule, broken
+
+
+def with_stream(change: Callable[[LateDevice], None]) -> Make:
+    """A mover whose stream of copies is broken."""
+
+    def make(pool: DevicePool, device: LateDevice) -> StagedMover:
+        change(device)
+        return staged(pool, device)
+
+    return make
+
+
+def copies_do_not_wait_for_passes(device: LateDevice) -> None:
+    device.after_passes = lambda: None  # type: ignore[method-assign]
+
+
+def passes_do_not_wait_for_copies(device: LateDevice) -> None:
+    device.before_passes = lambda mark: None  # type: ignore[method-assign]
+
+
+def marks_say_done_at_once(device: LateDevice) -> None:
+    launch = device.launch
+
+    def lying(work: Callable[[], None]) -> Mark:
+        mark = launch(work)
+        assert isinstance(mark, LateMark)
+        mark.done = lambda: True  # type: ignore[method-assign]
+        return mark
+
+    device.launch = lying  # type: ignore[method-assign]
+
+
+class SharedBlocks(PoisonedBlocks):
+    """Blocks are anybody's at any time."""
+
+    def take(self) -> Block | None:
+        block = super().take()
+        assert block is not None
+        super().give_back([block])
+        return block
+
+    def give_back(self, blocks: Sequence[Block]) -> None:
+        pass
+
+
+class Forgetful(StagedMover):
+    """What was dropped is copied to its end."""
+
+    def dropped(self, slots: Any) -> None:
+        pass
+
+
+def shared(pool: DevicePool, device: LateDevice) -> StagedMover:
+    return StagedMover(pool, device, SharedBlocks(BLOCKS, BLOCK_BYTES))
+
+
+def forgetful(pool: DevicePool, device: LateDevice) -> StagedMover:
+    return Forgetful(pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        with_stream(copies_do_not_wait_for_passes),
+        with_stream(passes_do_not_wait_for_copies),
+        with_stream(marks_say_done_at_once),
+        shared,
+        forgetful,
+    ],
+    ids=["copy before pass", "pass before copy", "used before done", "block reused", "dropped, copied on"],
+)
+def test_every_rule_is_needed(broken: Make) -> None:
+    """With any of them broken, some life ends badly."""
+
+    def lives() -> None:
+        for seed in range(SEEDS):
+            live(World(seed, broken))
+
+    with pytest.raises(AssertionError, match=r"is another's|holds something else"):
+        lives()

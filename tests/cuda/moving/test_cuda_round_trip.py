@@ -1,0 +1,87 @@
+"""A record out of the pool and back to another place.  On a GPU, where there is one, with its own stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.connector.metadata import RecordPlace
+from vllm_hypic.connector.movers import mover_of
+from vllm_hypic.connector.pool import DevicePool
+from vllm_hypic.connector.record_codec import RankPart, RecordCodec
+from vllm_hypic.connector.record_mover import RecordMover
+from vllm_hypic.connector.staged_mover import StagedMover
+from vllm_hypic.connector.tiles import NONE
+from vllm_hypic.primitives.keys import Namespace, SegmentKey
+from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.record import aligned_buffer, record_nbytes, seal_record
+
+from .late_device import LateDevice, PoisonedBlocks
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COLUMNS, HEADS = 700, 5
+ATTENTION = AttentionGeometry("layers.1", 2, 128, torch.bfloat16)
+LINEAR = LinearGeometry("layers.0", HEADS, 64, 64, 3, 384, torch.bfloat16)
+
+
+def made() -> tuple[DevicePool, RecordMover]:
+    geometry = PoolGeometry((ATTENTION,), (LINEAR,), page_tokens=16, pages=128, slots=2, tiles=2 * HEADS)
+    pool = DevicePool(geometry, DEVICE)
+    if DEVICE.type == "cuda":
+        return pool, mover_of(pool)
+    return pool, StagedMover(pool, LateDevice(0), PoisonedBlocks(12, 100_000))
+
+
+def parts(pool: DevicePool, place: RecordPlace) -> list[torch.Tensor]:
+    """All that a request reads of a record."""
+    rows = torch.from_numpy(place.column_slots).to(DEVICE)
+    kv, linear = pool.kv["layers.1"], pool.linear["layers.0"]
+    found = [kv.key[rows], kv.value[rows], linear.state[place.slot], linear.conv_tail[place.slot]]
+    return [*found, linear.transition(place.slot)] if not place.leading else found
+
+
+@pytest.mark.parametrize("leading", [False, True])
+def test_there_and_back(leading: bool) -> None:
+    pool, mover = made()
+    codec = RecordCodec(pool, Namespace.from_config({}), RankPart(), mover)
+    pages = np.random.default_rng(0).permutation(128).repeat(16) * 16 + np.tile(np.arange(16), 128)
+    one, other = (
+        RecordPlace(slot, SegmentKey("ab" * 32), slot, pages[first : first + COLUMNS], leading, 1, 1.0)
+        for slot, first in ((0, 0), (1, 1024))
+    )
+    kv, linear = pool.kv["layers.1"], pool.linear["layers.0"]
+    if not leading:
+        pool.offer_tiles(one.slot)
+        linear.tile_of[one.slot, 1::2] = NONE
+        assert pool.settle_tiles(one.slot) == 3
+    if DEVICE.type == "cuda":
+        # What writes the record is behind in the stream.
+        torch.cuda._sleep(100_000_000)
+    for tensor in (kv.key, kv.value, linear.state, linear.conv_tail, linear.tiles):
+        tensor.normal_()
+    wanted = [part.clone() for part in parts(pool, one)]
+
+    header = codec.header(one)
+    buffer = aligned_buffer(record_nbytes(header))
+    filled: list[bool] = []
+    mover.write(one, header, buffer, filled.append)
+    pool.release_tiles([one.slot])
+    mover.dropped([one.slot])
+    if not leading:
+        pool.offer_tiles(other.slot)
+    if DEVICE.type == "cuda":
+        # Whoever has the place next does not disturb the copies.
+        kv.key.zero_(), linear.state.zero_(), linear.tiles.zero_()
+    mover.drain()
+    assert filled == [True]
+    seal_record(buffer)
+
+    assert codec.reader(other, codec.expected(other))(buffer) is Verdict.TAKEN
+    kept: list[int] = []
+    mover.settle(other, kept.append)
+    mover.drain()
+    assert kept == [0 if leading else 3]
+    for found, part in zip(parts(pool, other), wanted, strict=True):
+        assert torch.equal(found, part)

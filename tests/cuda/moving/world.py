@@ -1,0 +1,364 @@
+"""Scheduler, worker, store and a device that lags, without an engine: requests come, records are captured,
+evicted, stored, loaded, deleted; the store's threads do their work when the test says so.
+
+Every pass checks, when it happens, that the records it uses are what they should be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hypic.config import HypicConfig
+from vllm_hypic.connector import pool as pool_module
+from vllm_hypic.connector import worker_side as worker_module
+from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.connector.host_mover import HostMover
+from vllm_hypic.connector.metadata import CapturePlan, HypicMetadata, RecordPlace
+from vllm_hypic.connector.pool import DevicePool
+from vllm_hypic.connector.record_codec import RankPart, RecordCodec
+from vllm_hypic.connector.record_mover import RecordMover
+from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
+from vllm_hypic.connector.staged_mover import StagedMover
+from vllm_hypic.connector.step import Row, StepContext, capture_row
+from vllm_hypic.connector.store_link import StoreLink
+from vllm_hypic.connector.tiles import NONE
+from vllm_hypic.connector.worker_side import WorkerSide
+from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
+from vllm_hypic.primitives.plan import PromptPlan
+from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.store.crew import Crew
+from vllm_hypic.store.eviction.make import make_policy
+from vllm_hypic.store.record import Fault, aligned_buffer, peek_worth, record_nbytes, seal_record
+from vllm_hypic.store.settings import StoreSettings
+from vllm_hypic.store.tiered import TieredStore
+from vllm_hypic.store.tiers.memory import MemoryTier
+
+from .late_device import CPU, LateDevice, LateTiles, PoisonedBlocks
+
+IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
+DOCUMENTS = [list(range(start, start + 10 + start // 50)) for start in range(100, 800, 100)]
+PAGE, SLOTS, HEADS = 4, 4, (2, 3)
+ATTENTION = tuple(AttentionGeometry(f"layers.{i}.attn", 1, 4, torch.bfloat16) for i in (1, 3))
+LINEAR = tuple(
+    LinearGeometry(f"layers.{i}.gdn", n, 4, 6, 3, 5, torch.bfloat16)
+    for i, n in zip((0, 2), HEADS, strict=True)
+)
+GEOMETRY = PoolGeometry(ATTENTION, LINEAR, PAGE, pages=SLOTS * 6, slots=SLOTS, tiles=SLOTS * 4)
+NAMESPACE = Namespace.from_config({})
+BLOCK_BYTES, BLOCKS = 192, 3
+"""A record takes several blocks, and there are fewer than one record may need."""
+
+Make = Callable[[DevicePool, LateDevice], RecordMover]
+
+
+def staged(pool: DevicePool, device: LateDevice) -> StagedMover:
+    return StagedMover(pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES))
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a record of these weights holds."""
+
+    columns: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    tails: dict[str, torch.Tensor]
+    transitions: dict[str, torch.Tensor]
+    live: dict[str, list[bool]]
+
+    @staticmethod
+    def of(key: SegmentKey, weights: int, columns: int) -> Content:
+        seed = int(key[:12], 16) + weights
+        rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
+
+        def make(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=torch_rng).to(dtype)
+
+        return Content(
+            {f"{a.layer}.{part}": make(columns, 1, 4, dtype=a.dtype) for a in ATTENTION for part in "kv"},
+            {g.layer: make(g.heads, 4, 6, dtype=torch.float32) for g in LINEAR},
+            {g.layer: make(3, 5, dtype=g.conv_dtype) for g in LINEAR},
+            {g.layer: make(g.heads, 4, 4, dtype=torch.float16) for g in LINEAR},
+            {g.layer: [rng.random() < 0.6 for _ in range(g.heads)] for g in LINEAR},
+        )
+
+    def put(self, pool: DevicePool, slot: int, column_slots: np.ndarray, leading: bool) -> None:
+        """As a pass that captures it: into the tiles that the row offers."""
+        rows = torch.from_numpy(column_slots)
+        for name, kv in pool.kv.items():
+            kv.key[rows], kv.value[rows] = self.columns[f"{name}.k"], self.columns[f"{name}.v"]
+        for name, records in pool.linear.items():
+            records.state[slot], records.conv_tail[slot] = self.states[name], self.tails[name]
+            if leading:
+                continue
+            for head, alive in enumerate(self.live[name]):
+                if alive:
+                    records.tiles[records.tile_of[slot, head]] = self.transitions[name][head]
+                else:
+                    records.tile_of[slot, head] = NONE
+
+    def check(self, pool: DevicePool, slot: int, column_slots: np.ndarray, leading: bool) -> None:
+        """As a pass that uses it."""
+        rows = torch.from_numpy(column_slots)
+        for name, kv in pool.kv.items():
+            assert torch.equal(kv.key[rows], self.columns[f"{name}.k"]), "K is another's"
+            assert torch.equal(kv.value[rows], self.columns[f"{name}.v"]), "V is another's"
+        for name, records in pool.linear.items():
+            assert torch.equal(records.state[slot], self.states[name]), "a state is another's"
+            assert torch.equal(records.conv_tail[slot], self.tails[name]), "a tail is another's"
+            if not leading:
+                wanted = self.transitions[name] * torch.tensor(self.live[name])[:, None, None]
+                assert torch.equal(records.transition(slot), wanted), "a transition is another's"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of a record in the pool: the weights it was made with, its role."""
+
+    weights: int
+    leading: bool
+
+
+class World:
+    """Requests run in one step each; nothing happens on the device or in the store but by :meth:`lag`."""
+
+    def __init__(self, seed: int, make: Make | None = staged, *, lag: bool = True) -> None:
+        """``make=None``: as on the CPU."""
+        self.rng, self.device, self.lags = random.Random(seed), LateDevice(seed), lag
+        config = HypicConfig.from_mapping(
+            {
+                "min_segment_tokens": 4,
+                "seam_tokens": 0,
+                "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]},
+            }
+        )
+        self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
+        tier = MemoryTier("memory", 1 << 20, make_policy("lru", "always"))
+        self.store = TieredStore([tier], StoreSettings(deadline_s=1e6, queue_bytes=1 << 20))
+        for lane in self.store._lanes:
+            assert lane.open_once()
+        self.worker = WorkerSide(GEOMETRY, config, self._open_store)
+        with _on(self.device, make):
+            runtime = self.worker.start(CPU)
+        self.pool = runtime.pool
+        self.weights = 0
+        self._origins: dict[int, Origin] = {}
+        self._waiting: list[str] = []
+        self._running: list[str] = []
+        self._made = 0
+        self._deleted: set[SegmentKey] = set()
+        """And not made or looked for since."""
+        self._kinds: dict[SegmentKey, tuple[int, bool]] = {}
+        """Columns of every record that was asked for, and whether it is a leading one."""
+
+    def _open_store(self, pool: DevicePool, mover: RecordMover) -> StoreLink:
+        self.mover = mover
+        self.codec = RecordCodec(pool, NAMESPACE, RankPart(), mover)
+        return StoreLink(self.store, self.codec, pool, mover)
+
+    # -- what users do
+
+    def ask(self, documents: list[int]) -> None:
+        self._made += 1
+        name = f"r{self._made}"
+        self.side.admit(name, self._plan(documents))
+        self._waiting.append(name)
+
+    def abort(self) -> None:
+        if self._waiting:
+            self.side.finished(self._waiting.pop(self.rng.randrange(len(self._waiting))), completed=False)
+
+    def delete(self) -> None:
+        if keys := sorted(self._entries()):
+            key = self.rng.choice(keys)
+            self.side.upkeep.drop_record(key)
+            self._deleted.add(key)
+
+    def clear(self) -> None:
+        """The weights change: what is left of the old ones is used by requests that run."""
+        self.side.upkeep.reset()
+        self.weights += 1
+
+    def _entries(self) -> dict[SegmentKey, Any]:
+        return self.side.directory._entries
+
+    # -- what the engine does
+
+    def step(self) -> None:
+        jobs = self.side.pump()
+        metadata = HypicMetadata()
+        self.side.instruct(metadata)
+        for place in metadata.loads:
+            self._origins[place.serial] = Origin(self.weights, place.leading)
+            self._deleted.discard(place.key)
+        captures = {job.request_id: self.side.capture_plan(job.request_id) for job in jobs}
+        self.worker.absorb(metadata)
+        assert self.worker.runtime is not None
+        rows = []
+        for request_id, plan in captures.items():
+            assert plan is not None
+            self._capture(plan)
+            rows.append(capture_row(request_id, Row(0, 0, plan.hi, 0, plan.hi), plan))
+        if rows:
+            self.worker.runtime.step = StepContext([], rows, CPU)
+        for name in [n for n in self._waiting if self.side.ready(n)]:
+            self._waiting.remove(name)
+            self._running.append(name)
+        for name in self._running:
+            self._use(name)
+        self.worker.end_step()
+        if (report := self.worker.take_report()) is not None:
+            self.side.absorb(report)
+        for request_id in captures:
+            self.side.finished(request_id, completed=True)
+        for name in [n for n in self._running if self.rng.random() < 0.5]:
+            self._running.remove(name)
+            self.side.finished(name, completed=True)
+        self.lag()
+
+    def _capture(self, plan: CapturePlan) -> None:
+        self._origins[plan.serial] = Origin(self.weights, plan.leading)
+        if not plan.leading:
+            self.pool.offer_tiles(plan.slot)
+        entry = self.side.directory.of_serial(plan.serial)
+        assert entry is not None
+        content = Content.of(entry.key, self.weights, len(plan.column_slots))
+        self._on_passes(lambda: content.put(self.pool, plan.slot, plan.column_slots, plan.leading))
+
+    def _use(self, name: str) -> None:
+        plan, seen = self.side.stream_plan(name), 0
+        prompt = self.side.plan_of(name)
+        assert plan is not None and prompt is not None
+        for point, segment in zip(plan.points, prompt.segments, strict=True):
+            columns = plan.column_slots[seen : seen + point.columns]
+            seen += point.columns
+            self._check(segment.key, point.slot, columns)
+
+    def _check(self, key: SegmentKey, slot: int, columns: np.ndarray) -> None:
+        origin = self._origins[self.side.directory.get(key).serial]
+        content = Content.of(key, origin.weights, len(columns))
+        self._on_passes(lambda: content.check(self.pool, slot, columns, origin.leading))
+
+    def _on_passes(self, work: Callable[[], None]) -> None:
+        if isinstance(self.mover, HostMover):
+            work()
+        else:
+            self.device.passes.append(work)
+
+    def lag(self) -> None:
+        """Some of what the device and the store's threads have to do happens."""
+        if not self.lags:
+            self.device.run_all()
+        self.device.run(self.rng.choice([0, 2, 10, 50, 300]))
+        for _ in range(self.rng.choice([0, 1, 4, 16])):
+            self.rng.choice(list(self._crews())).run_one()
+
+    def _crews(self) -> Iterator[Crew]:
+        yield from (self.store._writes.finisher, self.store._writes.server)
+        for lane in self.store._lanes:
+            yield from (lane.reads, lane.writes)
+
+    # -- what must hold in the end
+
+    def finish(self) -> None:
+        """All requests run and end; the engine steps as long as it is told to."""
+        for _ in range(10_000):
+            working = [crew.run_one() for crew in self._crews()]
+            busy = self._waiting or self._running or len(self.side._loads) or self.side.upkeep.has_orders
+            if not (busy or self.side.worker_unfinished or any(working)):
+                break
+            self.step()
+        else:
+            raise AssertionError("the engine never comes to rest")
+        self.device.run_all()
+
+    def audit(self) -> None:
+        """After :meth:`finish`: nothing is lost, nothing is another's, nothing stays taken."""
+        self.side.directory.check_integrity()
+        tiles: Any = self.pool.record_tiles
+        held = [t for slot in range(SLOTS) for row in self.pool.held_tiles(slot) for t in row if t != NONE]
+        free = tiles._pool._free if hasattr(tiles, "_pool") else tiles._layers[0].pool._free
+        assert sorted([*held, *free]) == list(range(GEOMETRY.tiles)), "tiles are lost or owned twice"
+        if isinstance(self.mover, StagedMover):
+            blocks: Any = self.mover._blocks
+            assert blocks.free == blocks.count and not self.mover._parcels and not self.mover.unfinished
+        for key, entry in self._entries().items():
+            assert entry.resident and not entry.pins
+            columns = self.side._column_slots(entry)
+            self._check(key, entry.slot, columns)
+            if self._origins[entry.serial].weights == self.weights:
+                assert self.store.holds(self.codec.name_of(key)), "a record was not stored"
+        self.device.run_all()
+        for key in self._deleted:
+            assert key not in self._entries() and not self.store.holds(self.codec.name_of(key)), "back again"
+        self._check_stored()
+        assert self.store.stats().queued_bytes == 0 == self.store._writes.nbytes
+
+    @property
+    def objects(self) -> int:
+        """In the store."""
+        tier: Any = self.store._lanes[0].tier
+        return len(tier._objects)
+
+    def _check_stored(self) -> None:
+        """Every object is, byte for byte, what the CPU writes of the record."""
+        tier: Any = self.store._lanes[0].tier
+        for data in tier._objects.values():
+            peeked = peek_worth(bytes(data))
+            assert not isinstance(peeked, Fault)
+            _, key, worth = peeked
+            kind = self._kinds[SegmentKey(key)]
+            wanted = written_at_once(SegmentKey(key), self.weights, kind, (worth.tokens, worth.flops))
+            assert bytes(data) == wanted, "the store holds something else"
+
+    def _plan(self, documents: list[int]) -> PromptPlan:
+        tokens = [t for d in documents for t in (*DOCUMENTS[d], IDS.sep)] + [900, 901]
+        plan = self.side.plan(Ask(tokens, None, None, None))
+        assert plan is not None
+        for segment in plan.segments:
+            self._kinds[segment.key] = (segment.columns, segment.role is Role.LEADING)
+        return plan
+
+
+def written_at_once(key: SegmentKey, weights: int, kind: tuple[int, bool], worth: tuple[int, float]) -> bytes:
+    """The object of a record with so many columns, leading or not, as it is written on the CPU."""
+    columns, leading = kind
+    pool = DevicePool(GEOMETRY, CPU)
+    place = RecordPlace(0, key, 0, np.arange(columns), leading, *worth)
+    if not leading:
+        pool.offer_tiles(0)
+    Content.of(key, weights, columns).put(pool, 0, place.column_slots, leading)
+    pool.settle_tiles(0)
+    mover = HostMover(pool)
+    codec = RecordCodec(pool, NAMESPACE, RankPart(), mover)
+    header = codec.header(place)
+    buffer = aligned_buffer(record_nbytes(header))
+    mover.write(place, header, buffer, lambda whole: None)
+    seal_record(buffer)
+    return bytes(buffer)
+
+
+@contextmanager
+def _on(device: LateDevice, make: Make | None) -> Iterator[None]:
+    """A worker that starts here is on that device."""
+    if make is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+
+        def tiles(pool: Any, heads: Any, slots: int) -> LateTiles:
+            made = LateTiles(pool, heads, slots, CPU)
+            made.device = device
+            return made
+
+        patch.setattr(pool_module, "HostTiles", tiles)
+        patch.setattr(worker_module, "streams_of", lambda on: device)
+        patch.setattr(worker_module, "mover_of", lambda pool: make(pool, device))
+        yield
