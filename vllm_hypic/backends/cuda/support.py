@@ -89,4 +89,3 @@ def _execution(config: VllmConfig) -> Iterator[str]:
         yield f"gdn_prefill_backend={backend!r}: expected 'auto', 'triton' or 'flashinfer'"
     if envs.VLLM_ENABLE_STARTUP_PLAN:
         yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that it keeps do not know of the public pool; unset it"
-
