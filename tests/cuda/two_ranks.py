@@ -1,8 +1,6 @@
-"""``python two_ranks.py MODEL RANKS PROMPTS OPTIONS``
-
-Prints, as JSON, what an engine of so many ranks on the CPU, with these options of the plugin, answers to composed
-prompts, all of them cold, then all of them warm, and how often each rank's operators ran.
-"""
+"""``python two_ranks.py MODEL RANKS PROMPTS OPTIONS``: prints, as JSON, what an engine of so many ranks on
+the CPU, with these options of the plugin, answers to composed prompts, all of them cold, then all of them
+warm, and how often each rank's operators ran."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ REPORT_EVERY_S = 1.0
 """Statistics travel to the scheduler no more often."""
 _STORES_PER_STEP = 4
 """Records that one step copies out of the pool at most; each takes as long as a copy of its bytes."""
-
 _MOST_EXPIRIES = 4096
 """That are kept for records on their way to the store."""
 
