@@ -32,7 +32,7 @@ from vllm_hypic.api.forms import id_form
 from vllm_hypic.cli import main
 from vllm_hypic.demo import EXAMPLE, make_tasks
 from vllm_hypic.primitives.tokens import PrimitiveTexts
-from vllm_hypic.segment_parallel.sender import tell_stored
+from vllm_hypic.segment_parallel.notice import tell_stored
 from vllm_hypic.serving import Server, ask
 
 from .conftest import (

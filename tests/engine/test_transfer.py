@@ -14,7 +14,8 @@ from oracle.models import random_segments
 
 from vllm_hypic.processes import free_port
 from vllm_hypic.segment_parallel.landing import Landing
-from vllm_hypic.segment_parallel.sender import Sender, Sent, withdraw
+from vllm_hypic.segment_parallel.notice import withdraw
+from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
 
 from .conftest import EngineFactory

@@ -19,7 +19,8 @@ import pytest
 import zmq
 
 from vllm_hypic.segment_parallel import wire
-from vllm_hypic.segment_parallel.landing import Landed, Landing
+from vllm_hypic.segment_parallel.landed import Landed
+from vllm_hypic.segment_parallel.landing import Landing
 from vllm_hypic.segment_parallel.nixl import Exporter, Puller
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender, Sent

@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from vllm_hypic.errors import ConfigError
+from vllm_hypic.segment_parallel.notice import withdraw
 from vllm_hypic.segment_parallel.secret import Secret, _verdict
-from vllm_hypic.segment_parallel.sender import withdraw
 
 from .peers import ANY_PORT, Outgoing, Owner, bytes_of, name_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hypic.segment_parallel.notice import awithdraw, withdraw
 from vllm_hypic.segment_parallel.secret import Secret
-from vllm_hypic.segment_parallel.sender import awithdraw, withdraw
 from vllm_hypic.store.protocol import Verdict
 
 from .peers import LONG_S, MIB, Outgoing, Owner, Throttle, bytes_of, line, name_of, over_both, process, until

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..store.protocol import Reader, Verdict
 from . import wire
 from .config import Address
+from .landed import Landed, LandingCounts
 from .memory import Offers, Recent
 from .nixl import Pull, Puller, PullError
 from .secret import Secret
@@ -42,50 +43,6 @@ _QUIET_TICK_S = 1.0
 _BATCH = 64
 _UNREAD_MESSAGES = 16
 """Per connection: libzmq then stops reading it, so that a peer cannot fill our memory."""
-
-
-@dataclass(frozen=True)
-class Landed:
-    """The end of an expectation."""
-
-    name: str
-    taken: bool
-    nbytes: int
-    """0 unless taken."""
-    seconds: float
-    """From telling the sender to go until the reader had taken the bytes; 0 unless taken."""
-    reason: str
-    """Why it is not coming here; empty when taken."""
-    pulled: bool = False
-    """It was read over NIXL."""
-    stored: bool = False
-    """It can be read from a tier that its maker shares with this instance."""
-
-
-@dataclass(frozen=True)
-class LandingCounts:
-    """Since the landing was opened."""
-
-    offers: int = 0
-    taken: int = 0
-    refused: int = 0
-    """Offers and records: too large, damaged, foreign, or the reader failed."""
-    withdrawn: int = 0
-    """Names that were expected when a router withdrew them."""
-    stored: int = 0
-    """Names that were expected when a router said that a shared tier has them."""
-    bytes: int = 0
-    """Of records taken."""
-    pulled: int = 0
-    """Records taken that were read over NIXL; the others came over TCP."""
-    unpulled: int = 0
-    """Records that NIXL could not read: their senders were told to send them over TCP."""
-    dropped: int = 0
-    """Messages of peers that do not keep to the protocol."""
-    late: int = 0
-    """Records whose sender had been told to go, and that were no longer wanted when they came."""
-    unwelcome: int = 0
-    """Greetings of other versions or namespaces."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +196,7 @@ class Landing:
             if self._stored.has(name, time.monotonic()):
                 self._stored.discard(name)
                 self._stop_expecting(name)  # who offers it as well is told
-                self._landed.append(_in_a_tier(name))
+                self._landed.append(Landed.in_a_tier(name))
                 self._settled.add(name, time.monotonic())
                 self._wake.set()
                 return
@@ -552,7 +509,7 @@ class Landing:
             if name in self._expected:
                 self._stop_expecting(name)
                 self._counts = replace(self._counts, stored=self._counts.stored + 1)
-                self._landed.append(_in_a_tier(name))
+                self._landed.append(Landed.in_a_tier(name))
                 self.on_landed()
                 self._settled.add(name, now)
             elif not self._settled.has(name, now):
@@ -701,7 +658,3 @@ class Landing:
     def _address(self, peer: bytes) -> str:
         known = self._peers.get(peer)
         return known.address if known else "an unknown peer"
-
-
-def _in_a_tier(name: str) -> Landed:
-    return Landed(name, False, 0, 0.0, "it is in a shared tier", stored=True)

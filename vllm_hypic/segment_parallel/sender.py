@@ -1,4 +1,4 @@
-"""Sender: brings records to the landings of other instances; ``withdraw`` tells them that none will come.
+"""Sender: brings records to the landings of other instances.
 
 Each destination has a connection of its own, made when it is first needed: one that is unreachable or hangs
 delays no other.
@@ -6,15 +6,13 @@ delays no other.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import errno
 import itertools
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -23,6 +21,7 @@ import zmq
 
 from . import wire
 from .config import Address
+from .dealer import dealer, destination_of
 from .nixl import Exporter, Held
 from .secret import Secret
 from .wake import Complaints, Wake, logger
@@ -153,7 +152,7 @@ class Sender:
         names a malformed argument, and a destination that is not allowed.
         """
         wire.check_name(name)
-        address = _allowed(destination, self._secret)
+        address = destination_of(destination, self._secret)
         view = memoryview(data)
         if not view.c_contiguous or view.nbytes < 1:
             raise ValueError(f"segment {name}: expected contiguous bytes, at least one")
@@ -249,7 +248,7 @@ class Sender:
                 raise zmq.ZMQError(errno.EMFILE, f"{MOST_DESTINATIONS} other destinations are in use")
             self._disconnect(min(idle, key=lambda u: self._links[u].used))
         address = Address.parse(url)
-        socket = _dealer(self._context, address, self._secret)
+        socket = dealer(self._context, address, self._secret)
         self._poller.register(socket, zmq.POLLIN)
         link = self._links[url] = _Link(address, socket, time.monotonic())
         return link
@@ -474,125 +473,6 @@ class Sender:
                     seconds,
                 )
             )
-
-
-def withdraw(
-    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
-) -> None:
-    """Tell the landing at ``destination`` that nobody will send ``names``.  Returns when it knows.
-
-    ``ValueError`` as of :meth:`Sender.send`; ``TimeoutError`` when it has not answered ``timeout_s`` seconds
-    from now, ``ConnectionRefusedError`` when it has another namespace or version.
-    """
-    _tell(wire.Withdraw, destination, namespace, names, secret, timeout_s)
-
-
-def tell_stored(
-    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
-) -> None:
-    """Tell the landing at ``destination`` that ``names`` are in a tier that its instance shares.  Otherwise
-    as :func:`withdraw`."""
-    _tell(wire.Stored, destination, namespace, names, secret, timeout_s)
-
-
-def _tell(
-    what: type[wire.Withdraw | wire.Stored],
-    destination: str,
-    namespace: str,
-    names: Sequence[str],
-    secret: Secret | None,
-    timeout_s: float,
-) -> None:
-    address = _allowed(destination, secret)
-    batches = [
-        what([wire.check_name(name) for name in names[i : i + wire.MOST_NAMES]])
-        for i in range(0, len(names), wire.MOST_NAMES)
-    ]
-    if not batches:
-        return
-    until = time.monotonic() + timeout_s
-    codec, sender, answered = wire.Codec(), secrets.token_hex(16), 0
-    context: zmq.Context[Any] = zmq.Context()
-    try:
-        socket = _dealer(context, address, secret)
-        while answered < len(batches):
-            left = until - time.monotonic()
-            if left <= 0 or not socket.poll(max(1, int(1000 * left))):
-                raise TimeoutError(f"{address.url} did not take the message within {timeout_s:.3g} s")
-            try:
-                reply = codec.reply(b"".join(socket.recv_multipart(zmq.NOBLOCK)))
-            except (zmq.Again, wire.Malformed):
-                continue
-            if isinstance(reply, wire.Unwelcome):
-                raise ConnectionRefusedError(f"turned away by {address.url}: {reply.reason}")
-            with contextlib.suppress(zmq.Again):  # disconnected: the next connection begins with Again
-                if isinstance(reply, wire.Again):
-                    socket.send(codec.encode(wire.Hello(wire.VERSION, namespace, sender)), zmq.NOBLOCK)
-                elif isinstance(reply, wire.Welcome):
-                    answered = 0
-                    for batch in batches:
-                        socket.send(codec.encode(batch), zmq.NOBLOCK)
-                elif isinstance(reply, wire.Withdrawn | wire.Noted):
-                    answered += 1
-    finally:
-        context.destroy(linger=0)
-
-
-async def awithdraw(
-    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
-) -> None:
-    """:func:`withdraw` on a thread."""
-    await asyncio.to_thread(withdraw, destination, namespace, names, secret, timeout_s)
-
-
-async def atell_stored(
-    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
-) -> None:
-    """:func:`tell_stored` on a thread."""
-    await asyncio.to_thread(tell_stored, destination, namespace, names, secret, timeout_s)
-
-
-def _allowed(destination: str, secret: Secret | None) -> Address:
-    try:
-        address = Address.parse(destination)
-    except ValueError as e:
-        raise ValueError(f"destination {e}") from e
-    if address.wildcard:
-        raise ValueError(f"destination {destination!r}: expected one machine's address")
-    if secret is None and not address.loopback:
-        raise ValueError(
-            f"destination {destination!r}: expected a loopback address (tcp://127.0.0.1:PORT), or an "
-            "instance with a secret (segment_parallel.secret_file)"
-        )
-    return address
-
-
-def _dealer(context: zmq.Context[Any], address: Address, secret: Secret | None) -> zmq.Socket[Any]:
-    """A socket that connects until it is closed.  Raises :class:`zmq.ZMQError`."""
-    socket = context.socket(zmq.DEALER)
-    try:
-        socket.linger = 0
-        socket.ipv6 = address.ipv6
-        socket.maxmsgsize = wire.HEADER_BYTES
-        socket.sndhwm = 0  # what is queued is ours, and not copied
-        # Nothing is queued for a connection that is not there, and nothing outlives one: each begins with an
-        # empty message, which the other side answers with Again.
-        socket.immediate = True
-        socket.setsockopt(zmq.PROBE_ROUTER, 1)
-        socket.reconnect_ivl = 100
-        socket.reconnect_ivl_max = 1000
-        socket.connect_timeout = 5000
-        socket.tcp_keepalive = 1
-        socket.tcp_keepalive_idle = 30
-        socket.tcp_keepalive_intvl = 10
-        socket.tcp_keepalive_cnt = 3
-        if secret is not None:
-            secret.connect(socket)
-        socket.connect(address.url)
-    except zmq.ZMQError:
-        socket.close()
-        raise
-    return socket
 
 
 def _why(link: _Link, transfer: _Transfer) -> str:

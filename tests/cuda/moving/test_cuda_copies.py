@@ -25,7 +25,7 @@ from vllm_hypic.connector.staging import (
     nbytes_of,
 )
 from vllm_hypic.connector.transfer_link import TransferLink
-from vllm_hypic.segment_parallel.landing import Landed
+from vllm_hypic.segment_parallel.landed import Landed
 from vllm_hypic.store.protocol import Verdict
 
 from .world import GEOMETRY, World, written_at_once

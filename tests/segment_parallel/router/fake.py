@@ -22,7 +22,8 @@ from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.processes import free_port
 from vllm_hypic.segment_parallel.events import Publisher
-from vllm_hypic.segment_parallel.landing import Landed, Landing
+from vllm_hypic.segment_parallel.landed import Landed
+from vllm_hypic.segment_parallel.landing import Landing
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender
 from vllm_hypic.store.protocol import Verdict
