@@ -113,7 +113,7 @@ def _segment(flight: Flight) -> dict[str, Any]:
         "key": flight.name.key[:12],
         "source": flight.source.value,
         "worker": None if flight.delivered_by is None else flight.delivered_by.url,
-        "way": None if flight.way is None else flight.way.value,
+        "way": None if flight.taken_way is None else flight.taken_way.value,
         "seconds": seconds,
         "tokens": flight.ask.tokens,
         "requests": len(flight.workers),

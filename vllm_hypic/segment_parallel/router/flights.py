@@ -88,10 +88,17 @@ class Flight:
     """When its worker said that it is delivered, or it was given up."""
     given_up: bool = False
     way: Way | None = None
-    """It took; ``None``: none yet."""
+    """It took, as its worker said; ``None``: none yet."""
+    trying: Way | None = None
+    """What the newest request to a worker asks for."""
     delivered_by: Instance | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def taken_way(self) -> Way | None:
+        """As far as is known: the combine node may have the record before its worker's answer is here."""
+        return self.trying if self.way is None and self.landed_at is not None else self.way
 
     @property
     def delivered_at(self) -> float | None:
@@ -336,6 +343,7 @@ class Flights:
                 flight.sent_at = attempt.sent_at
             worker.asked_for(flight.name.key)
             if (tier := self._tier(flight, worker)) is not None:
+                flight.trying = Way.TIERS
                 result = await self._send(flight, worker, planned, origin, name, TIER + tier)
                 if result.outcome is Outcome.DELIVERED:
                     if await self._notices.stored(flight.combine, [flight.name.key]):
@@ -352,6 +360,7 @@ class Flights:
                     worker.url,
                     result.reason,
                 )
+            flight.trying = Way.DIRECT
             result = await self._send(flight, worker, planned, origin, name, flight.name.destination)
             return self._took(flight, Way.DIRECT, result)
 
