@@ -37,8 +37,8 @@ class LinearRecords:
         g: LinearGeometry, slots: int, tiles: torch.Tensor, tile_of: torch.Tensor, device: torch.device
     ) -> LinearRecords:
         return LinearRecords(
-            torch.empty(slots, g.heads, g.key_dim, g.value_dim, dtype=STATE_DTYPE, device=device),
-            torch.empty(slots, g.conv_rows, g.conv_dim, dtype=g.conv_dtype, device=device),
+            torch.zeros(slots, g.heads, g.key_dim, g.value_dim, dtype=STATE_DTYPE, device=device),
+            torch.zeros(slots, g.conv_rows, g.conv_dim, dtype=g.conv_dtype, device=device),
             tiles,
             tile_of,
         )
@@ -50,7 +50,8 @@ class LinearRecords:
 
 
 class DevicePool:
-    """All public records of one worker.  Memory is uninitialised until a segment is captured."""
+    """All public records of one worker.  Its memory is touched at once, as vLLM does with its own: else the
+    first records in it would pay for its pages."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device) -> None:
         self.geometry, self.device = geometry, device
@@ -59,8 +60,8 @@ class DevicePool:
         for a in geometry.attention:
             shape = (rows, a.kv_heads, a.head_size)
             self.kv[a.layer] = PublicKV(
-                torch.empty(shape, dtype=a.dtype, device=device),
-                torch.empty(shape, dtype=a.dtype, device=device),
+                torch.zeros(shape, dtype=a.dtype, device=device),
+                torch.zeros(shape, dtype=a.dtype, device=device),
             )
         self.linear: dict[str, LinearRecords] = {}
         self.record_tiles: RecordTiles | None = None

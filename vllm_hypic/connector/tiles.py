@@ -17,7 +17,7 @@ class TilePool:
     """``storage [tiles, K, K]`` fp16, shared by the linear layers of one worker."""
 
     def __init__(self, tiles: int, key_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.storage = torch.empty(tiles, key_dim, key_dim, dtype=dtype, device=device)
+        self.storage = torch.zeros(tiles, key_dim, key_dim, dtype=dtype, device=device)
         self._free = list(range(tiles - 1, -1, -1))
 
     @property
