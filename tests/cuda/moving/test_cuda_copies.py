@@ -229,6 +229,21 @@ def test_a_record_for_another_instance(how: str) -> None:
     assert link._copying_bytes == 0
 
 
+def test_a_push_whose_record_has_left_the_pool_sends_no_other_one() -> None:
+    world = World(0)
+    mover: Any = world.mover
+    link, there = linked(world)
+    place, data = placed(world, 0, 1)
+    landed(place, data, link, there, taken=True)
+    link.absorb(HypicMetadata())
+    mover.drain()
+    link.absorb(HypicMetadata(pushes=[PushOrder(1, place, "tcp://there", 1.0)]))
+    link.absorb(HypicMetadata(dropped_slots=[place.slot]))  # its request has gone before the order's turn
+    link.end_step()
+    mover.drain()
+    assert link.take_pushed() == {1: "the record has left the pool"} and not there.sent
+
+
 def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes launched so far, then the copy, then its mark; only ``wait`` waits."""
     log: list[str] = []
