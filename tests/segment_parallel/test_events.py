@@ -280,6 +280,13 @@ async def test_a_subscriber_that_does_not_read_loses_messages_and_catches_up():
             assert subscription.snapshots > 1, "nothing was lost: the test shows nothing"
 
 
+async def test_lost_connections_are_found_by_tcp():
+    """ZeroMQ's heartbeats abort a process with a full queue in which nothing ran for a while."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        Subscription(url(), None)._connect(socket)
+        assert socket.get(zmq.HEARTBEAT_IVL) == 0 and socket.get(zmq.TCP_KEEPALIVE) == 1
+
+
 SECRET = b"0123456789abcdef0123456789abcdef"
 
 

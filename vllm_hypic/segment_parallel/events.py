@@ -282,10 +282,13 @@ class Subscription:
         socket.set(zmq.IPV6, self._ipv6)
         socket.set(zmq.RECONNECT_IVL, 100)
         socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        # A connection whose other end is gone without a word is made anew.
         socket.set(zmq.HANDSHAKE_IVL, 3000)
-        socket.set(zmq.HEARTBEAT_IVL, 1000)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, 3000)
+        # A connection whose other end is gone without a word is made anew.  By TCP: ZeroMQ's heartbeats may
+        # abort a process that stood still for longer than they last, its queue full (libzmq #3937).
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        socket.set(zmq.TCP_KEEPALIVE_IDLE, 2)
+        socket.set(zmq.TCP_KEEPALIVE_INTVL, 1)
+        socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
         socket.connect(self.url)
 
     async def run(self) -> None:
