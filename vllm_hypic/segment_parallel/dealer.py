@@ -8,6 +8,7 @@ import zmq
 
 from . import wire
 from .config import Address
+from .keep_alive import keep_alive
 from .secret import Secret
 
 
@@ -43,10 +44,7 @@ def dealer(context: zmq.Context[Any], address: Address, secret: Secret | None) -
         socket.reconnect_ivl = 100
         socket.reconnect_ivl_max = 1000
         socket.connect_timeout = 5000
-        socket.tcp_keepalive = 1
-        socket.tcp_keepalive_idle = 30
-        socket.tcp_keepalive_intvl = 10
-        socket.tcp_keepalive_cnt = 3
+        keep_alive(socket, idle_s=30, probe_s=10)
         if secret is not None:
             secret.connect(socket)
         socket.connect(address.url)

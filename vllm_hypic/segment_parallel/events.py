@@ -39,6 +39,7 @@ from .events_wire import (
     encode,
     new_snapshot_topic,
 )
+from .keep_alive import keep_alive
 
 if TYPE_CHECKING:
     from .secret import Secret
@@ -283,12 +284,7 @@ class Subscription:
         socket.set(zmq.RECONNECT_IVL, 100)
         socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         socket.set(zmq.HANDSHAKE_IVL, 3000)
-        # A connection whose other end is gone without a word is made anew.  By TCP: ZeroMQ's heartbeats may
-        # abort a process that stood still for longer than they last, its queue full (libzmq #3937).
-        socket.set(zmq.TCP_KEEPALIVE, 1)
-        socket.set(zmq.TCP_KEEPALIVE_IDLE, 2)
-        socket.set(zmq.TCP_KEEPALIVE_INTVL, 1)
-        socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
+        keep_alive(socket, idle_s=2, probe_s=1)
         socket.connect(self.url)
 
     async def run(self) -> None:

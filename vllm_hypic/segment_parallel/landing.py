@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..store.protocol import Reader, Verdict
 from . import wire
 from .config import Address
+from .keep_alive import keep_alive
 from .landed import Landed, LandingCounts
 from .memory import Offers, Recent
 from .nixl import Pull, Puller, PullError
@@ -163,10 +164,7 @@ class Landing:
         socket.rcvhwm = _UNREAD_MESSAGES
         socket.backlog = 1024  # many workers may connect at once after a restart
         socket.router_mandatory = True  # so that one learns that a peer has gone
-        socket.tcp_keepalive = 1
-        socket.tcp_keepalive_idle = 30
-        socket.tcp_keepalive_intvl = 10
-        socket.tcp_keepalive_cnt = 3
+        keep_alive(socket, idle_s=30, probe_s=10)
         if secret is not None:
             secret.serve(socket)
 
@@ -301,14 +299,14 @@ class Landing:
             logger.exception("landing %s: ended by a fault; remote segments no longer land", self.url)
         finally:
             self._socket.close()
-            if self._puller is not None:
-                self._puller.close()
             with self._lock:
                 self._closing = True
                 for name in self._expected:
                     self._landed.append(Landed(name, False, 0, 0.0, "the landing is closed"))
                 self.on_landed()
                 self._expected.clear()
+            if self._puller is not None:
+                self._puller.close()
 
     def _tick_ms(self) -> int:
         if self._puller is not None and self._puller.busy:

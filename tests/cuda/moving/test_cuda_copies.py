@@ -204,16 +204,22 @@ def test_a_record_of_another_instance(how: str) -> None:
     assert link.take_landed() == ([place] if how == "comes" else [])
 
 
-@pytest.mark.parametrize("how", ["whole", "dropped", "emptied"])
-def test_a_record_for_another_instance(how: str) -> None:
-    world = World(0)
-    mover: Any = world.mover
+def ordered(world: World) -> tuple[TransferLink, Elsewhere, RecordPlace, memoryview]:
+    """A record in the pool that is to be sent, but was not looked at yet."""
     link, there = linked(world)
     place, data = placed(world, 0, 1)
     landed(place, data, link, there, taken=True)
     link.absorb(HypicMetadata())
-    mover.drain()
+    world.mover.drain()
     link.absorb(HypicMetadata(pushes=[PushOrder(1, place, "tcp://there", 1.0)]))
+    return link, there, place, data
+
+
+@pytest.mark.parametrize("how", ["whole", "dropped", "emptied"])
+def test_a_record_for_another_instance(how: str) -> None:
+    world = World(0)
+    mover: Any = world.mover
+    link, there, place, data = ordered(world)
     link.end_step()
     assert not there.sent, "sent before it was copied"
     if how == "dropped":
@@ -231,16 +237,10 @@ def test_a_record_for_another_instance(how: str) -> None:
 
 def test_a_push_whose_record_has_left_the_pool_sends_no_other_one() -> None:
     world = World(0)
-    mover: Any = world.mover
-    link, there = linked(world)
-    place, data = placed(world, 0, 1)
-    landed(place, data, link, there, taken=True)
-    link.absorb(HypicMetadata())
-    mover.drain()
-    link.absorb(HypicMetadata(pushes=[PushOrder(1, place, "tcp://there", 1.0)]))
+    link, there, place, _ = ordered(world)
     link.absorb(HypicMetadata(dropped_slots=[place.slot]))  # its request has gone before the order's turn
     link.end_step()
-    mover.drain()
+    world.mover.drain()
     assert link.take_pushed() == {1: "the record has left the pool"} and not there.sent
 
 
