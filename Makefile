@@ -44,14 +44,14 @@ $(INSTALLED): setup.py pyproject.toml $(wildcard tools/*.py)
 $(READY): $(INSTALLED) $(wildcard csrc/*)
 	@echo "Building the C++ kernels: about a minute."
 	@HYPIC_BUILD_KERNELS=1 $(BIN)/python setup.py -q build_ext --inplace >$(VENV)/kernels.log 2>&1 || { cat $(VENV)/kernels.log; exit 1; }
-	$(BIN)/python -m vllm_hypic.kernels
+	$(BIN)/python -m vllm_hypic.backends.ops.extension
 	@touch $@
 
 demo: $(READY)
 	$(BIN)/python -m vllm_hypic.demo
 
 demo-parallel: $(READY)
-	$(BIN)/python -m vllm_hypic.segment_parallel.demo
+	$(BIN)/python -m vllm_hypic.demo.parallel
 
 test: lint triton
 	$(BIN)/python -m pytest -m "not slow" --durations=30
@@ -76,7 +76,7 @@ format: $(READY)
 	$(BIN)/ruff format
 
 bench: $(READY)
-	$(BIN)/python -m vllm_hypic.bench ttft
+	$(BIN)/python -m benchmarks ttft
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

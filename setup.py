@@ -122,7 +122,7 @@ setup(
     },
     entry_points={
         "vllm.general_plugins": ["hypic = vllm_hypic:register"],
-        "vllm.endpoint_plugins": ["hypic_cache = vllm_hypic.api.plugin:CachePlugin"],
+        "vllm.endpoint_plugins": ["hypic_cache = vllm_hypic.cache_api.plugin:CachePlugin"],
         "console_scripts": ["vllm-hypic = vllm_hypic.cli:main"],
     },
     classifiers=[

@@ -10,7 +10,7 @@ import sys
 import httpx
 from demo_data import ANSWER, DOCUMENTS, PREFIX, QUESTION, SYSTEM
 
-from vllm_hypic.api.client import SegmentCache
+from vllm_hypic.cache_api.client import SegmentCache
 
 
 def ask(url, documents):

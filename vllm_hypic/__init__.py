@@ -13,8 +13,8 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from .engine.tokenizer import register_mode
     from .patches import backend_name, cpu_backend_choice, engine_args, engine_inbox, request_check
-    from .tokenizer import register_mode
 
     for patch in (backend_name, cpu_backend_choice, engine_args, engine_inbox, request_check):
         patch.apply()

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .api.client import AS_IT_IS, CacheError, CacheStats, Segment, SegmentCache
+from .cache_api.client import AS_IT_IS, CacheError, CacheStats, Segment, SegmentCache
 
 P = ParamSpec("P")
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from one_process import ONE_PROCESS
 
-from vllm_hypic.demo import EXAMPLE
-from vllm_hypic.processes import free_port
-from vllm_hypic.serving import Server
+from vllm_hypic.demo.single import EXAMPLE
+from vllm_hypic.harness.processes import free_port
+from vllm_hypic.harness.serving import Server
 
 ENV = {
     "HF_HUB_OFFLINE": "1",

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.api import forms
-from vllm_hypic.api.expand import CHAT, COMPLETIONS, MisplacedId, expand, ids_in
-from vllm_hypic.api.forms import (
+from vllm_hypic.cache_api import forms
+from vllm_hypic.cache_api.commands import Content, Report
+from vllm_hypic.cache_api.expand import CHAT, COMPLETIONS, MisplacedId, expand, ids_in
+from vllm_hypic.cache_api.forms import (
     MAX_TOKEN_ID,
     UnresolvedId,
     WrittenTokens,
@@ -17,9 +18,8 @@ from vllm_hypic.api.forms import (
     split_forms,
     tokens_form,
 )
-from vllm_hypic.connector.catalogue import Place
-from vllm_hypic.connector.commands import Content, Report
-from vllm_hypic.frontend import _without_command
+from vllm_hypic.cache_api.registry import Place
+from vllm_hypic.engine.front_end import _without_command
 from vllm_hypic.primitives.options import link_of_request
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveTexts

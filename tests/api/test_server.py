@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
-from vllm_hypic.api.client import (
+from vllm_hypic.cache_api.client import (
     CacheError,
     NotAuthorized,
     PinRefused,
@@ -28,12 +28,12 @@ from vllm_hypic.api.client import (
     SegmentCache,
     SegmentNotFound,
 )
-from vllm_hypic.api.forms import id_form
+from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.cli import main
-from vllm_hypic.demo import EXAMPLE, make_tasks
+from vllm_hypic.demo.single import EXAMPLE, make_tasks
+from vllm_hypic.harness.serving import Server, ask
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 from vllm_hypic.segment_parallel.notice import tell_stored
-from vllm_hypic.serving import Server, ask
 
 from .conftest import (
     MAX_MODEL_LEN,

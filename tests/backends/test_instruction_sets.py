@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.backends.ops import native
-from vllm_hypic.config import ConfigError
+from vllm_hypic.backends.ops import extension
+from vllm_hypic.config.engine import ConfigError
 
 TESTS = Path(__file__).parents[1]
 AGAIN = [TESTS / "backends" / "test_span_attention.py", TESTS / "linear" / "test_layer_operators.py"]
@@ -33,7 +33,7 @@ def run(isa: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("file", AGAIN, ids=lambda path: path.stem)
 def test_older_machines(isa: str, file: Path) -> None:
     """The tests of the C++ kernels in a process that uses those of an older machine."""
-    probe = run(isa, "vllm_hypic.kernels")
+    probe = run(isa, "vllm_hypic.backends.ops.extension")
     if probe.returncode and "does not run it" in probe.stderr:
         pytest.skip(probe.stderr.strip())
     assert probe.stdout == f"C++ kernels ({isa})\n", probe.stderr
@@ -45,14 +45,14 @@ def test_older_machines(isa: str, file: Path) -> None:
 
 def test_unknown_names_are_refused() -> None:
     """A typo must not end in the PyTorch versions, unnoticed."""
-    probe = run("avx-2", "vllm_hypic.kernels")
+    probe = run("avx-2", "vllm_hypic.backends.ops.extension")
     assert probe.returncode == 1 and not probe.stdout
     assert probe.stderr == "hypic: HYPIC_ISA=avx-2: expected one of avx512_bf16, avx512, avx2\n"
 
 
 def test_without_kernels_none_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_hypic._C", None)
-    missing = native.missing.__wrapped__  # not what this process has found
+    missing = extension.missing.__wrapped__  # not what this process has found
     monkeypatch.setenv("HYPIC_ISA", "avx2")
     with pytest.raises(ConfigError, match=r"^hypic: HYPIC_ISA=avx2: the C\+\+ kernels are not built"):
         missing()

@@ -7,8 +7,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_hypic.backends.ops.span_attention.torch_ops import gather_keys
-from vllm_hypic.backends.private_kv import key_index
+from vllm_hypic.backends.attention.private_kv import key_index
+from vllm_hypic.backends.ops.span_attention.torch import gather_keys
 
 
 def stored(

@@ -21,13 +21,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_hypic.backends import attach
-from vllm_hypic.backends.attention import HypicAttentionImpl
-from vllm_hypic.backends.ops import native, span_attention
-from vllm_hypic.backends.ops.span_attention.torch_ops import rotate
+from vllm_hypic.backends.attention.backend import HypicAttentionImpl
+from vllm_hypic.backends.ops import extension, span_attention
+from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.probe import Unsupported, _Call, _link
 from vllm_hypic.backends.rope import RopeTap
-from vllm_hypic.config import ConfigError, HypicConfig
-from vllm_hypic.connector.geometry import PoolGeometry, pool_geometry
+from vllm_hypic.config.engine import ConfigError, HypicConfig
+from vllm_hypic.pool.geometry import PoolGeometry, pool_geometry
 
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SHAPE)
@@ -119,7 +119,7 @@ def test_layers_that_the_kernels_refuse_are_told_once(monkeypatch: pytest.Monkey
         "hypic: full attention runs in PyTorch, several times slower: head size 72 is not a multiple of 16"
     ]
     # That there are no kernels at all is said elsewhere, for all layers.
-    monkeypatch.setattr(native, "missing", lambda: "not built")
+    monkeypatch.setattr(extension, "missing", lambda: "not built")
     attach._warn_of_refusal("gated delta net", "not built")
     assert len(told) == 1
 

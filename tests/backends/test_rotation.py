@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.span_attention import torch_ops
+from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.backends.ops.span_attention.reference import rotate_reference, unrotate_reference
-from vllm_hypic.backends.ops.span_attention.torch_ops import rotate, unrotate
+from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
 
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 """Largest relative error of rounding to the dtype."""

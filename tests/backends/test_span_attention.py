@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops import native
-from vllm_hypic.backends.ops.span_attention import choose, cpu, reference, torch_ops
+from vllm_hypic.backends.ops import extension
+from vllm_hypic.backends.ops.span_attention import choose, native, reference
+from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.backends.ops.span_attention.reference import merge_reference
-from vllm_hypic.backends.ops.span_attention.torch_ops import causal_lse, merge
+from vllm_hypic.backends.ops.span_attention.torch import causal_lse, merge
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an output relative to the largest value, about four roundings of the dtype: K is
@@ -20,13 +21,13 @@ rounded once after its rotation, probabilities once before they weigh V, the res
 LSE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Absolute: scores have a standard deviation of one and an error of the rounding of K."""
 DTYPES = list(TOLERANCE)
-KERNELS = pytest.mark.parametrize("kernels", [torch_ops, cpu], ids=["torch", "c++"])
+KERNELS = pytest.mark.parametrize("kernels", [torch_ops, native], ids=["torch", "c++"])
 
 
 def test_the_kernels_are_built() -> None:
     """Tests of C++ kernels must not pass because nothing was built."""
-    assert native.missing() is None
-    assert choose(64, "cpu") is cpu and choose(72, "cpu") is torch_ops
+    assert extension.missing() is None
+    assert choose(64, "cpu") is native and choose(72, "cpu") is torch_ops
 
 
 class Case:
@@ -134,10 +135,10 @@ def test_threads_do_not_share_memory(dtype: torch.dtype) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        out, lse = case.run(cpu)
+        out, lse = case.run(native)
         torch.set_num_threads(4)
         for _ in range(5):
-            again, again_lse = case.run(cpu)
+            again, again_lse = case.run(native)
             assert torch.equal(again, out) and torch.equal(again_lse, lse)
     finally:
         torch.set_num_threads(threads)
@@ -158,10 +159,10 @@ def test_requests(dtype: torch.dtype, kernels: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_request_does_not_feel_its_neighbours(dtype: torch.dtype) -> None:
     case = Case((9, 5000), (2, 300), dtype=dtype)
-    out, lse = case.run(cpu)
+    out, lse = case.run(native)
     case.bounds, case.visible = case.bounds[:1], case.visible[:9]
     case.slots, case.positions = case.slots[:1], case.positions[:1]
-    alone, alone_lse = case.run(cpu)
+    alone, alone_lse = case.run(native)
     assert torch.equal(out[:9], alone) and torch.equal(lse[:9], alone_lse)
 
 
@@ -235,7 +236,7 @@ def test_bad_arguments_are_refused(change: dict[str, object], says: str) -> None
     case = Case((1, 1))
     vars(case).update(change)
     with pytest.raises((ValueError, TypeError, IndexError), match=says):
-        case.run(cpu)
+        case.run(native)
 
 
 def test_the_compiler_knows_the_operators() -> None:
@@ -302,7 +303,7 @@ def test_bad_blocks_are_refused() -> None:
     case = Cached((1, 40))
     case.table[1, 2] = 99
     with pytest.raises(IndexError, match="block 99 of 5"):
-        case.run(cpu)
+        case.run(native)
 
 
 @KERNELS
@@ -363,7 +364,7 @@ def test_merge_is_associative(seed: int) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 40), st.integers(1, 40), SEEDS, st.sampled_from([torch_ops, cpu]))
+@given(st.integers(1, 40), st.integers(1, 40), SEEDS, st.sampled_from([torch_ops, native]))
 def test_columns_split_anywhere(first: int, second: int, seed: int, kernels: ModuleType) -> None:
     """Two spans merged are the span over both, for rows that end anywhere."""
     case = Case((5, first + second), seed=seed)

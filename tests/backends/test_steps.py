@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
-from vllm_hypic.connector.step import (
-    ComposedRow,
-    Row,
-    StepContext,
-    StreamTensors,
-    capture_row,
-    composed_row,
-)
+from vllm_hypic.pool.step import ComposedRow, Row, StepContext, StreamTensors, capture_row, composed_row
 
 CPU = torch.device("cpu")
 

@@ -13,17 +13,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.bench.client import (
-    Client,
-    ClientError,
-    End,
-    Events,
-    Load,
-    Outcome,
-    run_closed,
-    run_schedule,
-)
-from vllm_hypic.processes import free_port
+from benchmarks.client import Client, ClientError, End, Events, Load, Outcome, run_closed, run_schedule
+from vllm_hypic.harness.processes import free_port
 
 from .fake_server import Fake
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from vllm_hypic.bench import beside
-from vllm_hypic.bench.__main__ import main
-from vllm_hypic.bench.beside import Ask
-from vllm_hypic.bench.engines import Engine, EngineError, running
-from vllm_hypic.bench.settings import EngineSettings
-from vllm_hypic.bench.sizes import random_model
+from benchmarks.__main__ import main
+from vllm_hypic.harness import engine_calls
+from vllm_hypic.harness.engine_calls import Ask
+from vllm_hypic.harness.engines import Engine, EngineError, running
+from vllm_hypic.harness.settings import EngineSettings
+from vllm_hypic.harness.sizes import random_model
 
 pytestmark = pytest.mark.engine
 TINY = ("--size", "tiny", "--threads", "1", "--eager", "--kv-gib", "0.25", "--repeats", "2")
@@ -151,5 +151,5 @@ def _use_until_it_dies(engine: Engine) -> None:
         with pytest.raises(EngineError, match="the hypic engine failed in generate"):
             engine.ask(Ask([5] * 40_000))  # longer than the context
         assert engine.ask(Ask([5] * 20)).prompt_tokens == 20  # it lives on
-        assert engine.call(beside.hypic_calls) == {}
+        assert engine.call(engine_calls.hypic_calls) == {}
         engine.call(die)

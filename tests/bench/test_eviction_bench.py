@@ -12,11 +12,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.bench.eviction import eviction, measure
-from vllm_hypic.bench.eviction_replay import Accesses, Saved, offline_greedy, replay, reuses, upper_bound
-from vllm_hypic.bench.eviction_shapes import SHAPES
-from vllm_hypic.bench.eviction_traces import KINDS, Request, Segment, generate, load, save
-from vllm_hypic.bench.trace import TraceError
+from benchmarks.eviction import eviction, measure
+from benchmarks.eviction_replay import Accesses, Saved, offline_greedy, replay, reuses, upper_bound
+from benchmarks.eviction_shapes import SHAPES
+from benchmarks.eviction_traces import KINDS, Request, Segment, generate, load, save
+from benchmarks.trace import TraceError
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.eviction.replay import Setting

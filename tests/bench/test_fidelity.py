@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from vllm_hypic.bench import gate
-from vllm_hypic.bench.beside import Answer
-from vllm_hypic.bench.fidelity import TOP, Fidelity, distance, top
+from vllm_hypic.harness import gate
+from vllm_hypic.harness.engine_calls import Answer
+from vllm_hypic.harness.fidelity import TOP, Fidelity, distance, top
 
 
 def uniform(n: int) -> dict[int, float]:

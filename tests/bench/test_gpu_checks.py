@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import sdpa
+from benchmarks.gpu.check import DTYPES, KERNELS, run_checks
+from benchmarks.gpu.findings import Finding, difference, untouched, worst
+from benchmarks.gpu.operators import SpanRows, SpanStep, TorchOperators, _TorchSpan
+from benchmarks.gpu.shapes import TINY, AttentionShape
+from benchmarks.gpu.span_cases import SpanCase, SpanRequest
 from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, Mode
-from vllm_hypic.bench.gpu import sdpa
-from vllm_hypic.bench.gpu.check import DTYPES, KERNELS, run_checks
-from vllm_hypic.bench.gpu.findings import Finding, difference, untouched, worst
-from vllm_hypic.bench.gpu.operators import SpanRows, SpanStep, TorchOperators, _TorchSpan
-from vllm_hypic.bench.gpu.shapes import TINY, AttentionShape
-from vllm_hypic.bench.gpu.span_cases import SpanCase, SpanRequest
 
 CPU = torch.device("cpu")
 

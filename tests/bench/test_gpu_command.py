@@ -11,18 +11,18 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from benchmarks.gpu import check as check_module
+from benchmarks.gpu import gate
+from benchmarks.gpu import kernels as kernels_module
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.aims import Aim
+from benchmarks.gpu.composed import Composition
+from benchmarks.gpu.device import MEANINGLESS
+from benchmarks.gpu.findings import Finding
+from benchmarks.gpu.model import KINDS, Point, _aims, _marginals
+from benchmarks.gpu.operators import INTERPRET, TorchOperators, operators_for
 from vllm_hypic.backends.ops.gated_delta.program import Mode
-from vllm_hypic.bench.gpu import check as check_module
-from vllm_hypic.bench.gpu import gate
-from vllm_hypic.bench.gpu import kernels as kernels_module
-from vllm_hypic.bench.gpu.__main__ import main
-from vllm_hypic.bench.gpu.aims import Aim
-from vllm_hypic.bench.gpu.composed import Composition
-from vllm_hypic.bench.gpu.device import MEANINGLESS
-from vllm_hypic.bench.gpu.findings import Finding
-from vllm_hypic.bench.gpu.model import KINDS, Point, _aims, _marginals
-from vllm_hypic.bench.gpu.operators import INTERPRET, TorchOperators, operators_for
-from vllm_hypic.bench.stats import Spread
+from vllm_hypic.harness.stats import Spread
 
 
 def run(*arguments: str | Path) -> Result:
@@ -40,7 +40,7 @@ def test_no_gpu_is_a_clear_error(command: str, monkeypatch: pytest.MonkeyPatch) 
 def test_little_is_needed() -> None:
     """No vLLM; matplotlib for plots only; nothing that serves or stores."""
     absent = ("vllm", "transformers", "matplotlib", "httpx", "prometheus_client", "triton")
-    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import vllm_hypic.bench.gpu.__main__"
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -52,7 +52,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert MEANINGLESS in done.output and "Gate passed" in done.output
     written = json.loads(files[0].read_text())
-    assert written["command"].startswith("python -m vllm_hypic.bench.gpu")
+    assert written["command"].startswith("python -m benchmarks.gpu")
     assert written["settings"]["device"]["meaningless"] == MEANINGLESS
     assert written["results"]["aims"] == []
     assert written["results"]["rates"]["copy"] > 0
@@ -147,7 +147,7 @@ def test_check_without_a_gpu_runs_in_an_interpreter(monkeypatch: pytest.MonkeyPa
     assert run("check", "--device", "cpu", "--kernels", "span", "--json", path).exit_code == 7
     [(command, env)] = asked
     assert command[1:] == [
-        *("-m", "vllm_hypic.bench.gpu", "check", "--device", "cpu"),
+        *("-m", "benchmarks.gpu", "check", "--device", "cpu"),
         *("--kernels", "span", "--json", str(path)),
     ]
     assert env[INTERPRET] == "1"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_hypic.bench.gpu.composed import ComposedPass, Composition, Pool, SegmentPass
-from vllm_hypic.bench.gpu.device import Facts
-from vllm_hypic.bench.gpu.layers import Prefill, Stack
-from vllm_hypic.bench.gpu.operators import Operators, SpanRows
-from vllm_hypic.bench.gpu.private import causal_attention
-from vllm_hypic.bench.gpu.shapes import REAL, AttentionShape
-from vllm_hypic.bench.gpu.timing import Timer
+from benchmarks.gpu.composed import ComposedPass, Composition, Pool, SegmentPass
+from benchmarks.gpu.device import Facts
+from benchmarks.gpu.layers import Prefill, Stack
+from benchmarks.gpu.operators import Operators, SpanRows
+from benchmarks.gpu.private import causal_attention
+from benchmarks.gpu.shapes import REAL, AttentionShape
+from benchmarks.gpu.timing import Timer
 
 CUDA = torch.device("cuda")
 META = torch.device("meta")

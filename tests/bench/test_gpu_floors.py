@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_hypic.bench.gpu.floors import (
+from benchmarks.gpu.floors import (
     Floor,
     Rates,
     Work,
@@ -17,10 +17,10 @@ from vllm_hypic.bench.gpu.floors import (
     scan_work,
     span_work,
 )
-from vllm_hypic.bench.gpu.rows import OURS, Row
-from vllm_hypic.bench.gpu.shapes import REAL, AttentionShape, DeltaShape
-from vllm_hypic.bench.gpu.timing import Timer, replayed
-from vllm_hypic.bench.stats import Spread
+from benchmarks.gpu.rows import OURS, Row
+from benchmarks.gpu.shapes import REAL, AttentionShape, DeltaShape
+from benchmarks.gpu.timing import Timer, replayed
+from vllm_hypic.harness.stats import Spread
 
 HEADS = AttentionShape(heads=4, kv_heads=2, size=8, rotary=8)
 DELTA = DeltaShape(key_heads=1, heads=2, K=4, V=8, taps=3)

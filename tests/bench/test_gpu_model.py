@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.gpu import gate, layers, oracle
+from benchmarks.gpu.composed import ComposedPass, Composition, Pool, SegmentPass
+from benchmarks.gpu.drift import measure_drift
+from benchmarks.gpu.gate import relative
+from benchmarks.gpu.layers import Prefill, Stack
+from benchmarks.gpu.operators import TorchOperators
+from benchmarks.gpu.shapes import TINY
 from vllm_hypic.backends.ops.gated_delta.program import Mode
-from vllm_hypic.bench.gpu import gate, layers, oracle
-from vllm_hypic.bench.gpu.composed import ComposedPass, Composition, Pool, SegmentPass
-from vllm_hypic.bench.gpu.drift import measure_drift
-from vllm_hypic.bench.gpu.gate import relative
-from vllm_hypic.bench.gpu.layers import Prefill, Stack
-from vllm_hypic.bench.gpu.operators import TorchOperators
-from vllm_hypic.bench.gpu.shapes import TINY
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.plan import PoolLimits, build_plan, parse_prompt
 from vllm_hypic.primitives.policies import parse_link

@@ -7,15 +7,15 @@ import os
 import subprocess
 import sys
 
-from vllm_hypic.bench.gpu.operators import INTERPRET
+from benchmarks.gpu.operators import INTERPRET
 
 CODE = """
 import torch
-from vllm_hypic.bench.gpu import delta_checks, span_checks
-from vllm_hypic.bench.gpu.delta_cases import DeltaCase, Segment
-from vllm_hypic.bench.gpu.operators import operators_for
-from vllm_hypic.bench.gpu.shapes import AttentionShape, DeltaShape
-from vllm_hypic.bench.gpu.span_cases import SpanCase, SpanRequest
+from benchmarks.gpu import delta_checks, span_checks
+from benchmarks.gpu.delta_cases import DeltaCase, Segment
+from benchmarks.gpu.operators import operators_for
+from benchmarks.gpu.shapes import AttentionShape, DeltaShape
+from benchmarks.gpu.span_cases import SpanCase, SpanRequest
 
 torch.set_num_threads(1)
 cpu, dtype = torch.device("cpu"), torch.float32

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 from one_process import ONE_PROCESS
 
-from vllm_hypic.bench import trace as traces
-from vllm_hypic.bench.client import End, Outcome
-from vllm_hypic.bench.load import load
-from vllm_hypic.bench.rates import LoadSettings, Sustained, Times, make_point, ratios
-from vllm_hypic.bench.trace import TraceSettings, generate
+from benchmarks import trace as traces
+from benchmarks.client import End, Outcome
+from benchmarks.load import load
+from benchmarks.rates import LoadSettings, Sustained, Times, make_point, ratios
+from benchmarks.trace import TraceSettings, generate
 
 from .fake_server import SEPARATOR, Fake
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_hypic.bench.prompts import Prompt, Writer
+from vllm_hypic.harness.prompts import Prompt, Writer
 
 VOCABULARY = list(range(100, 200))
 

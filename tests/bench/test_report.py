@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from vllm_hypic.bench import report
+from vllm_hypic.harness import report
 
 CPUINFO = """\
 processor\t: 0
@@ -29,7 +29,7 @@ def test_a_report_says_where_it_comes_from() -> None:
     assert found["machine"]["cpu"]
     assert found["machine"]["cores"] >= found["machine"]["cores_usable"] >= 1
     assert {"python", "vllm-hypic", "torch"} <= set(found["versions"])
-    assert found["command"].startswith("python -m vllm_hypic.bench")
+    assert found["command"].startswith("python -m benchmarks")
     assert json.loads(json.dumps(found)) == found
 
 
@@ -103,7 +103,7 @@ def test_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from vllm_hypic.bench.plots import Axes, Line, plot_bars, plot_lines
+    from vllm_hypic.harness.plots import Axes, Line, plot_bars, plot_lines
 
     line = Line("a", [1, 2], [3, 4], [2, 3], [5, 6])
     plot_lines(tmp_path / "lines.png", [Axes("t", "x", "y", [line], log_y=True, horizontal={"limit": 3})])

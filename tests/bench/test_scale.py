@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.bench import scale as command
-from vllm_hypic.bench.eviction_shapes import SHAPES
-from vllm_hypic.bench.scale import GOAL, GOAL_WORKERS, measure, scale, under_load
-from vllm_hypic.bench.scale_control import CLIENTS, control_plane
-from vllm_hypic.bench.scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
-from vllm_hypic.bench.scale_sim import Cluster, Policy, alone_s, least_s, simulate, simulate_whole
+from benchmarks import scale as command
+from benchmarks.eviction_shapes import SHAPES
+from benchmarks.scale import GOAL, GOAL_WORKERS, measure, scale, under_load
+from benchmarks.scale_control import CLIENTS, control_plane
+from benchmarks.scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
+from benchmarks.scale_sim import Cluster, Policy, alone_s, least_s, simulate, simulate_whole
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 RECORDS = dataclasses.replace(SHAPES["random-150m"], token_bytes=1, state_bytes=0, transition_bytes=0)

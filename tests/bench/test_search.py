@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hypic.bench.search import RateSearch
+from benchmarks.search import RateSearch
 
 
 def run(search: RateSearch, capacity: float) -> RateSearch:

@@ -7,10 +7,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from vllm_hypic.bench.__main__ import main
-from vllm_hypic.bench.engines import engine_environment
-from vllm_hypic.bench.settings import CONTEXT, EngineSettings, model_context
-from vllm_hypic.config import HypicConfig
+from benchmarks.__main__ import main
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.harness.engines import engine_environment
+from vllm_hypic.harness.settings import CONTEXT, EngineSettings, model_context
 
 
 def refused(*arguments: str) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_hypic.bench.stats import Spread, misses_allowed, percentile, slope, slopes
+from vllm_hypic.harness.stats import Spread, misses_allowed, percentile, slope, slopes
 
 
 def test_spread_keeps_order_and_range() -> None:

@@ -12,10 +12,10 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from vllm_hypic.bench import page_cache, services, tiers
-from vllm_hypic.bench.__main__ import main
-from vllm_hypic.bench.beside import Answer
-from vllm_hypic.bench.tiers import ROWS, Row
+from benchmarks import page_cache, services, tiers
+from benchmarks.__main__ import main
+from benchmarks.tiers import ROWS, Row
+from vllm_hypic.harness.engine_calls import Answer
 
 
 def run(*arguments: str) -> Result:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_hypic.bench.trace import FIRST_WORD, Trace, TraceError, TraceSettings, generate, load
+from benchmarks.trace import FIRST_WORD, Trace, TraceError, TraceSettings, generate, load
 
 SMALL = TraceSettings(requests=20, documents=12, median_tokens=80, max_tokens=400, vocabulary=500)
 TEXT = replace(SMALL, form="text")

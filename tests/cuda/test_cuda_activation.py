@@ -20,12 +20,12 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_hypic import activation
-from vllm_hypic.activation import CUDA_WORKER, SCHEDULER, choose, complete
+from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
 from vllm_hypic.backends.cuda import support
-from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionBackend
-from vllm_hypic.config import ConfigError
-from vllm_hypic.tokenizer import TOKENS_ENV
+from vllm_hypic.config.engine import ConfigError
+from vllm_hypic.engine import activation
+from vllm_hypic.engine.activation import CUDA_WORKER, SCHEDULER, choose, complete
+from vllm_hypic.engine.tokenizer import TOKENS_ENV
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -99,7 +99,7 @@ def test_the_backend_alone_chooses_everything(cuda: CUDA) -> None:
 
 def test_the_backends_name_stands_for_flash_attention(cuda: CUDA) -> None:
     """The module where vLLM looks the class up, imported anew under another name."""
-    here = importlib.util.find_spec("vllm_hypic.backends.attention")
+    here = importlib.util.find_spec("vllm_hypic.backends.attention.backend")
     assert here is not None and here.origin is not None
     anew = importlib.util.spec_from_file_location("vllm_hypic.backends.attention_on_cuda", here.origin)
     assert anew is not None and anew.loader is not None

@@ -14,17 +14,17 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from vllm_hypic import gpu_worker
-from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionImpl
-from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
 from vllm_hypic.backends.cuda.memory import scratch_bytes
 from vllm_hypic.backends.cuda.rows import PARTIAL_BYTES, SHORTEST, span_pieces
-from vllm_hypic.connector import upload as upload_module
-from vllm_hypic.connector.geometry import PoolGeometry
+from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
-from vllm_hypic.connector.pool import DevicePool
-from vllm_hypic.connector.runtime import HypicRuntime
-from vllm_hypic.connector.step import (
+from vllm_hypic.engine import cuda_worker
+from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
+from vllm_hypic.pool import upload as upload_module
+from vllm_hypic.pool.geometry import PoolGeometry
+from vllm_hypic.pool.runtime import HypicRuntime
+from vllm_hypic.pool.step import (
     Batch,
     Row,
     StepContext,
@@ -33,8 +33,8 @@ from vllm_hypic.connector.step import (
     composed_row,
     rewritten_positions,
 )
-from vllm_hypic.connector.upload import upload
-from vllm_hypic.gpu_worker import HypicGPUModelRunner
+from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.upload import upload
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 4, 8]
@@ -91,13 +91,13 @@ def test_passes_with_rows_of_ours_stay_out_of_full_graphs(
 ) -> None:
     made, step = runner(mode), StepContext([], [], CPU)
     for now, wanted in ((None, plain), (step, ours), (None, plain)):
-        monkeypatch.setattr(gpu_worker, "current_step", lambda now=now: now)
+        monkeypatch.setattr(cuda_worker, "current_step", lambda now=now: now)
         assert dispatched(made, 3) is wanted
 
 
 def test_while_vllm_starts_there_is_no_step() -> None:
     """Profiling and capture come before the connector: the override must not ask it."""
-    assert gpu_worker.current_step() is None
+    assert cuda_worker.current_step() is None
     assert dispatched(runner(CUDAGraphMode.FULL_AND_PIECEWISE), 3) is CUDAGraphMode.FULL
 
 

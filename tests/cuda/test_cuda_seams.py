@@ -26,13 +26,13 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_hypic.activation import CUDA_WORKER
-from vllm_hypic.backends.cuda.attention import HypicCUDAAttentionBackend, HypicCUDAAttentionImpl
-from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
-from vllm_hypic.backends.linear.gdn import _layer_class
+from vllm_hypic.backends.attention.base import PublicAttention
+from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend, HypicCUDAAttentionImpl
+from vllm_hypic.backends.linear.gdn.base import _layer_class
+from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.ops import gated_delta
-from vllm_hypic.backends.public import PublicAttention
-from vllm_hypic.gpu_worker import HypicGPUModelRunner, HypicGPUWorker
+from vllm_hypic.engine.activation import CUDA_WORKER
+from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner, HypicGPUWorker
 
 
 def test_the_worker_is_found_by_its_path() -> None:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hypic.config import HypicConfig
-from vllm_hypic.connector import streams as streams_module
-from vllm_hypic.connector.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import CapturePlan, HypicMetadata
-from vllm_hypic.connector.record_tiles import DeviceTiles, HostTiles, RecordTiles
-from vllm_hypic.connector.step import Row, StepContext, capture_row
-from vllm_hypic.connector.streams import CPUStreams, CUDAStreams, streams_of
-from vllm_hypic.connector.tiles import NONE, TilePool
-from vllm_hypic.connector.worker_side import WorkerSide
+from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.pool.copy import readback as streams_module
+from vllm_hypic.pool.copy.readback import CPUStreams, CUDAStreams, streams_of
+from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.record_blocks import DeviceTiles, HostTiles, RecordTiles
+from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.pool.transition_blocks import NONE, TilePool
 
 CPU = torch.device("cpu")
 HEADS, SLOTS, TILES = (2, 3), 4, 12
@@ -97,9 +97,9 @@ def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStream
     linear = tuple(LinearGeometry(f"layers.{i}", n, 4, 4, 3, 8, torch.float32) for i, n in enumerate(HEADS))
     geometry = PoolGeometry((), linear, page_tokens=8, pages=0, slots=SLOTS, tiles=TILES)
     late = LateStreams()
-    monkeypatch.setattr("vllm_hypic.connector.worker_side.streams_of", lambda device: late)
+    monkeypatch.setattr("vllm_hypic.connector.worker.side.streams_of", lambda device: late)
     monkeypatch.setattr(
-        "vllm_hypic.connector.pool.HostTiles", lambda pool, heads, slots: DeviceTiles(pool, heads, slots, CPU)
+        "vllm_hypic.pool.tensors.HostTiles", lambda pool, heads, slots: DeviceTiles(pool, heads, slots, CPU)
     )
     worker = WorkerSide(geometry, HypicConfig())
     worker.start(CPU)

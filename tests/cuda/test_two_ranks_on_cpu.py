@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.bench.random_models import save_hybrid_model
+from vllm_hypic.harness.random_models import save_hybrid_model
 
 POOL_BYTES = 6_000_000
 

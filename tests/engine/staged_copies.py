@@ -58,8 +58,8 @@ class PolledStream:
 
 def stage(llm: Any) -> None:
     """From now on, until :func:`unstage`."""
-    from vllm_hypic.connector.staged_mover import StagedMover
-    from vllm_hypic.connector.staging import HostBlocks
+    from vllm_hypic.pool.copy.staged import StagedMover
+    from vllm_hypic.pool.copy.staging import HostBlocks
 
     worker, engine, scheduler = worker_of(llm), llm.llm_engine, scheduler_of(llm)
     llm.hypic_host_mover = worker._mover

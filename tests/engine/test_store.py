@@ -246,7 +246,7 @@ def test_dropping_expiring_and_pinning_a_record(engine: Engine) -> None:
 
 def interior_key(llm: Any) -> Any:
     side = scheduler_of(llm).hypic
-    from vllm_hypic.connector.scheduler_side import Ask as Planned
+    from vllm_hypic.connector.scheduler.side import Ask as Planned
 
     plan = side.plan(Planned(list(prompt(ONE, query=QUESTION, lead=LEAD)), None, None, None))
     return plan.segments[1].key

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.bench.services import LMCacheServer, RedisServer
+from benchmarks.services import LMCacheServer, RedisServer
 
 from .conftest import EngineFactory
 from .engines import Engine, audit

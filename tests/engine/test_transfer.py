@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from oracle.models import random_segments
 
-from vllm_hypic.processes import free_port
+from vllm_hypic.harness.processes import free_port
 from vllm_hypic.segment_parallel.landing import Landing
 from vllm_hypic.segment_parallel.notice import withdraw
 from vllm_hypic.segment_parallel.sender import Sender, Sent
@@ -37,7 +37,7 @@ def warm_up(**extra: Any) -> Ask:
 
 def names(llm: Any) -> dict[str, str]:
     """Keys of the segments by the names of their objects."""
-    from vllm_hypic.connector.scheduler_side import Ask as Planned
+    from vllm_hypic.connector.scheduler.side import Ask as Planned
 
     plan = scheduler_of(llm).hypic.plan(Planned(list(ask().tokens), None, None, None))
     return {f"{s.key}.0-1": s.key for s in plan.segments}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.bench import random_models
+from vllm_hypic.harness import random_models
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_hypic.demo import EXAMPLE
-from vllm_hypic.generators import Generator, find_generator
+from vllm_hypic.demo.single import EXAMPLE
+from vllm_hypic.harness.generators import Generator, find_generator
 
 
 @pytest.fixture(scope="session", params=["tiny-hybrid-qa", "hybrid-notes"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm_hypic.config import HypicConfig
+from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.eval.gate.criteria import Answers, Distances, Numbers, Reuse
 from vllm_hypic.eval.gate.identity import Subject, telling
 

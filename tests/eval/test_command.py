@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.command import main
 from vllm_hypic.eval.tasks.families import FAMILIES
 

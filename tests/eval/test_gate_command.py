@@ -11,10 +11,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from vllm_hypic.bench.engines import EngineError
 from vllm_hypic.cli import main
-from vllm_hypic.config import HypicConfig
-from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.criteria import Numbers
 from vllm_hypic.eval.gate.fixed_set import TaskSet
@@ -22,9 +21,10 @@ from vllm_hypic.eval.gate.measure import Measured, MeasureError, Place
 from vllm_hypic.eval.gate.signoff import FOLDER, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
-from vllm_hypic.eval.room import RoomError
+from vllm_hypic.eval.pool_batches import RoomError
 from vllm_hypic.eval.task import ChatTemplate
-from vllm_hypic.generators import Generator
+from vllm_hypic.harness.engines import EngineError
+from vllm_hypic.harness.generators import Generator
 
 from .gate_numbers import answers, numbers, subject
 

@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
+from vllm_hypic.config.gate import GateConfig
 from vllm_hypic.eval.gate.command import Exit, gate
-from vllm_hypic.eval.gate.config import GateConfig
 from vllm_hypic.eval.gate.criteria import Limits
 from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_TOKENS, DOCUMENTS, ENGLISH_TOKENS
 from vllm_hypic.eval.gate.identity import Subject

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from engine.engines import Engine, EngineError
 
 from vllm_hypic.cli import main
-from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FIRST_TOKENS
 from vllm_hypic.eval.gate.measure import Measured, Place

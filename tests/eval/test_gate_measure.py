@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.bench.beside import Answer, Ask
-from vllm_hypic.bench.settings import EngineSettings
 from vllm_hypic.eval import noise as noise_module
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.gate import measure as module
@@ -23,6 +21,8 @@ from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.results import Metric
 from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task
+from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.primitives.policies import ModelTraits
 
 from .gate_numbers import subject

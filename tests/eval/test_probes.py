@@ -12,19 +12,19 @@ import torch
 from click.testing import CliRunner
 
 from vllm_hypic.backends.linear.references import GDN, recurrence
-from vllm_hypic.bench.fidelity import distance
-from vllm_hypic.bench.prompts import Prompt, Writer
-from vllm_hypic.bench.settings import EngineSettings
-from vllm_hypic.demo import EXAMPLE
+from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.methods import FULL, link_method
 from vllm_hypic.eval.probes import dtype
 from vllm_hypic.eval.probes.__main__ import main
 from vllm_hypic.eval.probes.attention import Profile, _deviation, _Tokens, token_deviation, zones
-from vllm_hypic.eval.probes.beside import Seen
 from vllm_hypic.eval.probes.drift import aggregate
-from vllm_hypic.eval.probes.looking import Look, Looks, Probe, require_long
+from vllm_hypic.eval.probes.engine_calls import Seen
+from vllm_hypic.eval.probes.engine_pair import Look, Looks, Probe, require_long
 from vllm_hypic.eval.probes.norms import relative
 from vllm_hypic.eval.probes.prompts import make_prompts
+from vllm_hypic.harness.fidelity import distance
+from vllm_hypic.harness.prompts import Prompt, Writer
+from vllm_hypic.harness.settings import EngineSettings
 
 
 def probe(*methods: str) -> Probe:

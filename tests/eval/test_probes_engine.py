@@ -16,14 +16,14 @@ from engine.engines import FIRST_WORD, LAST_WORD, SEP, Engine, run_apart
 from oracle import Oracle
 from oracle.models import save_hybrid_model
 
-from vllm_hypic.bench.settings import EngineSettings
 from vllm_hypic.eval.methods import link_method, noise_name
 from vllm_hypic.eval.probes import attention, drift, dtype, length
 from vllm_hypic.eval.probes.__main__ import main
-from vllm_hypic.eval.probes.beside import layers
-from vllm_hypic.eval.probes.looking import Eyes, Probe
+from vllm_hypic.eval.probes.engine_calls import layers
+from vllm_hypic.eval.probes.engine_pair import Eyes, Probe
 from vllm_hypic.eval.probes.norms import relative
 from vllm_hypic.eval.probes.truth import refusal, true_state
+from vllm_hypic.harness.settings import EngineSettings
 
 pytestmark = pytest.mark.engine
 METHODS = ("naive-8", "block", "epic-16", "hypic-8")

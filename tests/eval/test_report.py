@@ -8,16 +8,16 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hypic.bench.prompts import Prompt
-from vllm_hypic.bench.stats import Spread
 from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, PREFIX_SAME, is_noise, link_method, noise_name
 from vllm_hypic.eval.pareto import Panel, panels, plot
+from vllm_hypic.eval.pool_batches import RoomError, groups
 from vllm_hypic.eval.results import Cell, FamilyResult, Metric, cell, overall
-from vllm_hypic.eval.room import RoomError, groups
 from vllm_hypic.eval.runner import Outcome
 from vllm_hypic.eval.scores import Scores
 from vllm_hypic.eval.tables import family_table, notes, overall_table
 from vllm_hypic.eval.task import Example, Task
+from vllm_hypic.harness.prompts import Prompt
+from vllm_hypic.harness.stats import Spread
 from vllm_hypic.primitives.plan import PoolLimits
 
 NOISE = noise_name(256)

@@ -6,17 +6,17 @@ from typing import Any, cast
 
 import pytest
 
-from vllm_hypic.bench.beside import Answer, Ask
-from vllm_hypic.bench.engines import Engine
-from vllm_hypic.bench.report import Steps
 from vllm_hypic.eval.answers_file import writing_answers
 from vllm_hypic.eval.first_token import first_token_times
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_method
-from vllm_hypic.eval.room import RoomError
+from vllm_hypic.eval.pool_batches import RoomError
 from vllm_hypic.eval.runner import evaluate
 from vllm_hypic.eval.study import Study, refused
 from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
+from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.harness.engines import Engine
+from vllm_hypic.harness.report import Steps
 from vllm_hypic.primitives.options import LINK, SEAM
 from vllm_hypic.primitives.plan import PoolLimits
 from vllm_hypic.primitives.policies import ModelTraits

@@ -12,7 +12,7 @@ from vllm_hypic.eval.task import TEXTS, Task
 from vllm_hypic.eval.tasks import demo, english, keyvalue, longbench, variables
 from vllm_hypic.eval.tasks.families import FAMILIES, Source
 from vllm_hypic.eval.tasks.longbench import DataError
-from vllm_hypic.generators import Generator, Parts, find_generator
+from vllm_hypic.harness.generators import Generator, Parts, find_generator
 
 ENGLISH = ("needle", "keyvalue", "variables")
 

@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, cpu, reference, torch_ops
+from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, native, reference
+from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
 from vllm_hypic.backends.ops.gated_delta.program import Mode
 
 from .inputs import relative
@@ -48,7 +49,7 @@ SHAPES = [
     Shape(2, 4, 128, 128),
 ]
 
-MODULES = pytest.mark.parametrize("module", [cpu, torch_ops], ids=["c++", "torch"])
+MODULES = pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
 
 
 def run_segments(
@@ -176,7 +177,7 @@ def test_segments_in_several_passes(module: ModuleType, cuts: list[int]) -> None
     tail=st.booleans(),
     cuts=st.sets(st.integers(1, 89), max_size=5),
     seed=st.integers(0, 1 << 16),
-    module=st.sampled_from([cpu, torch_ops]),
+    module=st.sampled_from([native, torch_ops]),
 )
 def test_any_segment_in_any_passes(
     tokens: int, window: int, tail: bool, cuts: set[int], seed: int, module: ModuleType
@@ -309,7 +310,7 @@ def test_a_dead_head_reads_no_tile(module: ModuleType) -> None:
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     window=st.integers(0, 5),
     seed=st.integers(0, 1 << 16),
-    module=st.sampled_from([cpu, torch_ops]),
+    module=st.sampled_from([native, torch_ops]),
 )
 def test_composition_is_one_scan(lengths: list[int], window: int, seed: int, module: ModuleType) -> None:
     """Records of a text's pieces, each captured alone, and the windows between them: the state of one scan.
@@ -355,9 +356,9 @@ def test_dimension_first_conv_caches() -> None:
     other = replace(other, caches=replace(other.caches, conv=turned))
     assert turned.stride() != conv.contiguous().stride() and slots is not None and state is not None
     for world in (layer, other):
-        run_segments(cpu, world, [Segment(0, 0, 30, 8, 22, 1)], [2, 14])
-        run_compose(cpu, world, [(1, False, [(30, 2, 0, TRANSITION)])])
-        run_compose(cpu, world, [(1, True, [(32, 8, 0, TRANSITION), (40, 2, -1, NONE)])])
+        run_segments(native, world, [Segment(0, 0, 30, 8, 22, 1)], [2, 14])
+        run_compose(native, world, [(1, False, [(30, 2, 0, TRANSITION)])])
+        run_compose(native, world, [(1, True, [(32, 8, 0, TRANSITION), (40, 2, -1, NONE)])])
     assert torch.equal(layer.context(0), other.context(0)) and torch.equal(layer.context(1), other.context(1))
     assert torch.equal(layer.state(0), other.state(0)) and torch.equal(layer.state(1), other.state(1))
 
@@ -371,8 +372,8 @@ def test_threads_change_no_bit() -> None:
         for count in (1, 4, 4, 4, 16):
             torch.set_num_threads(count)
             layer = Layer.make(Shape(4, 8, 32, 64), 600, torch.bfloat16)
-            run_segments(cpu, layer, segments, [100])
-            run_compose(cpu, layer, [(3, False, [(0, 300, 0, TRANSITION), (300, 300, 1, TRANSITION)])])
+            run_segments(native, layer, segments, [100])
+            run_compose(native, layer, [(3, False, [(0, 300, 0, TRANSITION), (300, 300, 1, TRANSITION)])])
             worlds.append(layer)
     finally:
         torch.set_num_threads(threads)
@@ -393,12 +394,12 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
         replace(good, slot=SLOTS): "record",
     }.items():
         with pytest.raises(IndexError, match=message):
-            run_segments(cpu, layer, [bad])
+            run_segments(native, layer, [bad])
     with pytest.raises(IndexError, match="record"):
-        run_compose(cpu, layer, [(0, False, [(0, 1, SLOTS, TRANSITION)])])
+        run_compose(native, layer, [(0, False, [(0, 1, SLOTS, TRANSITION)])])
     layer.records.tile_of[1] = -1
     with pytest.raises(IndexError, match="tile"):
-        run_segments(cpu, layer, [good])
+        run_segments(native, layer, [good])
     assert layer.out.isnan().all()
 
 
@@ -418,9 +419,9 @@ def test_the_operators_can_be_traced() -> None:
 
 def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 4)
-    assert choose(layer.weights, layer.caches) is cpu
+    assert choose(layer.weights, layer.caches) is native
     odd = Layer.make(Shape(1, 2, 8, 16), 4)
-    assert "multiples" in str(cpu.refuses(odd.weights, odd.caches))
+    assert "multiples" in str(native.refuses(odd.weights, odd.caches))
     assert choose(odd.weights, odd.caches) is torch_ops
     half = replace(layer.caches, state=layer.caches.state.bfloat16())
-    assert "bfloat16" in str(cpu.refuses(layer.weights, half))
+    assert "bfloat16" in str(native.refuses(layer.weights, half))

@@ -21,8 +21,7 @@ from vllm.tokenizers.hf import maybe_make_thread_pool
 from vllm.tokenizers.registry import get_tokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 
-from vllm_hypic.primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
-from vllm_hypic.tokenizer import (
+from vllm_hypic.engine.tokenizer import (
     MODE,
     TOKENS_ENV,
     HypicTokenizer,
@@ -32,6 +31,7 @@ from vllm_hypic.tokenizer import (
     register_mode,
     with_primitives,
 )
+from vllm_hypic.primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
 from .conftest import CORPUS, LOSSLESS
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from vllm_hypic.config.segment_parallel import Address, ParallelConfig
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.segment_parallel.config import Address, ParallelConfig
 
 GOOD = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"}
 

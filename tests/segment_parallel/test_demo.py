@@ -14,8 +14,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from vllm_hypic.segment_parallel.asking import Breakdown, Part, Reply
-from vllm_hypic.segment_parallel.demo import Counted, check, main
+from vllm_hypic.demo.asking import Breakdown, Part, Reply
+from vllm_hypic.demo.parallel import Counted, check, main
 
 ROOT = Path(__file__).parents[2]
 _ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -105,4 +105,4 @@ def test_whoever_ends_the_demo_ends_all_of_it(number):
 
 
 def _demo() -> list[str]:
-    return [sys.executable, "-m", "vllm_hypic.segment_parallel.demo"]
+    return [sys.executable, "-m", "vllm_hypic.demo.parallel"]

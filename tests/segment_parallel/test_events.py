@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.processes import free_port
+from vllm_hypic.harness.processes import free_port
 from vllm_hypic.segment_parallel import events_wire as wire
 from vllm_hypic.segment_parallel.events import SILENCE_S, InstanceView, Publisher, Subscription
 from vllm_hypic.segment_parallel.secret import Secret

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_hypic.config.segment_parallel import ParallelConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.segment_parallel import nixl, wire
-from vllm_hypic.segment_parallel.config import ParallelConfig
 from vllm_hypic.segment_parallel.nixl import Exporter, Puller, open_nixl
 from vllm_hypic.segment_parallel.room import Room
 from vllm_hypic.store.record import ALIGNMENT

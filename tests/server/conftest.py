@@ -13,9 +13,9 @@ import pytest
 from one_process import ONE_PROCESS
 
 from vllm_hypic.connector.stats import COUNTERS, GAUGES
-from vllm_hypic.demo import EXAMPLE, make_tasks
+from vllm_hypic.demo.single import EXAMPLE, make_tasks
+from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_messages, build_prompt
-from vllm_hypic.serving import Server
 
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 MAX_MODEL_LEN = 20480

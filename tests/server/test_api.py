@@ -7,7 +7,7 @@ import math
 import httpx
 import pytest
 
-from vllm_hypic.serving import ask
+from vllm_hypic.harness.serving import ask
 
 from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, Client, cached, text
 

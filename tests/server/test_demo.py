@@ -11,44 +11,44 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_hypic import demo
-from vllm_hypic.serving import Answer
+from vllm_hypic.demo.single import single
+from vllm_hypic.harness.serving import Answer
 
 from .conftest import ENV
 
 ROOT = Path(__file__).parents[2]
-TASK = demo.Task("w1 .", ("w2", "w3", "w4"), "? =>", "val1")
+TASK = single.Task("w1 .", ("w2", "w3", "w4"), "? =>", "val1")
 
 
-def results(texts: list[str], cached: int) -> list[demo.Result]:
-    prompt = demo.Prompt(TASK, (0, 1, 2), "chat", cut=True)
+def results(texts: list[str], cached: int) -> list[single.Result]:
+    prompt = single.Prompt(TASK, (0, 1, 2), "chat", cut=True)
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": cached}}
-    return [demo.Result(prompt, Answer(text, "stop", 0.1, 0.2, usage)) for text in texts]
+    return [single.Result(prompt, Answer(text, "stop", 0.1, 0.2, usage)) for text in texts]
 
 
 def test_the_verdict_can_fail():
     right, wrong = [" val1"] * 3, [" val1", "val2", ""]
     stock, cold, warm = results(right, 0), results(right, 0), results(right, 5)
-    assert demo.check(stock, cold, warm) == []
-    assert "1 of 3 right" in demo.check(stock, cold, results(wrong, 5))[0]
-    assert "reused nothing" in demo.check(stock, cold, results(right, 0))[0]
-    assert "not cold" in demo.check(stock, warm, warm)[0]
-    assert demo.check(results(["x"], 0), results(["x"], 0), results(["x"], 5))
+    assert single.check(stock, cold, warm) == []
+    assert "1 of 3 right" in single.check(stock, cold, results(wrong, 5))[0]
+    assert "reused nothing" in single.check(stock, cold, results(right, 0))[0]
+    assert "not cold" in single.check(stock, warm, warm)[0]
+    assert single.check(results(["x"], 0), results(["x"], 0), results(["x"], 5))
 
 
 def test_orders_differ():
-    assert len(set(demo.orders(3, 8))) == demo.ORDERS
-    assert demo.orders(0, 1) == [(0,)] * demo.ORDERS
+    assert len(set(single.orders(3, 8))) == single.ORDERS
+    assert single.orders(0, 1) == [(0,)] * single.ORDERS
 
 
 @pytest.mark.engine
 def test_a_killed_owner_takes_its_server_along(tmp_path):
     """SIGKILL leaves the owner no chance to clean up."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom vllm_hypic.serving import Server\n"
+        "import sys\nfrom pathlib import Path\nfrom vllm_hypic.harness.serving import Server\n"
         "options = ('--enforce-eager', '--kv-cache-memory-bytes', '64M')\n"
         f"log = Path({str(tmp_path / 'log')!r})\n"
-        f"server = Server({str(demo.EXAMPLE / 'model')!r}, *options, log=log)\n"
+        f"server = Server({str(single.EXAMPLE / 'model')!r}, *options, log=log)\n"
         "with server:\n    print(*[p.pid for p in server.processes()], flush=True)\n    sys.stdin.read()\n"
     )
     owner = subprocess.Popen(

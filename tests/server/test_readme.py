@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.config import HypicConfig
+from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.stats import COUNTERS, GAUGES
+from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.policies import METHODS
-from vllm_hypic.serving import Server
 
 from .conftest import ENV
 

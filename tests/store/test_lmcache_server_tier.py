@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from vllm_hypic.bench.services import LMCacheServer
-from vllm_hypic.processes import free_port
+from benchmarks.services import LMCacheServer
+from vllm_hypic.harness.processes import free_port
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.lmcache_server import LMCacheServerTier
 
@@ -186,7 +186,7 @@ def test_a_killed_test_run_leaves_no_server(tmp_path):
     """The parent dies by SIGKILL, right after the server is up."""
     code = f"""
 import os, signal, pathlib
-from vllm_hypic.bench.services import Service
+from benchmarks.services import Service
 class Sleeper(Service):
     def command(self): return ["/bin/sleep", "300"]
     def answers(self): return True

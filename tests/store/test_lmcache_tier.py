@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.bench.services import RedisServer
+from benchmarks.services import RedisServer
 from vllm_hypic.store.tiers import lmcache
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.lmcache import LMCacheTier

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from vllm_hypic.config.store import StoreConfig
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.store.config import StoreConfig
 from vllm_hypic.store.shared import shared_tiers
 
 REDIS = {"type": "redis", "url": "redis://cache:6379/0", "shared": True}

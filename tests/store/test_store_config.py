@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.errors import ConfigError
-from vllm_hypic.store.build import build_store
-from vllm_hypic.store.config import (
+from vllm_hypic.config.store import (
     DiskConfig,
     LMCacheConfig,
     LMCacheServerConfig,
@@ -19,6 +17,8 @@ from vllm_hypic.store.config import (
     RedisConfig,
     StoreConfig,
 )
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.store.build import build_store
 
 EVERY_TIER = {
     "tiers": [

@@ -12,9 +12,9 @@ from typing import Self
 
 import httpx
 
-from vllm_hypic.demo import Task, make_tasks
+from vllm_hypic.demo.single import Task, make_tasks
+from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_prompt
-from vllm_hypic.serving import Server
 
 DOCUMENTS, DOCUMENT_TOKENS = 5, 96
 BOUND_S = 60.0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from one_process import ONE_PROCESS
 
-from vllm_hypic.bench.services import LMCacheServer, RedisServer
-from vllm_hypic.demo import EXAMPLE, Task
-from vllm_hypic.serving import Server
+from benchmarks.services import LMCacheServer, RedisServer
+from vllm_hypic.demo.single import EXAMPLE, Task
+from vllm_hypic.harness.serving import Server
 
 from .asking import DOCUMENT_TOKENS, DOCUMENTS, Questions, ask_right
 from .faulty import NoDisk, SlowWay, SmallDisk

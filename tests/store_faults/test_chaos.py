@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from vllm_hypic.demo import Task
+from vllm_hypic.demo.single import Task
 
 from .asking import Clients, ask_right
 from .conftest import Stand

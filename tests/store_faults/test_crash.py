@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from vllm_hypic.demo import Task
-from vllm_hypic.serving import Server
+from vllm_hypic.demo.single import Task
+from vllm_hypic.harness.serving import Server
 
 from .asking import BOUND_S, DOCUMENTS, Questions, ask
 from .conftest import small_server

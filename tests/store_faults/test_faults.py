@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from vllm_hypic.demo import Task
+from vllm_hypic.demo.single import Task
 
 from .asking import Clients, Gaps, PlainStream, ask_right
 from .conftest import DEADLINE_S, TRIES, Stand

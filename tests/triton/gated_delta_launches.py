@@ -14,9 +14,10 @@ from record_launches import H100, record
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights, triton_ops
+from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
 from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
-from vllm_hypic.backends.ops.gated_delta.triton_decay import after_decay
+from vllm_hypic.backends.ops.gated_delta.triton import operators
+from vllm_hypic.backends.ops.gated_delta.triton.decay import after_decay
 
 KEY_HEADS, HEADS, K, V, TAPS = 16, 32, 128, 128, 4
 CHANNELS = 2 * KEY_HEADS * K + HEADS * V
@@ -52,10 +53,10 @@ def step(requests: int, rows: int) -> None:
         ops.append(ComposeOp(first, rows, 0, Mode.TRANSITION))
         rows_of.append(ComposeRow(i, cut, i, i + 1))
     cpu = torch.device("cpu")
-    plan = triton_ops.plan_segments(pack(segments, SegmentRow), cpu)
-    triton_ops.run_segments(plan, x, weights, caches, out, records, carries)
-    composing = triton_ops.plan_compose(pack(rows_of, ComposeRow), pack(ops, ComposeOp), cpu)
-    triton_ops.run_compose(composing, x, weights, caches, out, records)
+    plan = operators.plan_segments(pack(segments, SegmentRow), cpu)
+    operators.run_segments(plan, x, weights, caches, out, records, carries)
+    composing = operators.plan_compose(pack(rows_of, ComposeRow), pack(ops, ComposeOp), cpu)
+    operators.run_compose(composing, x, weights, caches, out, records)
 
 
 def main() -> None:

@@ -9,15 +9,8 @@ import torch
 from linear.layer_inputs import Layer, Records, Segment
 from linear.test_layer_operators import run_compose, run_segments
 
-from vllm_hypic.backends.ops.gated_delta import (
-    DEAD_BELOW,
-    Caches,
-    Carry,
-    Inputs,
-    Weights,
-    reference,
-    triton_ops,
-)
+from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, Weights, reference
+from vllm_hypic.backends.ops.gated_delta.triton import operators
 
 
 def moved(layer: Layer, device: torch.device) -> Layer:
@@ -50,7 +43,7 @@ def captured(
     exact, before = layer.exact(), layer.copy()
     run_segments(reference, exact, segments)
     there = moved(layer, device)
-    run_segments(triton_ops, there, segments, cuts, dead_below)
+    run_segments(operators, there, segments, cuts, dead_below)
     return moved(there, torch.device("cpu")), exact, before
 
 
@@ -59,5 +52,5 @@ def composed(layer: Layer, requests: Sequence, device: torch.device) -> tuple[La
     exact = layer.exact()
     run_compose(reference, exact, requests)
     there = moved(layer, device)
-    run_compose(triton_ops, there, requests)
+    run_compose(operators, there, requests)
     return moved(there, torch.device("cpu")), exact

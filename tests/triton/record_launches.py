@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vllm_hypic.backends.ops.span_attention import plan, triton_ops
+from vllm_hypic.backends.ops.span_attention import plan
+from vllm_hypic.backends.ops.span_attention.triton import operators
 
 
 class H100:
@@ -50,7 +51,7 @@ def record(
 def main() -> None:
     driver.set_active(H100())
     JITFunction._do_compile = record
-    plan.many_rows = triton_ops.many_rows = lambda *given: 128
+    plan.many_rows = operators.many_rows = lambda *given: 128
     cpu = torch.device("cpu")
     bf16 = torch.bfloat16
     for heads, kv_heads, size, rotary, neox in (
@@ -61,8 +62,8 @@ def main() -> None:
         (16, 2, 256, 64, False),
     ):
         table = torch.zeros(16, rotary, dtype=bf16)
-        triton_ops.warm_up(heads, kv_heads, size, bf16, table, neox, cpu)
-    triton_ops.cache_lse(
+        operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu)
+    operators.cache_lse(
         torch.zeros(1, 64, 128, dtype=bf16),
         torch.zeros(1, 2 * 16 * 8 * 128, dtype=bf16),
         torch.zeros(16, 8, 128, dtype=torch.int32),

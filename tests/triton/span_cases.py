@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_hypic.backends.ops.span_attention import reference, triton_ops
+from vllm_hypic.backends.ops.span_attention import reference
+from vllm_hypic.backends.ops.span_attention.triton import operators
 
 POSITIONS = 1000
 
@@ -85,7 +86,7 @@ class Case:
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the kernels, on the CPU."""
-        out, lse = triton_ops.span_attention(
+        out, lse = operators.span_attention(
             self.query,
             self.key,
             self.value,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from span_cases import LSE_TOLERANCE
 
-from vllm_hypic.backends.ops.span_attention import reference, triton_ops
+from vllm_hypic.backends.ops.span_attention import reference
+from vllm_hypic.backends.ops.span_attention.triton import operators
 
 KV_HEADS = 2
 
@@ -43,7 +44,7 @@ class Cached:
         self.scale = size**-0.5
 
     def error(self, device: torch.device) -> float:
-        ours = triton_ops.cache_lse(
+        ours = operators.cache_lse(
             self.query.to(device),
             self.cache.to(device),
             self.index.to(device),

@@ -7,8 +7,8 @@ import torch
 from span_cases import cos_sin_table
 
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
-from vllm_hypic.backends.ops.span_attention.torch_ops import unrotate
-from vllm_hypic.backends.ops.span_attention.triton_capture import capture_
+from vllm_hypic.backends.ops.span_attention.torch import unrotate
+from vllm_hypic.backends.ops.span_attention.triton.capture import capture_
 
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 """Of a pair, relative to its largest member: one rounding; in float32 some."""

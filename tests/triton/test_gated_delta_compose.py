@@ -17,8 +17,9 @@ from linear.test_layer_operators import (
     run_segments,
 )
 
-from vllm_hypic.backends.ops.gated_delta import reference, triton_ops
+from vllm_hypic.backends.ops.gated_delta import reference
 from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.gated_delta.triton import operators
 
 NONE, REPLACE, TRANSITION, ADD = Mode
 T_FP16 = 1.5e-4
@@ -74,15 +75,15 @@ def test_composition_is_one_scan(kind: str, window: int, device: torch.device) -
     there = moved(layer, device)
     operations, at = [], 0
     for slot, n in enumerate(lengths):
-        run_segments(triton_ops, there, [Segment(1, 0, at + window + n, at + window, at + window + n, slot)])
+        run_segments(operators, there, [Segment(1, 0, at + window + n, at + window, at + window + n, slot)])
         operations.append((at, window, slot, TRANSITION))
         at += window + n
     operations.append((at, 0, -1, NONE))
-    run_compose(triton_ops, there, [(0, False, operations)])
+    run_compose(operators, there, [(0, False, operations)])
     assert relative(there.state(0).cpu(), whole.state(0)) < T_FP16
     assert torch.equal(there.context(0).cpu(), whole.context(0))
     naive = [(a, n, s, ADD if m == TRANSITION else m) for a, n, s, m in operations]
-    run_compose(triton_ops, there, [(0, False, naive)])
+    run_compose(operators, there, [(0, False, naive)])
     assert relative(there.state(0).cpu(), whole.state(0)) > 5 * T_FP16, "T left out must not go unnoticed"
 
 
@@ -105,7 +106,7 @@ def test_a_request_in_several_passes(device: torch.device) -> None:
         [(25, 35, -1, NONE)],
     ]
     for number, operations in enumerate(passes):
-        run_compose(triton_ops, there, [(0, number > 0, operations)])
+        run_compose(operators, there, [(0, number > 0, operations)])
     check_composed(moved(there, torch.device("cpu")), exact, [(0, False, whole)])
 
 
@@ -117,7 +118,7 @@ def test_states_as_cuda_has_them(device: torch.device) -> None:
     done = []
     for world in (layer, turned):
         there = moved(world, device)
-        run_compose(triton_ops, there, [(1, False, [(0, 2, 0, TRANSITION)])])
-        run_compose(triton_ops, there, [(1, True, [(2, 18, 0, TRANSITION), (20, 10, -1, NONE)])])
+        run_compose(operators, there, [(1, False, [(0, 2, 0, TRANSITION)])])
+        run_compose(operators, there, [(1, True, [(2, 18, 0, TRANSITION), (20, 10, -1, NONE)])])
         done.append(there.state(1).cpu())
     assert state.stride(2) == 1 and torch.equal(*done)

@@ -10,15 +10,9 @@ from pathlib import Path
 
 from test_launches import as_launch
 
-from vllm_hypic.backends.ops.gated_delta import (
-    triton_capture,
-    triton_compose,
-    triton_convolution,
-    triton_decay,
-    triton_terms,
-)
+from vllm_hypic.backends.ops.gated_delta.triton import capture, compose, convolution, decay, terms
 
-MODULES = (triton_capture, triton_compose, triton_convolution, triton_decay, triton_terms)
+MODULES = (capture, compose, convolution, decay, terms)
 
 
 def test_specs_are_launches_and_steps_compile_nothing_more(compiler_environment: dict[str, str]) -> None:

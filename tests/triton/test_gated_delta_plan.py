@@ -14,11 +14,11 @@ from linear.layer_inputs import Layer, Segment, Shape, compose_program, segment_
 from linear.test_layer_operators import run_compose, run_segments
 
 from vllm_hypic.backends.linear.algebra import DiagonalTransition, ScalarTransition, Summary
-from vllm_hypic.backends.ops.gated_delta import triton_ops
 from vllm_hypic.backends.ops.gated_delta.program import Mode, SegmentRow, pack
-from vllm_hypic.backends.ops.gated_delta.triton_decay import after_decay
-from vllm_hypic.backends.ops.gated_delta.triton_plan import Source, plan_compose, plan_segments
-from vllm_hypic.backends.ops.gated_delta.triton_products import add_times, add_times_few
+from vllm_hypic.backends.ops.gated_delta.triton import operators
+from vllm_hypic.backends.ops.gated_delta.triton.decay import after_decay
+from vllm_hypic.backends.ops.gated_delta.triton.plan import Source, plan_compose, plan_segments
+from vllm_hypic.backends.ops.gated_delta.triton.products import add_times, add_times_few
 
 CPU = torch.device("cpu")
 
@@ -80,18 +80,18 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
         replace(good, slot=6): "record slots",
     }.items():
         with pytest.raises(IndexError, match=message):
-            run_segments(triton_ops, layer, [bad])
+            run_segments(operators, layer, [bad])
     with pytest.raises(IndexError, match="record slots"):
-        run_compose(triton_ops, layer, [(0, False, [(0, 1, 6, Mode.TRANSITION)])])
+        run_compose(operators, layer, [(0, False, [(0, 1, 6, Mode.TRANSITION)])])
     with pytest.raises(IndexError, match="carries"):
-        run_segments(triton_ops, replace(layer, carries=[]), [good], [10])
+        run_segments(operators, replace(layer, carries=[]), [good], [10])
     assert layer.out.isnan().all() and layer.caches.state.isnan().all()
 
 
 def test_a_step_without_requests_does_nothing() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 4)
-    run_segments(triton_ops, layer, [Segment(0, 0, 4, 0, 4, 1)], cuts=[4])
-    run_compose(triton_ops, layer, [])
+    run_segments(operators, layer, [Segment(0, 0, 4, 0, 4, 1)], cuts=[4])
+    run_compose(operators, layer, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

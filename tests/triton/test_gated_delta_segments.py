@@ -19,7 +19,8 @@ from linear.inputs import relative
 from linear.layer_inputs import PAD, SLOTS, Layer, Segment, Shape
 from linear.test_layer_operators import OUT_TOLERANCE, TOLERANCE, check_segments, fp16_of, run_segments
 
-from vllm_hypic.backends.ops.gated_delta import reference, triton_ops
+from vllm_hypic.backends.ops.gated_delta import reference
+from vllm_hypic.backends.ops.gated_delta.triton import operators
 
 CPU = torch.device("cpu")
 
@@ -104,7 +105,7 @@ def test_what_is_no_number_is_not_passed_over(what: str, device: torch.device) -
     done = []
     for layer in worlds:
         there = moved(layer, device)
-        run_segments(triton_ops, there, [Segment(0, 0, 70, 8, 62, 1)])
+        run_segments(operators, there, [Segment(0, 0, 70, 8, 62, 1)])
         done.append(moved(there, CPU))
     right, wrong = done
     assert not right.outputs(0, 70).isnan().any()
@@ -176,7 +177,7 @@ def test_a_head_without_a_tile_is_seen(device: torch.device) -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     layer.records.tile_of[1, 0] = -1
     there = moved(layer, device)
-    run_segments(triton_ops, there, [Segment(0, 0, 20, 4, 20, 1)])
+    run_segments(operators, there, [Segment(0, 0, 20, 4, 20, 1)])
     assert there.records.state[1, 0].isnan().all() and not there.records.state[1, 1].isnan().any()
 
 
@@ -191,7 +192,7 @@ def test_caches_as_cuda_has_them(dtype: torch.dtype, device: torch.device) -> No
     done = []
     for world in (layer, turned):
         there = moved(world, device)
-        run_segments(triton_ops, there, [Segment(0, 0, 40, 8, 32, 1)], [2, 20])
+        run_segments(operators, there, [Segment(0, 0, 40, 8, 32, 1)], [2, 20])
         done.append(moved(there, CPU))
     assert torch.equal(done[0].state(0), done[1].state(0))
     assert torch.equal(done[0].context(0), done[1].context(0))

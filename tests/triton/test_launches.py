@@ -8,15 +8,9 @@ import sys
 from pathlib import Path
 
 from vllm_hypic.backends.ops.kernel_spec import SM90, KernelSpec
-from vllm_hypic.backends.ops.span_attention import (
-    triton_cache,
-    triton_capture,
-    triton_kernels,
-    triton_merge,
-    triton_pages,
-)
+from vllm_hypic.backends.ops.span_attention.triton import cache, capture, kernels, merge, pages
 
-MODULES = (triton_cache, triton_capture, triton_kernels, triton_merge, triton_pages)
+MODULES = (cache, capture, kernels, merge, pages)
 
 
 def as_launch(spec: KernelSpec) -> list[object]:

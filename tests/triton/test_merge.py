@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_hypic.backends.ops.span_attention import reference, triton_ops
-from vllm_hypic.backends.ops.span_attention.triton_merge import merge_rows_
+from vllm_hypic.backends.ops.span_attention import reference
+from vllm_hypic.backends.ops.span_attention.triton import operators
+from vllm_hypic.backends.ops.span_attention.triton.merge import merge_rows_
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 NAMED = [*range(1, 4), *range(5, 11), *range(12, 33)]
@@ -48,7 +49,7 @@ class Parts:
 def test_rows_of_requests(size: int, dtype: torch.dtype, device: torch.device) -> None:
     parts = Parts(dtype, size)
     output = parts.output.to(device)
-    triton_ops.merge_(
+    operators.merge_(
         output, parts.lse.to(device), parts.other.to(device), parts.other_lse.to(device), parts.bounds
     )
     parts.check(output)
@@ -83,14 +84,14 @@ def test_a_row_that_sees_nothing_public_stays_as_it_is(device: torch.device) -> 
     nothing = torch.full((5, 2, 64), float("nan"), device=device)
     none = torch.full((5, 2), float("-inf"), device=device)
     lse = torch.randn(5, 2, generator=torch.Generator().manual_seed(1)).to(device)
-    triton_ops.merge_(output, lse, nothing, none, torch.tensor([[0, 5]]))
+    operators.merge_(output, lse, nothing, none, torch.tensor([[0, 5]]))
     assert torch.equal(output, before)
 
 
 def test_no_rows(device: torch.device) -> None:
     output = torch.zeros(2, 2, 16, device=device)
     empty = torch.zeros(0, 2, device=device)
-    triton_ops.merge_(output, empty, torch.zeros(0, 2, 16, device=device), empty, torch.tensor([[1, 1]]))
+    operators.merge_(output, empty, torch.zeros(0, 2, 16, device=device), empty, torch.tensor([[1, 1]]))
     assert not output.any()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_hypic.backends.ops.span_attention.triton_pages import gather_slots, scatter_slots
+from vllm_hypic.backends.ops.span_attention.triton.pages import gather_slots, scatter_slots
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 

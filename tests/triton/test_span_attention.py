@@ -6,8 +6,9 @@ import pytest
 import torch
 from span_cases import DTYPES, Case, Heads
 
-from vllm_hypic.backends.ops.span_attention import choose, plan, refuses, triton_ops
+from vllm_hypic.backends.ops.span_attention import choose, plan, refuses
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan
+from vllm_hypic.backends.ops.span_attention.triton import operators
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -85,7 +86,7 @@ def test_all_rows_see_the_same(seen: int, device: torch.device) -> None:
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 64 columns for few rows, of 128 for many."""
-    for module in (plan, triton_ops):
+    for module in (plan, operators):
         monkeypatch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
 
 
@@ -177,7 +178,7 @@ def test_one_plan_serves_all_layers(device: torch.device) -> None:
         wide = torch.full((len(case.query), 8, 64), float("nan"), device=device)
         wide[:, 2:6] = case.query
         both = torch.stack([case.key, case.value], 1)
-        out, lse = triton_ops.attend(
+        out, lse = operators.attend(
             wide[:, 2:6], both[:, 0], both[:, 1], case.table, case.neox, shared, case.scale
         )
         case.compare(out.cpu(), lse.cpu())
@@ -185,8 +186,8 @@ def test_one_plan_serves_all_layers(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("short_parts")
 def test_warming_up_runs(device: torch.device) -> None:
-    triton_ops.warm_up(4, 2, 16, torch.bfloat16, torch.ones(2, 16, device=device), True, device)
-    triton_ops.warm_up(2, 2, 16, torch.bfloat16, None, True, device)
+    operators.warm_up(4, 2, 16, torch.bfloat16, torch.ones(2, 16, device=device), True, device)
+    operators.warm_up(2, 2, 16, torch.bfloat16, None, True, device)
 
 
 def test_a_plan_for_another_dtype_is_refused(device: torch.device) -> None:
@@ -194,7 +195,7 @@ def test_a_plan_for_another_dtype_is_refused(device: torch.device) -> None:
     columns = SpanColumns.of(case.slots, case.positions)
     other = SpanPlan.of(columns, case.bounds.numpy(), case.visible.numpy(), 4, 2, 64)
     with pytest.raises(ValueError, match=r"a plan for 2 bytes .* dtype=torch.float32"):
-        triton_ops.attend(case.query, case.key, case.value, case.table, case.neox, other, case.scale)
+        operators.attend(case.query, case.key, case.value, case.table, case.neox, other, case.scale)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +223,9 @@ def test_bad_arguments_are_refused(change: dict[str, object], says: str, device:
 
 
 def test_the_kernels_serve_cuda() -> None:
-    assert choose(64, "cuda") is triton_ops and refuses(64, "cuda") is None
+    assert choose(64, "cuda") is operators and refuses(64, "cuda") is None
     for size in (20, 264, 0):
         assert refuses(size, "cuda") == f"head size {size} is not a multiple of 8 up to 256"
         with pytest.raises(ValueError, match=f"span attention: head size {size} is not"):
             choose(size, "cuda")
-    assert triton_ops.refuses(64, "cpu") == "written for cuda, not cpu"
+    assert operators.refuses(64, "cpu") == "written for cuda, not cpu"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.connector.catalogue import Catalogue, CatalogueError, Place, catalogue_path
-from vllm_hypic.connector.commands import (
+from vllm_hypic.cache_api.commands import (
     Change,
     Command,
     Compile,
@@ -33,9 +32,10 @@ from vllm_hypic.connector.commands import (
     pack,
     unpack,
 )
-from vllm_hypic.connector.desk import Desk
+from vllm_hypic.cache_api.handler import Desk
+from vllm_hypic.cache_api.registry import Catalogue, CatalogueError, Place, catalogue_path
+from vllm_hypic.config.store import StoreConfig
 from vllm_hypic.primitives.keys import SegmentKey
-from vllm_hypic.store.config import StoreConfig
 
 KEY, OTHER_KEY = SegmentKey("k" * 64), SegmentKey("o" * 64)
 
@@ -170,7 +170,7 @@ def test_a_killed_process_loses_no_answered_change(tmp_path):
         import sys
         from itertools import count
         from pathlib import Path
-        from vllm_hypic.connector.catalogue import Catalogue, Place
+        from vllm_hypic.cache_api.registry import Catalogue, Place
         catalogue = Catalogue(Path(sys.argv[1]))
         for i in count():
             entry = catalogue.add("me", Place.INTERIOR, [int(sys.argv[2]), i] * 500)
@@ -445,7 +445,8 @@ def test_answers_survive_the_way_back(desk):
 
 
 def test_neither_client_nor_catalogue_needs_vllm():
-    modules = "vllm_hypic.cli, vllm_hypic.api.client, vllm_hypic.api.expand, vllm_hypic.connector.desk"
+    names = ("cli", "cache_api.client", "cache_api.expand", "cache_api.handler")
+    modules = ", ".join(f"vllm_hypic.{name}" for name in names)
     program = f"import sys, {modules}; print([m for m in ('vllm', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

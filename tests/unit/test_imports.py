@@ -31,7 +31,9 @@ def test_primitives_import_neither_torch_nor_vllm() -> None:
 
 
 def test_books_and_options_import_neither_torch_nor_vllm() -> None:
-    found = loaded_after("import vllm_hypic.connector.directory, vllm_hypic.config", "torch", "vllm")
+    found = loaded_after(
+        "import vllm_hypic.connector.scheduler.directory, vllm_hypic.config.engine", "torch", "vllm"
+    )
     assert not any(found.values()), found
 
 
@@ -148,12 +150,12 @@ assert not op_registry_oot, f"layers of other engines were replaced: {list(op_re
     found = loaded_after(
         code,
         "numba",
-        "vllm_hypic.backends.attention",
-        "vllm_hypic.backends.linear.gdn",
+        "vllm_hypic.backends.attention.backend",
+        "vllm_hypic.backends.linear.gdn.base",
         "vllm_hypic.connector.connector",
-        "vllm_hypic.scheduler",
-        "vllm_hypic.worker",
-        "vllm_hypic.cpu_worker",
-        "vllm_hypic.gpu_worker",
+        "vllm_hypic.engine.scheduler",
+        "vllm_hypic.engine.worker",
+        "vllm_hypic.engine.cpu_worker",
+        "vllm_hypic.engine.cuda_worker",
     )
     assert not any(found.values()), found

@@ -9,8 +9,8 @@ from queue import Queue
 
 import pytest
 
-from vllm_hypic import naps
-from vllm_hypic.naps import Naps
+from vllm_hypic.engine import idle_wait
+from vllm_hypic.engine.idle_wait import Naps
 
 LONG_S = 60.0
 
@@ -18,7 +18,7 @@ LONG_S = 60.0
 @pytest.fixture(autouse=True)
 def _long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sound nap that nothing ends would be noticed."""
-    monkeypatch.setattr(naps, "_LONGEST_SOUND_S", LONG_S)
+    monkeypatch.setattr(idle_wait, "_LONGEST_SOUND_S", LONG_S)
 
 
 def watched(inbox: Queue[int]) -> tuple[Naps, list[Callable[[], None]]]:
@@ -56,7 +56,7 @@ def test_a_landing_record_ends_a_nap_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert inbox.empty() and len(wakes) == 1
     wakes[0]()
     assert nap_s(of) < LONG_S / 2, "it came before the nap: none is taken"
-    monkeypatch.setattr(naps, "_LONGEST_SOUND_S", 0.2)
+    monkeypatch.setattr(idle_wait, "_LONGEST_SOUND_S", 0.2)
     assert nap_s(of) >= 0.2, "and that was it"
 
 
@@ -80,8 +80,8 @@ def test_where_nothing_tells_of_records_naps_are_short(of: Naps) -> None:
 
 def test_short_naps_grow_with_the_time_waited_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     times, slept = iter([100.0, 100.5, 200.0, 300.0]), list[float]()
-    monkeypatch.setattr(naps.time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(naps.time, "sleep", slept.append)
+    monkeypatch.setattr(idle_wait.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(idle_wait.time, "sleep", slept.append)
     of = Naps()
     for _ in range(3):
         of.take(sound=True)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hypic.config import HypicConfig
-from vllm_hypic.connector.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import CapturePlan
-from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide, SegmentJob
+from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide, SegmentJob
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.tokens import PrimitiveIds
 

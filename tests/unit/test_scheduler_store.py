@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hypic.config import HypicConfig
-from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, StoreAction, WorkerReport
-from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
-from vllm_hypic.connector.upkeep import PinRefused
+from vllm_hypic.connector.scheduler.retention import PinRefused
+from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
+from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.protocol import StoreStats, TierStats

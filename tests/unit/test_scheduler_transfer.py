@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.connector.directory import Lookup
 from vllm_hypic.connector.metadata import LoadCount, WorkerReport
-from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
+from vllm_hypic.connector.scheduler.directory import Lookup
+from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.primitives.options import Transfer, transfer_of_request
 from vllm_hypic.primitives.policies import LinkError

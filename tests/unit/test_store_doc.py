@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.connector import stats
-from vllm_hypic.errors import ConfigError
-from vllm_hypic.store.config import (
+from vllm_hypic.config.store import (
     DiskConfig,
     LMCacheConfig,
     LMCacheServerConfig,
@@ -20,6 +18,8 @@ from vllm_hypic.store.config import (
     StoreConfig,
     TierConfig,
 )
+from vllm_hypic.connector import stats
+from vllm_hypic.errors import ConfigError
 
 PATH = Path(__file__).parents[2] / "docs/store.md"
 TEXT = PATH.read_text()

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_hypic.connector.tiles import NONE, LayerTiles, TilePool
+from vllm_hypic.pool.transition_blocks import NONE, LayerTiles, TilePool
 
 CPU = torch.device("cpu")
 LAYERS, SLOTS, HEADS = 2, 4, 3

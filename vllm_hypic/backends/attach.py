@@ -8,17 +8,17 @@ import torch
 from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
-from .linear.gdn import HypicGatedDeltaNet
-from .ops import native, span_attention
+from .attention.base import AttentionLink, PublicAttention
+from .linear.gdn.base import HypicGatedDeltaNet
+from .ops import extension, span_attention
 from .probe import PROBE_TOKENS, Unsupported, link_ropes, run_model
-from .public import AttentionLink, PublicAttention
 from .rope import RopeTap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..connector.geometry import PoolGeometry
-    from ..connector.runtime import HypicRuntime
+    from ..pool.geometry import PoolGeometry
+    from ..pool.runtime import HypicRuntime
 
 logger = init_logger("vllm.hypic.attach")
 
@@ -97,9 +97,9 @@ def _link(
 def _warn_of_refusal(kind: str, reason: str | None) -> None:
     """Log, once for all layers alike, that the C++ kernels refuse layers of this ``kind``.
 
-    Where no layer has kernels, the line of ``native.describe`` says so.
+    Where no layer has kernels, the line of ``extension.describe`` says so.
     """
-    if reason is not None and reason != native.missing():
+    if reason is not None and reason != extension.missing():
         logger.warning_once("hypic: %s runs in PyTorch, several times slower: %s", kind, reason)
 
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import ConfigError
-from .ops.span_attention.torch_ops import rotate, unrotate
+from ..config.engine import ConfigError
+from .ops.span_attention.torch import rotate, unrotate
 from .rope import RopeTap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .public import PublicAttention
+    from .attention.base import PublicAttention
 
 PROBE_TOKENS = 8
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}

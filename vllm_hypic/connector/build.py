@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from ..config import ConfigError, HypicConfig
+from ..config.engine import ConfigError, HypicConfig
+from ..pool.codec import RankPart, RecordCodec
+from ..pool.copy.base import RecordMover
+from ..pool.geometry import PoolGeometry, pool_geometry
+from ..pool.tensors import DevicePool
 from ..primitives.keys import Namespace
 from ..primitives.tokens import PrimitiveIds
 from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
 from .fingerprint import fingerprint
-from .geometry import PoolGeometry, pool_geometry
-from .pool import DevicePool
-from .record_codec import RankPart, RecordCodec
-from .record_mover import RecordMover
-from .scheduler_side import SchedulerSide
-from .store_link import StoreLink
-from .transfer_link import TransferLink
-from .worker_side import WorkerSide
+from .scheduler.side import SchedulerSide
+from .worker.side import WorkerSide
+from .worker.store_link import StoreLink
+from .worker.transfer_link import TransferLink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,7 +64,7 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
         return config.token_ids
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    from ..tokenizer import primitive_ids
+    from ..engine.tokenizer import primitive_ids
 
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
     if tokenizer is None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from .scheduler_side import SchedulerSide
-    from .worker_side import WorkerSide
+    from .scheduler.side import SchedulerSide
+    from .worker.side import WorkerSide
 
 
 class HypicConnector(KVConnectorBase_V1, SupportsHMA):

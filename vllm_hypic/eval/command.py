@@ -10,22 +10,22 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from ..bench import gate, report
-from ..bench.engines import Engine, described, running
-from ..bench.report import check_outputs, output_options
-from ..bench.settings import EngineSettings, engine_options, model_name
-from ..demo import EXAMPLE
-from ..generators import find_generator
+from ..demo.single import EXAMPLE
+from ..harness import gate, report
+from ..harness.engines import Engine, described, running
+from ..harness.generators import find_generator
+from ..harness.report import check_outputs, output_options
+from ..harness.settings import EngineSettings, engine_options, model_name
 from ..primitives.policies import LinkError
 from . import estimates
 from .answers_file import writing_answers
-from .chosen import Settings, family_names, make_tasks
 from .fitting import TasksError, needed_context
 from .methods import DEFAULT, FULL, Method, link_method, noise_name
 from .names import JsonObject, Names
 from .noise import SEQUENCES, noise_engine
+from .pool_batches import RoomError
 from .results import Metric, overall
-from .room import RoomError
+from .selection import Settings, family_names, make_tasks
 from .study import Keep, Study, refused
 from .tables import family_table, notes, overall_table, wide_console
 from .task import ChatTemplate, Task

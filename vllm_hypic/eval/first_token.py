@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..bench.engines import Engine
-from ..bench.stats import Spread
+from ..harness.engines import Engine
+from ..harness.stats import Spread
 from .methods import Method
 from .runner import prepare
 from .task import Example

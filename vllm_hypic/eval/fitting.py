@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..bench.engines import Engine
-from ..bench.settings import model_context
+from ..harness.engines import Engine
+from ..harness.settings import model_context
 from .task import ChatTemplate, Example, Task, encode
 
 TOGETHER = 64

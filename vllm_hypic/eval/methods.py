@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..bench.beside import Ask
-from ..bench.prompts import Prompt
+from ..harness.engine_calls import Ask
+from ..harness.prompts import Prompt
 from ..primitives.options import LINK, SEAM
 from ..primitives.policies import LinkError, parse_link
 

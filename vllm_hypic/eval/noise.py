@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bench.engines import Engine
-from ..bench.settings import EngineSettings
+from ..harness.engines import Engine
+from ..harness.settings import EngineSettings
 
 SEQUENCES = 64
 """Its ``max_num_seqs``: vLLM wants no more than tokens in a step, so chunks are not smaller."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..bench.stats import Spread
+from ..harness.stats import Spread
 from . import estimates
 from .estimates import Estimate
 from .runner import Outcome

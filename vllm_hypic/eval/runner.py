@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..bench import beside
-from ..bench.beside import Answer
-from ..bench.engines import Engine
-from ..bench.fidelity import top
-from ..bench.prompts import Prompt, Writer
+from ..harness import engine_calls
+from ..harness.engine_calls import Answer
+from ..harness.engines import Engine
+from ..harness.fidelity import top
+from ..harness.prompts import Prompt, Writer
 from .methods import FULL, PREFIX, Method
-from .room import groups, pool_limits
+from .pool_batches import groups, pool_limits
 from .task import Example
 
 BATCH = 16
@@ -71,7 +71,7 @@ def evaluate(
 
 def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
     """Empty the caches, and compute what ``method`` finds there when the same documents come again."""
-    engine.call(beside.reset)
+    engine.call(engine_calls.reset)
     if method is FULL:
         return
     # Without a question: that is new every time. A prompt that ends in a separator has its segments computed
@@ -80,7 +80,7 @@ def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
     if method is PREFIX:
         before = [_in_another_order(prompt, i) for i, prompt in enumerate(before)]
     asks = [method.ask(prompt, engine.separator, max_tokens=1, logprobs_of=None) for prompt in before]
-    engine.call(beside.generate, asks)
+    engine.call(engine_calls.generate, asks)
 
 
 def _answers(
@@ -91,8 +91,8 @@ def _answers(
         method.ask(e.prompt, engine.separator, max_tokens=e.task.answer_tokens, logprobs_of=w)
         for e, w in zip(group, wanted, strict=True)
     ]
-    answers = engine.call(beside.generate, asks)
-    texts = engine.call(beside.decode, [answer.tokens for answer in answers])
+    answers = engine.call(engine_calls.generate, asks)
+    texts = engine.call(engine_calls.decode, [answer.tokens for answer in answers])
     for example, answer, text in zip(group, answers, texts, strict=True):
         yield _outcome(example, answer, text)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..bench.fidelity import distance
+from ..harness.fidelity import distance
 from .runner import Outcome
 from .task import Task
 

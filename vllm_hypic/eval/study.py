@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..bench.engines import Engine
-from ..bench.report import Steps
+from ..harness.engines import Engine
+from ..harness.report import Steps
 from ..primitives.policies import parse_link
-from . import room
+from . import pool_batches
 from .first_token import first_token_times
 from .fitting import fitting
 from .methods import FULL, Method
@@ -90,6 +90,6 @@ class Study:
 
 def refused(engine: Engine, methods: Sequence[Method]) -> dict[Method, str]:
     """Methods that the engine's model cannot honour, and why."""
-    traits = room.traits(engine)
+    traits = pool_batches.traits(engine)
     reasons = {m: parse_link(m.link, m.seam).refused_by(traits) for m in methods if m.link is not None}
     return {method: reason for method, reason in reasons.items() if reason is not None}

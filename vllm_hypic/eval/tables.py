@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.report import percent, seconds, table
+from ..harness.report import percent, seconds, table
 from .estimates import Estimate
 from .methods import FULL, PLAIN, is_noise
 from .results import Cell, FamilyResult, Metric, Overall

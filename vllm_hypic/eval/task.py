@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..bench.engines import Engine
-from ..bench.prompts import Prompt
+from ..harness.engines import Engine
+from ..harness.prompts import Prompt
 from ..primitives.builder import build_messages, build_prompt
 from ..primitives.tokens import PrimitiveTexts
 

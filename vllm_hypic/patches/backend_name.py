@@ -15,5 +15,7 @@ def apply() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if "HYPIC" not in AttentionBackendEnum.__members__:
-        register_backend(AttentionBackendEnum.CUSTOM, "vllm_hypic.backends.attention.HypicAttentionBackend")
+        register_backend(
+            AttentionBackendEnum.CUSTOM, "vllm_hypic.backends.attention.backend.HypicAttentionBackend"
+        )
         AttentionBackendEnum._member_map_["HYPIC"] = AttentionBackendEnum.CUSTOM

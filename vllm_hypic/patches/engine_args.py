@@ -25,7 +25,7 @@ def apply() -> None:
 
     @wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        from ..activation import choose, complete
+        from ..engine.activation import choose, complete
 
         chosen = choose(self)
         config = stock(self, *args, **kwargs)

@@ -25,7 +25,7 @@ def apply() -> None:
     @wraps(stock)
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
         request = stock(self, *args, **kwargs)
-        from ..frontend import check_request
+        from ..engine.front_end import check_request
 
         check_request(request, self.vllm_config)
         return request

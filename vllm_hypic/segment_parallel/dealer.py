@@ -6,8 +6,8 @@ from typing import Any
 
 import zmq
 
+from ..config.segment_parallel import Address
 from . import wire
-from .config import Address
 from .keep_alive import keep_alive
 from .secret import Secret
 

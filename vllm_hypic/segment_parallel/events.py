@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import zmq
 import zmq.asyncio
 
+from ..config.segment_parallel import Address
 from ..errors import ConfigError
-from .config import Address
 from .events_wire import (
     ALL,
     HEARTBEAT_S,

@@ -15,10 +15,10 @@ from typing import Any
 
 import zmq
 
+from ..config.segment_parallel import Address
 from ..errors import ConfigError
 from ..store.protocol import Reader, Verdict
 from . import wire
-from .config import Address
 from .keep_alive import keep_alive
 from .landed import Landed, LandingCounts
 from .memory import Offers, Recent

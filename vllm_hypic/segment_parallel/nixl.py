@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..config.segment_parallel import ParallelConfig
 from ..errors import ConfigError
 from ..store.record import aligned_buffer
-from .config import ParallelConfig
 from .room import Room
 from .wake import Complaints, logger
 from .wire import METADATA_BYTES

@@ -19,8 +19,8 @@ from typing import Any
 
 import zmq
 
+from ..config.segment_parallel import Address
 from . import wire
-from .config import Address
 from .dealer import dealer, destination_of
 from .nixl import Exporter, Held
 from .secret import Secret

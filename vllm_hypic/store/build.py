@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import ConfigError
-from .config import (
+from ..config.store import (
     DiskConfig,
     LMCacheConfig,
     LMCacheServerConfig,
@@ -15,6 +14,7 @@ from .config import (
     StoreConfig,
     TierConfig,
 )
+from ..errors import ConfigError
 from .eviction.make import make_policy
 from .record import PEEK_BYTES, Fault, aligned_buffer, peek_worth
 from .settings import StoreSettings

@@ -7,7 +7,7 @@ import json
 import os
 from urllib.parse import parse_qs
 
-from .config import DiskConfig, LMCacheServerConfig, RedisConfig, StoreConfig, TierConfig
+from ..config.store import DiskConfig, LMCacheServerConfig, RedisConfig, StoreConfig, TierConfig
 
 IDENTITY_DIGITS = 16
 """Hexadecimal digits of an identity."""

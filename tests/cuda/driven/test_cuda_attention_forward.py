@@ -18,22 +18,15 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
+from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
 from vllm_hypic.backends.cuda import rows as shared_rows
-from vllm_hypic.backends.cuda.attention import CUDAAttentionLink, HypicCUDAAttentionImpl
-from vllm_hypic.backends.ops.span_attention import triton_ops
-from vllm_hypic.backends.ops.span_attention.torch_ops import rotate
-from vllm_hypic.connector.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
-from vllm_hypic.connector.pool import DevicePool
-from vllm_hypic.connector.runtime import HypicRuntime
-from vllm_hypic.connector.step import (
-    Batch,
-    Row,
-    StepContext,
-    StreamTensors,
-    capture_row,
-    composed_row,
-)
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.runtime import HypicRuntime
+from vllm_hypic.pool.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.tensors import DevicePool
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, ROTARY = 4, 2, 32, 16
@@ -186,7 +179,7 @@ class World:
         rope: Any = None
         if self.table is not None:
             rope = SimpleNamespace(cos_sin_cache=self.table, is_neox_style=self.neox)
-        self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, triton_ops)
+        self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, operators)
 
     def stream(self, records: list[int], at: list[int], length: int) -> StreamPlan:
         """A stream of ``length`` tokens that sees record ``records[i]`` from index ``at[i]`` on."""

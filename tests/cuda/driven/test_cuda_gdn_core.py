@@ -21,17 +21,17 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-from vllm_hypic.backends.cuda.gdn import HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
 from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, pack
-from vllm_hypic.connector import pool as pool_module
-from vllm_hypic.connector.geometry import LinearGeometry, PoolGeometry
 from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
-from vllm_hypic.connector.pool import DevicePool
-from vllm_hypic.connector.record_tiles import DeviceTiles
-from vllm_hypic.connector.runtime import HypicRuntime
-from vllm_hypic.connector.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool import tensors as pool_module
+from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.record_blocks import DeviceTiles
+from vllm_hypic.pool.runtime import HypicRuntime
+from vllm_hypic.pool.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.tensors import DevicePool
 
 CPU = torch.device("cpu")
 KEY_HEADS, HEADS, K, V, TAPS = 1, 2, 16, 32, 4

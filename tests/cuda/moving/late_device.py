@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_hypic.connector.copy_stream import Mark
-from vllm_hypic.connector.record_tiles import DeviceTiles
-from vllm_hypic.connector.staging import Block, HostBlocks
+from vllm_hypic.pool.copy.staging import Block, HostBlocks
+from vllm_hypic.pool.copy.stream import Mark
+from vllm_hypic.pool.record_blocks import DeviceTiles
 
 CPU = torch.device("cpu")
 POISON = 0xA5

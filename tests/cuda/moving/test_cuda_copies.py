@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hypic.config import HypicConfig
-from vllm_hypic.connector.copy_stream import CUDACopyStream
+from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, RecordPlace, StoreAction, StoreOrder
-from vllm_hypic.connector.staged_mover import StagedMover
-from vllm_hypic.connector.staging import (
+from vllm_hypic.connector.worker.transfer_link import TransferLink
+from vllm_hypic.pool.copy.staged import StagedMover
+from vllm_hypic.pool.copy.staging import (
     BLOCK_BYTES,
     HostBlocks,
     Strip,
@@ -24,7 +24,7 @@ from vllm_hypic.connector.staging import (
     divided,
     nbytes_of,
 )
-from vllm_hypic.connector.transfer_link import TransferLink
+from vllm_hypic.pool.copy.stream import CUDACopyStream
 from vllm_hypic.segment_parallel.landed import Landed
 from vllm_hypic.store.protocol import Verdict
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.connector.copy_stream import Mark
-from vllm_hypic.connector.pool import DevicePool
-from vllm_hypic.connector.staged_mover import StagedMover
-from vllm_hypic.connector.staging import Block
+from vllm_hypic.pool.copy.staged import StagedMover
+from vllm_hypic.pool.copy.staging import Block
+from vllm_hypic.pool.copy.stream import Mark
+from vllm_hypic.pool.tensors import DevicePool
 
 from .late_device import LateDevice, LateMark, PoisonedBlocks
 from .world import BLOCK_BYTES, BLOCKS, DOCUMENTS, Make, World, staged

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.connector.metadata import RecordPlace
-from vllm_hypic.connector.movers import mover_of
-from vllm_hypic.connector.pool import DevicePool
-from vllm_hypic.connector.record_codec import RankPart, RecordCodec
-from vllm_hypic.connector.record_mover import RecordMover
-from vllm_hypic.connector.staged_mover import StagedMover
-from vllm_hypic.connector.tiles import NONE
+from vllm_hypic.pool.codec import RankPart, RecordCodec
+from vllm_hypic.pool.copy.base import RecordMover
+from vllm_hypic.pool.copy.movers import mover_of
+from vllm_hypic.pool.copy.staged import StagedMover
+from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.transition_blocks import NONE
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.store.protocol import Verdict
 from vllm_hypic.store.record import aligned_buffer, record_nbytes, seal_record

@@ -16,21 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_hypic.config import HypicConfig
-from vllm_hypic.connector import pool as pool_module
-from vllm_hypic.connector import worker_side as worker_module
-from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
-from vllm_hypic.connector.host_mover import HostMover
+from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import CapturePlan, HypicMetadata, RecordPlace
-from vllm_hypic.connector.pool import DevicePool
-from vllm_hypic.connector.record_codec import RankPart, RecordCodec
-from vllm_hypic.connector.record_mover import RecordMover
-from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
-from vllm_hypic.connector.staged_mover import StagedMover
-from vllm_hypic.connector.step import Row, StepContext, capture_row
-from vllm_hypic.connector.store_link import StoreLink
-from vllm_hypic.connector.tiles import NONE
-from vllm_hypic.connector.worker_side import WorkerSide
+from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
+from vllm_hypic.connector.worker import side as worker_module
+from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.connector.worker.store_link import StoreLink
+from vllm_hypic.pool import tensors as pool_module
+from vllm_hypic.pool.codec import RankPart, RecordCodec
+from vllm_hypic.pool.copy.base import RecordMover
+from vllm_hypic.pool.copy.host import HostMover
+from vllm_hypic.pool.copy.staged import StagedMover
+from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.transition_blocks import NONE
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_hypic.processes import free_port
+from vllm_hypic.harness.processes import free_port
 from vllm_hypic.segment_parallel.router.app import build_app
 from vllm_hypic.segment_parallel.router.settings import Settings
 from vllm_hypic.segment_parallel.secret import Secret

@@ -16,11 +16,11 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from vllm_hypic.harness.processes import free_port
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.options import link_of_request, tier_of
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
 from vllm_hypic.primitives.tokens import PrimitiveIds
-from vllm_hypic.processes import free_port
 from vllm_hypic.segment_parallel.events import Publisher
 from vllm_hypic.segment_parallel.landed import Landed
 from vllm_hypic.segment_parallel.landing import Landing

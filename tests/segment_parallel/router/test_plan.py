@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.config import HypicConfig
-from vllm_hypic.connector.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
-from vllm_hypic.connector.scheduler_side import Ask, SchedulerSide
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
+from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.plan import PromptError, PromptPlan
 from vllm_hypic.primitives.policies import LinkError

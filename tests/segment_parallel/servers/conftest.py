@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.bench.prompts import Writer
-from vllm_hypic.bench.services import RedisServer
-from vllm_hypic.demo import EXAMPLE
-from vllm_hypic.segment_parallel.asking import separator_of, writer
-from vllm_hypic.segment_parallel.cluster import Cluster, Setup, resume
+from benchmarks.services import RedisServer
+from vllm_hypic.demo.asking import separator_of, writer
+from vllm_hypic.demo.single import EXAMPLE
+from vllm_hypic.harness.cluster import Cluster, Setup, resume
+from vllm_hypic.harness.prompts import Writer
 
 from .redis_tier import COMBINE, WORKER, allow, store_of
 from .stand import Stand

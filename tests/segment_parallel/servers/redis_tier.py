@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_hypic.bench.services import RedisServer
+from benchmarks.services import RedisServer
 
 WORKER, COMBINE = "worker", "combine"
 

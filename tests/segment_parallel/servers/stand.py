@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import psutil
 
-from vllm_hypic.bench.prompts import Writer
-from vllm_hypic.segment_parallel.asking import Reply, completion, uneven
-from vllm_hypic.segment_parallel.cluster import FAILURES, Cluster, Instance
-from vllm_hypic.serving import Server
+from vllm_hypic.demo.asking import Reply, completion, uneven
+from vllm_hypic.harness.cluster import FAILURES, Cluster, Instance
+from vllm_hypic.harness.prompts import Writer
+from vllm_hypic.harness.serving import Server
 
 LENGTHS = (160, 480, 64, 320, 96, 224, 400, 128)
 """Tokens of the eight segments of a prompt, the leading one first."""

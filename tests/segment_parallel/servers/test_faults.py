@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_hypic.segment_parallel.cluster import pause, resume
+from vllm_hypic.harness.cluster import pause, resume
 
 from .conftest import SETUP
 from .stand import BOUND_S, LENGTHS, Stand, failures, grown, kill

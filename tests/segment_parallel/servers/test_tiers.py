@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_hypic.bench.services import RedisServer
-from vllm_hypic.segment_parallel.asking import Reply, completion
-from vllm_hypic.segment_parallel.cluster import FAILURES, Router
+from benchmarks.services import RedisServer
+from vllm_hypic.demo.asking import Reply, completion
+from vllm_hypic.harness.cluster import FAILURES, Router
 
 from .redis_tier import COMBINE, WORKER, allow
 from .stand import BOUND_S, LENGTHS, Stand

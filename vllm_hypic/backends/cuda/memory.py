@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..linear.gdn import HypicGatedDeltaNet
-from ..public import PublicAttention
+from ..attention.base import PublicAttention
+from ..linear.gdn.base import HypicGatedDeltaNet
 from .rows import PARTIAL_BYTES
 
 CARRIED = 2

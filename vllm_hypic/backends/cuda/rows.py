@@ -12,8 +12,8 @@ import torch
 from ..ops.span_attention.plan import SpanColumns, SpanPlan
 
 if TYPE_CHECKING:
-    from ...connector.runtime import HypicRuntime
-    from ...connector.step import PublicRows, StepContext
+    from ...pool.runtime import HypicRuntime
+    from ...pool.step import PublicRows, StepContext
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from ...connector.step import CaptureRow, ComposedRow, Row, StepContext
+from ...pool.step import CaptureRow, ComposedRow, Row, StepContext
 from ..ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 

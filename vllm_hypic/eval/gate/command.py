@@ -14,23 +14,23 @@ from typing import Any
 
 import click
 
-from ...bench.engines import EngineError
-from ...bench.report import console, machine, plain, progress, versions
-from ...bench.settings import EngineSettings, HypicOptions, Numbers, model_context, model_name, with_options
-from ...config import ConfigError, HypicConfig
-from ...generators import Generator, find_generator
+from ...config.engine import ConfigError, HypicConfig
+from ...harness.engines import EngineError
+from ...harness.generators import Generator, find_generator
+from ...harness.report import console, machine, plain, progress, versions
+from ...harness.settings import EngineSettings, HypicOptions, Numbers, model_context, model_name, with_options
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
 from ..fitting import TasksError, needed_context
 from ..methods import Method
 from ..names import JsonObject
-from ..room import RoomError
+from ..pool_batches import RoomError
 from ..task import ChatTemplate
 from ..tasks.longbench import DataError
 from .criteria import Limits, judge
 from .fixed_set import TaskSet, data_set, fixed_set
 from .identity import reads_seam
 from .measure import Measured, MeasureError, Place, measure
-from .shown import numbers_table, reasons_text
+from .rendering import numbers_table, reasons_text
 from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
 from .verdict import Verdict
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...bench.fidelity import distance
-from ...bench.report import percent
-from ...bench.stats import percentile
+from ...harness.fidelity import distance
+from ...harness.report import percent
+from ...harness.stats import percentile
 from ..estimates import Estimate, difference
 from ..runner import Outcome
 from .verdict import Judgement, Reason

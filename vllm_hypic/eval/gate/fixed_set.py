@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...generators import Generator
+from ...harness.generators import Generator
 from ..results import Metric
 from ..task import Task
 from ..tasks import longbench

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...config import HypicConfig
+from ...config.engine import HypicConfig
 from ...primitives.policies import parse_link
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
 
     from ... import __version__
     from ...connector.fingerprint import fingerprint
-    from ...connector.geometry import STATE_DTYPE, TRANSITION_DTYPE
+    from ...pool.geometry import STATE_DTYPE, TRANSITION_DTYPE
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text = model.hf_text_config

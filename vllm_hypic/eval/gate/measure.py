@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...bench.engines import Engine, running
-from ...bench.gate import GateFailed, require_cold_equals_warm
-from ...bench.report import Steps
-from ...bench.settings import EngineSettings
-from ...config import HypicConfig
+from ...config.engine import HypicConfig
+from ...harness.engines import Engine, running
+from ...harness.gate import GateFailed, require_cold_equals_warm
+from ...harness.report import Steps
+from ...harness.settings import EngineSettings
 from ..fitting import fitting
 from ..methods import FULL, Method
 from ..noise import noise_engine

@@ -16,15 +16,15 @@ from typing import Any
 import click
 import numpy as np
 
-from ...bench import gate, report
-from ...bench.points import Shape
-from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST, model_name
+from ...harness import gate, report
+from ...harness.points import Shape
+from ...harness.report import check_outputs, output_options
+from ...harness.settings import SHORTEST, model_name
 from ..estimates import Estimate, mean
 from ..methods import is_noise, noise_name
 from ..tables import wide_console
-from .beside import SeenAttention
-from .looking import Eyes, Looks, Probe, open_eyes, require_long
+from .engine_calls import SeenAttention
+from .engine_pair import Eyes, Looks, Probe, open_eyes, require_long
 from .norms import shown
 from .options import facts, probe_options, write
 
@@ -235,7 +235,7 @@ def _each(found: AttentionReport) -> list[tuple[int, str]]:
 
 
 def _plot(path: Path, title: str, found: AttentionReport) -> None:
-    from ...bench.plots import COLOURS, Axes, Line, plot_lines
+    from ...harness.plots import COLOURS, Axes, Line, plot_lines
 
     layer = list(found.weights)[-1]
     panels = []

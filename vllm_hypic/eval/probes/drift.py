@@ -10,15 +10,15 @@ from typing import Any
 import click
 import numpy as np
 
-from ...bench import gate, report
-from ...bench.points import Shape
-from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST, model_name
+from ...harness import gate, report
+from ...harness.points import Shape
+from ...harness.report import check_outputs, output_options
+from ...harness.settings import SHORTEST, model_name
 from ..estimates import Estimate, mean, share
 from ..methods import is_noise, noise_name
 from ..tables import wide_console
-from .beside import Layers, Seen
-from .looking import Eyes, Looks, Probe, open_eyes, require_long
+from .engine_calls import Layers, Seen
+from .engine_pair import Eyes, Looks, Probe, open_eyes, require_long
 from .norms import relative, shown
 from .options import facts, probe_options, write
 from .truth import refusal, true_state
@@ -174,7 +174,7 @@ def _notes(found: DriftReport) -> list[str]:
 
 
 def _plot(path: Path, title: str, found: DriftReport) -> None:
-    from ...bench.plots import COLOURS, Axes, Line, plot_lines
+    from ...harness.plots import COLOURS, Axes, Line, plot_lines
 
     def lines(values: Callable[[Drift], Sequence[Estimate]]) -> list[Line]:
         return [

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from ...bench import gate, report
-from ...bench.beside import Ask
-from ...bench.points import Shape
-from ...bench.prompts import Prompt
-from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST, model_name
+from ...harness import gate, report
+from ...harness.engine_calls import Ask
+from ...harness.points import Shape
+from ...harness.prompts import Prompt
+from ...harness.report import check_outputs, output_options
+from ...harness.settings import SHORTEST, model_name
 from ...primitives.policies import parse_link
 from ..estimates import Estimate, mean
 from ..methods import link_method, noise_name
 from ..tables import wide_console
-from .beside import answered, layers
-from .looking import Eyes, Probe, open_eyes, require_long
+from .engine_calls import answered, layers
+from .engine_pair import Eyes, Probe, open_eyes, require_long
 from .norms import relative, shown
 from .options import facts, probe_options, write
 from .truth import first_layer, refusal
@@ -190,7 +190,7 @@ def dtype(
     to.print(report.table(title, columns, rows))
     write(json_path, "dtype", described, probe, {"dtype": found}, segments=segments, tokens=tokens, seam=seam)
     if plot_path is not None:
-        from ...bench.plots import plot_bars
+        from ...harness.plots import plot_bars
 
         bars = {r.name: {"": r.error.value} for r in found}
         plot_bars(plot_path, bars, title=title, label="relative error of the state after the prompt")

@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from ...bench import gate, report
-from ...bench.points import Shape
-from ...bench.report import check_outputs, output_options
-from ...bench.settings import SHORTEST, Numbers, model_name
+from ...harness import gate, report
+from ...harness.points import Shape
+from ...harness.report import check_outputs, output_options
+from ...harness.settings import SHORTEST, Numbers, model_name
 from ..estimates import Estimate
 from ..tables import wide_console
 from .drift import FULL_NAME, Drift, measure
-from .looking import Probe, open_eyes, require_long
+from .engine_pair import Probe, open_eyes, require_long
 from .norms import shown
 from .options import facts, probe_options, write
 
@@ -126,7 +126,7 @@ def _table(title: str, points: Sequence[Point], value: Callable[[Row], Estimate 
 
 
 def _plot(path: Path, title: str, more: Sequence[Point], longer: Sequence[Point]) -> None:
-    from ...bench.plots import COLOURS, Axes, Line, plot_lines
+    from ...harness.plots import COLOURS, Axes, Line, plot_lines
 
     def panel(points: Sequence[Point], x: Sequence[int], label: str, name: str) -> Axes:
         lines = []

@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from ...bench import report
-from ...bench.engines import described
-from ...bench.settings import EngineSettings, HypicOptions, model_name, with_options
-from ...bench.sizes import SIZES, random_model
-from ...demo import EXAMPLE
+from ...demo.single import EXAMPLE
+from ...harness import report
+from ...harness.engines import described
+from ...harness.settings import EngineSettings, HypicOptions, model_name, with_options
+from ...harness.sizes import SIZES, random_model
 from ...primitives.policies import LinkError
 from ..methods import Method, link_method
-from .looking import Eyes, Probe
+from .engine_pair import Eyes, Probe
 
 METHODS = "naive-8,block,epic-0,epic-4,epic-16,hypic-8,hypic-16,seam-4-0+16"
 

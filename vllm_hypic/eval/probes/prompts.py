@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...bench.points import HEAD, QUESTION
-from ...bench.prompts import Prompt, Writer
-from ...generators import FIRST_SEED, Generator, find_generator
+from ...harness.generators import FIRST_SEED, Generator, find_generator
+from ...harness.points import HEAD, QUESTION
+from ...harness.prompts import Prompt, Writer
 
 
 def make_prompts(

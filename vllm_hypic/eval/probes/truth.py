@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .beside import layers, loaded_model
+from .engine_calls import layers, loaded_model
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...generators import FIRST_SEED, Generator, words_of
+from ...harness.generators import FIRST_SEED, Generator, words_of
 from ..task import Task
 
 MOST_DOCUMENTS = 100

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...generators import Generator
+from ...harness.generators import Generator
 from ..task import Task
 from . import demo, keyvalue, needle, variables
 

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import msgspec
 
+from ...config.segment_parallel import Address
 from ...primitives.keys import Namespace
 from ...primitives.plan import PoolLimits
 from ...primitives.policies import ModelTraits
 from ...primitives.tokens import PrimitiveIds
 from ...store.shared import IDENTITY_DIGITS
-from ..config import Address
 
 _Identity = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{IDENTITY_DIGITS}}}\Z")]
 _Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import cpu, torch_ops, triton_limits
+from . import limits, native
+from . import torch as torch_ops
 from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from .chunk import seam_outputs, segment_summary
 from .reference import l2_eps
@@ -60,14 +61,14 @@ def choose(weights: Weights, caches: Caches) -> ModuleType:
     if refuses(weights, caches):
         return torch_ops
     if caches.state.device.type == "cpu":
-        return cpu
+        return native
     # Only where it serves: CPU installations have no Triton.
-    from . import triton_ops
+    from .triton import operators
 
-    return triton_ops
+    return operators
 
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
     """Why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or `None`."""
     on_cuda = caches.state.device.type == "cuda"
-    return triton_limits.refuses(weights, caches) if on_cuda else cpu.refuses(weights, caches)
+    return limits.refuses(weights, caches) if on_cuda else native.refuses(weights, caches)

@@ -36,7 +36,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import cpu, torch_ops
+from . import native
+from . import torch as torch_ops
 
 __all__ = ["choose", "refuses"]
 
@@ -62,7 +63,7 @@ def choose(head_size: int, device: str) -> ModuleType:
 
 def _kernels(device: str) -> ModuleType:
     if device != "cuda":
-        return cpu
-    from . import triton_ops  # imports triton, which a CPU needs not have
+        return native
+    from .triton import operators  # imports triton, which a CPU needs not have
 
-    return triton_ops
+    return operators

@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks``.  Each passes a correctness gate before it reports a time."""

@@ -1,0 +1,41 @@
+"""Command line of the benchmarks: one file per command, joined here."""
+
+from __future__ import annotations
+
+import click
+
+from .eviction import eviction
+from .load import load
+from .memory import memory
+from .overhead import overhead
+from .profile import profile
+from .records import records
+from .scale import scale
+from .seam import seam
+from .segment_parallel import segment_parallel
+from .tiers import tiers
+from .ttft import ttft, ttft_length, ttft_segments
+
+
+@click.group(help="Benchmarks of vllm-hypic. Each passes a correctness gate before it reports a time.")
+def main() -> None:
+    pass
+
+
+main.add_command(ttft)
+main.add_command(ttft_length)
+main.add_command(ttft_segments)
+main.add_command(seam)
+main.add_command(overhead)
+main.add_command(memory)
+main.add_command(records)
+main.add_command(profile)
+main.add_command(load)
+main.add_command(eviction)
+main.add_command(tiers)
+main.add_command(scale)
+main.add_command(segment_parallel)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

@@ -1,0 +1,245 @@
+"""Which operators serve a device: the one place that knows.
+
+A *step* is what one forward pass works out once for all layers of a kind: index tensors, programs, grids. It
+is made from host data and never waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Records, Weights
+from vllm_hypic.backends.ops.gated_delta import torch as delta_torch
+from vllm_hypic.backends.ops.span_attention import torch as span_torch
+
+from .shapes import AttentionShape
+
+INTERPRET = "TRITON_INTERPRET"
+"""Environment variable: Triton, when it is first imported, decides whether to interpret kernels."""
+
+
+def interpreting() -> bool:
+    """Whether kernels of this process are interpreted, or will be once Triton is imported."""
+    return os.environ.get(INTERPRET, "0") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class SpanRows:
+    """Rows that see public columns.
+
+    ``column_slots``, ``column_positions``: per request, int64 on the device; ``bounds [requests, 2]`` int64:
+    its rows ``[first, last)``; ``visible [rows]`` int64: columns that each row sees. These two on the host.
+    """
+
+    column_slots: Sequence[Tensor]
+    column_positions: Sequence[Tensor]
+    bounds: np.ndarray
+    visible: np.ndarray
+
+    def seen(self) -> list[list[int]]:
+        """Columns that each row of each request sees."""
+        edges = np.cumsum(self.bounds[:-1, 1] - self.bounds[:-1, 0])
+        return [part.tolist() for part in np.split(self.visible, edges)]
+
+
+class SpanStep(Protocol):
+    """Span attention of one pass."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """``query [tokens, heads, size]`` over the pool -> (out [rows, heads, size], lse [rows, heads])."""
+        ...
+
+    def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        """The partial result ``other`` into the rows of ``output [tokens, heads, size]``, whose own
+        log-sum-exp is ``lse [tokens, heads]`` float32."""
+        ...
+
+
+class DeltaStep(Protocol):
+    """The gated delta rule of one pass, for layers of one shape."""
+
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
+        """Outputs, states and records, in place; ``carries``: of interiors that are cut."""
+        ...
+
+
+class Operators(Protocol):
+    """All operators of a device. Programs (``program.py``) and bounds are host data."""
+
+    @property
+    def name(self) -> str: ...
+
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
+        """``dtype``: of queries, K and V."""
+        ...
+
+    def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
+        """Rows that are captured; rows without an interior are ordinary ones."""
+        ...
+
+    def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep: ...
+
+    def decay(self, log_decay: Tensor, zero: Tensor, before: Tensor) -> Tensor:
+        """e^log_decay ``before`` + ``zero``, float32: a record of a family whose transition is a decay.
+
+        ``before``, ``zero [n, H, K, V]``; ``log_decay``: the leading part of that shape, float32.
+        """
+        ...
+
+    def capture(
+        self,
+        pool: tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        table: Tensor | None,
+        neox: bool = True,
+    ) -> None:
+        """``rows`` of K, V ``[tokens, kv_heads, size]`` into ``slots`` of the pool, K's rotation undone."""
+        ...
+
+    def cache_lse(
+        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+    ) -> Tensor:
+        """As the package ``backends/ops/span_attention`` says."""
+        ...
+
+    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """``slots [n]`` of the pool's K and V into ``key`` and ``value [n, kv_heads, size]``."""
+        ...
+
+    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """The way back of ``gather``."""
+        ...
+
+
+def operators_for(device: torch.device) -> Operators:
+    """Triton's on a GPU, and where its kernels are interpreted; PyTorch's elsewhere."""
+    if device.type == "cuda" or interpreting():
+        from .triton_operators import TritonOperators
+
+        return TritonOperators()
+    return TorchOperators()
+
+
+# ------------------------------------------------------------------------------------------------ PyTorch
+
+
+class TorchOperators:
+    """See :class:`Operators`. Span attention in PyTorch runs on CPU only."""
+
+    name = "torch"
+
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
+        device = rows.column_slots[0].device
+        return _TorchSpan(rows, torch.from_numpy(rows.bounds), torch.from_numpy(rows.visible).to(device))
+
+    def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
+        return _TorchSegments(rows)
+
+    def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep:
+        return _TorchCompose(rows, ops)
+
+    def decay(self, log_decay: Tensor, zero: Tensor, before: Tensor) -> Tensor:
+        factor = log_decay.exp()
+        return factor.view(*factor.shape, *[1] * (before.dim() - factor.dim())) * before + zero
+
+    def capture(
+        self,
+        pool: tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        table: Tensor | None,
+        neox: bool = True,
+    ) -> None:
+        raw = span_torch.unrotate(key.index_select(0, rows), table, positions, neox)
+        pool[0].index_copy_(0, slots, raw)
+        pool[1].index_copy_(0, slots, value.index_select(0, rows))
+
+    def cache_lse(
+        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+    ) -> Tensor:
+        return span_torch.cache_lse(query, kv_cache, index, blocks, bounds, scale)
+
+    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        for source, target in zip(pool, (key, value), strict=True):
+            torch.index_select(source, 0, slots, out=target)
+
+    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        for target, source in zip(pool, (key, value), strict=True):
+            target.index_copy_(0, slots, source)
+
+
+@dataclass(frozen=True)
+class _TorchSpan:
+    rows: SpanRows
+    bounds: Tensor
+    visible: Tensor
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        r = self.rows
+        return span_torch.span_attention(
+            *(query, key, value, r.column_slots, r.column_positions),
+            *(table, neox, self.visible, self.bounds, scale),
+        )
+
+    def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        rows = torch.cat([torch.arange(first, last) for first, last in self.rows.bounds.tolist()])
+        span_torch.merge_(output, lse[rows.to(lse.device)], other, other_lse, self.bounds)
+
+
+@dataclass(frozen=True)
+class _TorchSegments:
+    rows: Tensor
+
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
+        delta_torch.gdn_segments(x, weights, caches, out, records, self.rows, carries)
+
+
+@dataclass(frozen=True)
+class _TorchCompose:
+    rows: Tensor
+    ops: Tensor
+
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
+        delta_torch.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)

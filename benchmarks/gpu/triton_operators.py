@@ -1,0 +1,114 @@
+"""The operators in Triton; importing this imports Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from vllm_hypic.backends.ops.gated_delta.triton import operators as delta_triton
+from vllm_hypic.backends.ops.gated_delta.triton.decay import after_decay
+from vllm_hypic.backends.ops.gated_delta.triton.plan import (
+    ComposePlan,
+    SegmentPlan,
+    plan_compose,
+    plan_segments,
+)
+from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan
+from vllm_hypic.backends.ops.span_attention.triton import operators as span_triton
+
+from .operators import DeltaStep, SpanRows, SpanStep
+from .shapes import AttentionShape
+
+
+class TritonOperators:
+    """See :class:`.operators.Operators`."""
+
+    name = "triton"
+
+    def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
+        columns = SpanColumns.of(rows.column_slots, rows.column_positions)
+        heads = shape.heads, shape.kv_heads, shape.size
+        return _Span(SpanPlan.of(columns, rows.bounds, rows.visible, *heads, dtype))
+
+    def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
+        return _Segments(plan_segments(rows, device))
+
+    def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep:
+        return _Compose(plan_compose(rows, ops, device))
+
+    def decay(self, log_decay: Tensor, zero: Tensor, before: Tensor) -> Tensor:
+        return after_decay(log_decay, zero, before)
+
+    def capture(
+        self,
+        pool: tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        table: Tensor | None,
+        neox: bool = True,
+    ) -> None:
+        span_triton.capture_(key, value, *pool, rows, slots, positions, table, neox)
+
+    def cache_lse(
+        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+    ) -> Tensor:
+        return span_triton.cache_lse(query, kv_cache, index, blocks, bounds, scale)
+
+    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        span_triton.gather_slots(*pool, slots, key, value)
+
+    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        span_triton.scatter_slots(*pool, slots, key, value)
+
+
+@dataclass(frozen=True)
+class _Span:
+    plan: SpanPlan
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = span_triton.attend(query, key, value, table, neox, self.plan, scale)
+        return out, lse
+
+    def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        span_triton.merge_tokens_(output, lse, other, other_lse, self.plan)
+
+
+@dataclass(frozen=True)
+class _Segments:
+    plan: SegmentPlan
+
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
+        delta_triton.run_segments(self.plan, x, weights, caches, out, records, carries, DEAD_BELOW)
+
+
+@dataclass(frozen=True)
+class _Compose:
+    plan: ComposePlan
+
+    def run(
+        self,
+        x: Inputs,
+        weights: Weights,
+        caches: Caches,
+        out: Tensor,
+        records: Records,
+        carries: Sequence[Carry] = (),
+    ) -> None:
+        delta_triton.run_compose(self.plan, x, weights, caches, out, records)

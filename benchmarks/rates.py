@@ -1,0 +1,414 @@
+"""Measuring servers under a trace: points at given rates, and the search for sustainable ones."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from vllm_hypic.harness import report
+from vllm_hypic.harness.gate import GateFailed
+from vllm_hypic.harness.report import seconds
+from vllm_hypic.harness.stats import misses_allowed, percentile
+from vllm_hypic.primitives.tokens import PrimitiveTexts
+
+from .client import Client, ClientError, Complete, End, Load, Outcome, run_closed, run_schedule
+from .search import RateSearch
+from .servers import STOCK, Spec
+from .trace import Trace, TraceRequest
+
+OURS = PrimitiveTexts().sep
+"""The plugin's separator."""
+LATE = 0.05
+"""Share of the limit by which the client itself may delay a request before it is told."""
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How the trace is sent.  Times in seconds, rates in requests per second."""
+
+    requests: int = 60
+    """Counted requests of each measurement."""
+    warm_up: int = 60
+    warm_up_at_once: int = 4
+    rates: tuple[float, ...] = ()
+    """Measure these; empty: search."""
+    limit_s: float = 10.0
+    percentile: int = 99
+    precision: float = 1.1
+    probes: int = 9
+    start_rate: float | None = None
+    """Where the search starts; ``None``: half of what the warm-up reached."""
+    finish: bool = False
+    """Also measure to the end what has missed the limit already."""
+    gate_requests: int = 2
+    timeout_s: float = 600.0
+
+    @property
+    def needed(self) -> int:
+        """Requests of a trace that never starts again."""
+        return self.warm_up + self.requests * (len(self.rates) or self.probes)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Percentiles of one quantity, seconds; each is a measured value."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    max: float
+
+    @staticmethod
+    def of(values: list[float]) -> Times | None:
+        if not values:
+            return None
+        p50, p90, p99 = (percentile(values, p) for p in (50, 90, 99))
+        return Times(p50, p90, p99, statistics.mean(values), max(values))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: a window of the trace at one rate.
+
+    Times and throughputs are there only where every request was answered.
+    """
+
+    server: str
+    rate: float
+    first_request: int
+    requests: int
+    replayed: bool
+    """The trace was too short and started again: prefix caches may have seen these prompts."""
+    ends: dict[str, int]
+    errors: list[str]
+    within: bool
+    """All answered, and the percentile of the time to first token within the limit."""
+    complete: bool
+    late_s: float
+    """The client's own largest delay."""
+    seconds: float
+    ttft_s: Times | None = None
+    gap_s: Times | None = None
+    """Between tokens (events with output)."""
+    tpot_s: Times | None = None
+    """Per output token after the first, a mean for each request."""
+    output_tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttfts: list[float] = field(default_factory=list)
+    """Of every request, in order of arrival."""
+
+    @property
+    def failed(self) -> int:
+        return self.ends.get(End.FAILED.value, 0)
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Result of a search: ``rate`` was sustained, ``failed_rate`` not; ``None`` where there was none."""
+
+    server: str
+    rate: float | None
+    failed_rate: float | None
+    probes: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Sustainable rate of ``server`` over that of ``baseline``; ``low`` and ``high`` from the brackets."""
+
+    server: str
+    baseline: str
+    ratio: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    points: list[Point]
+    sustained: list[Sustained]
+    ratios: list[Ratio]
+    warm_up: dict[str, float]
+    """Requests per second of the warm-up's second half, by server."""
+    metrics: dict[str, dict[str, float]]
+    """What servers with this plugin say of themselves at the end."""
+    gate: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A :class:`Spec` that answers: its model's name and the separator as its trace needs it."""
+
+    spec: Spec
+    client: Client
+    model: str
+    separator: int | str | None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def body(self, trace: Trace, request: TraceRequest) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": trace.prompt(request, self.separator),
+            "max_tokens": request.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+
+
+async def connect(spec: Spec, client: Client, trace: Trace) -> Target:
+    """Ask the server for its model and its separator's id; raises :class:`GateFailed`."""
+    separator: int | str | None = spec.separator
+    if separator is not None and trace.form == "tokens":
+        ids = await client.tokenize(str(separator))
+        if len(ids) != 1:
+            raise GateFailed(f"{spec.name}: its tokenizer knows no separator {separator!r}: it gives {ids}")
+        [separator] = ids
+    return Target(spec, client, await client.model(), separator)
+
+
+class Measurement:
+    """All measurements of one run over servers that take turns."""
+
+    def __init__(
+        self, targets: Sequence[Target], trace: Trace, settings: LoadSettings, console: Console
+    ) -> None:
+        self.targets, self.trace, self.settings, self.console = list(targets), trace, settings, console
+        self.points: list[Point] = []
+
+    async def run(self) -> Result:
+        """Raises :class:`GateFailed` when a server's answers are wrong before anything is measured."""
+        passed = await self.check()
+        reached = {target.name: await self.warm_up(target) for target in self.targets}
+        sustained = [] if self.settings.rates else await self.search(reached)
+        for i, rate in enumerate(self.settings.rates):
+            for target in self._turn(i):
+                await self.measure(target, rate, i)
+        metrics = {}
+        for target in self.targets:
+            found = await target.client.metrics() or {}
+            if own := {k: v for k, v in found.items() if "hypic" in k and not k.endswith("_created")}:
+                metrics[target.name] = own
+        return Result(self.points, sustained, ratios(sustained), reached, metrics, passed)
+
+    def _turn(self, i: int) -> list[Target]:
+        """The targets, the last first every other time: what drifts hits all alike."""
+        return self.targets if i % 2 == 0 else self.targets[::-1]
+
+    async def check(self) -> dict[str, Any]:
+        """The gate: every server answers, all are asked the same, and a server that takes our separator gives
+        the same answer bit for bit when its documents were just computed and when they are reused.
+
+        Other servers with separators make no such promise: they are not asked for it.
+        """
+        count = min(self.settings.gate_requests, len(self.trace.requests))
+        requests = self.trace.requests[:count]
+        sizes: dict[str, list[int]] = {}
+        reused: dict[str, list[int]] = {}
+        with report.progress(self.console, len(self.targets) * count, "correctness") as steps:
+            for target in self.targets:
+                steps.show(f"correctness: {target.name}")
+                for request in requests:
+                    body = target.body(self.trace, request)
+                    if target.spec.separator != OURS:
+                        outcome = await target.client.stream(Load(0.0, body), time.perf_counter())
+                        if outcome.end is not End.DONE:
+                            raise GateFailed(f"{target.name}: {outcome.error}")
+                        tokens = outcome.prompt_tokens
+                    else:
+                        cold, warm = await _twice(target, body)
+                        tokens = warm.prompt_tokens
+                        _require_same(target.name, cold, warm)
+                        if not warm.cached_tokens:
+                            raise GateFailed(
+                                f"{target.name}: a prompt sent twice reused nothing. Are its documents "
+                                "shorter than min_segment_tokens, is the pool too small (--cache-gib, "
+                                "--pool-share), was it started without --enable-prompt-tokens-details?"
+                            )
+                        reused.setdefault(target.name, []).append(warm.cached_tokens)
+                    cuts = 0 if target.separator is None else len(request.documents) + 1
+                    sizes.setdefault(target.name, []).append(tokens - cuts)
+                    steps.done()
+                await target.client.idle()
+        # In traces of texts, texts that meet without a separator may be tokenised together.
+        if self.trace.form == "tokens" and len({tuple(s) for s in sizes.values()}) > 1:
+            raise GateFailed(f"servers count different prompts, separators left out: {sizes}")
+        return {
+            "requests": count,
+            "cold_equals_warm": sorted(reused),
+            "prompt_tokens": sizes,
+            "reused": reused,
+        }
+
+    async def warm_up(self, target: Target) -> float:
+        """Send the first requests, a few at a time, and count none.
+
+        Returns how many a second of their second half were answered.
+        """
+        count = self.settings.warm_up
+        if not count:
+            return 0.0
+        requests = [self.trace.requests[i % len(self.trace.requests)] for i in range(count)]
+        bodies = [target.body(self.trace, r) for r in requests]
+        with report.progress(self.console, count, f"warm-up: {target.name}") as steps:
+            outcomes = await run_closed(
+                target.client, bodies, self.settings.warm_up_at_once, progress=lambda _: steps.done()
+            )
+        if bad := [o for o in outcomes if o.end is not End.DONE]:
+            raise GateFailed(f"{target.name}: {len(bad)} of {count} requests failed: {bad[0].error}")
+        ends = sorted(o.ended for o in outcomes)
+        half = count // 2
+        return half / (ends[-1] - ends[-1 - half]) if half and ends[-1] > ends[-1 - half] else 0.0
+
+    async def measure(self, target: Target, rate: float, number: int) -> Point:
+        """One point over the trace's window ``number``; it is also kept and told."""
+        s = self.settings
+        first = s.warm_up + number * s.requests
+        window = self.trace.window(first, s.requests, rate)
+        schedule = [Load(at, target.body(self.trace, request)) for at, request in window]
+        searching = not s.rates and not s.finish
+        allowed, misses = misses_allowed(s.requests, s.percentile), 0
+
+        def decided(outcome: Outcome) -> bool:
+            nonlocal misses
+            misses += _missed(outcome, s.limit_s)
+            return searching and (misses > allowed or outcome.end is End.FAILED)
+
+        with report.progress(self.console, s.requests, f"{target.name}, {rate:.3g} requests/s") as steps:
+            outcomes = await run_schedule(
+                target.client, schedule, progress=lambda _: steps.done(), decided=decided
+            )
+        await target.client.idle()
+        replayed = first + s.requests > len(self.trace.requests)
+        point = make_point(target.name, rate, first, outcomes, s, replayed=replayed)
+        self.points.append(point)
+        self.console.print(_line(point, s), style=None if point.complete else "dim")
+        return point
+
+    async def search(self, reached: dict[str, float]) -> list[Sustained]:
+        """The sustainable rate of every server.
+
+        They take turns, each at its own rates; their probes of one number send the same window.
+        """
+        s = self.settings
+        searches = {
+            target.name: RateSearch(
+                s.start_rate or reached[target.name] / 2 or 1 / s.limit_s, s.precision, s.probes
+            )
+            for target in self.targets
+        }
+        for i in range(s.probes):
+            for target in self._turn(i):
+                search = searches[target.name]
+                if (rate := search.next_rate()) is not None:
+                    search.record(rate, (await self.measure(target, rate, i)).within)
+        return [Sustained(name, x.sustained, x.failed, len(x.tried)) for name, x in searches.items()]
+
+
+def make_point(
+    server: str, rate: float, first: int, outcomes: list[Outcome], s: LoadSettings, *, replayed: bool = False
+) -> Point:
+    """What the outcomes of one window say; figures only where every request was answered."""
+    ends = Counter(o.end.value for o in outcomes)
+    if missing := s.requests - len(outcomes):
+        ends["not sent"] = missing
+    complete = ends[End.DONE.value] == s.requests
+    misses = sum(_missed(o, s.limit_s) for o in outcomes)
+    span = max((o.ended for o in outcomes), default=0.0)
+    facts: dict[str, Any] = {}
+    if complete:
+        ttfts = [o.ttft for o in outcomes if o.ttft is not None]
+        prompt, cached = sum(o.prompt_tokens for o in outcomes), sum(o.cached_tokens for o in outcomes)
+        facts = {
+            "ttft_s": Times.of(ttfts),
+            "gap_s": Times.of([gap for o in outcomes for gap in o.gaps]),
+            "tpot_s": Times.of([o.tpot for o in outcomes if o.tpot is not None]),
+            "output_tokens_per_s": sum(o.output_tokens for o in outcomes) / span,
+            "prompt_tokens_per_s": prompt / span,
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "ttfts": ttfts,
+        }
+    return Point(
+        server=server,
+        rate=rate,
+        first_request=first,
+        requests=s.requests,
+        replayed=replayed,
+        ends=dict(ends),
+        errors=list(dict.fromkeys(o.error for o in outcomes if o.error))[:3],
+        within=complete and misses <= misses_allowed(s.requests, s.percentile),
+        complete=complete,
+        late_s=max((o.late for o in outcomes), default=0.0),
+        seconds=span,
+        **facts,
+    )
+
+
+def ratios(sustained: Sequence[Sustained]) -> list[Ratio]:
+    """Every other server over ``stock``, or over the last where none has that name."""
+    if len(sustained) < 2:
+        return []
+    base = next((s for s in sustained if s.server == STOCK), sustained[-1])
+
+    def over(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else a / b
+
+    return [
+        Ratio(
+            s.server,
+            base.server,
+            over(s.rate, base.rate),
+            low=over(s.rate, base.failed_rate),
+            high=over(s.failed_rate, base.rate),
+        )
+        for s in sustained
+        if s is not base
+    ]
+
+
+def _missed(outcome: Outcome, limit_s: float) -> bool:
+    if outcome.end is End.STOPPED:
+        return False
+    return outcome.end is not End.DONE or outcome.ttft is None or outcome.ttft > limit_s
+
+
+async def _twice(target: Target, body: dict[str, Any]) -> tuple[Complete, Complete]:
+    """The same request two times, with log-probabilities."""
+    try:
+        first = await target.client.complete({**body, "logprobs": 5})
+        return first, await target.client.complete({**body, "logprobs": 5})
+    except ClientError as e:
+        raise GateFailed(f"{target.name}: {e}") from e
+
+
+def _require_same(name: str, cold: Complete, warm: Complete) -> None:
+    for what in ("tokens", "logprobs", "top_logprobs"):
+        if getattr(cold, what) != getattr(warm, what):
+            raise GateFailed(
+                f"{name}: the same prompt, first computed and then reused, has other {what}: "
+                f"{getattr(cold, what)[:3]} and {getattr(warm, what)[:3]}"
+            )
+
+
+def _line(point: Point, s: LoadSettings) -> str:
+    head = f"{point.server}, {point.rate:.3g} requests/s: "
+    if not point.complete:
+        ends = ", ".join(f"{n} {end}" for end, n in point.ends.items())
+        verdict = "failed" if point.failed else "over the limit"
+        return head + f"{verdict} ({ends})" + "".join(f"; {e}" for e in point.errors)
+    assert point.ttft_s is not None
+    value = percentile(point.ttfts, s.percentile)
+    late = f"; the client itself was {seconds(point.late_s)} late" if point.late_s > LATE * s.limit_s else ""
+    return head + f"p{s.percentile} {seconds(value)}, {'within' if point.within else 'over'} the limit{late}"

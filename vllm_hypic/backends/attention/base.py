@@ -1,0 +1,134 @@
+"""Attention of a layer under PIC: what the backends of all platforms share.
+
+The stock kernel runs over the whole batch, unchanged.  For a composed row its result is the private
+part; the public part comes from the pool and both merge by log-sum-exp.  Segment requests run stock
+and have their V, and their K with its rotation undone, copied into the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from ...pool.runtime import HypicRuntime
+    from ...pool.step import CapturedRows, PublicRows, StepContext
+    from ...pool.tensors import PublicKV
+    from ..rope import RopeTap
+
+
+@dataclass(frozen=True)
+class AttentionLink:
+    """What one attention layer needs for PIC, found by the start-up probe.
+
+    ``rope`` is ``None`` for NoPE layers.
+    """
+
+    runtime: HypicRuntime
+    public: PublicKV
+    rope: RopeTap | None
+
+    def table(self) -> torch.Tensor | None:
+        """The layer's cos/sin table ``[positions, rotary_dim]``, mscale included."""
+        return None if self.rope is None else self.rope.cos_sin_cache  # type: ignore[attr-defined]
+
+    @property
+    def neox(self) -> bool:
+        return self.rope is None or bool(getattr(self.rope, "is_neox_style", True))
+
+
+LinkT = TypeVar("LinkT", bound=AttentionLink)
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionImpl
+else:
+    AttentionImpl = object
+
+
+class PublicAttention(Generic[LinkT], AttentionImpl):
+    """Mixin before a stock implementation; with a link, also captures segments and reads public K and V."""
+
+    link: LinkT | None = None
+    """Set at start-up; ``None``: stock."""
+    hypic_probe: Callable[[torch.Tensor], None] | None = None
+    """While probing: told the K that reached this layer."""
+
+    def connect(self, layer: Any, link: AttentionLink) -> None:
+        """Take part in PIC from now on.  ``layer``: the module whose cache, allocated, this serves."""
+        raise NotImplementedError
+
+    def window(self) -> int | None:
+        """Tokens of a sliding window; ``None``: all."""
+        raise NotImplementedError
+
+    def has_quantised_cache(self) -> bool:
+        raise NotImplementedError
+
+    def refusal(self) -> str | None:
+        """Why this layer cannot take part in PIC, or ``None``."""
+        if (window := self.window()) is not None:
+            return f"sliding window of {window} tokens"
+        if self.logits_soft_cap:
+            return f"logits soft-cap {self.logits_soft_cap}"
+        if self.sinks is not None:
+            return "learned attention sinks"
+        if self.alibi_slopes is not None:
+            return "ALiBi"
+        if self.kv_sharing_target_layer_name is not None:
+            return f"KV shared with layer {self.kv_sharing_target_layer_name}"
+        if self.has_quantised_cache():
+            return f"quantised KV cache ({self.kv_cache_dtype})"
+        return None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Same contract as the stock implementation."""
+        if attn_metadata is None and self.hypic_probe is not None:
+            self.hypic_probe(key.clone())
+            return output.zero_()
+        super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
+        link = self.link
+        if link is None or (step := link.runtime.step) is None or attn_metadata is None:
+            return output
+        if step.captured is not None:
+            link.runtime.calls["capture_kv"] += 1
+            self.capture(link, step.captured, key, value)
+        if step.public is not None:
+            link.runtime.calls["span_attention"] += 1
+            self.add_public(link, step, step.public, query, kv_cache, attn_metadata, output)
+        return output
+
+    def capture(self, link: LinkT, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy interior rows of segment requests into the pool, K with its rotation undone.
+
+        ``key``, ``value [tokens, kv_heads, head_size]``, K rotated.
+        """
+        raise NotImplementedError
+
+    def add_public(
+        self,
+        link: LinkT,
+        step: StepContext,
+        public: PublicRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Merge the public part into ``output`` of all composed rows, in place."""
+        raise NotImplementedError

@@ -1,0 +1,93 @@
+"""Attention backend on CPU: stock kernels for everything private, span attention for the public part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+)
+
+from ..ops import span_attention
+from ..ops.span_attention.torch import unrotate
+from .base import AttentionLink, PublicAttention
+from .private_kv import key_index
+
+if TYPE_CHECKING:
+    from ...pool.step import CapturedRows, PublicRows, StepContext
+
+
+class HypicCPUAttentionBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with a public part."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "HYPIC"
+
+    @staticmethod
+    def get_impl_cls() -> type[HypicCPUAttentionImpl]:
+        return HypicCPUAttentionImpl
+
+
+@dataclass(frozen=True)
+class CPUAttentionLink(AttentionLink):
+    """``key_index [block_size, kv_heads, head_size]`` int32: where K lies in a block of vLLM's cache;
+    ``ops``: the operators of ``ops.span_attention`` that serve this layer."""
+
+    key_index: torch.Tensor
+    ops: ModuleType
+
+
+class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBackendImpl):
+    """Stock CPU attention; with a link, also captures segments and reads public K and V."""
+
+    def connect(self, layer: Any, link: AttentionLink) -> None:
+        index = key_index(layer.kv_cache, layer.isa)
+        ops = span_attention.choose(self.head_size, link.public.key.device.type)
+        self.link = CPUAttentionLink(link.runtime, link.public, link.rope, index, ops)
+
+    def window(self) -> int | None:
+        return None if self.sliding_window == -1 else self.sliding_window
+
+    def has_quantised_cache(self) -> bool:
+        return bool(self.is_fp8_kv_cache)
+
+    def capture(
+        self, link: CPUAttentionLink, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        rows = captured.rows
+        raw = unrotate(key.index_select(0, rows), link.table(), captured.positions, link.neox)
+        link.public.key.index_copy_(0, captured.slots, raw)
+        link.public.value.index_copy_(0, captured.slots, value.index_select(0, rows))
+
+    def add_public(
+        self,
+        link: CPUAttentionLink,
+        step: StepContext,
+        public: PublicRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: CPUAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        out, lse = link.ops.span_attention(
+            query,
+            link.public.key,
+            link.public.value,
+            public.column_slots,
+            public.column_positions,
+            link.table(),
+            link.neox,
+            public.visible,
+            public.bounds,
+            self.scale,
+        )
+        private_lse = link.ops.cache_lse(
+            query, kv_cache, link.key_index, metadata.block_table, public.cache_bounds, self.scale
+        )
+        link.ops.merge_(output, private_lse, out, lse, public.bounds)

@@ -1,0 +1,191 @@
+"""Attention backend on CUDA: vLLM's FlashAttention for everything private, Triton for the public part.
+
+FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  It keeps its log-sum-exp to
+itself; for the composed rows alone it is called once more, for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from ..cuda.rows import PrivateRows, span_pieces
+from .base import AttentionLink, PublicAttention
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
+
+    from ...pool.step import CapturedRows, PublicRows, StepContext
+
+MAX_HEAD_SIZE = 256
+"""Of FlashAttention 2, which every supported GPU has."""
+
+
+class HypicFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Full CUDA graphs hold stock code alone: none of mixed batches, where rows of ours may be.
+
+    vLLM then takes piecewise graphs for those, or none, and leaves decoding its full graphs; the model runner
+    keeps decode passes with rows of ours out of them.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+class HypicCUDAAttentionBackend(FlashAttentionBackend):
+    """vLLM's FlashAttention with a public part."""
+
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "HYPIC"
+
+    @staticmethod
+    def get_impl_cls() -> type[HypicCUDAAttentionImpl]:
+        return HypicCUDAAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[HypicFlashAttentionMetadataBuilder]:
+        return HypicFlashAttentionMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size <= MAX_HEAD_SIZE and super().supports_head_size(head_size)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class CUDAAttentionLink(AttentionLink):
+    """``ops``: the operators of ``ops.span_attention.triton_ops``."""
+
+    ops: ModuleType
+
+
+class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionImpl):
+    """Stock FlashAttention; with a link, also captures segments and reads public K and V."""
+
+    def connect(self, layer: Any, link: AttentionLink) -> None:
+        from ..ops.span_attention.triton import operators
+
+        operators.warm_up(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            link.public.key.dtype,
+            link.table(),
+            link.neox,
+            link.public.key.device,
+        )
+        self.link = CUDAAttentionLink(link.runtime, link.public, link.rope, operators)
+
+    def window(self) -> int | None:
+        return None if self.sliding_window == (-1, -1) else self.sliding_window[0] + 1
+
+    def has_quantised_cache(self) -> bool:
+        return is_quantized_kv_cache(self.kv_cache_dtype)
+
+    def refusal(self) -> str | None:
+        from ..ops.span_attention.triton import operators
+
+        if (reason := operators.refuses(self.head_size, "cuda")) is not None:
+            return reason
+        if self.attn_type != AttentionType.DECODER:
+            return f"attention of kind {self.attn_type}"
+        if self.dcp_world_size > 1:
+            return f"a KV cache divided among {self.dcp_world_size} ranks"
+        return super().refusal()
+
+    @property
+    def lse_version(self) -> int | None:
+        """The FlashAttention that is asked for the log-sum-exp: FA4's kernels for heads of 256 are not known
+        to return it, and FA2 runs wherever FA4 does."""
+        return 2 if self.vllm_flash_attn_version == 4 else self.vllm_flash_attn_version
+
+    def capture(
+        self, link: CUDAAttentionLink, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        link.ops.capture_(
+            key,
+            value,
+            link.public.key,
+            link.public.value,
+            captured.rows,
+            captured.slots,
+            captured.positions,
+            link.table(),
+            link.neox,
+        )
+
+    def add_public(
+        self,
+        link: CUDAAttentionLink,
+        step: StepContext,
+        public: PublicRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        private_lse = self.private_lse(query, kv_cache, metadata, step)
+        table, pool = link.table(), link.public
+        for piece in span_pieces(
+            link.runtime, step, self.num_heads, self.num_kv_heads, self.head_size, query.dtype
+        ):
+            out, lse = link.ops.attend(query, pool.key, pool.value, table, link.neox, piece.plan, self.scale)
+            link.ops.merge_rows_(
+                output, private_lse[piece.rows], out, lse, piece.plan.token_rows, lse_by_token=False
+            )
+
+    def private_lse(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashAttentionMetadata,
+        step: StepContext,
+    ) -> torch.Tensor:
+        """Log-sum-exp ``[rows, heads]`` float32 of the composed rows' attention over vLLM's own cache.
+
+        ``query [tokens, heads, size]``; ``kv_cache [blocks, kv_heads, block_size, 2 * size]``.
+        """
+        private = PrivateRows.of(step)
+        halves = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        key_cache, value_cache = (canonicalize_singleton_dim_strides(half) for half in halves)
+        _, lse = flash_attn.flash_attn_varlen_func(
+            q=private.query(query),
+            k=key_cache,
+            v=value_cache,
+            cu_seqlens_q=private.starts,
+            max_seqlen_q=private.longest_query,
+            seqused_k=private.tokens,
+            max_seqlen_k=private.longest_cache,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=private.blocks(step, metadata.block_table),
+            num_splits=1 if self.batch_invariant_enabled else 0,
+            return_softmax_lse=True,
+            fa_version=self.lse_version,
+        )
+        return lse.t()

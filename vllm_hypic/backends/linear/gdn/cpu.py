@@ -1,0 +1,174 @@
+"""Gated DeltaNet under PIC on CPU: C++ operators, or PyTorch where they do not serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+from ...ops import gated_delta
+from ..layout import Composed, Segments, StockRows
+from .base import HypicGatedDeltaNet
+
+if TYPE_CHECKING:
+    from ....pool.runtime import HypicRuntime
+    from ....pool.step import StepContext
+    from ....pool.tensors import LinearRecords
+
+
+class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
+    """vLLM's CPU layer plus capture and composition."""
+
+    _views: _Views | None = None
+
+    def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As stock, but for the core operator: opaque to the compiler, it looks at the step at run time."""
+        mixed_qkv, z, b, a = self._project(hidden_states)
+        core = torch.zeros(
+            (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
+        )
+        torch.ops.vllm.hypic_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
+        return self._output_projection(core, z)
+
+    def stock_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
+    ) -> None:
+        cpu_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
+
+    def run_segments(
+        self,
+        runtime: HypicRuntime,
+        step: StepContext,
+        segments: Segments,
+        x: gated_delta.Inputs,
+        core: torch.Tensor,
+        carries: list[gated_delta.Carry],
+    ) -> None:
+        views = self._current_views()
+        layer = self._layer(views, runtime, x, core)
+        views.ops.gdn_segments(*layer, segments.rows, carries, runtime.dead_transition)
+
+    def run_composed(
+        self,
+        runtime: HypicRuntime,
+        step: StepContext,
+        composed: Composed,
+        x: gated_delta.Inputs,
+        core: torch.Tensor,
+    ) -> None:
+        views = self._current_views()
+        views.ops.gdn_compose(*self._layer(views, runtime, x, core), composed.rows, composed.ops)
+
+    def _layer(
+        self, views: _Views, runtime: HypicRuntime, x: gated_delta.Inputs, core: torch.Tensor
+    ) -> tuple[gated_delta.Inputs, gated_delta.Weights, gated_delta.Caches, torch.Tensor, LinearRecords]:
+        metadata = get_forward_context().attn_metadata[self.prefix]
+        caches = views.caches(metadata.non_spec_state_indices_tensor)
+        return x, views.weights, caches, core, runtime.pool.linear[self.prefix]
+
+    def sub_batch(
+        self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
+    ) -> GDNAttentionMetadata:
+        device = metadata.non_spec_state_indices_tensor.device
+        starts = torch.tensor(rows.starts, dtype=torch.int32, device=device)
+        decodes, tokens = rows.decodes, rows.starts[-1]
+        return replace(
+            metadata,
+            num_decodes=decodes,
+            num_decode_tokens=rows.starts[decodes],
+            num_prefills=len(rows.batch_rows) - decodes,
+            num_prefill_tokens=tokens - rows.starts[decodes],
+            num_actual_tokens=tokens,
+            non_spec_query_start_loc=starts,
+            non_spec_state_indices_tensor=metadata.non_spec_state_indices_tensor[
+                torch.tensor(rows.batch_rows, device=device)
+            ],
+            has_initial_state=torch.tensor(rows.resumed, dtype=torch.bool, device=device),
+        )
+
+    def kernel_refusal(self) -> str | None:
+        """Why the C++ operators do not serve this layer, or ``None``."""
+        return self._current_views().refusal
+
+    def _current_views(self) -> _Views:
+        if self._views is None or self._views.of is not self.kv_cache[0]:
+            self._views = _Views(self)
+        return self._views
+
+    def _project(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Stock input projections: mixed qkv ``[n, conv_dim]``, z ``[n, Hv, V]``, b and a ``[n, Hv]``."""
+        mixed_qkvz, _ = self.in_proj_qkvz(hidden_states)
+        ba, _ = self.in_proj_ba(hidden_states)
+        if self.gqa_interleaved_layout:
+            query, key, value, z, b, a = self.fix_query_key_value_ordering(mixed_qkvz, ba)
+            mixed_qkv = torch.cat([t.reshape(t.shape[0], -1) for t in (query, key, value)], dim=-1)
+            return mixed_qkv, z, b, a
+        qkv_size = (self.key_dim * 2 + self.value_dim) // self.tp_size
+        mixed_qkv, z = mixed_qkvz.split([qkv_size, self.value_dim // self.tp_size], dim=-1)
+        b, a = ba.chunk(2, dim=-1)
+        return mixed_qkv, z.reshape(z.size(0), -1, self.head_v_dim), b, a
+
+    def conv_weight(self) -> torch.Tensor:
+        """Depthwise weights ``[conv_dim, k]``; vLLM packs its own copy in place on AVX512-BF16."""
+        unpacked = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
+        weight = self.conv1d.weight if unpacked is None else unpacked
+        return weight.view(weight.size(0), weight.size(-1))
+
+
+class _Views:
+    """A layer's constants and caches as our operators take them, and the operators that serve it."""
+
+    def __init__(self, layer: HypicCPUGatedDeltaNet) -> None:
+        conv, state = layer.kv_cache
+        self.of = conv
+        self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
+        # The CPU operator stores [Hv, K, V] in a buffer labelled [Hv, V, K].
+        self.state = state.view(state.size(0), state.size(1), state.size(3), state.size(2))
+        self.weights = gated_delta.Weights.prepare(
+            layer.conv_weight(),
+            layer.conv1d.bias,
+            layer.A_log,
+            layer.dt_bias,
+            layer.num_k_heads // layer.tp_size,
+            gated_delta.l2_eps(conv.device),
+        )
+        nowhere = torch.zeros(0, dtype=torch.int32, device=conv.device)
+        self.ops = gated_delta.choose(self.weights, self.caches(nowhere))
+        self.refusal = gated_delta.refuses(self.weights, self.caches(nowhere))
+
+    def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
+        return gated_delta.Caches(slots, self.conv, self.state)
+
+
+def _hypic_gdn_attention_core(
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    core_attn_out: torch.Tensor,
+    layer_name: LayerNameType,
+) -> None:
+    """Custom operator: hands over to the layer."""
+    layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    layer.core(mixed_qkv, b, a, core_attn_out)
+
+
+direct_register_custom_op(
+    op_name="hypic_gdn_attention_core",
+    op_func=_hypic_gdn_attention_core,
+    mutates_args=["core_attn_out"],
+)

@@ -1,0 +1,247 @@
+"""Gated DeltaNet under PIC on CUDA: Triton operators beside vLLM's own kernels.
+
+vLLM's custom operator looks the layer up by name and calls its ``_forward_core``, so the compiled graph is
+stock vLLM's and only that method is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.third_party.flash_linear_attention.ops.index import prepare_chunk_indices, prepare_chunk_offsets
+from vllm.third_party.flash_linear_attention.ops.utils import FLA_CHUNK_SIZE
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+from ...cuda.rows import once
+from ...ops import gated_delta
+from ...ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from ..layout import Composed, Segments, StockRows
+from .base import HypicGatedDeltaNet
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+    from ....pool.runtime import HypicRuntime
+    from ....pool.step import StepContext
+
+
+class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
+    """vLLM's CUDA layer plus capture and composition."""
+
+    _views: _Views | None = None
+
+    def _forward_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
+    ) -> None:
+        """Same contract as the stock method, which vLLM's custom operator calls."""
+        self.core(mixed_qkv, b, a, core_attn_out)
+
+    def stock_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
+    ) -> None:
+        QwenGatedDeltaNetAttention._forward_core(self, mixed_qkv, b, a, core)
+
+    def run_segments(
+        self,
+        runtime: HypicRuntime,
+        step: StepContext,
+        segments: Segments,
+        x: gated_delta.Inputs,
+        core: torch.Tensor,
+        carries: list[gated_delta.Carry],
+    ) -> None:
+        from ...ops.gated_delta.triton import operators
+
+        plan = once(step, "linear:segments", lambda: operators.plan_segments(segments.rows, x.mixed.device))
+        views, records = self._current_views(), runtime.pool.linear[self.prefix]
+        caches = views.caches(self._slots(step))
+        operators.run_segments(
+            plan, x, views.weights, caches, core, records, carries, runtime.dead_transition
+        )
+
+    def run_composed(
+        self,
+        runtime: HypicRuntime,
+        step: StepContext,
+        composed: Composed,
+        x: gated_delta.Inputs,
+        core: torch.Tensor,
+    ) -> None:
+        from ...ops.gated_delta.triton import operators
+
+        plan = once(
+            step,
+            "linear:compose",
+            lambda: operators.plan_compose(composed.rows, composed.ops, x.mixed.device),
+        )
+        views, records = self._current_views(), runtime.pool.linear[self.prefix]
+        operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), core, records)
+
+    def _slots(self, step: StepContext) -> torch.Tensor:
+        """Cache slots by batch row, contiguous: vLLM gives a column of a table where it copies nothing."""
+        metadata = get_forward_context().attn_metadata[self.prefix]
+
+        def make() -> tuple[Any, torch.Tensor]:
+            return metadata, metadata.non_spec_state_indices_tensor.contiguous()
+
+        # The metadata is kept beside, so that no other can have its address.
+        return once(step, f"linear:slots:{id(metadata)}", make)[1]
+
+    def sub_batch(
+        self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
+    ) -> GDNAttentionMetadata:
+        """As vLLM's builder would make it of these rows alone."""
+        shared = once(step, "linear:sub-batch", lambda: _SubBatch.of(step, rows))
+        slots = metadata.non_spec_state_indices_tensor
+        assert slots is not None
+        own = slots.index_select(0, shared.batch_rows)
+        decodes, prefills = shared.decodes, shared.prefills
+        return replace(
+            metadata,
+            num_decodes=decodes,
+            num_decode_tokens=shared.decode_tokens,
+            num_prefills=prefills,
+            num_prefill_tokens=shared.tokens - shared.decode_tokens,
+            num_actual_tokens=shared.tokens,
+            non_spec_query_start_loc=shared.starts,
+            non_spec_state_indices_tensor=own,
+            has_initial_state=shared.resumed,
+            chunk_indices=shared.chunk_indices,
+            chunk_offsets=shared.chunk_offsets,
+            prefill_query_start_loc=shared.prefill_starts,
+            prefill_state_indices=own[decodes:] if prefills else None,
+            prefill_has_initial_state=None if shared.resumed is None else shared.resumed[decodes:],
+            nums_dict=shared.nums_dict,
+            batch_ptr=shared.batch_ptr,
+            token_chunk_offset_ptr=shared.token_chunk_offset_ptr,
+        )
+
+    def kernel_refusal(self) -> str | None:
+        """Why the Triton operators do not serve this layer, or ``None``."""
+        views = self._current_views()
+        nowhere = torch.zeros(0, dtype=torch.int32, device=views.state.device)
+        reason = gated_delta.refuses(views.weights, views.caches(nowhere))
+        return None if reason is None else f"gated delta net with {reason}"
+
+    def warm_up(self, runtime: HypicRuntime) -> None:
+        """Compile the operators for every length of chunk.
+
+        Runs on the cache's block 0, which vLLM keeps for padding, and on the record slot 0 of a pool that
+        holds nothing yet.
+        """
+        from ...ops.gated_delta.triton import operators
+        from ...ops.gated_delta.triton.plan import CHUNKS
+
+        views, records = self._current_views(), runtime.pool.linear[self.prefix]
+        weight, device = self.conv1d.weight, views.state.device
+        caches = views.caches(torch.zeros(1, dtype=torch.int32, device=device))
+        heads, V = views.state.size(1), views.state.size(3)
+        for n in CHUNKS:
+            mixed = weight.new_zeros(2 * n, views.conv.size(2))
+            gates = weight.new_zeros(2 * n, heads)
+            x, out = gated_delta.Inputs(mixed, gates, gates), weight.new_empty(2 * n, heads, V)
+            segment = SegmentRow(
+                batch_row=0,
+                resumed=0,
+                first=0,
+                stop=n,
+                begin=0,
+                end=n,
+                slot=0,
+                leading=0,
+                begins=1,
+                ends=1,
+                has_head=0,
+                carry=-1,
+            )
+            runtime.pool.offer_tiles(0)
+            plan = operators.plan_segments(pack([segment], SegmentRow), device)
+            operators.run_segments(plan, x, views.weights, caches, out, records, [], runtime.dead_transition)
+            rows = pack([ComposeRow(0, 0, 0, 2)], ComposeRow)
+            ops = pack([ComposeOp(0, n, 0, Mode.TRANSITION), ComposeOp(n, n, -1, Mode.NONE)], ComposeOp)
+            composing = operators.plan_compose(rows, ops, device)
+            operators.run_compose(composing, x, views.weights, caches, out, records)
+        runtime.pool.release_tiles([0])
+
+    def _current_views(self) -> _Views:
+        if self._views is None or self._views.of is not self.kv_cache[0]:
+            self._views = _Views(self)
+        return self._views
+
+
+class _Views:
+    """A layer's constants and caches as our operators take them."""
+
+    def __init__(self, layer: HypicCUDAGatedDeltaNet) -> None:
+        conv, state = layer.kv_cache
+        self.of = conv
+        self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
+        self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
+        weight = layer.conv1d.weight
+        self.weights = gated_delta.Weights.prepare(
+            weight.view(weight.size(0), weight.size(-1)),
+            layer.conv1d.bias,
+            layer.A_log,
+            layer.dt_bias,
+            layer.num_k_heads // layer.tp_size,
+            gated_delta.l2_eps(conv.device),
+        )
+
+    def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
+        return gated_delta.Caches(slots, self.conv, self.state)
+
+
+@dataclass(frozen=True)
+class _SubBatch:
+    """The parts of a sub-batch's metadata that no cache has a say in; tensors on the device.
+
+    ``batch_rows [requests]`` int64; ``starts [requests + 1]`` int32; ``resumed [requests]``; what concerns
+    prefills alone is ``None`` without any.
+    """
+
+    batch_rows: torch.Tensor
+    decodes: int
+    prefills: int
+    decode_tokens: int
+    tokens: int
+    starts: torch.Tensor
+    resumed: torch.Tensor | None = None
+    prefill_starts: torch.Tensor | None = None
+    chunk_indices: torch.Tensor | None = None
+    chunk_offsets: torch.Tensor | None = None
+    nums_dict: dict[int, dict[str, Any]] | None = None
+    batch_ptr: torch.Tensor | None = None
+    token_chunk_offset_ptr: torch.Tensor | None = None
+
+    @staticmethod
+    def of(step: StepContext, rows: StockRows) -> _SubBatch:
+        decodes, decode_tokens, tokens = rows.decodes, rows.starts[rows.decodes], rows.starts[-1]
+        prefills = len(rows.batch_rows) - decodes
+        batch_rows, starts, resumed = step.on_device(
+            np.array(rows.batch_rows), np.array(rows.starts), np.array(rows.resumed, dtype=np.int64)
+        )
+        starts = starts.int()
+        if not prefills:
+            return _SubBatch(batch_rows, decodes, prefills, decode_tokens, tokens, starts)
+        whole = torch.tensor(rows.starts, dtype=torch.int32)
+        own = whole[decodes:] - decode_tokens
+        chunks = prepare_chunk_indices(own, FLA_CHUNK_SIZE), prepare_chunk_offsets(own, FLA_CHUNK_SIZE)
+        return _SubBatch(
+            batch_rows,
+            decodes,
+            prefills,
+            decode_tokens,
+            tokens,
+            starts,
+            resumed.bool(),
+            starts[decodes:] - decode_tokens,
+            *(async_tensor_h2d(chunk, device=step.device) for chunk in chunks),
+            *compute_causal_conv1d_metadata(whole, device=step.device),
+        )

@@ -1,0 +1,200 @@
+"""Composed requests: one walk through rows and records.
+
+A program per (request, head, block of S's columns) keeps its columns in registers and goes through the
+request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C with T from its tile.
+
+No summaries of the pieces between records: with the chunk terms at hand, a seam of 16 rows costs two products
+[16, K] x [K, columns], while its transition [K, K] would cost four times as much to apply alone, and would
+have to be computed first. What can be done for all pieces at once, the terms, is; what is left of a prompt of
+16 segments is a chain of 18 chunks and 16 products with T, in 128 programs at 32 heads: one wave on an H100.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: RUF005
+# Kernels are in Triton's language: no types of arguments, tuples grow by adding, no unpacking.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernel_spec import SM100, KernelSpec, Limits
+from ..arguments import Caches, Records, Weights
+from ..program import Mode
+from .plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
+from .products import add_times
+from .scan import Shape, constants, load_columns, scan_chunk, store_columns
+
+_SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
+_STEP_FIELDS = tl.constexpr(len(ComposeStep._fields))
+_NONE = tl.constexpr(int(Mode.NONE))
+_TRANSITION = tl.constexpr(int(Mode.TRANSITION))
+_ADD = tl.constexpr(int(Mode.ADD))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+def compose_kernel(
+    conv_ptr,
+    terms_ptr,
+    chunks_ptr,
+    scans_ptr,
+    steps_ptr,
+    slots_ptr,
+    state_ptr,
+    out_ptr,
+    record_ptr,
+    tiles_ptr,
+    tile_of_ptr,
+    channels,
+    state_slot,
+    state_head,
+    state_k,
+    state_v,
+    out_row,
+    out_head,
+    record_slot,
+    tile_of_slot,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    head = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    scan = scans_ptr + tl.program_id(2) * _SCAN_FIELDS
+    batch_row, resumed = tl.load(scan), tl.load(scan + 1)
+    first_step, stop_step = tl.load(scan + 2), tl.load(scan + 3)
+    cached = tl.load(slots_ptr + batch_row).to(tl.int64)
+    state = state_ptr + cached * state_slot + head * state_head
+    state += column[None, :] * state_v
+    S = load_columns(state, state_k, tl.where(resumed > 0, K, 0), SLICES, SLICE)
+    for step in range(first_step, stop_step):
+        fields = steps_ptr + step * _STEP_FIELDS
+        first, stop = tl.load(fields), tl.load(fields + 1)
+        slot, mode = tl.load(fields + 2).to(tl.int64), tl.load(fields + 3)
+        for chunk in range(first, stop):
+            S = scan_chunk(
+                S,
+                chunk,
+                head,
+                column,
+                conv_ptr,
+                channels,
+                terms_ptr,
+                chunks_ptr,
+                out_ptr,
+                out_row,
+                out_head,
+                True,
+                KEY_HEADS,
+                HEADS,
+                K,
+                V,
+                C,
+                BLOCK,
+                SLICES,
+                SLICE,
+            )
+        if mode != _NONE:
+            record = record_ptr + slot * record_slot + head * (K * V) + column[None, :]
+            after = load_columns(record, V, K, SLICES, SLICE)
+            tile = tl.load(tile_of_ptr + slot * tile_of_slot + head, mask=mode == _TRANSITION, other=-1)
+            if tile >= 0:
+                after = _transformed(tiles_ptr + tile.to(tl.int64) * (K * K), S, after, K, SLICES, SLICE)
+            elif mode == _ADD:
+                after = _sum(S, after, SLICES)
+            S = after
+    store_columns(S, state, state_k, SLICES, SLICE)
+
+
+@triton.jit
+def _transformed(T_ptr, S, to, K: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr):
+    """`to` + T S."""
+    row = tl.arange(0, SLICE)
+    product = to
+    # A slice of S after the other, so that only one at a time is held as an operand.
+    for j in tl.static_range(SLICES):
+        total = ()
+        for i in tl.static_range(SLICES):
+            T = tl.load(T_ptr + (i * SLICE + row)[:, None] * K + (j * SLICE + row)[None, :])
+            total = total + (add_times(T, S[j], product[i]),)
+        product = total
+    return product
+
+
+@triton.jit
+def _sum(a, b, SLICES: tl.constexpr):
+    total = ()
+    for i in tl.static_range(SLICES):
+        total = total + (a[i] + b[i],)
+    return total
+
+
+def compose(
+    plan: ComposePlan,
+    conv: Tensor,
+    terms: Tensor,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+) -> None:
+    """States and outputs of the plan's requests."""
+    heads, K, V = caches.state.shape[1:]
+    shape = Shape.of(plan.chunk, K, V)
+    compose_kernel[V // shape.columns, heads, len(plan.scans)](
+        conv,
+        terms,
+        plan.chunks,
+        plan.scans,
+        plan.steps,
+        caches.slots,
+        caches.state,
+        out,
+        records.state,
+        records.tiles,
+        records.tile_of,
+        conv.shape[1],
+        *caches.state.stride(),
+        out.stride(0),
+        out.stride(1),
+        records.state.stride(0),
+        records.tile_of.stride(0),
+        **constants(plan.chunk, K, V, weights.key_heads, heads),
+        num_warps=shape.warps,
+        num_stages=_STAGES,
+    )
+
+
+_STAGES = 2
+
+_ALIGNED = {
+    **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
+    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "tile_of_ptr"), "*i32"),
+    "tiles_ptr": "*fp16",
+    **dict.fromkeys(("channels", "state_slot", "state_head", "state_v", "out_row", "out_head"), "i32"),
+    **dict.fromkeys(("record_slot", "tile_of_slot"), "i32"),
+}
+
+SPECS = tuple(
+    KernelSpec(
+        f"gated_delta compose C={C}",
+        compose_kernel,
+        {**_ALIGNED, "slots_ptr": "*i32"},
+        {"state_k": 1, **constants(C, 128, 128, 16, 32)},
+        warps=Shape.of(C, 128, 128).warps,
+        stages=_STAGES,
+        aligned=tuple(_ALIGNED),
+        # At most 12 spilled words per thread on a B200, 2 elsewhere.
+        limit=Limits(mma=1, stack=8),
+        limits={SM100: Limits(mma=1, stack=48)},
+    )
+    for C in CHUNKS
+)

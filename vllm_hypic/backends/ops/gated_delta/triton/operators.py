@@ -1,0 +1,103 @@
+"""The layer operators in Triton: see the package for what they compute.
+
+A step has one plan per operator (`triton_plan`), made on the host and shared by its layers. A layer launches
+
+    run_segments   convolution, chunk terms, scan of [S | T], records, conv contexts      5 kernels
+    run_compose    convolution, chunk terms, walk, conv contexts                          4 kernels
+
+whatever the number of requests, pieces and records, and never waits for the device. What Triton compiles does
+not depend on these numbers either: on the layer's shapes, dtypes and strides and the plan's chunk length.
+
+What a call allocates for its own use lives until it returns: per value head at K = V = 128 about 1.2 KiB for
+a row that it runs, and 192 KiB for an interior.
+
+`gdn_segments` and `gdn_compose` have the signature of the other modules: plan and run in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from .capture import Summaries, capture, write_records
+from .compose import compose
+from .convolution import convolve, update_contexts
+from .plan import ComposePlan, SegmentPlan, plan_compose, plan_segments
+from .terms import chunk_terms
+
+__all__ = [
+    "ComposePlan",
+    "SegmentPlan",
+    "gdn_compose",
+    "gdn_segments",
+    "plan_compose",
+    "plan_segments",
+    "run_compose",
+    "run_segments",
+]
+
+
+def run_segments(
+    plan: SegmentPlan,
+    x: Inputs,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+    carries: Sequence[Carry],
+    dead_below: float = DEAD_BELOW,
+) -> None:
+    """`gdn_segments` of a plan. Raises `IndexError` where it leaves the layer's tensors.
+
+    A head that is alive and has no tile (`tile_of` is -1) gets NaN for its record's state.
+    """
+    plan.reach.check(x, caches, out, records, carries)
+    if not len(plan.scans):
+        return
+    heads, K, V = caches.state.shape[1:]
+    conv = convolve(plan, x, weights, caches, records)
+    terms = chunk_terms(plan, conv, x, weights, K, V)
+    summaries = Summaries.of(plan, heads, K, V)
+    summaries.take(plan, carries)
+    capture(plan, conv, terms, weights, caches, out, summaries, dead_below)
+    write_records(plan, summaries, records, dead_below)
+    summaries.leave(plan, carries)
+    update_contexts(plan, x, weights, caches, records)
+
+
+def run_compose(
+    plan: ComposePlan, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records
+) -> None:
+    """`gdn_compose` of a plan. Raises `IndexError` where it leaves the layer's tensors."""
+    plan.reach.check(x, caches, out, records)
+    if not len(plan.scans):
+        return
+    K, V = caches.state.shape[2:]
+    conv = convolve(plan, x, weights, caches, records)
+    terms = chunk_terms(plan, conv, x, weights, K, V)
+    compose(plan, conv, terms, weights, caches, out, records)
+    update_contexts(plan, x, weights, caches, records)
+
+
+def gdn_segments(
+    x: Inputs,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+    rows: Tensor,
+    carries: Sequence[Carry],
+    dead_below: float = DEAD_BELOW,
+) -> None:
+    """See the package. `rows` in CPU memory."""
+    plan = plan_segments(rows, x.mixed.device)
+    run_segments(plan, x, weights, caches, out, records, carries, dead_below)
+
+
+def gdn_compose(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+) -> None:
+    """See the package. `rows` and `ops` in CPU memory."""
+    run_compose(plan_compose(rows, ops, x.mixed.device), x, weights, caches, out, records)

@@ -1,0 +1,239 @@
+"""What a chunk of rows contributes to any state it meets: all chunks and heads of a step at once.
+
+In the symbols of `chunk`, for chunk rows C and one value head:
+
+    W [C, K], U [C, V]      (I + L)^-1 applied to decayed keys and to values
+    A [C, C]                e^{G_t - G_s} q_t . k_s for s <= t
+    key [C]                 row s of the keys becomes Kd_s when multiplied by it: e^{G_C - G_s} / norm of k_s
+    query [C]               likewise e^{G_t} q_t, with the scale K^-1/2
+    end                     e^{G_C}
+
+in float32, side by side in a block of `block_floats` floats per (chunk, head). Keys and queries themselves
+stay what the convolution left, so that the scan multiplies bf16 and fp16 numbers exactly. Rows behind the
+chunk's last are zero, but for A's diagonal of no consequence.
+
+(I + L)^-1 is found by forward substitution in diagonal blocks of 16 rows; with X the inverse of these and B
+the part of L below them, that of 32 rows is X - X B X. Powers of L never occur: they grow without bound where
+keys are alike.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Arguments of kernels have the types of Triton's language, which has no annotations for them.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernel_spec import KernelSpec, Limits
+from ..arguments import Inputs, Weights
+from .plan import CHUNKS, ChunkRow, ComposePlan, SegmentPlan
+from .products import add_times_few
+
+_CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
+_EXTRA = 16
+"""Floats for `end`, padded so that blocks stay aligned."""
+
+
+def block_floats(C: int, K: int, V: int) -> int:
+    """Floats of a block; `scan` in `triton_scan` knows the order of its parts."""
+    return C * (K + V + C + 2) + _EXTRA
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), to a few units in the last place; NaN stays NaN."""
+    # With u = e^-|x| in (0, 1], log(1 + u) = 2 atanh(s) for s = u / (2 + u) <= 1/3: eight terms of its
+    # series. A logarithm of 1 + u would lose what u has below 1's last place, most of it for a small u.
+    u = tl.exp(-tl.abs(x))
+    s = u / (u + 2.0)
+    t = s * s
+    p = 2.0 / 15
+    p = p * t + 2.0 / 13
+    p = p * t + 2.0 / 11
+    p = p * t + 2.0 / 9
+    p = p * t + 2.0 / 7
+    p = p * t + 2.0 / 5
+    p = p * t + 2.0 / 3
+    return tl.where(x < 0.0, 0.0, x) + (p * t * s + s + s)
+
+
+@triton.jit
+def unit_lower_inverse(L, N: tl.constexpr):
+    """(I + L)^-1 of L [N, N], zero on and above its diagonal; N: 16 or 32."""
+    BLOCKS: tl.constexpr = N // 16
+    block = tl.arange(0, BLOCKS)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    by_block = tl.reshape(L, (BLOCKS, 16, BLOCKS, 16))
+    diagonal = tl.sum(tl.where(same, by_block, 0.0), axis=2)
+    row = tl.arange(0, 16)
+    eye = (row[:, None] == row[None, :]).to(tl.float32)
+    X = tl.zeros([BLOCKS, 16, 16], tl.float32) + eye[None, :, :]
+    for i in range(1, 16):
+        here = (row == i)[None, :, None]
+        factors = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
+        X -= tl.where(here, tl.sum(factors[:, :, None] * X, axis=1)[:, None, :], 0.0)
+    inverse = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (N, N))
+    if BLOCKS > 1:
+        at = tl.arange(0, N)
+        below = (at >= 16)[:, None] & (at < 16)[None, :]
+        inverse -= _product(_product(inverse, tl.where(below, L, 0.0)), inverse)
+    return inverse
+
+
+@triton.jit
+def _product(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _decay(later, earlier):
+    """e^{later - earlier} of sums of gates in float64, at most 1; NaN stays NaN."""
+    # Differences of float32 parts: float64 arithmetic is for the C sums, not for their C^2 differences.
+    later_high, earlier_high = later.to(tl.float32), earlier.to(tl.float32)
+    later_low = (later - later_high.to(tl.float64)).to(tl.float32)
+    earlier_low = (earlier - earlier_high.to(tl.float64)).to(tl.float32)
+    between = (later_high - earlier_high) + (later_low - earlier_low)
+    return tl.exp(tl.where(between > 0.0, 0.0, between))
+
+
+@triton.jit
+def terms_kernel(
+    conv_ptr,
+    a_ptr,
+    b_ptr,
+    rate_ptr,
+    dt_bias_ptr,
+    chunks_ptr,
+    terms_ptr,
+    channels,
+    a_row,
+    b_row,
+    eps,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    key_head = head // (HEADS // KEY_HEADS)
+    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
+    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
+    t, in_slice = tl.arange(0, C), tl.arange(0, SLICE)[None, :]
+    real = t < tokens
+    row = (first + t).to(tl.int64)
+    conv = conv_ptr + row[:, None] * channels + in_slice
+    queries, keys = conv + key_head * K, conv + (KEY_HEADS + key_head) * K
+    values = conv + (2 * KEY_HEADS * K + head * V)
+    terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
+    factors = terms + C * (K + V + C)
+
+    # Products of q and k are taken before these are normalised: their types have few bits.
+    squares_k, squares_q = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    gram, A = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for at in range(0, K, SLICE):
+        k = tl.load(keys + at, mask=real[:, None], other=0.0)
+        q = tl.load(queries + at, mask=real[:, None], other=0.0)
+        wide_k, wide_q = k.to(tl.float32), q.to(tl.float32)
+        squares_k += tl.sum(wide_k * wide_k, axis=1)
+        squares_q += tl.sum(wide_q * wide_q, axis=1)
+        gram = tl.dot(k, tl.trans(k), acc=gram, input_precision="tf32x3")
+        A = tl.dot(q, tl.trans(k), acc=A, input_precision="tf32x3")
+    key = tl.rsqrt(squares_k + eps)
+    query = tl.rsqrt(squares_q + eps) * scale
+
+    # Sums of gates in float64: only their differences count, and a sum may reach -3000 in a chunk.
+    a = tl.load(a_ptr + row * a_row + head, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + row * b_row + head, mask=real, other=0.0).to(tl.float32)
+    g = tl.load(rate_ptr + head) * softplus(a + tl.load(dt_bias_ptr + head))
+    g = tl.where(real, g, 0.0).to(tl.float64)
+    beta = tl.where(real, tl.sigmoid(b), 0.0)
+    G, end = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
+    from_start = tl.exp(G.to(tl.float32))
+    tl.store(factors + t, key * _decay(end, G))
+    tl.store(factors + C + t, query * from_start)
+    tl.store(factors + 2 * C, tl.exp(end.to(tl.float32)))
+
+    decay = _decay(G[:, None], G[None, :]) * key[None, :]
+    A = tl.where(t[:, None] >= t[None, :], A * decay * query[:, None], 0.0)
+    tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
+    L = tl.where(t[:, None] > t[None, :], gram * decay * (beta * key)[:, None], 0.0)
+    inverse = unit_lower_inverse(L, C) * beta[None, :]
+    for at in range(0, V, SLICE):
+        v = tl.load(values + at, mask=real[:, None], other=0.0)
+        U = add_times_few(inverse, v, tl.zeros([C, SLICE], tl.float32))
+        tl.store(terms + C * K + t[:, None] * V + at + in_slice, U)
+    inverse *= (from_start * key)[None, :]
+    for at in range(0, K, SLICE):
+        k = tl.load(keys + at, mask=real[:, None], other=0.0)
+        W = add_times_few(inverse, k, tl.zeros([C, SLICE], tl.float32))
+        tl.store(terms + t[:, None] * K + at + in_slice, W)
+
+
+def chunk_terms(
+    plan: SegmentPlan | ComposePlan, conv: Tensor, x: Inputs, weights: Weights, K: int, V: int
+) -> Tensor:
+    """Blocks [chunks, Hv, block_floats] of the plan's chunks; `conv`: what `convolve` gave."""
+    heads = len(weights.rate)
+    floats = block_floats(plan.chunk, K, V)
+    terms = torch.empty(len(plan.chunks), heads, floats, dtype=torch.float32, device=conv.device)
+    if len(plan.chunks):
+        terms_kernel[(len(plan.chunks) * heads,)](
+            conv,
+            x.a,
+            x.b,
+            weights.rate,
+            weights.dt_bias,
+            plan.chunks,
+            terms,
+            conv.shape[1],
+            x.a.stride(0),
+            x.b.stride(0),
+            weights.eps,
+            K**-0.5,
+            KEY_HEADS=weights.key_heads,
+            HEADS=heads,
+            K=K,
+            V=V,
+            C=plan.chunk,
+            BLOCK=floats,
+            SLICE=min(SLICE, K, V),
+            num_warps=WARPS,
+        )
+    return terms
+
+
+WARPS = 4
+SLICE = 32
+
+_ALIGNED = {
+    **dict.fromkeys(("conv_ptr", "a_ptr", "b_ptr"), "*bf16"),
+    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
+    "chunks_ptr": "*i32",
+    **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
+}
+
+SPECS = tuple(
+    KernelSpec(
+        f"gated_delta terms C={C}",
+        terms_kernel,
+        {**_ALIGNED, **dict.fromkeys(("eps", "scale"), "fp32")},
+        {
+            **{"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128},
+            "C": C,
+            "BLOCK": block_floats(C, 128, 128),
+            "SLICE": SLICE,
+        },
+        warps=WARPS,
+        stages=3,
+        aligned=tuple(_ALIGNED),
+        limit=Limits(mma=1),
+    )
+    for C in CHUNKS
+)

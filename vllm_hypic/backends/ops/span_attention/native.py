@@ -1,0 +1,93 @@
+"""Span attention in C++ (``csrc/span_attention.*``).  Signatures: see the package's docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import extension
+
+
+def refuses(head_size: int, device: str) -> str | None:
+    """Why the kernels cannot serve such heads here, or ``None``."""
+    if device != "cpu":
+        return f"written for cpu, not {device}"
+    if head_size % 16:
+        return f"head size {head_size} is not a multiple of 16"
+    return extension.missing()
+
+
+def span_attention(
+    query: torch.Tensor,
+    pool_key: torch.Tensor,
+    pool_value: torch.Tensor,
+    column_slots: Sequence[torch.Tensor],
+    column_positions: Sequence[torch.Tensor],
+    table: torch.Tensor | None,
+    neox: bool,
+    visible: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.vllm_hypic.span_attention(
+        query,
+        pool_key,
+        pool_value,
+        column_slots,
+        column_positions,
+        table,
+        neox,
+        visible,
+        bounds,
+        scale,
+    )
+    return out, lse
+
+
+def cache_lse(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    index: torch.Tensor,
+    block_table: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    lse: torch.Tensor = torch.ops.vllm_hypic.cache_lse(query, kv_cache, index, block_table, bounds, scale)
+    return lse
+
+
+def merge_(
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    bounds: torch.Tensor,
+) -> None:
+    torch.ops.vllm_hypic.merge_(output, output_lse, other, other_lse, bounds)
+
+
+def register_fakes() -> None:
+    """Shapes and dtypes of the operators for tracing; their schemas say what they change."""
+
+    @torch.library.register_fake("vllm_hypic::span_attention")
+    def _(query, pool_key, pool_value, slots, positions, table, neox, visible, bounds, scale):  # type: ignore
+        rows = visible.shape[0]
+        return (
+            query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
+            query.new_empty((rows, query.shape[1]), dtype=torch.float32),
+        )
+
+    @torch.library.register_fake("vllm_hypic::cache_lse")
+    def _(query, kv_cache, index, block_table, bounds, scale):  # type: ignore
+        # How many rows take part is data.
+        rows = torch.library.get_ctx().new_dynamic_size()
+        return query.new_empty((rows, query.shape[1]), dtype=torch.float32)
+
+    @torch.library.register_fake("vllm_hypic::merge_")
+    def _(output, output_lse, other, other_lse, bounds):  # type: ignore
+        return None
+
+
+if extension.missing() is None:
+    register_fakes()

@@ -1,0 +1,1 @@
+"""Span attention in Triton; importing any module of these imports Triton."""

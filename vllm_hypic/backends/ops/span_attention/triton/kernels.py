@@ -1,0 +1,406 @@
+"""Span attention as Triton kernels: one program per part of a tile and KV head, then a merge of parts.
+
+``plan.py`` says how the work is divided and what an item holds.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ...kernel_spec import ARCHITECTURES, SM80, SM90, SM100, KernelSpec, Limits
+from ..plan import FEW_ROWS, ITEM_FIELDS, MERGE_FIELDS, SpanPlan
+from .tiles import HeadTiles, dot_precision, load_angles, load_pairs, load_span
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+MERGED_PARTS = 16
+"""Parts that are read at a time while merging, so that few waits for memory follow one another."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a tile of so many folded rows runs: ``columns`` of K and V at a time.
+
+    With three stages slots and positions are read two steps ahead, and what they point to one.
+    """
+
+    columns: int
+    warps: int
+    stages: int
+
+    @staticmethod
+    def of(block: int, tiles: HeadTiles, dtype: torch.dtype) -> Launch:
+        columns = 32 if tiles.size_tile * dtype.itemsize > 256 else 64
+        return Launch(columns, warps=4 if block == FEW_ROWS else 8, stages=3)
+
+
+@triton.jit
+def span_attention_kernel(
+    query,
+    pool_key,
+    pool_value,
+    slots,
+    positions,
+    table,
+    visible,
+    items,
+    out,
+    lse,
+    part_out,
+    part_lse,
+    scale_log2,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    TAIL: tl.constexpr,
+    REST: tl.constexpr,
+    SIZE_TILE: tl.constexpr,
+    NEOX: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """One item and KV head: ``ROWS`` folded rows over columns ``[begin, end)`` of their request.
+
+    Softmax is online and in base 2.  A tile that is not split writes ``out`` and ``lse`` (natural logarithm),
+    another its own rows of ``part_out`` and ``part_lse`` (base 2).
+    """
+    item = items + tl.program_id(0) * FIELDS
+    kv_head = tl.program_id(1)
+    first_query = tl.load(item)
+    first_output = tl.load(item + 1)
+    request_rows = tl.load(item + 2)
+    first_folded = tl.load(item + 3)
+    first_column = tl.load(item + 4)
+    begin = tl.load(item + 5)
+    end = tl.load(item + 6)
+    first_partial = tl.load(item + 7)
+
+    place = tl.arange(0, ROWS)
+    folded = first_folded + place
+    row = folded // GROUP
+    member = folded % GROUP
+    ours = row < request_rows
+    seen = tl.load(visible + first_output + row, mask=ours, other=0)
+    query_head = kv_head * GROUP + member
+    query_rows = query + (first_query + row).to(tl.int64) * query_stride + query_head * query_head_stride
+    END_OF_TAIL: tl.constexpr = 2 * HALF + TAIL if REST else SIZE
+    if HALF:
+        query_first, query_second = load_pairs(query_rows, ours, HALF, HALF_TILE, NEOX)
+    if TAIL:
+        query_tail = load_span(query_rows, ours, 2 * HALF, END_OF_TAIL, TAIL)
+    if REST:
+        query_rest = load_span(query_rows, ours, END_OF_TAIL, SIZE, REST)
+
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, SIZE_TILE], tl.float32)
+    for start in range(begin, end, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < end
+        slot = tl.load(slots + first_column + column, mask=inside, other=0).to(tl.int64)
+        key_rows = pool_key + slot * key_stride + kv_head * key_head_stride
+        scores = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if HALF:
+            position = tl.load(positions + first_column + column, mask=inside, other=0).to(tl.int64)
+            cos, sin = load_angles(table + position * table_stride, inside, HALF, HALF_TILE)
+            a, b = load_pairs(key_rows, inside, HALF, HALF_TILE, NEOX)
+            first = (a.to(tl.float32) * cos - b.to(tl.float32) * sin).to(a.dtype)
+            second = (b.to(tl.float32) * cos + a.to(tl.float32) * sin).to(a.dtype)
+            scores = tl.dot(query_first, tl.trans(first), scores, input_precision=PRECISION)
+            scores = tl.dot(query_second, tl.trans(second), scores, input_precision=PRECISION)
+        if TAIL:
+            tail = load_span(key_rows, inside, 2 * HALF, END_OF_TAIL, TAIL)
+            scores = tl.dot(query_tail, tl.trans(tail), scores, input_precision=PRECISION)
+        if REST:
+            rest = load_span(key_rows, inside, END_OF_TAIL, SIZE, REST)
+            scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision=PRECISION)
+        scores = tl.where(
+            column[None, :] < tl.minimum(seen, end)[:, None], scores * scale_log2, float("-inf")
+        )
+
+        raised = tl.maximum(highest, tl.max(scores, 1))
+        # A row that has seen nothing yet: any finite number will do, its weights are 0 all the same.
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        value_rows = pool_value + slot * value_stride + kv_head * value_head_stride
+        value = load_span(value_rows, inside, 0, SIZE, SIZE_TILE)
+        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
+        highest = raised
+
+    blind = total == 0
+    total = tl.where(blind, 1.0, total)
+    result = sums / total[:, None]
+    result_lse = tl.where(blind, float("-inf"), highest + tl.log2(total))
+    dimension = tl.arange(0, SIZE_TILE)
+    inside_head = ours[:, None] & (dimension < SIZE)[None, :]
+    if first_partial < 0:
+        at = (first_output + row).to(tl.int64) * (KV_HEADS * GROUP) + query_head
+        tl.store(out + at[:, None] * SIZE + dimension[None, :], result, mask=inside_head)
+        tl.store(lse + at, result_lse / LOG2_E, mask=ours)
+    else:
+        at = (first_partial + place).to(tl.int64) * KV_HEADS + kv_head
+        tl.store(part_out + at[:, None] * SIZE + dimension[None, :], result, mask=inside_head)
+        tl.store(part_lse + at, result_lse, mask=ours)
+
+
+@triton.jit
+def merge_parts_kernel(
+    merges,
+    part_out,
+    part_lse,
+    out,
+    lse,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """One folded row of a split tile and KV head: all parts become one result, ``PARTS`` at a time."""
+    tile = merges + tl.program_id(0) * FIELDS
+    kv_head = tl.program_id(1)
+    place = tl.program_id(2)
+    first_output = tl.load(tile)
+    first_folded = tl.load(tile + 1)
+    tile_rows = tl.load(tile + 2)
+    first_partial = tl.load(tile + 3)
+    parts = tl.load(tile + 4)
+    if place >= tile_rows:
+        return
+
+    dimension = tl.arange(0, SIZE_TILE)
+    inside = dimension < SIZE
+    highest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    sums = tl.zeros([SIZE_TILE], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = part < parts
+        at = (first_partial + part * tile_rows + place).to(tl.int64) * KV_HEADS + kv_head
+        some_lse = tl.load(part_lse + at, mask=there, other=float("-inf"))
+        mask = there[:, None] & inside[None, :]
+        some = tl.load(part_out + at[:, None] * SIZE + dimension[None, :], mask=mask, other=0.0)
+        raised = tl.maximum(highest, tl.max(some_lse, 0))
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+        weights, shrink = tl.exp2(some_lse - base), tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 0)
+        sums = sums * shrink + tl.sum(some * weights[:, None], 0)
+        highest = raised
+
+    blind = total == 0
+    total = tl.where(blind, 1.0, total)
+    folded = first_folded + place
+    row = (first_output + folded // GROUP).to(tl.int64)
+    at = row * (KV_HEADS * GROUP) + kv_head * GROUP + folded % GROUP
+    tl.store(out + at * SIZE + dimension, sums / total, mask=inside)
+    result_lse = tl.where(blind, float("-inf"), highest + tl.log2(total)) / LOG2_E
+    tl.store(lse + at + tl.arange(0, 1), result_lse)
+
+
+def attend(
+    query: torch.Tensor,
+    pool_key: torch.Tensor,
+    pool_value: torch.Tensor,
+    table: torch.Tensor | None,
+    neox: bool,
+    plan: SpanPlan,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the plan's rows over the public columns that they see.
+
+    Arguments as in the package's docstring; ``query``, pools and ``table``: last dimension contiguous, others
+    with any strides.  Returns, for the plan's rows in order, ``out [rows, heads, size]`` and natural
+    ``lse [rows, heads]``, float32.  Launches at most four kernels and does not wait for the GPU.  Slots and
+    positions are not checked: what is out of range is read out of bounds.
+    """
+    _check(query, pool_key, pool_value, table, plan)
+    size = query.shape[2]
+    tiles = HeadTiles.of(size, 0 if table is None else table.shape[1])
+    group = plan.heads // plan.kv_heads
+    out = query.new_empty((plan.rows, plan.heads, size), dtype=torch.float32)
+    lse = query.new_empty((plan.rows, plan.heads), dtype=torch.float32)
+    for work in plan.work:
+        launch = Launch.of(work.block, tiles, query.dtype)
+        part_out = query.new_empty((work.partial_rows, plan.kv_heads, size), dtype=torch.float32)
+        part_lse = query.new_empty((work.partial_rows, plan.kv_heads), dtype=torch.float32)
+        span_attention_kernel[(len(work.items), plan.kv_heads)](
+            query,
+            pool_key,
+            pool_value,
+            plan.columns.slots,
+            plan.columns.positions,
+            table,
+            plan.visible,
+            work.items,
+            out,
+            lse,
+            part_out,
+            part_lse,
+            scale * LOG2_E.value,
+            query.stride(0),
+            query.stride(1),
+            pool_key.stride(0),
+            pool_key.stride(1),
+            pool_value.stride(0),
+            pool_value.stride(1),
+            0 if table is None else table.stride(0),
+            **_constants(plan.kv_heads, group, tiles, neox, query.dtype),
+            ROWS=work.block,
+            COLUMNS=launch.columns,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
+        if len(work.merges):
+            merge_parts_kernel[(len(work.merges), plan.kv_heads, work.block)](
+                work.merges,
+                part_out,
+                part_lse,
+                out,
+                lse,
+                KV_HEADS=plan.kv_heads,
+                GROUP=group,
+                SIZE=size,
+                SIZE_TILE=tiles.size_tile,
+                PARTS=MERGED_PARTS,
+                FIELDS=MERGE_FIELDS,
+                num_warps=4,
+                num_stages=3,
+            )
+    return out, lse
+
+
+def _constants(
+    kv_heads: int, group: int, tiles: HeadTiles, neox: bool, dtype: torch.dtype
+) -> dict[str, int | bool | str]:
+    """Those of a layer."""
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "SIZE": tiles.size,
+        "HALF": tiles.half,
+        "HALF_TILE": tiles.half_tile,
+        "TAIL": tiles.tail,
+        "REST": tiles.rest,
+        "SIZE_TILE": tiles.size_tile,
+        "NEOX": neox,
+        "PRECISION": dot_precision(dtype),
+        "FIELDS": ITEM_FIELDS,
+    }
+
+
+def _check(
+    query: torch.Tensor,
+    pool_key: torch.Tensor,
+    pool_value: torch.Tensor,
+    table: torch.Tensor | None,
+    plan: SpanPlan,
+) -> None:
+    """Raises ``ValueError`` for shapes, dtypes and strides that the kernels do not take."""
+    size = query.shape[-1]
+    if query.dim() != 3 or query.shape[1] != plan.heads or size != plan.head_size:
+        raise ValueError(f"query {tuple(query.shape)}: expected [tokens, {plan.heads}, {plan.head_size}]")
+    if query.element_size() != plan.itemsize:
+        found = f"query {query.dtype}, a plan for {plan.itemsize} bytes an element"
+        raise ValueError(f"{found}: expected SpanPlan.of(..., dtype={query.dtype})")
+    for name, pool in (("pool_key", pool_key), ("pool_value", pool_value)):
+        if pool.dim() != 3 or tuple(pool.shape[1:]) != (plan.kv_heads, size):
+            raise ValueError(f"{name} {tuple(pool.shape)}: expected [slots, {plan.kv_heads}, {size}]")
+        if pool.dtype != query.dtype:
+            raise ValueError(f"{name} {pool.dtype}, query {query.dtype}: expected one dtype")
+    if any(x.stride(2) != 1 for x in (query, pool_key, pool_value)):
+        raise ValueError("query, pool_key, pool_value: expected contiguous heads")
+    if table is not None and (table.dim() != 2 or table.stride(1) != 1):
+        raise ValueError(f"table {tuple(table.shape)}: expected [positions, rotary_dim], contiguous")
+
+
+def _attention_spec(
+    name: str,
+    size: int,
+    rotary_dim: int,
+    block: int,
+    architectures: tuple[int, ...],
+    *,
+    neox: bool = True,
+    kv_heads: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+) -> KernelSpec:
+    tiles = HeadTiles.of(size, rotary_dim)
+    launch = Launch.of(block, tiles, dtype)
+    pools = ("query", "pool_key", "pool_value")
+    strides = [f"{pool.removeprefix('pool_')}_{kind}" for pool in pools for kind in ("stride", "head_stride")]
+    return KernelSpec(
+        f"span_attention[{name}, {block} rows]",
+        span_attention_kernel,
+        {
+            **dict.fromkeys((*pools, "table"), "*fp32" if dtype == torch.float32 else "*bf16"),
+            **dict.fromkeys(("slots", "positions", "visible", "items"), "*i32"),
+            **dict.fromkeys(("out", "lse", "part_out", "part_lse"), "*fp32"),
+            **dict.fromkeys((*strides, "table_stride"), "i32"),
+            "scale_log2": "fp32",
+        },
+        {
+            **_constants(kv_heads, 8, tiles, neox, dtype),
+            "ROWS": block,
+            "COLUMNS": launch.columns,
+        },
+        launch.warps,
+        launch.stages,
+        aligned=(
+            *(*pools, "table", *strides, "table_stride"),
+            *("slots", "positions", "visible", "items", "out", "lse", "part_out", "part_lse"),
+        ),
+        # A decoded token waits for memory: three blocks at a time on a multiprocessor hide that.
+        limit=Limits(registers=168, shared=75_000, mma=2) if block == FEW_ROWS else Limits(mma=2),
+        architectures=architectures,
+    )
+
+
+SPECS = (
+    _attention_spec("64", 64, 64, FEW_ROWS, (SM90,)),
+    _attention_spec("64", 64, 64, 128, (SM90,)),
+    _attention_spec("128", 128, 128, FEW_ROWS, ARCHITECTURES),
+    _attention_spec("128", 128, 128, 64, (SM80,)),
+    _attention_spec("128", 128, 128, 128, (SM90, SM100)),
+    _attention_spec("128 interleaved", 128, 128, 128, (SM90,), neox=False),
+    _attention_spec("256, 64 rotated", 256, 64, FEW_ROWS, (SM90,), kv_heads=2),
+    _attention_spec("256, 64 rotated", 256, 64, 64, (SM80, SM100), kv_heads=2),
+    _attention_spec("256, 64 rotated", 256, 64, 128, (SM90,), kv_heads=2),
+    _attention_spec("256, 64 rotated, fp32", 256, 64, 32, (SM80,), kv_heads=2, dtype=torch.float32),
+    KernelSpec(
+        "merge_parts[256]",
+        merge_parts_kernel,
+        {"merges": "*i32", **dict.fromkeys(("part_out", "part_lse", "out", "lse"), "*fp32")},
+        {
+            "KV_HEADS": 2,
+            "GROUP": 8,
+            "SIZE": 256,
+            "SIZE_TILE": 256,
+            "PARTS": MERGED_PARTS,
+            "FIELDS": MERGE_FIELDS,
+        },
+        warps=4,
+        stages=3,
+        aligned=("merges", "part_out", "part_lse", "out", "lse"),
+    ),
+)

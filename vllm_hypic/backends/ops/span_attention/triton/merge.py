@@ -1,0 +1,136 @@
+"""Merging the public part of attention into the private one, in place, as a Triton kernel."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...kernel_spec import KernelSpec
+
+ROWS = 16
+"""Rows of one head that a program takes."""
+
+
+# How many rows and tokens there are is new in each step: no variants for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["rows", "lse_head_stride"])
+def merge_kernel(
+    output,
+    output_lse,
+    other,
+    other_lse,
+    token_rows,
+    rows,
+    output_stride,
+    output_head_stride,
+    lse_stride,
+    lse_head_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_TILE: tl.constexpr,
+    LSE_BY_TOKEN: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (i, head): rows ``i * ROWS ...`` of ``other``, merged into those of ``output``."""
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    ours = place < rows
+    token = tl.load(token_rows + place, mask=ours, other=0).to(tl.int64)
+    lse_row = token if LSE_BY_TOKEN else place.to(tl.int64)
+    place = place.to(tl.int64) * HEADS + head
+    private = tl.load(output_lse + lse_row * lse_stride + head * lse_head_stride, mask=ours, other=0.0)
+    # Some releases of FlashAttention say +inf where a row has no keys.
+    private = tl.where(private == float("inf"), float("-inf"), private)
+    public = tl.load(other_lse + place, mask=ours, other=0.0)
+    highest = tl.maximum(private, public)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    private_weight, public_weight = tl.exp(private - base), tl.exp(public - base)
+    total = private_weight + public_weight
+    total = tl.where(total == 0, 1.0, total)
+
+    dimension = tl.arange(0, SIZE_TILE)
+    inside = ours[:, None] & (dimension < SIZE)[None, :]
+    at = output + token[:, None] * output_stride + head * output_head_stride + dimension[None, :]
+    # An empty part weighs nothing, also where it is not a number.
+    private_out = tl.load(at, mask=inside & (private > float("-inf"))[:, None], other=0.0).to(tl.float32)
+    public_out = tl.load(
+        other + place[:, None] * SIZE + dimension[None, :],
+        mask=inside & (public > float("-inf"))[:, None],
+        other=0.0,
+    )
+    merged = private_out * private_weight[:, None] + public_out * public_weight[:, None]
+    tl.store(at, (merged / total[:, None]).to(output.dtype.element_ty), mask=inside)
+
+
+def merge_rows_(
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    token_rows: torch.Tensor,
+    *,
+    lse_by_token: bool,
+) -> None:
+    """Merge row ``i`` of ``other`` into row ``token_rows[i]`` of ``output``, in place.
+
+    ``output [tokens, heads, size]``, heads contiguous; ``other [rows, heads, size]`` and ``other_lse
+    [rows, heads]`` float32, contiguous; ``token_rows [rows]`` int32, none twice; ``output_lse`` float32 with
+    any strides: ``[tokens, heads]`` if ``lse_by_token`` (FlashAttention's ``[heads, tokens]``, transposed),
+    else ``[rows, heads]``.  A log-sum-exp of -inf or, of ``output``, +inf marks a part without columns.
+    Raises ``ValueError`` for other shapes.
+    """
+    rows, heads, size = other.shape
+    if output.dim() != 3 or tuple(output.shape[1:]) != (heads, size) or output.stride(2) != 1:
+        raise ValueError(f"output {tuple(output.shape)}: expected contiguous [..., {heads}, {size}]")
+    lse_shape = (len(output) if lse_by_token else rows, heads)
+    if tuple(output_lse.shape) != lse_shape or output_lse.dtype != torch.float32:
+        found = f"{tuple(output_lse.shape)} {output_lse.dtype}"
+        raise ValueError(f"output_lse {found}: expected {lse_shape} float32")
+    if tuple(other_lse.shape) != (rows, heads) or len(token_rows) != rows:
+        found = f"{tuple(other_lse.shape)}, {len(token_rows)} token rows"
+        raise ValueError(f"other_lse {found}: expected {rows} rows")
+    if not (other.is_contiguous() and other_lse.is_contiguous()):
+        raise ValueError("other, other_lse: expected contiguous tensors")
+    if not rows:
+        return
+    merge_kernel[(triton.cdiv(rows, ROWS), heads)](
+        output,
+        output_lse,
+        other,
+        other_lse,
+        token_rows,
+        rows,
+        output.stride(0),
+        output.stride(1),
+        output_lse.stride(0),
+        output_lse.stride(1),
+        HEADS=heads,
+        SIZE=size,
+        SIZE_TILE=triton.next_power_of_2(size),
+        LSE_BY_TOKEN=lse_by_token,
+        ROWS=ROWS,
+        num_warps=4,
+    )
+
+
+SPECS = (
+    KernelSpec(
+        "merge[256]",
+        merge_kernel,
+        {
+            "output": "*bf16",
+            **dict.fromkeys(("output_lse", "other", "other_lse"), "*fp32"),
+            "token_rows": "*i32",
+            **dict.fromkeys(("rows", "output_stride", "output_head_stride", "lse_head_stride"), "i32"),
+        },
+        {"lse_stride": 1, "HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "LSE_BY_TOKEN": True, "ROWS": ROWS},
+        warps=4,
+        stages=3,
+        aligned=(
+            *("output", "output_stride", "output_head_stride", "output_lse"),
+            *("other", "other_lse", "token_rows"),
+        ),
+    ),
+)

@@ -1,0 +1,128 @@
+"""Span attention in Triton, for CUDA.
+
+The three operators with the package's signatures build the plan of a step at each call: they are for tests
+and for layers that run once.  A layer in a model calls :func:`attend` and :func:`merge_tokens_` with the plan
+that all layers of the step share (``plan.py`` says how to make it), and :func:`capture_` and the copies of
+``triton_pages``, which need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..plan import FEW_ROWS, SpanColumns, SpanPlan, many_rows, part_columns
+from .cache import cache_lse
+from .capture import capture_
+from .kernels import attend
+from .merge import merge_rows_
+from .pages import gather_slots, scatter_slots
+
+__all__ = [
+    "attend",
+    "cache_lse",
+    "capture_",
+    "gather_slots",
+    "merge_",
+    "merge_tokens_",
+    "refuses",
+    "scatter_slots",
+    "span_attention",
+    "warm_up",
+]
+
+LARGEST_HEAD = 256
+
+
+def refuses(head_size: int, device: str) -> str | None:
+    """Why the kernels cannot serve such heads here, or ``None``."""
+    if device != "cuda":
+        return f"written for cuda, not {device}"
+    if head_size % 8 or not 0 < head_size <= LARGEST_HEAD:
+        return f"head size {head_size} is not a multiple of 8 up to {LARGEST_HEAD}"
+    return None
+
+
+def span_attention(
+    query: torch.Tensor,
+    pool_key: torch.Tensor,
+    pool_value: torch.Tensor,
+    column_slots: Sequence[torch.Tensor],
+    column_positions: Sequence[torch.Tensor],
+    table: torch.Tensor | None,
+    neox: bool,
+    visible: torch.Tensor,
+    bounds: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the package's docstring; waits for the GPU where ``visible`` or ``bounds`` lie there."""
+    plan = SpanPlan.of(
+        SpanColumns.of(column_slots, column_positions),
+        bounds.cpu().numpy(),
+        visible.cpu().numpy(),
+        query.shape[1],
+        pool_key.shape[1],
+        query.shape[2],
+        query.dtype,
+    )
+    return attend(query, pool_key, pool_value, table, neox, plan, scale)
+
+
+def merge_(
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    bounds: torch.Tensor,
+) -> None:
+    """See the package's docstring; waits for the GPU where ``bounds`` lies there."""
+    rows = [torch.arange(first, last, dtype=torch.int32) for first, last in bounds[:, :2].tolist()]
+    token_rows = torch.cat(rows).to(output.device)
+    merge_rows_(output, output_lse, other, other_lse, token_rows, lse_by_token=False)
+
+
+def merge_tokens_(
+    output: torch.Tensor,
+    output_lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    plan: SpanPlan,
+) -> None:
+    """Merge what :func:`attend` returned into its rows of ``output [tokens, heads, size]``, in place.
+
+    ``output_lse [tokens, heads]`` float32 with any strides, of all tokens: what FlashAttention returns as
+    ``[heads, tokens]`` is given transposed, not copied.
+    """
+    merge_rows_(output, output_lse, other, other_lse, plan.token_rows, lse_by_token=True)
+
+
+def warm_up(
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    table: torch.Tensor | None,
+    neox: bool,
+    device: torch.device,
+) -> None:
+    """Compile what a layer will run, so that no request waits for it: on data of its own, on the device.
+
+    To be called once per kind of layer at start-up, with the layer's table.
+    """
+    # One request of few rows and one of many, both with columns for two parts.
+    group = heads // kv_heads
+    columns = 1 + part_columns(kv_heads, many_rows(head_size, dtype, device))
+    many = FEW_ROWS // group + 1
+    slots = torch.zeros(columns, dtype=torch.int64, device=device)
+    key, value = (torch.zeros(1, kv_heads, head_size, dtype=dtype, device=device) for _ in "kv")
+    query = torch.zeros(1 + many, heads, head_size, dtype=dtype, device=device)
+    bounds, visible = torch.tensor([[0, 1], [1, 1 + many]]), torch.full((1 + many,), columns)
+    twice = SpanColumns.of([slots] * 2, [slots] * 2)
+    plan = SpanPlan.of(twice, bounds.numpy(), visible.numpy(), heads, kv_heads, head_size, dtype)
+    out, lse = attend(query, key, value, table, neox, plan, head_size**-0.5)
+    merge_tokens_(query, lse.t().contiguous().t(), out, lse, plan)
+    one = slots[:1]
+    capture_(query[:, :kv_heads], query[:, :kv_heads], key, value, one, one, one, table, neox)
+    gather_slots(key, value, one, key.clone(), value.clone())
+    scatter_slots(key, value, one, key.clone(), value.clone())

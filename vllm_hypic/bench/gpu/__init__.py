@@ -1,4 +1,0 @@
-"""Benchmarks of the kernels and of a model's layers on one GPU: ``python -m vllm_hypic.bench.gpu``.
-
-They need torch, Triton and this package; no vLLM and no model.
-"""

@@ -1,0 +1,214 @@
+"""Commands of the cache API on their way to the scheduler, and the answers on their way back.
+
+A command travels as an ordinary engine request: in ``SamplingParams.extra_args["hypic_command"]``, with a
+prompt of one token (:class:`Compile`: the segment to warm), and the scheduler ends it unrun.  The answer
+comes back in the output's ``kv_transfer_params``.  In the front end a command is an instance of one of these
+classes, which no JSON of a client can become; the engine's process gets plain data and converts it back.
+
+Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from .registry import Place
+
+COMMAND = "hypic_command"
+"""Name of a command among a request's extra arguments."""
+
+Ttl = float | None | UnsetType
+"""Seconds from now; ``None``: lives until deleted; ``UNSET``: as it is."""
+
+
+class Command(msgspec.Struct, tag_field="op", frozen=True, forbid_unknown_fields=True):
+    """Base of all commands.  The request's own ``cache_salt`` says whose segments it is about."""
+
+
+class Compile(Command, tag="compile", frozen=True):
+    """Warm the segment that the request's prompt holds and give it an id.  Answer: :class:`Segment`."""
+
+    place: Place
+    text: str | None = None
+    bare_from: int = 0
+    ttl_s: Ttl = UNSET
+    pin: bool = False
+
+
+class Show(Command, tag="show", frozen=True):
+    """Answer: :class:`Segment`, with what it stands for if ``content``."""
+
+    id: str
+    content: bool = False
+
+
+class Page(Command, tag="page", frozen=True):
+    """Answer: :class:`Segments`."""
+
+    after: str
+    limit: int
+
+
+class Change(Command, tag="change", frozen=True):
+    """Change time to live, or take the pin away.  Answer: :class:`Segment`."""
+
+    id: str
+    ttl_s: Ttl = UNSET
+    unpin: bool = False
+
+
+class Delete(Command, tag="delete", frozen=True):
+    """Forget the id, and its record everywhere.  Answer: :class:`Segment`, as it was."""
+
+    id: str
+
+
+class Resolve(Command, tag="resolve", frozen=True):
+    """What ids stand for.  Answer: :class:`Resolved`."""
+
+    ids: list[str]
+
+
+class Report(Command, tag="report", frozen=True):
+    """Answer: :class:`State`."""
+
+
+class Describe(Command, tag="describe", frozen=True):
+    """Answer: :class:`Description`."""
+
+
+AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe
+
+
+class Segment(msgspec.Struct, frozen=True, tag="segment"):
+    """An entry of the catalogue and the state of its record."""
+
+    id: str
+    place: Place
+    tokens: int
+    key: str | None
+    bytes: int
+    created: float
+    last_used: float
+    expires: float | None
+    pinned: bool
+    resident: bool
+    stored: bool
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class Segments(msgspec.Struct, frozen=True, tag="segments"):
+    segments: list[Segment]
+    more: bool
+
+
+class Content(msgspec.Struct, frozen=True):
+    """``text``, or ``token_ids`` where the segment was compiled from tokens."""
+
+    place: Place
+    text: str | None
+    token_ids: list[int]
+
+
+class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
+    contents: dict[str, Content]
+    unknown: list[str]
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """Sums over all tenants."""
+
+    tiers: dict[str, dict[str, float]]
+    segments: int
+    catalogue: Literal["memory", "file"]
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What one request may take of the pool: :class:`~vllm_hypic.primitives.plan.PoolLimits` in numbers."""
+
+    pages: int
+    slots: int
+    page_tokens: int
+    max_request_tokens: int
+    tiles: int
+    record_tiles: int
+
+
+class Description(msgspec.Struct, frozen=True, tag="description"):
+    """What a router must know of an instance to plan as it does, and where its sockets are.
+
+    ``namespace``: of keys without tenant and adapter; ``instance``: another at every start; ``quadratic``:
+    prefilling n tokens takes FLOPs in proportion to ``n + quadratic * n^2``; ``shared_tiers``: identities
+    of the tiers that others use, too, fastest first.
+    """
+
+    instance: str
+    namespace: str
+    landing: str
+    events: str
+    separator: int
+    pdep: int
+    pad: int
+    link: str
+    seam_tokens: int
+    min_segment_tokens: int
+    has_linear: bool
+    has_attention: bool
+    deadline_s: float
+    quadratic: float
+    shared_tiers: tuple[str, ...]
+    limits: Room
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """The command was refused; ``status`` is the HTTP status that says so."""
+
+    status: int
+    message: str
+    id: str | None = None
+
+
+Answer = Segment | Segments | Resolved | State | Description | Failure
+
+_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State, Description)
+
+
+class BadAnswer(RuntimeError):
+    """The engine's answer is none that belongs to the command."""
+
+
+def command_of(extra_args: dict[str, Any] | None) -> AnyCommand | None:
+    """The command among a request's extra arguments, as the scheduler gets them; ``None`` without one.
+
+    Raises ``ValueError`` when it is damaged.
+    """
+    found = (extra_args or {}).get(COMMAND)
+    if found is None or isinstance(found, AnyCommand):
+        return found
+    try:
+        command: AnyCommand = msgspec.convert(found, AnyCommand)
+    except msgspec.ValidationError as e:
+        raise ValueError(f"{COMMAND}: {e}") from e
+    return command
+
+
+def is_command(value: object) -> bool:
+    """Whether ``value`` is a command made in this process, as opposed to a client's imitation."""
+    return isinstance(value, AnyCommand)
+
+
+def pack(answer: Answer) -> dict[str, Any]:
+    """The answer as plain data."""
+    return {"hypic": msgspec.to_builtins(answer)}
+
+
+def unpack(packed: dict[str, Any] | None, wanted: type[_Wanted]) -> _Wanted | Failure:
+    """The inverse of :func:`pack`; raises :class:`BadAnswer` for anything else."""
+    try:
+        return msgspec.convert((packed or {})["hypic"], wanted | Failure)
+    except (KeyError, msgspec.ValidationError) as e:
+        raise BadAnswer(f"expected {wanted.__name__}, got {str(packed)[:200]} ({e})") from e

@@ -1,0 +1,129 @@
+"""From what a client wants compiled to the tokens that its use in a prompt will have.
+
+The smallest prompt in which the segment stands as it will is rendered by vLLM's own tokenisation route; the
+piece between the separators is the segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import HTTPException, Request
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+
+from .control import Control
+from .forms import ID_FORM
+from .models import CompileRequest
+from .registry import Place
+
+
+@dataclass(frozen=True)
+class Compilable:
+    """``tokens`` is the whole segment; an id stands for ``text``, or else for ``tokens[bare_from:]``."""
+
+    place: Place
+    tokens: list[int]
+    text: str | None = None
+    bare_from: int = 0
+
+
+async def compilable(body: CompileRequest, control: Control, request: Request) -> Compilable:
+    """Raises ``HTTPException`` (400) naming what is not allowed."""
+    tokenization: ServingTokenization = request.app.state.serving_tokenization
+    renderer = _Renderer(tokenization, request, control)
+    if body.tokens is not None:
+        segment = await _from_tokens(body.tokens, body.role == "leading", control, renderer)
+    elif body.message is not None:
+        system = body.message.role in ("system", "developer")
+        leading = system if body.role is None else body.role == "leading"
+        text = _checked_text("message.content", body.message.text(), control)
+        if leading:
+            segment = Compilable(Place.CHAT, await renderer.chat_start(body.message.role, text), text)
+        else:
+            segment = Compilable(Place.INTERIOR, await renderer.interior(text), text)
+    else:
+        text = _checked_text("text", body.text or "", control)
+        if body.role == "leading":
+            segment = Compilable(Place.PROMPT, await renderer.prompt_start(text), text)
+        else:
+            segment = Compilable(Place.INTERIOR, await renderer.interior(text), text)
+    if not segment.tokens:
+        raise HTTPException(400, "the segment has no tokens")
+    if len(segment.tokens) > control.max_segment_tokens:
+        raise HTTPException(
+            400,
+            f"the segment has {len(segment.tokens)} tokens: expected at most {control.max_segment_tokens} "
+            f"(max_model_len is {control.max_model_len})",
+        )
+    return segment
+
+
+async def _from_tokens(tokens: list[int], leading: bool, control: Control, renderer: _Renderer) -> Compilable:
+    for i, token in enumerate(tokens):
+        if (marker := control.ids.marker(token)) is not None:
+            raise HTTPException(400, f"tokens[{i}]={token} is the id of {marker.value}: remove it")
+    if not leading:
+        return Compilable(Place.INTERIOR, tokens)
+    first = await renderer.prompt_start("")
+    if tokens[: len(first)] != first:
+        raise HTTPException(
+            400, f"tokens: a leading segment begins with {first}, which the tokenizer puts before every text"
+        )
+    return Compilable(Place.PROMPT, tokens, bare_from=len(first))
+
+
+def _checked_text(name: str, text: str, control: Control) -> str:
+    if not text:
+        raise HTTPException(400, f"{name} is empty")
+    most = control.max_model_len * control.max_chars_per_token
+    if len(text) > most:
+        raise HTTPException(
+            400, f"{name} has {len(text)} characters: no text of more than {most} fits max_model_len"
+        )
+    for role, marker in control.config.tokens.items():
+        if marker in text:
+            raise HTTPException(400, f"{name} contains {marker!r}, the text of {role}: remove it")
+    if (found := ID_FORM.search(text)) is not None:
+        raise HTTPException(400, f"{name} contains the segment id {found[1]!r}: remove it")
+    return text
+
+
+class _Renderer:
+    """Tokens of minimal prompts, cut at their separators."""
+
+    def __init__(self, tokenization: ServingTokenization, request: Request, control: Control) -> None:
+        self._tokenization, self._request = tokenization, request
+        self._sep, self._sep_id = control.config.tokens.sep, control.ids.sep
+
+    async def interior(self, text: str) -> list[int]:
+        prompt = f"{self._sep}{text}{self._sep}"
+        tokens = await self._tokens(TokenizeCompletionRequest(prompt=prompt, add_special_tokens=False))
+        return tokens[1 : tokens.index(self._sep_id, 1)]
+
+    async def prompt_start(self, text: str) -> list[int]:
+        tokens = await self._tokens(TokenizeCompletionRequest(prompt=text + self._sep))
+        return tokens[: tokens.index(self._sep_id)]
+
+    async def chat_start(self, role: str, text: str) -> list[int]:
+        """Up to the first separator of a chat that begins with the message.  It comes right after a user's
+        text; after a system message it is the first thing that the user says."""
+        if role == "user":
+            messages = [{"role": role, "content": text + self._sep}]
+        else:
+            messages = [{"role": role, "content": text}, {"role": "user", "content": self._sep}]
+        tokens = await self._tokens(TokenizeChatRequest.model_validate({"messages": messages}))
+        if self._sep_id not in tokens:
+            raise HTTPException(
+                400,
+                f"message: the chat template drops what follows a first {role} message; compile it with role "
+                "'interior'",
+            )
+        return tokens[: tokens.index(self._sep_id)]
+
+    async def _tokens(self, what: TokenizeCompletionRequest | TokenizeChatRequest) -> list[int]:
+        answer = await self._tokenization.create_tokenize(what, self._request)
+        if isinstance(answer, ErrorResponse):
+            raise HTTPException(answer.error.code, answer.error.message)
+        return answer.tokens

@@ -1,0 +1,103 @@
+"""Sends commands of the cache API from an API server's process to the scheduler."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from ..connector.build import config_of, primitive_ids_of
+from ..engine.activation import CONNECTOR
+from .commands import (
+    COMMAND,
+    AnyCommand,
+    Compile,
+    Description,
+    Failure,
+    Resolved,
+    Segment,
+    Segments,
+    State,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State, Description)
+
+
+class CommandFailed(Exception):
+    """A command was refused, or never answered; ``status`` is the HTTP status that says so."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.status, self.message, self.segment_id = failure.status, failure.message, failure.id
+
+
+def unsupported(engine: EngineClient) -> str | None:
+    """Why this engine takes no commands; ``None`` when it does."""
+    config = engine.vllm_config
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        return "the server runs without --attention-backend hypic"
+    if config.model_config.skip_tokenizer_init:
+        return "the server runs without a tokenizer (--skip-tokenizer-init)"
+    if (size := config.parallel_config.data_parallel_size) > 1:
+        return (
+            f"data_parallel_size={size}: expected 1, as each replica has segments and ids of its own; run "
+            "one server per replica"
+        )
+    return None
+
+
+class Control:
+    """One API server's line to its engine.  Several API servers may share it: the ids are the engine's."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self.config = config_of(engine.vllm_config)
+        served = engine.vllm_config.model_config.served_model_name
+        self.served_names: list[str] = [served] if isinstance(served, str) else list(served)
+        self.max_model_len: int = engine.vllm_config.model_config.max_model_len
+        self.ids = primitive_ids_of(engine.vllm_config, self.config)
+        self.max_chars_per_token: int = engine.renderer.get_tokenizer().max_chars_per_token
+        # Stands in for a prompt where there is none: any token that is no primitive.
+        self._nothing = [next(t for t in range(4) if self.ids.marker(t) is None)]
+
+    @property
+    def max_segment_tokens(self) -> int:
+        """Longest segment: with two separators it is a prompt that vLLM takes for one more token."""
+        return self.max_model_len - 3
+
+    async def compile(self, command: Compile, tokens: list[int], salt: str | None) -> Segment:
+        """Returns when the segment's record is resident.  Raises :class:`CommandFailed`."""
+        before = [] if command.place.leading else [self.ids.sep]
+        return await self._send(command, Segment, salt, [*before, *tokens, self.ids.sep])
+
+    async def send(self, command: AnyCommand, wanted: type[_Wanted], salt: str | None) -> _Wanted:
+        """The scheduler's answer, one engine step later.  Raises :class:`CommandFailed`."""
+        return await self._send(command, wanted, salt, self._nothing)
+
+    async def _send(
+        self, command: AnyCommand, wanted: type[_Wanted], salt: str | None, prompt: list[int]
+    ) -> _Wanted:
+        params = SamplingParams(
+            max_tokens=1,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={COMMAND: command},
+        )
+        last = None
+        request_id = f"hypic-{type(command).__name__.lower()}-{uuid.uuid4().hex}"
+        async for output in self.engine.generate(tokens_input(prompt, cache_salt=salt), params, request_id):
+            last = output
+        if last is None or last.kv_transfer_params is None:
+            ended = None if last is None else last.outputs[0].finish_reason
+            raise CommandFailed(Failure(503, f"the engine gave the command up (finish reason {ended!r})"))
+        answer = unpack(last.kv_transfer_params, wanted)
+        if isinstance(answer, Failure):
+            raise CommandFailed(answer)
+        return answer

@@ -1,0 +1,284 @@
+"""Executes commands of the cache API: keeps the catalogue, and the store in step with it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from msgspec import UNSET
+
+from ..primitives.keys import SegmentKey
+from .commands import (
+    Answer,
+    AnyCommand,
+    Change,
+    Compile,
+    Content,
+    Delete,
+    Describe,
+    Description,
+    Failure,
+    Page,
+    Report,
+    Resolve,
+    Resolved,
+    Segment,
+    Segments,
+    Show,
+    State,
+    Ttl,
+)
+from .registry import Catalogue, CatalogueError, Claim, Entry
+
+logger = logging.getLogger("vllm.hypic.desk")
+
+
+class RecordState(Protocol):
+    """Where a record is: in the pool (``resident``), on its way there, in a tier below (``stored``)."""
+
+    @property
+    def resident(self) -> bool: ...
+    @property
+    def pending(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def stored(self) -> bool: ...
+
+
+class Records(Protocol):
+    """What the desk does to records.  Keys without a record are no errors."""
+
+    def pin_record(self, key: SegmentKey) -> None:
+        """Keep it in the pool.  ``ValueError`` with the reason when the pool could then not serve others."""
+
+    def unpin_record(self, key: SegmentKey) -> None: ...
+
+    def drop_record(self, key: SegmentKey) -> None:
+        """Forget it everywhere, in the pool as soon as nobody uses it."""
+
+    def expire_record(self, key: SegmentKey, at: float | None) -> None:
+        """Forget it everywhere at that time (seconds since the epoch)."""
+
+    def record_state(self, key: SegmentKey) -> RecordState: ...
+
+    def store_stats(self) -> dict[str, dict[str, float]]:
+        """Numbers of each tier."""
+
+
+class Desk:
+    """One engine's desk, used by the scheduler's thread.
+
+    ``owner_of`` makes a tenant's name in the catalogue from its salt; ``pool_numbers`` stands beside the
+    store's numbers of tiers; ``describe`` says what routers must know, ``None``: this engine serves none.  A
+    catalogue that cannot be opened, or fails later, fails the command, never the
+    engine; the next command tries again.
+    """
+
+    def __init__(
+        self,
+        open_catalogue: Callable[[], Catalogue],
+        records: Records,
+        owner_of: Callable[[str | None], str],
+        pool_numbers: Callable[[], dict[str, float]],
+        clock: Callable[[], float] = time.time,
+        describe: Callable[[], Description | None] = lambda: None,
+    ) -> None:
+        self._open_catalogue = open_catalogue
+        self._opened: Catalogue | None = None
+        self._records, self._owner_of, self._pool_numbers = records, owner_of, pool_numbers
+        self._clock = clock
+        self._describe = describe
+
+    def start(self) -> None:
+        """Open the catalogue, pin and let expire as it says of earlier runs."""
+        try:
+            _ = self._catalogue
+        except CatalogueError as e:
+            logger.error("commands of the cache API will be refused until this is mended: %s", e)
+
+    @property
+    def _catalogue(self) -> Catalogue:
+        if self._opened is None:
+            self._opened = self._open_catalogue()
+            if self._opened.set_aside is not None:
+                logger.error(
+                    "the catalogue of segments was damaged: all ids are lost; it is kept as %s",
+                    self._opened.set_aside,
+                )
+            self._restore()
+        return self._opened
+
+    def _restore(self) -> None:
+        """What an earlier run's entries want of their records; a pin that is refused now is taken away."""
+        try:
+            self._sweep()
+            for key in self._catalogue.claimed():
+                claims = self._catalogue.claims(key)
+                if any(claim.pinned for claim in claims):
+                    try:
+                        self._records.pin_record(key)
+                    except ValueError as e:
+                        logger.warning("record %s is no longer pinned: %s", key[:12], e)
+                        self._catalogue.unpin_all(key)
+                if (end := _end(claims)) is not None:
+                    self._records.expire_record(key, end)
+        except CatalogueError as e:
+            logger.error("pins and times to live of an earlier run are not in force: %s", e)
+
+    def execute(self, command: AnyCommand, salt: str | None) -> Answer:
+        """Do it at once; :meth:`compiled` is for :class:`Compile`."""
+        try:
+            self._sweep()
+            return self._execute(command, self._owner_of(salt))
+        except CatalogueError as e:
+            return _unavailable(e)
+
+    def _execute(self, command: AnyCommand, owner: str) -> Answer:
+        match command:
+            case Show(id=segment_id, content=content):
+                entry = self._catalogue.get(owner, segment_id)
+                return _unknown(segment_id) if entry is None else self._shown(owner, entry, content)
+            case Page(after=after, limit=limit):
+                entries = self._catalogue.page(owner, after, limit + 1)
+                return Segments([self._segment(e) for e in entries[:limit]], len(entries) > limit)
+            case Change(id=segment_id, ttl_s=ttl_s, unpin=unpin):
+                entry = self._catalogue.get(owner, segment_id)
+                if entry is None:
+                    return _unknown(segment_id)
+                if unpin:
+                    self._catalogue.set_pinned(owner, segment_id, False)
+                self._set_ttl(owner, segment_id, ttl_s)
+                return self._settled(owner, entry)
+            case Delete(id=segment_id):
+                entry = self._catalogue.get(owner, segment_id)
+                if entry is None:
+                    return _unknown(segment_id)
+                gone = self._segment(entry)
+                self._catalogue.remove(owner, segment_id)
+                self._settle(entry)
+                return gone
+            case Resolve(ids=ids):
+                return self._resolved(owner, ids)
+            case Report():
+                where: Literal["memory", "file"] = "memory" if self._catalogue.path is None else "file"
+                tiers = {"pool": self._pool_numbers(), **self._records.store_stats()}
+                return State(tiers, len(self._catalogue), where)
+            case Describe():
+                reason = "this engine runs without the option section segment_parallel"
+                return self._describe() or Failure(501, reason)
+            case Compile():
+                raise TypeError("compile is answered by compiled(), once the record is resident")
+
+    def compiled(
+        self, command: Compile, tokens: list[int], key: SegmentKey | None, salt: str | None
+    ) -> Answer:
+        """The segment ``tokens`` was warmed; ``key`` is its record (``None``: it is not worth one)."""
+        try:
+            self._sweep()
+            return self._compiled(command, tokens, key, self._owner_of(salt))
+        except CatalogueError as e:
+            return _unavailable(e)
+
+    def _compiled(self, command: Compile, tokens: list[int], key: SegmentKey | None, owner: str) -> Answer:
+        entry = self._catalogue.add(
+            owner, command.place, tokens, text=command.text, bare_from=command.bare_from, key=key
+        )
+        self._set_ttl(owner, entry.id, command.ttl_s)
+        if command.pin:
+            if key is None:
+                return _refused_pin(entry, "it has no record: it is too short, or too long for the pool")
+            try:
+                self._records.pin_record(key)
+            except ValueError as e:
+                return _refused_pin(entry, str(e))
+            self._catalogue.set_pinned(owner, entry.id, True)
+        return self._settled(owner, entry)
+
+    def _resolved(self, owner: str, ids: list[str]) -> Resolved:
+        contents, unknown = {}, []
+        for segment_id in dict.fromkeys(ids):
+            found = self._catalogue.content(owner, segment_id)
+            if found is None:
+                unknown.append(segment_id)
+            else:
+                bare = [] if found.text is not None else list(found.tokens[found.bare_from :])
+                contents[segment_id] = Content(found.place, found.text, bare)
+        return Resolved(contents, unknown)
+
+    def _set_ttl(self, owner: str, segment_id: str, ttl_s: Ttl) -> None:
+        if ttl_s is not UNSET:
+            expires = None if ttl_s is None else self._clock() + ttl_s
+            self._catalogue.set_expires(owner, segment_id, expires)
+
+    def _settled(self, owner: str, entry: Entry) -> Segment | Failure:
+        """The entry as it is now, its record brought in step with it."""
+        self._settle(entry)
+        now = self._catalogue.get(owner, entry.id)
+        return _unknown(entry.id) if now is None else self._segment(now)
+
+    def _settle(self, before: Entry) -> None:
+        """An entry has changed: its record lives as long as one of its entries wants, and goes with the last.
+
+        Where no time to live was ever given, the store's own rules are left alone.
+        """
+        if before.key is None:
+            return
+        claims = self._catalogue.claims(before.key)
+        if before.pinned and not any(claim.pinned for claim in claims):
+            self._records.unpin_record(before.key)
+        if not claims:
+            self._records.drop_record(before.key)
+        elif before.expires is not None or any(claim.expires is not None for claim in claims):
+            self._records.expire_record(before.key, _end(claims))
+
+    def _sweep(self) -> None:
+        for entry in self._catalogue.take_expired():
+            self._settle(entry)
+
+    def _shown(self, owner: str, entry: Entry, content: bool) -> Segment | Failure:
+        if not content:
+            return self._segment(entry)
+        found = self._catalogue.content(owner, entry.id)
+        if found is None:
+            return _unknown(entry.id)
+        return self._segment(entry, text=found.text, token_ids=list(found.tokens))
+
+    def _segment(self, entry: Entry, text: str | None = None, token_ids: list[int] | None = None) -> Segment:
+        state = None if entry.key is None else self._records.record_state(entry.key)
+        return Segment(
+            id=entry.id,
+            place=entry.place,
+            tokens=entry.n_tokens,
+            key=entry.key,
+            bytes=0 if state is None else state.nbytes,
+            created=entry.created,
+            last_used=entry.last_used,
+            expires=entry.expires,
+            pinned=entry.pinned,
+            resident=state is not None and state.resident,
+            stored=state is not None and state.stored,
+            text=text,
+            token_ids=token_ids,
+        )
+
+
+def _end(claims: list[Claim]) -> float | None:
+    """When the last of the entries expires; ``None``: one of them does not."""
+    ends = [claim.expires for claim in claims if claim.expires is not None]
+    return max(ends) if ends and len(ends) == len(claims) else None
+
+
+def _unknown(segment_id: str) -> Failure:
+    return Failure(404, f"segment {segment_id!r} is unknown or has expired", segment_id)
+
+
+def _refused_pin(entry: Entry, reason: str) -> Failure:
+    return Failure(409, f"segment {entry.id!r} is compiled, but cannot be pinned: {reason}", entry.id)
+
+
+def _unavailable(error: CatalogueError) -> Failure:
+    logger.error("a command of the cache API failed: %s", error)
+    return Failure(503, f"the catalogue of segments cannot be used now: {error}")

@@ -1,0 +1,124 @@
+"""Replaces segment ids in the bodies of completion and chat requests, before vLLM reads them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.generate.base.protocol import validate_cache_salt
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMError
+
+from .commands import Failure, Resolve, Resolved
+from .control import CommandFailed, Control
+from .errors import error_body
+from .expand import PATHS, MisplacedId, expand, ids_in
+
+# An id is written in ASCII, which JSON may write as \u escapes.
+_HINTS = (b"<|hypic_segment:", b"\\u")
+
+
+class SegmentIds:
+    """ASGI middleware.  Requests without ids pass unchanged; it stands behind vLLM's check of API keys."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            control: Control | None = getattr(scope["app"].state, "hypic_control", None)
+            if path in PATHS and control is not None:
+                await self._replace(path, control, scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    async def _replace(self, path: str, control: Control, scope: Scope, receive: Receive, send: Send) -> None:
+        body, pending = await _read(receive)
+        replay = _Replay(body, pending, receive)
+        request = _parsed(body)
+        if request is not None and (ids := ids_in(path, request)) and _has_good_salt(request):
+            try:
+                replay.body = json.dumps(await _replaced(path, request, ids, control)).encode()
+            except CommandFailed as e:
+                return await _refuse(e.status, e.message, scope, receive, send)
+            except MisplacedId as e:
+                return await _refuse(400, str(e), scope, receive, send)
+            except VLLMError as e:  # vLLM's own handlers stand behind this middleware
+                error = create_error_response(e).error
+                return await _refuse(error.code, error.message, scope, receive, send)
+            scope = _with_length(scope, len(replay.body))
+        await self.app(scope, replay, send)
+
+
+async def _replaced(path: str, request: dict[str, Any], ids: list[str], control: Control) -> dict[str, Any]:
+    """The request with texts and tokens in place of its ids, which are looked up with one command."""
+    resolved = await control.send(Resolve(ids), Resolved, request.get("cache_salt"))
+    if resolved.unknown:
+        raise CommandFailed(Failure(404, _unknown(resolved.unknown)))
+    return expand(path, request, resolved.contents, control.config.tokens.sep)
+
+
+async def _refuse(status: int, message: str, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(error_body(status, message), status)(scope, receive, send)
+
+
+def _has_good_salt(request: dict[str, Any]) -> bool:
+    """Requests with another one are left for vLLM to refuse."""
+    try:
+        validate_cache_salt(request.get("cache_salt"))
+    except VLLMError:
+        return False
+    return True
+
+
+class _Replay:
+    """``receive`` once more from the body's beginning, then on with the client's own messages."""
+
+    def __init__(self, body: bytes, pending: Message | None, receive: Receive) -> None:
+        self.body, self._pending, self._receive = body, pending, receive
+        self._told = False
+
+    async def __call__(self) -> Message:
+        if not self._told:
+            self._told = True
+            return {"type": "http.request", "body": self.body, "more_body": False}
+        if self._pending is not None:
+            message, self._pending = self._pending, None
+            return message
+        return await self._receive()
+
+
+async def _read(receive: Receive) -> tuple[bytes, Message | None]:
+    """The whole body, and the message that broke it off, if one did."""
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(chunks), message
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks), None
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    """The body's JSON object if it may hold ids; what is no JSON object is left for vLLM to refuse."""
+    if not any(hint in body for hint in _HINTS):
+        return None
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _with_length(scope: Scope, length: int) -> Scope:
+    headers = [(k, v) for k, v in scope["headers"] if k.lower() not in (b"content-length",)]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+def _unknown(ids: list[str]) -> str:
+    named = ", ".join(repr(i) for i in ids[:10]) + (", ..." if len(ids) > 10 else "")
+    return f"unknown or expired segment ids in the request: {named}"

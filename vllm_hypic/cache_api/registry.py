@@ -1,0 +1,330 @@
+"""The register of compiled segments: which ids there are, whose they are, what they stand for.
+
+Lives in the scheduler's process, in an SQLite file (``PATH/catalogue.sqlite``) or in memory.  Every lookup is
+by (owner, id) in one index: an id of somebody else and an id that never was take the same path to the same
+answer.
+
+Killing the process loses nothing that was answered: each change is one transaction in a write-ahead log.  The
+log is not forced to disk at each commit (the scheduler would wait for it), so a power cut may cost the last
+changes, never the file.  Times of last use are written with the next change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sqlite3
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from ..config.store import DiskConfig, StoreConfig
+from ..primitives.keys import SegmentKey
+
+FILE_NAME = "catalogue.sqlite"
+ID_BYTES = 24
+"""Random bytes of an id: 192 bits, nobody guesses one."""
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE segments (
+    owner TEXT NOT NULL, id TEXT NOT NULL, place TEXT NOT NULL, digest BLOB NOT NULL,
+    n_tokens INTEGER NOT NULL, tokens BLOB NOT NULL, text TEXT, bare_from INTEGER NOT NULL, record_key TEXT,
+    created REAL NOT NULL, last_used REAL NOT NULL, expires REAL, pinned INTEGER NOT NULL,
+    PRIMARY KEY (owner, id)
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX same_segment ON segments (owner, place, digest);
+CREATE INDEX by_expiry ON segments (expires) WHERE expires IS NOT NULL;
+CREATE INDEX by_record ON segments (record_key);
+"""
+_ENTRY = "id, place, n_tokens, record_key, created, last_used, expires, pinned"
+_ALIVE = "(expires IS NULL OR expires > ?)"
+
+
+class Place(Enum):
+    """Where a segment can stand in a prompt."""
+
+    INTERIOR = "interior"
+    """Anywhere."""
+    PROMPT = "prompt"
+    """First in a completion prompt: its tokens include what the tokenizer puts before every text."""
+    CHAT = "chat"
+    """First message of a chat: its tokens include what the chat template puts around it."""
+
+    @property
+    def leading(self) -> bool:
+        return self is not Place.INTERIOR
+
+
+class CatalogueError(Exception):
+    """The catalogue cannot be read or written (disk full, file damaged, ...)."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compiled segment.  Times are seconds since the epoch; ``expires`` ``None``: never."""
+
+    id: str
+    place: Place
+    n_tokens: int
+    key: SegmentKey | None
+    """Its record; ``None`` when it is computed in the stream (too short, or too long for the pool)."""
+    created: float
+    last_used: float
+    expires: float | None
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Content:
+    """What an id stands for: ``text``, or, where none was given, ``tokens[bare_from:]`` (those before are put
+    there by the tokenizer)."""
+
+    place: Place
+    tokens: tuple[int, ...]
+    text: str | None
+    bare_from: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one entry wants of a record."""
+
+    pinned: bool
+    expires: float | None
+
+
+def catalogue_path(config: StoreConfig) -> Path | None:
+    """Where an engine's catalogue is: in its first disk tier's folder; ``None``, without one: in memory."""
+    folders = (Path(tier.path) for tier in config.tiers if isinstance(tier, DiskConfig))
+    return next((folder / FILE_NAME for folder in folders), None)
+
+
+class Catalogue:
+    """Entries of all owners.  Used by one thread.  Every method may raise :class:`CatalogueError`."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        """Open, or make, the file ``path``; ``None``: keep everything in memory.
+
+        A damaged file is set aside (``.damaged``) and a new one begun: ids are lost then.  A file of a newer
+        version is refused.
+        """
+        self.path = path
+        self._clock = clock
+        self._used: dict[tuple[str, str], float] = {}
+        self._set_aside: Path | None = None
+        with _reported(path):
+            self._db = self._open()
+
+    @property
+    def set_aside(self) -> Path | None:
+        """Where a damaged file was moved to when the catalogue was opened."""
+        return self._set_aside
+
+    def _open(self) -> sqlite3.Connection:
+        if self.path is None:
+            return _connect(":memory:")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # tenants' texts: for this user alone
+        try:
+            return _connect(self.path)
+        except sqlite3.OperationalError:
+            raise  # locked, disk full, no permission: the file may be well
+        except sqlite3.DatabaseError:
+            self._set_aside = self.path.with_name(f"{self.path.name}.damaged")
+            for suffix in ("-wal", "-shm"):
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            self.path.replace(self._set_aside)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            return _connect(self.path)
+
+    def add(
+        self,
+        owner: str,
+        place: Place,
+        tokens: Sequence[int],
+        *,
+        text: str | None = None,
+        bare_from: int = 0,
+        key: SegmentKey | None = None,
+    ) -> Entry:
+        """The entry of these tokens at this place: a new one, or the one that is there already.
+
+        The record's key, and a text where there was none, are brought up to date.
+        """
+        now = self._clock()
+        packed = array("i", tokens).tobytes()
+        digest = hashlib.sha256(packed).digest()
+        fresh = secrets.token_urlsafe(ID_BYTES)
+        with self._change():
+            self._db.execute(
+                "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, 0)"
+                " ON CONFLICT (owner, place, digest) DO UPDATE SET"
+                " text = coalesce(text, excluded.text), record_key = excluded.record_key, last_used = ?",
+                (
+                    *(owner, fresh, place.value, digest, len(tokens), packed, text, bare_from, key),
+                    *(now, now, now),
+                ),
+            )
+            row = self._db.execute(
+                f"SELECT {_ENTRY} FROM segments WHERE owner = ? AND place = ? AND digest = ?",
+                (owner, place.value, digest),
+            ).fetchone()
+        return _entry(row)
+
+    def get(self, owner: str, segment_id: str) -> Entry | None:
+        """Changes nothing."""
+        with _reported(self.path):
+            row = self._db.execute(
+                f"SELECT {_ENTRY} FROM segments WHERE owner = ? AND id = ? AND {_ALIVE}",
+                (owner, segment_id, self._clock()),
+            ).fetchone()
+        return None if row is None else self._with_use(owner, _entry(row))
+
+    def content(self, owner: str, segment_id: str) -> Content | None:
+        """Changes nothing but the time of last use."""
+        now = self._clock()
+        with _reported(self.path):
+            row = self._db.execute(
+                "SELECT place, tokens, text, bare_from FROM segments"
+                f" WHERE owner = ? AND id = ? AND {_ALIVE}",
+                (owner, segment_id, now),
+            ).fetchone()
+        if row is None:
+            return None
+        self._used[owner, segment_id] = now
+        tokens = array("i")
+        tokens.frombytes(row[1])
+        return Content(Place(row[0]), tuple(tokens), row[2], row[3])
+
+    def page(self, owner: str, after: str, limit: int) -> list[Entry]:
+        """At most ``limit`` entries whose ids come after ``after`` (any text), in the order of ids."""
+        with _reported(self.path):
+            rows = self._db.execute(
+                f"SELECT {_ENTRY} FROM segments WHERE owner = ? AND id > ? AND {_ALIVE} ORDER BY id LIMIT ?",
+                (owner, after, self._clock(), limit),
+            ).fetchall()
+        return [self._with_use(owner, _entry(row)) for row in rows]
+
+    def set_pinned(self, owner: str, segment_id: str, pinned: bool) -> None:
+        """Unknown ids are ignored."""
+        self._set("pinned", int(pinned), owner, segment_id)
+
+    def set_expires(self, owner: str, segment_id: str, expires: float | None) -> None:
+        """Unknown ids are ignored."""
+        self._set("expires", expires, owner, segment_id)
+
+    def _set(self, column: str, value: float | None, owner: str, segment_id: str) -> None:
+        with self._change():
+            self._db.execute(
+                f"UPDATE segments SET {column} = ? WHERE owner = ? AND id = ? AND {_ALIVE}",
+                (value, owner, segment_id, self._clock()),
+            )
+
+    def remove(self, owner: str, segment_id: str) -> Entry | None:
+        """Forget the entry; it is returned, or ``None`` when there was none."""
+        with self._change():
+            row = self._db.execute(
+                f"DELETE FROM segments WHERE owner = ? AND id = ? AND {_ALIVE} RETURNING {_ENTRY}",
+                (owner, segment_id, self._clock()),
+            ).fetchone()
+        return None if row is None else _entry(row)
+
+    def take_expired(self) -> list[Entry]:
+        """Forget and return what has expired, of all owners."""
+        now = self._clock()
+        with _reported(self.path):
+            due = self._db.execute(
+                "SELECT 1 FROM segments WHERE expires IS NOT NULL AND expires <= ? LIMIT 1", (now,)
+            ).fetchone()
+        if due is None:
+            return []
+        with self._change():
+            rows = self._db.execute(
+                f"DELETE FROM segments WHERE expires IS NOT NULL AND expires <= ? RETURNING {_ENTRY}", (now,)
+            ).fetchall()
+        return [_entry(row) for row in rows]
+
+    def claims(self, key: SegmentKey) -> list[Claim]:
+        """What the living entries want of one record."""
+        with _reported(self.path):
+            rows = self._db.execute(
+                f"SELECT pinned, expires FROM segments WHERE record_key = ? AND {_ALIVE}",
+                (key, self._clock()),
+            ).fetchall()
+        return [Claim(bool(pinned), expires) for pinned, expires in rows]
+
+    def claimed(self) -> list[SegmentKey]:
+        """Records that some entry pins or lets expire."""
+        with _reported(self.path):
+            rows = self._db.execute(
+                "SELECT DISTINCT record_key FROM segments WHERE record_key IS NOT NULL"
+                f" AND (pinned OR expires IS NOT NULL) AND {_ALIVE} ORDER BY created, record_key",
+                (self._clock(),),
+            ).fetchall()
+        return [SegmentKey(key) for (key,) in rows]
+
+    def unpin_all(self, key: SegmentKey) -> None:
+        """No entry pins this record any more."""
+        with self._change():
+            self._db.execute("UPDATE segments SET pinned = 0 WHERE record_key = ?", (key,))
+
+    def __len__(self) -> int:
+        with _reported(self.path):
+            return int(self._db.execute("SELECT count(*) FROM segments").fetchone()[0])
+
+    def close(self) -> None:
+        with self._change():
+            pass
+        self._db.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """One transaction; it also writes the times of last use noted since the last one."""
+        with _reported(self.path), self._db:
+            used = [(at, owner, segment_id) for (owner, segment_id), at in self._used.items()]
+            self._db.executemany("UPDATE segments SET last_used = ? WHERE owner = ? AND id = ?", used)
+            yield
+        self._used.clear()
+
+    def _with_use(self, owner: str, entry: Entry) -> Entry:
+        used = self._used.get((owner, entry.id))
+        return entry if used is None else replace(entry, last_used=used)
+
+
+def _connect(where: Path | str) -> sqlite3.Connection:
+    db = sqlite3.connect(where, timeout=2.0)
+    try:
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+            db.execute(f"PRAGMA {pragma}")
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version > _VERSION:
+            raise CatalogueError(f"{where} has version {version}; this program reads up to {_VERSION}")
+        if version == 0:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+@contextmanager
+def _reported(path: Path | None) -> Iterator[None]:
+    """SQLite's errors, and the file system's, as ours."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as e:
+        raise CatalogueError(f"catalogue {path or 'in memory'}: {e}") from e
+
+
+def _entry(row: Iterable) -> Entry:
+    segment_id, place, n_tokens, key, created, last_used, expires, pinned = row
+    return Entry(segment_id, Place(place), n_tokens, key, created, last_used, expires, bool(pinned))

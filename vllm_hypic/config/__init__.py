@@ -1,0 +1,1 @@
+"""All options of an engine, one schema; a file for each section."""

@@ -1,0 +1,330 @@
+"""Scheduler side of the public pool: who holds which pages, slots and tiles, pins, eviction.
+
+Owns no tensor.  Every record goes through ``acquire -> commit | abort``; pages are handed out here
+and filled by the worker.  Tiles (transitions of single heads) are only counted: the worker knows which, and
+how many of those reserved a record turned out to need.  Which record leaves first is a policy's business
+(``store/eviction/``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ...primitives.keys import SegmentKey
+from ...store.eviction.base import EvictionPolicy
+from ...store.worth import Worth
+
+
+class Lookup(Enum):
+    """Where a record stands."""
+
+    MISS = "miss"
+    PENDING = "pending"
+    """Reserved: being computed or fetched."""
+    HIT = "hit"
+
+
+NO_WORTH = Worth(0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a record takes: ``columns`` of K and V, and at most so many ``tiles``; and what it is worth."""
+
+    columns: int
+    tiles: int = 0
+    worth: Worth = NO_WORTH
+
+
+@dataclass(frozen=True)
+class Space:
+    """Pages, slots and tiles of the pool."""
+
+    pages: int = 0
+    slots: int = 0
+    tiles: int = 0
+
+    def __add__(self, other: Space) -> Space:
+        return Space(self.pages + other.pages, self.slots + other.slots, self.tiles + other.tiles)
+
+    def covers(self, other: Space) -> bool:
+        return self.pages >= other.pages and self.slots >= other.slots and self.tiles >= other.tiles
+
+
+@dataclass
+class Entry:
+    """One record: its place, and how many requests use it.  Written by the directory only."""
+
+    key: SegmentKey
+    pages: tuple[int, ...]
+    slot: int
+    columns: int
+    tiles: int
+    worth: Worth
+    serial: int
+    resident: bool = False
+    pins: int = 0
+    doomed: bool = False
+    """To be dropped as soon as nobody uses it."""
+
+    @property
+    def space(self) -> Space:
+        return Space(len(self.pages), 1, self.tiles)
+
+
+class SegmentDirectory:
+    """Pages, slots, tiles and records of the public pool."""
+
+    def __init__(
+        self, pages: int, slots: int, page_tokens: int, tiles: int = 0, *, policy: EvictionPolicy
+    ) -> None:
+        self.policy = policy
+        self.total_pages, self.total_slots, self.page_tokens = pages, slots, page_tokens
+        self.total_tiles = self.free_tiles = tiles
+        self._free_pages = list(range(pages - 1, -1, -1))
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._entries: dict[SegmentKey, Entry] = {}
+        self._by_serial: dict[int, Entry] = {}
+        self._kept: set[SegmentKey] = set()
+        self._dropped_slots: list[int] = []
+        self._reserved = 0
+        self._changes: dict[SegmentKey, Lookup] | None = None
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def total(self) -> Space:
+        return Space(self.total_pages, self.total_slots, self.total_tiles)
+
+    @property
+    def pinned(self) -> int:
+        """Records that requests use."""
+        return sum(e.pins > 0 for e in self._entries.values())
+
+    @property
+    def kept(self) -> frozenset[SegmentKey]:
+        """Keys that eviction passes by, whether or not their records are here."""
+        return frozenset(self._kept)
+
+    def kept_space(self) -> Space:
+        """What the kept records that are here take."""
+        return sum((e.space for k in self._kept if (e := self._entries.get(k))), Space())
+
+    def lookup(self, key: SegmentKey) -> Lookup:
+        """Changes nothing."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return Lookup.MISS
+        return Lookup.HIT if entry.resident else Lookup.PENDING
+
+    def watch(self) -> None:
+        """From now on :meth:`take_changes` tells what changes."""
+        self._changes = {}
+
+    def take_changes(self) -> dict[SegmentKey, Lookup]:
+        """Where records stand that moved since the last call."""
+        if not self._changes:
+            return {}
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def _changed(self, key: SegmentKey) -> None:
+        if self._changes is not None:
+            self._changes[key] = self.lookup(key)
+
+    def resident(self) -> list[Entry]:
+        """All complete records, the first to evict first.  Changes nothing."""
+        return [e for e in self._worst_first() if e.resident]
+
+    def _worst_first(self) -> Iterator[Entry]:
+        return (self._entries[SegmentKey(k)] for k in self.policy.worst_first())
+
+    def get(self, key: SegmentKey) -> Entry:
+        """The record's entry; ``KeyError`` on a miss.  Changes nothing."""
+        return self._entries[key]
+
+    def pages_for(self, columns: int) -> int:
+        """Pages of a record; none where there are none: without full attention it is a state alone."""
+        return -(-columns // self.page_tokens) if self.total_pages else 0
+
+    def acquire(self, wanted: dict[SegmentKey, Need]) -> list[Entry] | None:
+        """Pin every record of ``wanted``, reserving those that are missing.
+
+        All or nothing: returns the newly reserved entries, or ``None`` (nothing changed) when the
+        missing ones do not fit beside what is pinned.  Never waits.
+        """
+        missing = {k: n for k, n in wanted.items() if k not in self._entries}
+        need = sum((self.space_for(n) for n in missing.values()), Space())
+        victims = self._victims(need, wanted)
+        if victims is None:
+            return None
+        for entry in victims:
+            self._drop(entry, evicted=True)
+            self.evictions += 1
+        for key, what in missing.items():
+            self._reserve(key, what)
+        for key in wanted:
+            self._entries[key].pins += 1
+            if key not in missing:
+                self.policy.hit(key)
+        return [self._entries[k] for k in missing]
+
+    def space_for(self, need: Need) -> Space:
+        """What a record takes until its worker has said how many tiles it keeps."""
+        return Space(self.pages_for(need.columns), 1, need.tiles)
+
+    def _reserve(self, key: SegmentKey, need: Need) -> None:
+        pages = tuple(self._free_pages.pop() for _ in range(self.pages_for(need.columns)))
+        self._reserved += 1
+        entry = Entry(
+            key, pages, self._free_slots.pop(), need.columns, need.tiles, need.worth, self._reserved
+        )
+        self._entries[key] = self._by_serial[entry.serial] = entry
+        self.free_tiles -= need.tiles
+        self.policy.missed(key, need.worth)
+        self.policy.added(key, need.worth)
+        self._changed(key)
+
+    def _victims(self, need: Space, wanted: Iterable[SegmentKey]) -> list[Entry] | None:
+        """Records to evict until ``need`` is free, the worst first; ``None``: it cannot be.  Changes nothing.
+
+        Kept records come last of all, and only where no request runs that could give room: a
+        request that has been admitted must run some day.
+        """
+        free = Space(self.free_pages, self.free_slots, self.free_tiles)
+        if free.covers(need):
+            return []
+        spared, victims, last = set(wanted), [], []
+        for entry in self._worst_first():
+            if not entry.resident or entry.pins or entry.key in spared:
+                continue
+            if entry.key in self._kept:
+                last.append(entry)
+                continue
+            victims.append(entry)
+            free += entry.space
+            if free.covers(need):
+                return victims
+        if any(e.pins or not e.resident for e in self._entries.values()):
+            return None
+        for entry in last:
+            victims.append(entry)
+            free += entry.space
+            if free.covers(need):
+                return victims
+        return None
+
+    def commit(self, key: SegmentKey) -> None:
+        """The worker has filled a reserved record."""
+        entry = self._entries[key]
+        entry.resident = True
+        self._changed(key)
+        self._drop_if_doomed(entry)
+
+    def of_serial(self, serial: int) -> Entry | None:
+        """The record reserved as number ``serial``, if it is still here.  Changes nothing."""
+        return self._by_serial.get(serial)
+
+    def shrink(self, serial: int, tiles: int, tile_bytes: int = 0) -> None:
+        """The record reserved as number ``serial`` needs only so many of its tiles.
+
+        Numbers of records that are gone are ignored: the worker's word may come late.
+        """
+        entry = self._by_serial.get(serial)
+        if entry is None or tiles >= entry.tiles:
+            return
+        spare = entry.tiles - tiles
+        self.free_tiles += spare
+        entry.tiles = tiles
+        entry.worth = replace(entry.worth, nbytes=max(0, entry.worth.nbytes - spare * tile_bytes))
+        self.policy.resized(entry.key, entry.worth)
+
+    def take_dropped_slots(self) -> list[int]:
+        """Slots given up since the last call: their tiles are free for others."""
+        dropped, self._dropped_slots = self._dropped_slots, []
+        return dropped
+
+    def abort(self, key: SegmentKey) -> bool:
+        """A reserved record will not be filled.  True when requests still wait for it: it then keeps
+        its place and must be computed again."""
+        entry = self._entries[key]
+        if entry.pins:
+            return True
+        self._drop(entry, evicted=False)
+        return False
+
+    def keep(self, key: SegmentKey) -> None:
+        """Eviction passes this record by, also when it comes later."""
+        self._kept.add(key)
+
+    def unkeep(self, key: SegmentKey) -> None:
+        """Undo :meth:`keep`, however often it was called."""
+        self._kept.discard(key)
+
+    def discard(self, key: SegmentKey) -> None:
+        """Forget the record, at once or as soon as it is complete and nobody uses it."""
+        if (entry := self._entries.get(key)) is not None:
+            entry.doomed = True
+            self._drop_if_doomed(entry)
+
+    def _drop_if_doomed(self, entry: Entry) -> None:
+        if entry.doomed and entry.resident and not entry.pins:
+            self._drop(entry, evicted=False)
+
+    def release(self, keys: Iterable[SegmentKey]) -> None:
+        """Undo one :meth:`acquire`."""
+        for key in keys:
+            entry = self._entries[key]
+            if entry.pins <= 0:
+                raise RuntimeError(f"segment {key[:12]} released more often than pinned")
+            entry.pins -= 1
+            self._drop_if_doomed(entry)
+
+    def drop_unpinned(self) -> int:
+        """Forget every record that no request holds; returns how many."""
+        victims = [e for e in self._entries.values() if e.resident and not e.pins]
+        for entry in victims:
+            self._drop(entry, evicted=False)
+        return len(victims)
+
+    def _drop(self, entry: Entry, *, evicted: bool) -> None:
+        del self._entries[entry.key], self._by_serial[entry.serial]
+        self._changed(entry.key)
+        self.policy.removed(entry.key, evicted=evicted)
+        self._free_pages.extend(reversed(entry.pages))
+        self._free_slots.append(entry.slot)
+        self.free_tiles += entry.tiles
+        self._dropped_slots.append(entry.slot)
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` unless every page, slot and tile is owned exactly once."""
+        pages = [p for e in self._entries.values() for p in e.pages] + self._free_pages
+        slots = [e.slot for e in self._entries.values()] + self._free_slots
+        if sorted(pages) != list(range(self.total_pages)):
+            raise RuntimeError("public pool: a page is lost or owned twice")
+        if sorted(slots) != list(range(self.total_slots)):
+            raise RuntimeError("public pool: a slot is lost or owned twice")
+        if (
+            self.free_tiles < 0
+            or self.free_tiles + sum(e.tiles for e in self._entries.values()) != self.total_tiles
+        ):
+            raise RuntimeError("public pool: a tile is lost or owned twice")
+        if {e.serial: e for e in self._entries.values()} != self._by_serial:
+            raise RuntimeError("public pool: numbers and entries disagree")
+        if sorted(self.policy.worst_first()) != sorted(self._entries):
+            raise RuntimeError("public pool: the eviction policy has lost track")
+        for entry in self._entries.values():
+            if entry.pins < 0 or len(entry.pages) != self.pages_for(entry.columns):
+                raise RuntimeError(f"public pool: entry {entry.key[:12]} is inconsistent")

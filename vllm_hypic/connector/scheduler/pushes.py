@@ -1,0 +1,72 @@
+"""Records on their way to another instance, on behalf of requests that ask for it.
+
+The scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..metadata import PushOrder, RecordPlace
+
+
+@dataclass
+class _Delivery:
+    """Of one request."""
+
+    open: set[int] = field(default_factory=set)
+    """Orders that have not ended."""
+    faults: list[str] = field(default_factory=list)
+
+
+class Pushes:
+    """Orders are numbered through; the worker reports each once."""
+
+    def __init__(self) -> None:
+        self._deliveries: dict[str, _Delivery] = {}
+        self._orders: list[PushOrder] = []
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Requests that are not over."""
+        return len(self._deliveries)
+
+    def started(self, request_id: str) -> bool:
+        return request_id in self._deliveries
+
+    def start(
+        self, request_id: str, places: Iterable[RecordPlace], destination: str, deadline_s: float
+    ) -> None:
+        """Have these records sent; ``deadline_s`` for each."""
+        delivery = self._deliveries[request_id] = _Delivery()
+        for place in places:
+            self._number += 1
+            delivery.open.add(self._number)
+            self._orders.append(PushOrder(self._number, place, destination, deadline_s))
+
+    def over(self, request_id: str) -> bool:
+        """Whether all of a started request's orders have ended."""
+        return not self._deliveries[request_id].open
+
+    def fault(self, request_id: str) -> str | None:
+        """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
+        delivery = self._deliveries.get(request_id)
+        return delivery.faults[0] if delivery is not None and delivery.faults else None
+
+    def reported(self, number: int, fault: str) -> None:
+        """The worker says that an order has ended; ``fault`` is empty when the record was delivered."""
+        for delivery in self._deliveries.values():
+            if number in delivery.open:
+                delivery.open.discard(number)
+                if fault:
+                    delivery.faults.append(fault)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._deliveries.pop(request_id, None)
+
+    def take_orders(self) -> list[PushOrder]:
+        """Those that came up since the last call."""
+        orders, self._orders = self._orders, []
+        return orders

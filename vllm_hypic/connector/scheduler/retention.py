@@ -1,0 +1,157 @@
+"""Records beyond requests: pins, expiries, drops; the orders that tell the store of them, and what it says.
+
+The scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...config.engine import HypicConfig
+from ...pool.geometry import PoolGeometry
+from ...primitives.keys import SegmentKey
+from ...store.protocol import StoreStats
+from ...store.totals import append_stats, numbers_of, without_latencies
+from ..metadata import StoreAction, StoreOrder
+from .directory import Lookup, SegmentDirectory, Space
+
+
+class PinRefused(ValueError):
+    """Pinning the record would leave too little of the pool to others."""
+
+
+@dataclass(frozen=True)
+class RecordState:
+    """Where a record stands: complete in the pool, being made, or neither; its bytes there.  ``stored``: the
+    store was given it by this engine, or found it (a tier may have evicted it since)."""
+
+    resident: bool
+    pending: bool
+    nbytes: int
+    stored: bool
+
+
+class Upkeep:
+    """What users and time do to records; keys without a record are no errors."""
+
+    def __init__(self, config: HypicConfig, geometry: PoolGeometry, directory: SegmentDirectory) -> None:
+        self._config, self._geometry, self._directory = config, geometry, directory
+        self._orders: list[StoreOrder] = []
+        self._stored: set[SegmentKey] = set()
+        self._expiry: dict[SegmentKey, float] = {}
+        self._dropping: set[SegmentKey] = set()
+        """Dropped while they were being made or used."""
+        self._stats: StoreStats | None = None
+
+    # -- orders to the worker ------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the worker must be stepped although no request runs."""
+        return bool(self._orders or self._gone())
+
+    def take_orders(self) -> list[StoreOrder]:
+        """Those that came up since the last call."""
+        # A record that was being made or used when it was dropped may have reached the store since.
+        for key in self._gone():
+            self._dropping.discard(key)
+            self._order(StoreAction.DELETE, key)
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _gone(self) -> list[SegmentKey]:
+        return [k for k in self._dropping if self._directory.lookup(k) is Lookup.MISS]
+
+    def _order(self, action: StoreAction, key: SegmentKey, at: float | None = None) -> None:
+        if self._config.store.tiers:
+            self._orders.append(StoreOrder(action, key, at))
+
+    # -- what the worker says ------------------------------------------------------------------
+
+    def stored(self, keys: Iterable[SegmentKey]) -> None:
+        """The store was given these records, or has found them."""
+        self._stored.update(keys)
+
+    def not_stored(self, key: SegmentKey) -> None:
+        """The store does not have it."""
+        self._stored.discard(key)
+
+    def absorb(self, stats: StoreStats) -> None:
+        """What the store counted since it was last heard of."""
+        self._stats = append_stats(self._stats, without_latencies(stats))  # the metrics have those
+
+    def store_stats(self) -> dict[str, dict[str, float]]:
+        """By tier: what it counted since the start, and its levels as last reported; empty without a store
+        and until it has been heard of."""
+        return {} if self._stats is None else {n: numbers_of(t) for n, t in self._stats.tiers.items()}
+
+    # -- what users say ------------------------------------------------------------------------
+
+    def pin_record(self, key: SegmentKey) -> None:
+        """The record never leaves, neither the pool nor the store; also when it comes later.
+
+        Raises :class:`PinRefused` when pinned records would take more of the pool than
+        ``max_pinned_fraction``.
+        """
+        directory = self._directory
+        entry = directory.get(key) if directory.lookup(key) is not Lookup.MISS else None
+        if entry is not None and key not in directory.kept:
+            total, kept = directory.total, directory.kept_space() + entry.space
+            share = self._config.max_pinned_fraction
+            most = Space(int(total.pages * share), int(total.slots * share), int(total.tiles * share))
+            if not most.covers(kept):
+                raise PinRefused(
+                    f"pinned records would take {self._geometry.bytes_of(kept)} bytes of the pool's "
+                    f"{self._geometry.nbytes}: at most {share:.0%} of its pages, state slots and tiles may "
+                    "be pinned; unpin others, or raise max_pinned_fraction or pool_bytes"
+                )
+        directory.keep(key)
+        self._order(StoreAction.PIN, key)
+
+    def unpin_record(self, key: SegmentKey) -> None:
+        """Undo :meth:`pin_record`."""
+        self._directory.unkeep(key)
+        self._order(StoreAction.UNPIN, key)
+
+    def drop_record(self, key: SegmentKey) -> None:
+        """Forget the record: in the store at once, in the pool as soon as no request uses it."""
+        self._expiry.pop(key, None)
+        self._directory.unkeep(key)
+        if self._directory.lookup(key) is not Lookup.MISS:
+            self._dropping.add(key)
+        self._directory.discard(key)
+        self._stored.discard(key)
+        self._order(StoreAction.DELETE, key)
+
+    def expire_record(self, key: SegmentKey, at: float | None) -> None:
+        """The record is dropped at Unix time ``at``; ``None``: never."""
+        self._expiry.pop(key, None)
+        if at is not None:
+            self._expiry[key] = at
+        self._order(StoreAction.EXPIRE, key, at)
+
+    def drop_expired(self) -> None:
+        now = time.time()
+        for key in [k for k, at in self._expiry.items() if at <= now]:
+            self.drop_record(key)
+
+    def record_state(self, key: SegmentKey) -> RecordState:
+        """Changes nothing."""
+        found = self._directory.lookup(key)
+        if found is Lookup.MISS:
+            return RecordState(resident=False, pending=False, nbytes=0, stored=key in self._stored)
+        nbytes = self._geometry.bytes_of(self._directory.get(key).space)
+        return RecordState(found is Lookup.HIT, found is Lookup.PENDING, nbytes, key in self._stored)
+
+    def reset(self) -> bool:
+        """Forget every record that no request uses, in the store as well.  True when none is left."""
+        self._directory.drop_unpinned()
+        tiers = self._config.store.tiers
+        if tiers or self._config.segment_parallel is not None:
+            self._orders.append(StoreOrder(StoreAction.CLEAR))
+        if tiers:
+            self._orders += [StoreOrder(StoreAction.PIN, key) for key in self._directory.kept]
+            self._stored.clear()
+        return len(self._directory) == 0

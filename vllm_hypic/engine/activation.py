@@ -1,0 +1,171 @@
+"""From ``--attention-backend hypic`` to a complete engine configuration."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs as envs
+from vllm.logger import init_logger
+
+from ..config.engine import SECTION, ConfigError, HypicConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger("vllm.hypic.activation")
+
+CONNECTOR = "HypicConnector"
+SCHEDULER = "vllm_hypic.engine.scheduler.HypicScheduler"
+CPU_WORKER = "vllm_hypic.engine.cpu_worker.HypicCPUWorker"
+CUDA_WORKER = "vllm_hypic.engine.cuda_worker.HypicGPUWorker"
+
+
+def choose(args: EngineArgs) -> bool:
+    """Fill in scheduler, connector, worker and tokenizer mode when the backend is ours.
+
+    Explicit ``--kv-transfer-config`` and ``--additional-config`` refine it.  Returns whether this
+    engine is ours; raises :class:`ConfigError` for what cannot be combined with it.
+    """
+    if not _backend_is_hypic(args):
+        return False
+    if args.speculative_config:
+        raise ConfigError(
+            "--attention-backend hypic: speculative decoding is not supported; drop --speculative-config"
+        )
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--attention-backend hypic: pipeline_parallel_size={args.pipeline_parallel_size}: expected 1"
+        )
+    from .tokenizer import publish_texts
+
+    config = _config(args)
+    _use("scheduler_cls", args, None, SCHEDULER)
+    _use_worker(args)
+    publish_texts(config.tokens)
+    _use_connector(args, config)
+    # Part of vLLM's hash of compiled models: ours must not meet a stock engine's.
+    args.additional_config = {**(args.additional_config or {}), SECTION: config.to_mapping()}
+    return True
+
+
+def complete(config: VllmConfig) -> None:
+    """What can only be checked or set in the finished configuration."""
+    if config.use_v2_model_runner:
+        raise ConfigError(
+            "--attention-backend hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if config.model_config.runner_type != "generate":
+        raise ConfigError(
+            f"--attention-backend hypic: runner_type={config.model_config.runner_type!r}: expected 'generate'"
+        )
+    _refuse_on_cuda(config)
+    _use_tokenizer(config)
+    _look_at_gate(config)
+
+
+def _refuse_on_cuda(config: VllmConfig) -> None:
+    """What the CUDA path cannot serve, before weights are read."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from ..backends.cuda.support import refusal
+
+    if (reason := refusal(config)) is not None:
+        raise ConfigError(f"--attention-backend hypic: {reason}")
+
+
+def _backend_is_hypic(args: EngineArgs) -> bool:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend: Any = args.attention_backend
+    if backend is None and args.attention_config is not None:
+        backend = args.attention_config.backend
+    if isinstance(backend, str):
+        return backend.upper() == "HYPIC"
+    # An alias: the enum cannot tell HYPIC from CUSTOM, and CUSTOM is ours once registered.
+    return backend is AttentionBackendEnum.CUSTOM
+
+
+def _config(args: EngineArgs) -> HypicConfig:
+    options: dict[str, Any] = {}
+    section = (args.additional_config or {}).get(SECTION, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"--additional-config: {SECTION}={section!r}: expected an object")
+    options |= section
+    transfer = args.kv_transfer_config
+    if transfer is not None:
+        if transfer.kv_connector != CONNECTOR:
+            raise ConfigError(
+                "--attention-backend hypic brings its own KV connector and cannot run beside "
+                f"{transfer.kv_connector!r}; "
+                f'drop --kv-transfer-config or use {{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'
+            )
+        options |= transfer.kv_connector_extra_config
+    return HypicConfig.from_mapping(options)
+
+
+def _use(field: str, args: EngineArgs, default: object, ours: str) -> None:
+    """Set an option the user left alone; refuse another explicit choice."""
+    given = getattr(args, field)
+    if given not in (default, ours):
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(f"--attention-backend hypic needs {flag} {ours}, got {given!r}")
+    setattr(args, field, ours)
+
+
+def _use_worker(args: EngineArgs) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _use("worker_cls", args, "auto", CPU_WORKER)
+    elif current_platform.is_cuda():
+        _use("worker_cls", args, "auto", CUDA_WORKER)
+        _use_v1_model_runner()
+    else:
+        raise ConfigError(
+            "--attention-backend hypic: expected the CPU or the CUDA platform, "
+            f"got {current_platform.device_name!r}, which is not supported"
+        )
+
+
+def _use_v1_model_runner() -> None:
+    """Choose vLLM's V1 model runner where the user left it to vLLM.
+
+    An environment variable is vLLM's only switch for it.  It is read when the configuration is complete and
+    inherited by the engine's processes, so it is set here, for this process and for good: engines without
+    the plugin that this process starts later run V1, too.
+    """
+    if envs.VLLM_USE_V2_MODEL_RUNNER is None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        logger.info("hypic: VLLM_USE_V2_MODEL_RUNNER=0, V2 is not supported")
+
+
+def _use_tokenizer(config: VllmConfig) -> None:
+    """Switch to our tokenizer mode, unless vLLM has one of its own for this model."""
+    from ..connector.build import config_of
+    from .tokenizer import MODE, refuses_model
+
+    model = config.model_config
+    if (reason := refuses_model(model)) is None:
+        model.tokenizer_mode = MODE
+    elif config_of(config).token_ids is None:
+        raise ConfigError(f"--attention-backend hypic: {reason}")
+
+
+def _look_at_gate(config: VllmConfig) -> None:
+    """Before weights are read: a model that may not be served should not take minutes to say so."""
+    from ..connector.build import config_of
+    from ..eval.gate.startup import look
+
+    look(config, config_of(config))
+
+
+def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
+    from vllm.config import KVTransferConfig
+
+    if args.kv_transfer_config is None:
+        args.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
+    args.kv_transfer_config.kv_connector_extra_config = config.to_mapping()

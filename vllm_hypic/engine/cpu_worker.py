@@ -1,0 +1,39 @@
+"""The CPU worker and model runner of a hypic engine."""
+
+from __future__ import annotations
+
+from vllm.logger import init_logger
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from ..patches import cpu_one_token_conv
+from ..patches.cpu_seeded_chunks import SeededChunks
+from .worker import HypicModelRunner, HypicWorker
+
+logger = init_logger("vllm.hypic.worker")
+
+
+class HypicCPUModelRunner(HypicModelRunner, SeededChunks):
+    """vLLM's CPU model runner with logical positions."""
+
+    def _log_operators(self) -> None:
+        from ..backends.ops import extension
+
+        (logger.warning if extension.missing() else logger.info)("hypic: %s", extension.describe())
+
+
+class HypicCPUWorker(HypicWorker, CPUWorker):
+    """vLLM's CPU worker with our layers, our model runner, and room left for the public pool."""
+
+    def init_device(self) -> None:
+        self._register_layers()
+        cpu_one_token_conv.apply()
+        stock = cpu_worker.CPUModelRunner
+        # init_device names the class as a module global; restored at once.
+        cpu_worker.CPUModelRunner = HypicCPUModelRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = stock
+        if not isinstance(self.model_runner, HypicCPUModelRunner):
+            raise RuntimeError(f"hypic needs vLLM's V1 model runner, got {type(self.model_runner).__name__}")

@@ -1,0 +1,58 @@
+"""The CUDA worker and model runner of a hypic engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from ..connector.build import config_of
+from ..pool.copy.staging import device_staging_bytes
+from .worker import HypicModelRunner, HypicWorker, current_step
+
+logger = init_logger("vllm.hypic.worker")
+
+
+class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
+    """vLLM's V1 model runner with logical positions."""
+
+    def _log_operators(self) -> None:
+        logger.info("hypic: Triton operators")
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """A pass with rows of ours never replays a full CUDA graph, which holds stock code alone.
+
+        Told that the batch is no uniform decode, vLLM takes the path of mixed batches, for which the
+        attention backend admits no full graphs either (``get_cudagraph_support``): piecewise ones, between
+        which the attention operators run eagerly, or none.  Passes of plain requests are left as they are.
+        """
+        if current_step() is not None:
+            kwargs["force_uniform_decode"] = False
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
+class HypicGPUWorker(HypicWorker, Worker):
+    """vLLM's CUDA worker with our layers, our model runner, and room left for the public pool."""
+
+    def init_device(self) -> None:
+        self._register_layers()
+        super().init_device()
+
+    def _scratch_bytes(self) -> int:
+        from ..backends.cuda.memory import scratch_bytes
+
+        found = scratch_bytes(
+            self.vllm_config.compilation_config.static_forward_context.values(),
+            self.vllm_config.scheduler_config.max_num_batched_tokens,
+            self.model_config.dtype,
+        )
+        found += device_staging_bytes(config_of(self.vllm_config))
+        logger.info("hypic: %.2f GiB left for operators", found / 2**30)
+        return found
+
+    def _make_model_runner(self) -> HypicGPUModelRunner:
+        if self.use_v2_model_runner:
+            raise RuntimeError("hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+        return HypicGPUModelRunner(self.vllm_config, self.device)

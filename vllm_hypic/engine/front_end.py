@@ -1,0 +1,101 @@
+"""Checks of a request in the front end: what PIC cannot honour is refused, with the reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import VLLMValidationError
+
+from ..cache_api.commands import COMMAND, is_command
+from ..primitives.options import PUSH_TO, link_of_request, transfer_of_request
+from ..primitives.policies import LinkError, ModelTraits
+from ..primitives.tokens import PrimitiveIds
+from ..store.shared import shared_tiers
+from .activation import CONNECTOR
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+
+
+class RequestRefused(VLLMValidationError, ValueError):
+    """A request that PIC cannot honour; the server answers 400 with this message."""
+
+
+def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
+    """Raise :class:`RequestRefused` unless the engine can honour the request.  Changes nothing.
+
+    Requests without primitives are only checked for bad ``hypic_*`` options.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        return
+    from ..connector.build import config_of
+
+    config = config_of(vllm_config)
+    params = request.sampling_params
+    extra = None if params is None else _without_command(params.extra_args)
+    parallel = config.segment_parallel
+    try:
+        method = link_of_request(extra, default_link=config.link, default_seam=config.seam_tokens)
+        transfer = transfer_of_request(
+            extra,
+            longest_s=None if parallel is None else parallel.deadline_s,
+            shared=shared_tiers(config.store),
+        )
+        if reason := method.refused_by(_traits(vllm_config)):
+            raise LinkError(reason)
+    except LinkError as e:
+        raise RequestRefused(str(e)) from e
+    ids = request.prompt_token_ids
+    primitives = _primitive_ids(vllm_config)
+    if transfer.push_to is not None and not (ids and ids[-1] == primitives.sep):
+        raise RequestRefused(f"{PUSH_TO}: expected a prompt that ends in a separator, so only warms segments")
+    if ids is None or not primitives.contains(ids):
+        return
+    if reason := _refusal(request, primitives):
+        raise RequestRefused(f"prompts with segment separators: {reason}")
+
+
+def _without_command(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The extra arguments without a command of the cache API's own; a client's imitation stays in, and is
+    refused like any unknown option."""
+    if extra_args is None or not is_command(extra_args.get(COMMAND)):
+        return extra_args
+    return {name: value for name, value in extra_args.items() if name != COMMAND}
+
+
+def _refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
+    params = request.sampling_params
+    if params is None:
+        return "pooling requests are not supported"
+    if request.mm_features:
+        return "multimodal inputs are not supported"
+    if request.prompt_embeds is not None:
+        return "prompt_embeds are not supported"
+    if request.resumable:
+        return "streaming input is not supported"
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+        return "prompt_logprobs (or echo with logprobs) are not supported: cached tokens are not computed"
+    if params.repetition_penalty != 1.0:
+        return (
+            f"repetition_penalty={params.repetition_penalty} needs every prompt token; expected 1.0 "
+            "(frequency_penalty and presence_penalty work)"
+        )
+    markers = (primitives.sep, primitives.pdep, primitives.pad)
+    if all(token in markers for token in request.prompt_token_ids or []):
+        return "the prompt has no tokens besides separators, PDep and padding"
+    return None
+
+
+def _traits(vllm_config: VllmConfig) -> ModelTraits:
+    model = vllm_config.model_config
+    return ModelTraits(
+        has_linear=model.is_hybrid or model.is_attention_free, has_attention=not model.is_attention_free
+    )
+
+
+def _primitive_ids(vllm_config: VllmConfig) -> PrimitiveIds:
+    from ..connector.build import config_of, primitive_ids_of
+
+    return primitive_ids_of(vllm_config, config_of(vllm_config))

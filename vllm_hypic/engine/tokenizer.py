@@ -1,0 +1,464 @@
+"""Tokenizer mode ``hypic``: the model's own tokenizer, with token primitives in its vocabulary.
+
+Text is cut at the primitives *before* it is tokenised and each piece is tokenised by itself, so a
+segment's ids are what ``encode(segment, add_special_tokens=False)`` gives, wherever it stands.
+Leaving the cutting to the tokenizer would not do: Llama-style ones treat the first piece of a text
+differently from later ones.  Text without primitives takes the stock path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken
+from transformers import BatchEncoding, PythonBackend, TokenizersBackend
+from transformers.tokenization_utils_base import TruncationStrategy
+from transformers.utils import PaddingStrategy, to_py_obj
+from vllm.tokenizers.hf import HfTokenizer, get_cached_tokenizer
+from vllm.tokenizers.registry import (
+    TokenizerRegistry,
+    cached_get_tokenizer,
+    get_tokenizer,
+    tokenizer_args_from_config,
+)
+
+from ..cache_api.forms import WrittenTokens, has_forms, split_forms
+from ..primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
+
+MODE = "hypic"
+"""Name of the tokenizer (and renderer) mode."""
+
+TOKENS_ENV = "HYPIC_TOKENS"
+"""JSON with the primitives' text forms, read where a tokenizer is loaded.
+
+vLLM passes a tokenizer nothing of ours and loads one in several processes: the environment is what
+they share.  (A name that starts with ``VLLM_`` would be reported as unknown by vLLM.)
+"""
+
+
+_NO_TOKENIZER = (
+    "no tokenizer is loaded (skip_tokenizer_init), so the ids of the token primitives are unknown; give them "
+    'in the config: --additional-config \'{"hypic": {"token_ids": {"sep": ..., "pdep": ..., "pad": ...}}}\''
+)
+
+
+def register_mode() -> None:
+    """Register mode ``hypic`` for tokenizer and renderer; calling it again changes nothing.
+
+    Chat templates and prompts are rendered by vLLM's own ``HfRenderer``: all of its tokenisation
+    goes through the tokenizer's ``__call__``, ``encode`` and ``apply_chat_template``.
+    """
+    from vllm.renderers.registry import RENDERER_REGISTRY
+
+    if MODE not in TokenizerRegistry.tokenizers:
+        TokenizerRegistry.register(MODE, "vllm_hypic.engine.tokenizer", "HypicTokenizer")
+    if MODE not in RENDERER_REGISTRY.renderers:
+        RENDERER_REGISTRY.register(MODE, "vllm.renderers.hf", "HfRenderer")
+
+
+def refuses_model(model_config: ModelConfig) -> str | None:
+    """Why a model cannot be loaded in this mode; ``None`` when it can.
+
+    Models for which vLLM chooses a tokenizer or renderer of its own (Mistral's format, Kimi K3,
+    DeepSeek V3.2, ...) are not forced into another one: ordinary requests would change.
+    """
+    if model_config.skip_tokenizer_init:
+        return _NO_TOKENIZER
+    mode = model_config.tokenizer_mode
+    if mode == "auto":  # what the architecture asks for is resolved already; the repository's format is not
+        mode = tokenizer_args_from_config(model_config)[0]
+    if mode in ("hf", MODE):
+        return None
+    return (
+        f"tokenizer mode {mode!r} has no token primitives; --tokenizer-mode hf uses the model's "
+        "Hugging Face tokenizer, where it has one"
+    )
+
+
+def publish_texts(texts: PrimitiveTexts) -> None:
+    """Make ``texts`` the text forms for tokenizers loaded from now on, here and in child processes."""
+    if os.environ.get(TOKENS_ENV) != texts.to_json():
+        os.environ[TOKENS_ENV] = texts.to_json()
+        # vLLM's cache is keyed by the tokenizer's arguments alone: it would return the old texts.
+        cached_get_tokenizer.cache_clear()
+
+
+def published_texts() -> PrimitiveTexts:
+    """The text forms in the environment, or the defaults.  A damaged variable raises ``ValueError``."""
+    value = os.environ.get(TOKENS_ENV)
+    if not value:
+        return PrimitiveTexts()
+    try:
+        return PrimitiveTexts.from_json(value)
+    except ValueError as e:
+        raise ValueError(f"environment variable {TOKENS_ENV}: {e}") from e
+
+
+def primitive_ids(tokenizer: object) -> PrimitiveIds:
+    """Ids of the primitives in ``tokenizer``; ``ValueError`` with the way out when it has none."""
+    if isinstance(tokenizer, HypicTokenizer):
+        return tokenizer.hypic_ids
+    if tokenizer is None:
+        raise ValueError(_NO_TOKENIZER)
+    raise ValueError(
+        f"{type(tokenizer).__name__} has no token primitives; load the model with "
+        f"--tokenizer-mode {MODE} (the default with --attention-backend hypic, where the mode was auto or hf)"
+    )
+
+
+if TYPE_CHECKING:
+    # What the classes that with_primitives() makes inherit from, for the type checker's sake.
+    from transformers import TokenizersBackend as _Base
+    from vllm.config import ModelConfig
+else:
+    _Base = object
+
+
+class HypicTokenizer(_Base):
+    """What :func:`with_primitives` puts before a tokenizer's own class.  Never instantiated itself."""
+
+    hypic_texts: PrimitiveTexts
+    hypic_ids: PrimitiveIds
+    _hypic_added: frozenset[str]
+    _hypic_vocab: dict[str, int]
+    _hypic_plain: HfTokenizer
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo_id: str | Path,
+        *args: Any,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        download_dir: str | None = None,
+        primitive_texts: PrimitiveTexts | None = None,
+        **kwargs: Any,
+    ) -> HypicTokenizer:
+        """Load a tokenizer exactly as vLLM's mode ``hf`` does, then add the primitives.
+
+        ``primitive_texts`` defaults to the published ones (see :data:`TOKENS_ENV`).
+        """
+        cached = get_tokenizer(
+            path_or_repo_id,
+            *args,
+            tokenizer_mode="hf",
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            download_dir=download_dir,
+            **kwargs,
+        )
+        plain = _without_cache(cached)
+        plain.name_or_path = cached.name_or_path  # vLLM set it on the cached copy alone
+        return with_primitives(plain, published_texts() if primitive_texts is None else primitive_texts)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self._hypic_plain, self.hypic_texts, self._hypic_added)
+
+    def get_vocab(self) -> dict[str, int]:
+        """The vocabulary the model can produce: without the primitives that were added to it.
+
+        Structured output builds its masks from it.  ``len``, ``max_token_id``, ``get_added_vocab``
+        and the conversions between tokens and ids know the primitives.
+        """
+        return self._hypic_vocab
+
+    def __call__(self, text: Any = None, text_pair: Any = None, *args: Any, **kwargs: Any) -> BatchEncoding:
+        """As the tokenizer's own; text with primitives is tokenised piece by piece.
+
+        Special tokens that ``add_special_tokens`` asks for stand once, around the whole.  Truncation
+        and padding apply to the whole.
+        """
+        if not self._has_primitives((text, text_pair, args, kwargs)) or kwargs.get(
+            "split_special_tokens", self.split_special_tokens
+        ):
+            return super().__call__(text, text_pair, *args, **kwargs)
+        options = _call_options(text, text_pair, *args, **kwargs)
+        text = options.pop("text")
+        add_special_tokens = options.pop("add_special_tokens", True)
+        return_tensors = options.pop("return_tensors", None)
+        padding_side = options.pop("padding_side", None) or self.padding_side
+        multiple = options.pop("pad_to_multiple_of", None)
+        padding, truncation, max_length, _ = self._get_padding_truncation_strategies(
+            padding=options.pop("padding", False),
+            truncation=options.pop("truncation", None),
+            max_length=options.pop("max_length", None),
+            pad_to_multiple_of=multiple,
+            verbose=options.get("verbose", True),
+        )
+        keep = None if truncation == TruncationStrategy.DO_NOT_TRUNCATE else max_length
+        options["verbose"] = False  # a piece's length says nothing about the whole
+
+        is_batch = not isinstance(text, str)
+        rows = [
+            self._encode_pieces(t, add_special_tokens, keep, options) for t in (text if is_batch else [text])
+        ]
+        if padding != PaddingStrategy.DO_NOT_PAD:
+            longest = max(len(row["input_ids"]) for row in rows)
+            width = longest if padding == PaddingStrategy.LONGEST or max_length is None else max_length
+            if multiple:
+                width = -(-width // multiple) * multiple
+            self._pad_rows(rows, width, padding_side)
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        if is_batch or return_tensors is not None:
+            data: dict[str, Any] = columns
+        else:
+            data = dict(rows[0])
+        if options.get("return_length"):
+            data["length"] = [len(ids) for ids in columns["input_ids"]]
+        return BatchEncoding(data, tensor_type=return_tensors)
+
+    def encode(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> list[int]:
+        """As the tokenizer's own; text with primitives goes through :meth:`__call__`."""
+        if not self._has_primitives((text, text_pair)):
+            return super().encode(text, text_pair, *args, **kwargs)
+        bound = _ENCODE.bind(None, text, text_pair, *args, **kwargs).arguments
+        bound.pop("self")
+        extra = bound.pop("kwargs", {})
+        return self(**bound, **extra)["input_ids"]
+
+    def tokenize(
+        self, text: Any, pair: Any = None, add_special_tokens: bool = False, **kwargs: Any
+    ) -> list[str]:
+        """As the tokenizer's own; text with primitives goes through :meth:`__call__`."""
+        if not self._has_primitives((text, pair)):
+            if isinstance(self, PythonBackend):  # takes neither of the two
+                return super().tokenize(text, **kwargs)
+            return super().tokenize(text, pair, add_special_tokens=add_special_tokens, **kwargs)
+        ids = self(text, pair, add_special_tokens=add_special_tokens, **kwargs)["input_ids"]
+        return self.convert_ids_to_tokens(ids)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
+        """As the tokenizer's own; between primitives each piece is decoded by itself."""
+        ids = token_ids if isinstance(token_ids, (int, list, tuple)) else to_py_obj(token_ids)
+        if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], (list, tuple)):
+            return [self.decode(row, skip_special_tokens, **kwargs) for row in ids]
+        if isinstance(ids, int) or not self.hypic_ids.contains(ids):
+            return super().decode(ids, skip_special_tokens=skip_special_tokens, **kwargs)
+        hidden = set(self.all_special_tokens) if skip_special_tokens else frozenset[str]()
+        texts = []
+        for part in split_ids(ids, self.hypic_ids):
+            if isinstance(part, Marker):
+                marker = self.hypic_texts[part]
+                texts.append("" if marker in hidden else marker)
+            else:
+                texts.append(super().decode(part, skip_special_tokens=skip_special_tokens, **kwargs))
+        return "".join(texts)
+
+    def _has_primitives(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return self.hypic_texts.contains(value) or has_forms(value)
+        if isinstance(value, dict):
+            return any(self._has_primitives(v) for v in value.values())
+        # Lists of ids (a slow tokenizer takes them) are told by their first element: no scan.
+        if isinstance(value, (list, tuple)) and not (value and isinstance(value[0], int)):
+            return any(self._has_primitives(v) for v in value)
+        return False
+
+    def _encode_pieces(
+        self, text: str, add_special_tokens: bool, keep: int | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Tokenise one text piece by piece; ``keep`` is the length to truncate to, if any."""
+        parts = [
+            piece
+            for part in split_text(text, self.hypic_texts)
+            for piece in ([part] if isinstance(part, Marker) else split_forms(part))
+        ]
+        pieces = [part for part in parts if isinstance(part, str)]
+        # One call for all: a fast tokenizer takes the pieces of a batch in parallel, each as if alone.
+        # The probe shows which keys there are, also in a text of primitives only.
+        batch = super().__call__([_PROBE, *pieces], add_special_tokens=False, **options)
+        keys = [key for key in batch if key != "length"]
+        encoded = iter([{key: batch[key][i] for key in keys} for i in range(1, len(pieces) + 1)])
+        row: dict[str, list[Any]] = {key: [] for key in keys}
+        at = 0
+        for part in parts:
+            if isinstance(part, Marker):
+                end = at + len(self.hypic_texts[part])
+                fill: dict[str, Any] = {
+                    "input_ids": self.hypic_ids[part],
+                    "attention_mask": 1,
+                    "special_tokens_mask": 1,
+                    "offset_mapping": (at, end),
+                }
+                for key in keys:
+                    row[key].append(fill.get(key, 0))
+                at = end
+            elif isinstance(part, WrittenTokens):
+                n, end = len(part.ids), at + part.n_chars
+                given: dict[str, list[Any]] = {
+                    "input_ids": list(part.ids),
+                    "attention_mask": [1] * n,
+                    "offset_mapping": [(at, end)] * n,
+                }
+                for key in keys:
+                    row[key].extend(given.get(key, [0] * n))
+                at = end
+            else:
+                piece = next(encoded)
+                for key in keys:
+                    values = piece[key]
+                    row[key].extend(
+                        [(s + at, e + at) for s, e in values] if key == "offset_mapping" else values
+                    )
+                at += len(part)
+
+        prefix: dict[str, list[Any]] = {key: [] for key in keys}
+        suffix = prefix
+        if add_special_tokens:
+            prefix, suffix = self._special_tokens_around(batch["input_ids"][0], keys, options)
+        if keep is not None:
+            n = max(0, keep - len(prefix["input_ids"]) - len(suffix["input_ids"]))
+            drop = max(0, len(row["input_ids"]) - n)
+            cut = slice(drop, None) if self.truncation_side == "left" else slice(0, n)
+            row = {key: values[cut] for key, values in row.items()}
+        return {key: [*prefix[key], *row[key], *suffix[key]] for key in keys}
+
+    def _special_tokens_around(
+        self, probe_ids: list[int], keys: list[str], options: dict[str, Any]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """What ``add_special_tokens`` puts before and after a text, read off one short text.
+
+        It is read anew each time: ``add_bos_token`` and the like may be set on a loaded tokenizer.
+        """
+        whole = super().__call__([_PROBE], add_special_tokens=True, **options)
+        ids, n = whole["input_ids"][0], len(probe_ids)
+        for start in range(len(ids) - n + 1):
+            if ids[start : start + n] == probe_ids:
+                return (
+                    {key: whole[key][0][:start] for key in keys},
+                    {key: whole[key][0][start + n :] for key in keys},
+                )
+        raise ValueError(
+            f"{type(self).__name__} tokenises text differently with special tokens ({ids} against "
+            f"{probe_ids} for {_PROBE!r}): segments would not be position-independent; "
+            "pass add_special_tokens=False"
+        )
+
+    def _pad_rows(self, rows: list[dict[str, Any]], width: int, side: str) -> None:
+        fill = {
+            "input_ids": self.pad_token_id,
+            "token_type_ids": self.pad_token_type_id,
+            "special_tokens_mask": 1,
+            "offset_mapping": (0, 0),
+        }
+        for row in rows:
+            for key, values in row.items():
+                padding = [fill.get(key, 0)] * (width - len(values))
+                row[key] = [*padding, *values] if side == "left" else [*values, *padding]
+
+
+def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicTokenizer:
+    """Give ``tokenizer`` the primitives; returns a new object that shares its backend.
+
+    A text that already is a token of the vocabulary keeps its id.  The others are added to
+    ``tokenizer``'s backend as special tokens: ids behind the vocabulary, which the model may or may
+    not have rows for, since they never reach it.  Raises ``ValueError`` for texts that would change
+    how the tokenizer reads ordinary text.
+    """
+    if not isinstance(tokenizer, (TokenizersBackend, PythonBackend)):
+        raise ValueError(
+            f"{type(tokenizer).__name__} is no Hugging Face tokenizer: token primitives need one "
+            "(--tokenizer-mode hf shows whether the model has it)"
+        )
+    hidden = tokenizer._hypic_added if isinstance(tokenizer, HypicTokenizer) else frozenset[str]()
+    tokenizer = _without_cache(tokenizer)
+    vocab = tokenizer.get_vocab()
+    for name, text in texts.items():
+        if text in vocab:
+            shown = tokenizer.decode([vocab[text]])
+            if shown != text:
+                raise ValueError(
+                    f"{name}={text!r}: the vocabulary uses this string for {shown!r}; choose another"
+                )
+        for token in chain(tokenizer.all_special_tokens, tokenizer.get_added_vocab()):
+            if text != token and text in token:
+                raise ValueError(f"{name}={text!r}: is part of the model's token {token!r}; choose another")
+    added = [text for _, text in texts.items() if text not in vocab]
+    tokens = [AddedToken(t, special=True, normalized=False, lstrip=False, rstrip=False) for t in added]
+    if tokens:
+        tokenizer.add_special_tokens({"extra_special_tokens": tokens}, replace_extra_special_tokens=False)
+        taken = set(vocab.values())
+        for text in added:
+            token = tokenizer.convert_tokens_to_ids(text)
+            if token is None or token in taken:
+                raise ValueError(
+                    f"{type(tokenizer).__name__} gave {text!r} the id {token}, which is another token's: "
+                    "it cannot take new tokens; configure texts that are in its vocabulary"
+                )
+    wrapped = _rebuild(tokenizer, texts, hidden.union(added))
+    for token in wrapped("")["input_ids"]:
+        if (marker := wrapped.hypic_ids.marker(token)) is not None:
+            raise ValueError(
+                f"{marker.value}={texts[marker]!r}: the tokenizer itself puts this token around every text; "
+                "choose another"
+            )
+    return wrapped
+
+
+def _rebuild(plain: HfTokenizer, texts: PrimitiveTexts, added: frozenset[str]) -> HypicTokenizer:
+    """Wrap ``plain``, whose vocabulary has the primitives; also what unpickling and copies call."""
+    cached = get_cached_tokenizer(plain)
+    ids = PrimitiveIds(*(int(cached.convert_tokens_to_ids(text)) for _, text in texts.items()))
+    vocab = {token: i for token, i in cached.get_vocab().items() if token not in added}
+    members = {
+        "hypic_texts": texts,
+        "hypic_ids": ids,
+        "_hypic_added": added,
+        "_hypic_vocab": vocab,
+        "_hypic_plain": plain,
+    }
+    # As vLLM's own wrappers do: a class of its own per object, so that isinstance() keeps working.
+    cached.__class__ = type(f"Hypic{type(plain).__name__}", (HypicTokenizer, type(cached)), members)
+    return cached
+
+
+def _without_cache(tokenizer: HfTokenizer) -> HfTokenizer:
+    """The tokenizer that vLLM's caching wrapper was made from (it caches the vocabulary)."""
+    if isinstance(tokenizer, HypicTokenizer):
+        return tokenizer._hypic_plain
+    if not hasattr(type(tokenizer), "max_token_id"):
+        return tokenizer
+    reduced: Any = tokenizer.__reduce__()
+    make: Callable[..., Any] = reduced[0]
+    arguments: Sequence[Any] = reduced[1]
+    if make is not get_cached_tokenizer:
+        raise ValueError(
+            f"{type(tokenizer).__name__} is not a tokenizer of vLLM's mode 'hf': it takes no token primitives"
+        )
+    return arguments[0]
+
+
+_PROBE = "a"
+"""A text of at least one token in any tokenizer."""
+
+_CALL = inspect.signature(TokenizersBackend.__call__)
+_ENCODE = inspect.signature(TokenizersBackend.encode)
+
+
+def _call_options(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Arguments of a call by name, without those that primitives exclude."""
+    options = dict(_CALL.bind(None, *args, **kwargs).arguments)
+    options.pop("self")
+    # Explicit arguments win over tokenizer_kwargs, those over the rest: what transformers does.
+    options = {**options.pop("kwargs", {}), **(options.pop("tokenizer_kwargs", None) or {}), **options}
+    for name in (
+        "text_pair",
+        "text_target",
+        "text_pair_target",
+        "is_split_into_words",
+        "return_overflowing_tokens",
+        "stride",
+    ):
+        if options.pop(name, None):
+            raise ValueError(f"{name} cannot be combined with separators in the text: remove one of them")
+    text = options.get("text")
+    if not isinstance(text, str) and not (
+        isinstance(text, (list, tuple)) and all(isinstance(t, str) for t in text)
+    ):
+        raise ValueError("text with separators must be a string or a list of strings")
+    return options

@@ -1,0 +1,134 @@
+"""What the workers and model runners of a hypic engine share on all platforms.
+
+Mixins before vLLM's own classes; the workers are chosen through vLLM's own ``worker_cls``, so nothing of
+vLLM is patched for them.  The model runner does the two things that need its inside: it rewrites positions
+once, at the model's input, and tells the connector which batch row is which request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CompilationMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
+
+from ..connector.build import config_of
+from ..connector.connector import HypicConnector
+from ..connector.metadata import HypicMetadata
+from ..connector.worker.side import WorkerSide
+from ..pool.step import StepContext, rewritten_positions
+
+if TYPE_CHECKING:
+    import numpy as np
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
+else:
+    GPUModelRunner = WorkerBase = object
+
+logger = init_logger("vllm.hypic.worker")
+
+
+def worker_side() -> WorkerSide:
+    """The worker half of this process's connector."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, HypicConnector) and connector.worker is not None
+    return connector.worker
+
+
+def current_step() -> StepContext | None:
+    """What PIC does in the pass that is prepared or runs; ``None``: nothing, or the engine is starting."""
+    if not has_kv_transfer_group():
+        return None
+    runtime = worker_side().runtime
+    return None if runtime is None else runtime.step
+
+
+class HypicModelRunner(GPUModelRunner):
+    """Mixin for vLLM's V1 model runners: logical positions."""
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        if is_profiling:
+            return
+        from ..backends.attach import attach
+
+        worker = worker_side()
+        found = attach(self, worker.geometry, worker.start)
+        config, geometry = config_of(self.vllm_config), worker.geometry
+        self._log_operators()
+        logger.info(
+            "hypic: %s; link=%s, seam %d tokens; "
+            "public pool %.2f GiB = %d pages x %d tokens + %d state slots; %s",
+            found,
+            config.link,
+            config.seam_tokens,
+            geometry.nbytes / 2**30,
+            geometry.pages,
+            geometry.page_tokens,
+            geometry.slots,
+            "eager" if self.compilation_config.mode == CompilationMode.NONE else "compiled",
+        )
+
+    def _log_operators(self) -> None:
+        """Say which operators run here."""
+        raise NotImplementedError
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        metadata = scheduler_output.kv_connector_metadata
+        assert isinstance(metadata, HypicMetadata)
+        batch = self.input_batch
+        step = worker_side().begin_step(
+            metadata, batch.req_ids, batch.num_computed_tokens_cpu[: batch.num_reqs], num_scheduled_tokens
+        )
+        if step is not None:
+            self._rewrite_positions(step)
+        return prepared
+
+    def _rewrite_positions(self, step: StepContext) -> None:
+        """Put logical positions into the model's persistent input buffers, after stock code wrote its own:
+        the cache slots that those lead to are worked out already."""
+        if (rewritten := rewritten_positions(step)) is None:
+            return
+        rows, logical = rewritten
+        self.positions.index_copy_(0, rows, logical)
+        if self.uses_mrope:
+            whole: torch.Tensor = self.mrope_positions.gpu
+            whole.index_copy_(1, rows, logical.expand(len(whole), -1))
+
+
+class HypicWorker(WorkerBase):
+    """Mixin for vLLM's workers: our layers, and room left for the public pool."""
+
+    @staticmethod
+    def _register_layers() -> None:
+        """Replace vLLM's layers by ours, before the model is built."""
+        from ..backends.linear.gdn.base import register_gdn
+        from ..backends.rope import register_rope_taps
+
+        register_gdn()
+        register_rope_taps()
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return available  # an explicit KV size is the user's; the pool comes beside it
+        available -= self._scratch_bytes()
+        config = config_of(self.vllm_config)
+        if config.pool_bytes is not None:
+            return available - config.pool_bytes
+        return int(available * (1 - config.pool_fraction))
+
+    def _scratch_bytes(self) -> int:
+        """Memory to leave for what our operators allocate while they run."""
+        return 0
+
+    def hypic_calls(self) -> dict[str, int]:
+        """How often each of our operators ran; for ``collective_rpc``."""
+        runtime = worker_side().runtime
+        return {} if runtime is None else dict(runtime.calls)

@@ -1,0 +1,79 @@
+"""What was asked for, and the tasks that this makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..harness.settings import EngineSettings
+from .task import Task
+from .tasks import longbench
+from .tasks.english import WORDS_PER_TOKEN
+from .tasks.families import FAMILIES, SEED_STEP, Source
+
+DATA_TOKENS = 512
+"""Most in a segment of a file's contexts, unless it is named."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for, as it stands in the JSON."""
+
+    model: str
+    engine: EngineSettings
+    tasks: tuple[str, ...]
+    data: Path | None
+    methods: tuple[str, ...]
+    prompts: int
+    documents: int | None
+    tokens: int | None
+    facts: int | None
+    seed: int
+    shapes: dict[str, tuple[int, int]]
+    """By family: documents, and tokens of each, about."""
+    chat: bool
+    chat_template: Path | None
+    chat_template_kwargs: dict[str, Any]
+    noise_chunk: int | None
+    compare_by: str
+    ttft_repeats: int
+
+
+def family_names(tasks: tuple[str, ...] | None, source: Source, data: Path | None) -> tuple[str, ...]:
+    """Families to generate.  Raises ``click.UsageError`` for one that does not suit the model."""
+    suitable = tuple(name for name, family in FAMILIES.items() if family.suits(source.generator))
+    if tasks is None:
+        return () if data is not None else tuple(n for n in suitable if FAMILIES[n].learned(source.generator))
+    for name in tasks:
+        if name not in suitable:
+            raise click.UsageError(
+                f"--tasks: {name!r} has no questions for this model; expected {', '.join(suitable)}"
+            )
+    return tasks
+
+
+def make_tasks(settings: Settings, source: Source) -> dict[str, list[Task]]:
+    """Tasks by family.  Raises ``click.UsageError`` for shapes and files that make none."""
+    first = settings.seed * SEED_STEP
+    made: dict[str, list[Task]] = {}
+    for name in settings.tasks:
+        documents, tokens = settings.shapes[name]
+        try:
+            made[name] = FAMILIES[name].make(source, first, settings.prompts, documents, tokens)
+        except ValueError as e:
+            raise click.UsageError(f"{name}, {documents} documents of {tokens} tokens: {e}") from e
+    if settings.data is not None:
+        words = int((settings.tokens or DATA_TOKENS) * WORDS_PER_TOKEN)
+        try:
+            read = longbench.read(settings.data, limit=settings.prompts, words=words)
+        except longbench.DataError as e:
+            raise click.UsageError(f"--data {e}") from e
+        for task in read:
+            name = task.family
+            if name in settings.tasks:
+                name = f"{name} of {settings.data.name}"
+            made.setdefault(name, []).append(task)
+    return made

@@ -1,0 +1,1 @@
+"""Engines and servers in processes, prompts, statistics, reports: for evaluation and benchmarks."""

@@ -1,0 +1,233 @@
+"""Engines of a benchmark, each in a process of its own.
+
+Layers are replaced per process, so a stock engine never shares one with the plugin; a stock engine's
+process does not even load it. The engine core runs in the same process as ``LLM`` (an idle engine then
+sleeps on a pipe and takes no time from the one that is measured), with the OpenMP environment that vLLM
+gives its worker processes.
+
+Work is done by functions that run beside the engine: ``engine.call(function, *args)`` runs
+``function(llm, *args)`` there. Functions must be importable, arguments and results picklable.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import engine_calls
+from .engine_calls import Answer, Ask
+from .settings import EngineSettings
+
+LOG_TAIL = 15
+POLL_S = 1.0
+
+T = TypeVar("T")
+
+
+class EngineError(RuntimeError):
+    """An engine did not start, died, or took too long; the message holds the end of its log."""
+
+
+class Engine:
+    """One engine; :meth:`start` before the first call. Making one starts its process and returns at once."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        context: int,
+        *,
+        hypic: bool,
+        name: str | None = None,
+        **more: Any,
+    ) -> None:
+        """``context``: tokens of the longest prompt and its answer; ``more``: further options of ``LLM``."""
+        self.name = name or ("hypic" if hypic else "stock")
+        self.hypic, self.timeout_s = hypic, settings.timeout_s
+        self.seam_tokens = settings.seam_tokens
+        arguments = settings.arguments(context, hypic=hypic, **more)
+        descriptor, log = tempfile.mkstemp(prefix=f"vllm-hypic-bench-{self.name}-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(log)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, str(self.log), arguments), daemon=True)
+        with _environment(engine_environment(settings.threads, hypic=hypic)):
+            self._process.start()
+        theirs.close()
+        self.separator = -1
+        """Id of the separator; -1 in a stock engine."""
+        self.vocabulary: list[int] = []
+        """Ids of ordinary tokens."""
+        self.described: dict[str, Any] = {}
+        """What vLLM made of the options that were left to it."""
+
+    def start(self) -> None:
+        """Wait until the engine is up."""
+        self._answer("start")
+        facts = self.call(engine_calls.facts)
+        self.separator, self.vocabulary = facts.separator, facts.vocabulary
+        self.described = facts.described
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Run ``function(llm, *args)`` beside the engine."""
+        try:
+            self._pipe.send((function, args))
+        except OSError:
+            raise EngineError(self._told("died")) from None
+        return self._answer(getattr(function, "__name__", str(function)))
+
+    def ask(self, ask: Ask) -> Answer:
+        """One request, alone."""
+        [answer] = self.call(engine_calls.generate, [ask])
+        return answer
+
+    def _answer(self, what: str) -> Any:
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            while not self._pipe.poll(POLL_S):
+                if not self._process.is_alive() and not self._pipe.poll():
+                    raise EngineError(self._told(f"died ({self._exit()})"))
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise EngineError(self._told(f"took more than {self.timeout_s:g} s for {what}"))
+            error, result = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(POLL_S)
+            raise EngineError(self._told(f"died ({self._exit()})")) from None
+        if error is not None:
+            raise EngineError(self._told(f"failed in {what}:\n{error}"))
+        return result
+
+    def _exit(self) -> str:
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"signal {signal.Signals(-code).name}" + (", out of memory?" if code == -9 else "")
+        return f"exit code {code}"
+
+    def _told(self, what: str) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return f"the {self.name} engine {what}; its log {self.log} ends:\n" + "\n".join(lines[-LOG_TAIL:])
+
+    def stop(self) -> None:
+        """End the process of an idle engine and drop its log; may be called any number of times."""
+        self._pipe.close()
+        # An idle process ends by itself when its pipe closes.
+        self._process.join(20)
+        self.kill()
+        self.log.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """End the process whatever it does; keeps its log."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+
+def described(*engines: Engine) -> dict[str, dict[str, Any]]:
+    """For reports: what each engine is."""
+    return {engine.name: engine.described for engine in engines}
+
+
+@contextmanager
+def running(*engines: Engine) -> Iterator[None]:
+    """Engines, up; afterwards none of their processes is left. A failure keeps their logs."""
+    try:
+        for engine in engines:
+            engine.start()
+        yield
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+        raise
+    for engine in engines:
+        engine.stop()
+
+
+def engine_environment(threads: int, *, hypic: bool) -> dict[str, str]:
+    """Environment of an engine's process.
+
+    vLLM runs its CPU workers in processes that preload torch's own libgomp and, by default, bind one thread
+    to each core. So do we where all usable cores are asked for; fewer threads stay unbound, since others
+    may want the cores.
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Unless the user wants to see more.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
+    if not hypic:
+        environment["VLLM_PLUGINS"] = ""
+    cores = sorted(os.sched_getaffinity(0))
+    if threads == len(cores) and (library := _libgomp()) is not None:
+        preload = os.environ.get("LD_PRELOAD", "")
+        if "gomp" not in preload and "iomp" not in preload:
+            environment["LD_PRELOAD"] = f"{preload}:{library}" if preload else str(library)
+            environment["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
+    return environment
+
+
+def _libgomp() -> Path | None:
+    """The libgomp that torch brings."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        root = Path(folder)
+        found = [*root.parent.glob("torch.libs/libgomp*.so*"), *root.glob("lib/libgomp*.so*")]
+        if found:
+            return found[0]
+    return None
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that a process must find when it starts: libraries read theirs before Python does."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _serve(pipe: Connection, log: str, arguments: dict[str, Any]) -> None:
+    """Body of an engine process: functions in, results out, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    llm: Any = None
+    function: Callable[..., Any] = engine_calls.start
+    args: tuple[Any, ...] = (arguments,)
+    while True:
+        try:
+            result = function(llm, *args)
+            if llm is None:
+                llm, result = result, None
+            pipe.send((None, result))
+        except (BrokenPipeError, ConnectionError):
+            return
+        except Exception as e:
+            traceback.print_exc()
+            pipe.send((f"{type(e).__name__}: {e}", None))
+            if llm is None:
+                return
+        try:
+            function, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            return

@@ -1,0 +1,303 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..config.engine import ConfigError, HypicConfig
+from .sizes import SIZES, random_model
+
+CONTEXT = 32768
+"""Engines are given this context, or more where a benchmark needs more: the same for most benchmarks, so
+that vLLM's cache of compiled models serves them all."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How engines are started; everything that is not named here is vLLM's default."""
+
+    model: Path
+    threads: int
+    eager: bool = False
+    max_num_batched_tokens: int | None = None
+    """``None``: vLLM's default."""
+    kv_gib: float = 2.0
+    """vLLM's own KV cache of each engine; the public pool of a hypic engine comes beside it."""
+    hypic: dict[str, Any] = field(default_factory=dict)
+    """The plugin's options."""
+    timeout_s: float = 3600.0
+    """Longest time that one request, or an engine's start, may take."""
+
+    @property
+    def seam_tokens(self) -> int:
+        """Seam window of a hypic engine's requests that name none."""
+        return HypicConfig.from_mapping(self.hypic).seam_tokens
+
+    def arguments(self, context: int, *, hypic: bool, **more: Any) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM`` for prompts of up to ``context`` tokens.
+
+        Raises ``click.UsageError`` when the model's own context is shorter.
+        """
+        longest = model_context(self.model)
+        if longest is not None and context > longest:
+            raise click.UsageError(
+                f"{self.model.name} has a context of {longest} tokens, this benchmark needs {context}: "
+                "ask for fewer or shorter segments"
+            )
+        arguments: dict[str, Any] = {
+            "model": str(self.model),
+            "max_model_len": max(context, min(longest or CONTEXT, CONTEXT)),
+            "kv_cache_memory_bytes": int(self.kv_gib * 2**30),
+        }
+        if self.eager:
+            arguments["enforce_eager"] = True
+        if self.max_num_batched_tokens is not None:
+            arguments["max_num_batched_tokens"] = self.max_num_batched_tokens
+        if hypic:
+            arguments["attention_backend"] = "hypic"
+            if self.hypic:
+                arguments["additional_config"] = {"hypic": self.hypic}
+        return arguments | more
+
+
+def model_context(model: Path) -> int | None:
+    """Longest context that the model's ``config.json`` names, or ``None``.
+
+    Raises ``click.UsageError`` when the folder holds no model.
+    """
+    path = model / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError as e:
+        raise click.UsageError(f"--model {model}: no config.json there, so this is no model's folder") from e
+    except ValueError as e:
+        raise click.UsageError(f"--model {model}: its config.json is no JSON: {e}") from e
+    for part in (config, config.get("text_config", {})):
+        if isinstance(part, dict) and isinstance(found := part.get("max_position_embeddings"), int):
+            return found
+    return None
+
+
+def model_name(model: Path) -> str:
+    """What reports call a model's folder: many are called ``model``, and the folder around says more."""
+    found = model.absolute()
+    return found.parent.name if found.name == "model" else found.name
+
+
+class HypicOptions(click.ParamType):
+    """The plugin's options as JSON, checked."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            options = json.loads(value)
+            HypicConfig.from_mapping(options)
+        except (ValueError, ConfigError) as e:
+            self.fail(f"{value!r}: {e}", param, ctx)
+        return dict(options)
+
+
+class Numbers(click.ParamType):
+    """Different finite numbers with commas between, ``4,8,12,16``, each of which ``each`` takes."""
+
+    name = "numbers"
+
+    def __init__(self, each: click.IntRange | click.FloatRange) -> None:
+        self.each = each
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self.each.convert(part, param, ctx) for part in value.split(","))
+        except click.BadParameter as e:
+            self.fail(f"{e.message.rstrip('.')}; expected numbers with commas between", param, ctx)
+        if not all(map(math.isfinite, numbers)):
+            self.fail(f"{value!r}: expected finite numbers", param, ctx)
+        if len(set(numbers)) < len(numbers):
+            self.fail(f"{value!r}: a number stands there twice", param, ctx)
+        return numbers
+
+
+class Shapes(click.ParamType):
+    """Numbers and lengths of segments: ``4x2048,16x128``."""
+
+    name = "shapes"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, int], ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            shapes = tuple(_shape(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r}: expected segments x tokens, like 4x2048,16x128", param, ctx)
+        for segments, tokens in shapes:
+            if not (1 <= segments <= 256 and SHORTEST <= tokens <= 65536):
+                self.fail(
+                    f"{segments}x{tokens}: expected 1 to 256 segments of {SHORTEST} to 65536", param, ctx
+                )
+        return shapes
+
+
+SHORTEST = 64
+"""Tokens of the shortest segment that is certain to be cached with the default seam and minimum."""
+
+
+def _shape(text: str) -> tuple[int, int]:
+    segments, tokens = text.split("x")
+    return int(segments), int(tokens)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What engines and servers run alike."""
+
+    model: Path | None
+    """``None``: the random one of ``size``."""
+    size: str
+    threads: int
+    eager: bool
+    hypic: dict[str, Any]
+    """The plugin's options."""
+    timeout_s: float
+
+    def folder(self) -> Path:
+        """The model's folder; makes the random model where it is not there yet."""
+        return self.model or random_model(self.size)
+
+
+def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of :class:`Served`; they reach the command as one ``served``."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_served(
+            *,
+            model: Path | None,
+            size: str,
+            threads: int | None,
+            eager: bool,
+            hypic: dict[str, Any],
+            timeout_s: float,
+            **options: Any,
+        ) -> Any:
+            threads = threads or len(os.sched_getaffinity(0))
+            return command(served=Served(model, size, threads, eager, hypic, timeout_s), **options)
+
+        return with_options(
+            with_served,
+            click.option(
+                "--model",
+                type=click.Path(exists=True, file_okay=False, path_type=Path),
+                help="A model's folder.",
+            ),
+            click.option(
+                "--size",
+                type=click.Choice(list(SIZES)),
+                default="150m",
+                show_default=True,
+                help="Size of the random Qwen3.5-shaped model when no model is given.",
+            ),
+            click.option(
+                "--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all usable cores."
+            ),
+            click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles)."),
+            click.option(
+                "--hypic",
+                type=HypicOptions(),
+                default="{}",
+                show_default=True,
+                help="The plugin's options, as JSON.",
+            ),
+            click.option(
+                "--timeout-s",
+                type=click.FloatRange(0, min_open=True),
+                default=timeout_s,
+                show_default=True,
+                help="Give up when one request takes longer.",
+            ),
+        )
+
+    return decorate
+
+
+def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of the engines; they reach the command as one ``engine: EngineSettings``."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_settings(
+            *, served: Served, max_num_batched_tokens: int | None, kv_gib: float, **options: Any
+        ) -> Any:
+            engine = EngineSettings(
+                model=served.folder(),
+                threads=served.threads,
+                eager=served.eager,
+                max_num_batched_tokens=max_num_batched_tokens,
+                kv_gib=kv_gib,
+                hypic=served.hypic,
+                timeout_s=served.timeout_s,
+            )
+            return command(engine=engine, **options)
+
+        engine_only = with_options(
+            with_settings,
+            click.option(
+                "--max-num-batched-tokens",
+                type=click.IntRange(64, 1 << 20),
+                help="vLLM's option of this name; default: vLLM's.",
+            ),
+            click.option(
+                "--kv-gib",
+                type=click.FloatRange(0.05, 4096),
+                default=kv_gib,
+                show_default=True,
+                help="vLLM's KV cache of each engine; the public pool comes beside it.",
+            ),
+        )
+        return served_options(timeout_s=3600.0)(engine_only)
+
+    return decorate
+
+
+def repeat_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--repeats`` and ``--seed``."""
+    return with_options(
+        command,
+        click.option(
+            "--repeats",
+            type=click.IntRange(1, 1000),
+            default=5,
+            show_default=True,
+            help="Measurements of each point, after a warm-up that is not counted.",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the documents."),
+    )
+
+
+def with_options(command: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    """``command`` with click's ``options``, told in this order by ``--help``."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def needed_context(shapes: Sequence[tuple[int, int]], beside: int) -> int:
+    """Context of the longest prompt: ``shapes`` are (segments, tokens each), ``beside`` everything else."""
+    return max(segments * tokens for segments, tokens in shapes) + beside

@@ -1,0 +1,137 @@
+"""Records of one pool as the store's bytes: names, headers, and the checks before bytes are taken."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..connector.metadata import RecordPlace
+from ..primitives.keys import Namespace, SegmentKey
+from ..store.protocol import Reader, Verdict
+from ..store.record import Expected, Fault, RecordHeader, Section, SectionLimit, open_record
+from ..store.worth import ObjectName, object_name
+from .copy.base import RecordMover
+from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry
+from .tensors import DevicePool
+from .transition_blocks import NONE
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """Which part of every record this worker has."""
+
+    rank: int = 0
+    world: int = 1
+
+
+class RecordCodec:
+    """Says what records of one pool are as objects, and which objects may come in; ``mover`` copies them."""
+
+    def __init__(self, pool: DevicePool, namespace: Namespace, part: RankPart, mover: RecordMover) -> None:
+        self.pool, self.namespace, self.part, self.mover = pool, namespace, part, mover
+        self._epoch = ""
+
+    def name_of(self, key: SegmentKey) -> ObjectName:
+        return object_name(key, self.part.rank, self.part.world, self._epoch)
+
+    def new_epoch(self) -> None:
+        """From now on no object written before has a record's name: not all tiers can be emptied."""
+        self._epoch = secrets.token_hex(6)
+
+    # -- out of the pool -----------------------------------------------------------------------
+
+    def header(self, place: RecordPlace) -> RecordHeader:
+        """The header of a complete record; transitions of dead heads are not in it."""
+        sections = self._attention_sections(place)
+        held = self.pool.held_tiles(place.slot)
+        for layer, tiles in zip(self.pool.geometry.linear, held, strict=True):
+            sections += self._linear_sections(layer, tiles != NONE, place.leading)
+        return RecordHeader(
+            self.namespace.digest,
+            place.key,
+            self.part.rank,
+            self.part.world,
+            len(place.column_slots),
+            place.leading,
+            place.worth_tokens,
+            place.worth_flops,
+            tuple(sections),
+        )
+
+    # -- into the pool -------------------------------------------------------------------------
+
+    def expected(self, place: RecordPlace) -> Expected:
+        """The one record that may be read into ``place``."""
+        sections = [SectionLimit(s.name, s.dtype, s.shape) for s in self._attention_sections(place)]
+        for layer in self.pool.geometry.linear:
+            everything = np.ones(layer.heads, dtype=bool)
+            for s in self._linear_sections(layer, everything, place.leading):
+                sections.append(SectionLimit(s.name, s.dtype, s.shape, up_to=s.name.endswith(".transition")))
+        return Expected(
+            self.namespace.digest,
+            place.key,
+            self.part.rank,
+            self.part.world,
+            len(place.column_slots),
+            place.leading,
+            tuple(sections),
+        )
+
+    def reader(self, place: RecordPlace, expected: Expected) -> Reader:
+        """Checks an object and has it taken in for ``place``, which must be reserved and offered tiles.
+
+        Nothing is taken unless the whole object is sound.  Once it is, the mover must be told to settle or to
+        discard it.
+        """
+        take = self.mover.intake(place)
+
+        def read(data: memoryview) -> Verdict:
+            record = open_record(data, expected)
+            if isinstance(record, Fault):
+                return record.verdict
+            sections = {name: np.frombuffer(view, np.uint8) for name, view in record.sections.items()}
+            if not place.leading and not self._live_heads_agree(sections):
+                return Verdict.DAMAGED
+            take(sections)
+            return Verdict.TAKEN
+
+        return read
+
+    def _live_heads_agree(self, sections: dict[str, np.ndarray]) -> bool:
+        """Whether there is one transition for every head that is marked as live."""
+        for layer in self.pool.geometry.linear:
+            live, transitions = sections[f"{layer.layer}.live"], sections[f"{layer.layer}.transition"]
+            if live.max(initial=0) > 1 or int(live.sum()) * self.pool.geometry.tile_bytes != len(transitions):
+                return False
+        return True
+
+    # -- the layout ----------------------------------------------------------------------------
+
+    def _attention_sections(self, place: RecordPlace) -> list[Section]:
+        columns = len(place.column_slots)
+        return [
+            Section(f"{a.layer}.{part}", _name(a.dtype), (columns, a.kv_heads, a.head_size))
+            for a in self.pool.geometry.attention
+            for part in ("k", "v")
+        ]
+
+    @staticmethod
+    def _linear_sections(layer: LinearGeometry, live: np.ndarray, leading: bool) -> list[Section]:
+        name, heads, k, v = layer.layer, layer.heads, layer.key_dim, layer.value_dim
+        sections = [
+            Section(f"{name}.state", _name(STATE_DTYPE), (heads, k, v)),
+            Section(f"{name}.conv", _name(layer.conv_dtype), (layer.conv_rows, layer.conv_dim)),
+        ]
+        if not leading:
+            sections += [
+                Section(f"{name}.live", "uint8", (heads,)),
+                Section(f"{name}.transition", _name(TRANSITION_DTYPE), (int(live.sum()), k, k)),
+            ]
+        return sections
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Copies of records between a pool and host memory."""

@@ -1,0 +1,55 @@
+"""How records get from the pool to host memory and back.  One seam, two ways: on the CPU at once
+(``host_mover.py``), on a device that runs behind by copies on a stream of their own (``staged_mover.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from ...connector.metadata import RecordPlace
+from ...store.record import RecordHeader
+
+Sections = Mapping[str, np.ndarray]
+"""A record's sections by name, each flat, uint8; valid during the call that they are given to."""
+Intake = Callable[[Sections], None]
+"""Takes a checked record over, on any thread: into the pool, or to where ``RecordMover.settle`` finds it."""
+
+
+class RecordMover(Protocol):
+    """Of one worker.  Called by its thread only, but for what :meth:`intake` returns."""
+
+    @property
+    def unfinished(self) -> int:
+        """Records whose copies are under way: steps must go on until there are none."""
+
+    def write(
+        self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
+    ) -> None:
+        """Fill ``buffer`` (of ``record_nbytes(header)`` bytes) with the complete record in ``place``; it is
+        not sealed.
+
+        ``then(True)`` once it is filled, ``then(False)`` if the record left the pool before: during this call
+        or a later one, once.  The buffer must stay until then; the record may be dropped meanwhile.
+        """
+
+    def intake(self, place: RecordPlace) -> Intake:
+        """For one record that is to come to ``place``, which is reserved and was offered tiles."""
+
+    def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:
+        """The intake of ``place`` has taken a record: ``then(tiles)`` once passes launched from then on find
+        it in the pool, with the tiles that it keeps.  During this call or a later one, once."""
+
+    def discard(self, place: RecordPlace) -> None:
+        """Nothing comes to ``place`` any more, and what its intake took is not wanted.  Not after
+        :meth:`settle`."""
+
+    def dropped(self, slots: Iterable[int]) -> None:
+        """The records in ``slots`` are gone: passes and records of others may follow at once."""
+
+    def advance(self) -> None:
+        """Go on with copies, and say what was done.  Once a step."""
+
+    def drain(self) -> None:
+        """Wait until no copy is under way."""

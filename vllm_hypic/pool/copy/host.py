@@ -1,0 +1,123 @@
+"""Records between a pool in host memory and bytes: plain copies, done when they are asked for.
+
+Works on byte views of the pool's tensors with numpy: it also runs on the store's threads, where torch would
+start a second team of threads that fights the model's for the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from ...connector.metadata import RecordPlace
+from ...store.record import RecordHeader, begin_record
+from ..tensors import DevicePool
+from ..transition_blocks import NONE
+from .base import Intake, Sections
+
+
+class HostMover:
+    """:class:`~.record_mover.RecordMover` of a pool on the CPU."""
+
+    unfinished = 0
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+        self._kv = {name: (_bytes_of(kv.key), _bytes_of(kv.value)) for name, kv in pool.kv.items()}
+        self._linear = {
+            name: _LinearBytes(
+                _bytes_of(records.state), _bytes_of(records.conv_tail), records.tile_of.numpy()
+            )
+            for name, records in pool.linear.items()
+        }
+        storage = next((records.tiles for records in pool.linear.values()), None)
+        self._tiles = None if storage is None else _bytes_of(storage)
+
+    def write(
+        self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
+    ) -> None:
+        views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
+        runs = _runs(place.column_slots)
+        for name, (k, v) in self._kv.items():
+            for part, rows in (("k", k), ("v", v)):
+                out = views[f"{name}.{part}"].reshape(-1, rows.shape[1])
+                for at, first, count in runs:
+                    out[at : at + count] = rows[first : first + count]
+        for name, layer in self._linear.items():
+            views[f"{name}.state"][:] = layer.state[place.slot]
+            views[f"{name}.conv"][:] = layer.conv[place.slot]
+            if place.leading:
+                continue
+            assert self._tiles is not None
+            live = layer.tile_of[place.slot] != NONE
+            views[f"{name}.live"][:] = live
+            out = views[f"{name}.transition"].reshape(-1, self._tiles.shape[1])
+            for row, tile in enumerate(layer.tile_of[place.slot][live]):
+                out[row] = self._tiles[tile]
+        then(True)
+
+    def intake(self, place: RecordPlace) -> Intake:
+        """Writes straight into ``place``."""
+        return partial(self._scatter, place)
+
+    def _scatter(self, place: RecordPlace, sections: Sections) -> None:
+        runs = _runs(place.column_slots)
+        for name, (k, v) in self._kv.items():
+            for part, rows in (("k", k), ("v", v)):
+                given = sections[f"{name}.{part}"].reshape(-1, rows.shape[1])
+                for at, first, count in runs:
+                    rows[first : first + count] = given[at : at + count]
+        for name, layer in self._linear.items():
+            layer.state[place.slot] = sections[f"{name}.state"]
+            layer.conv[place.slot] = sections[f"{name}.conv"]
+            if place.leading:
+                continue
+            assert self._tiles is not None
+            live = sections[f"{name}.live"].astype(bool)
+            given = sections[f"{name}.transition"].reshape(-1, self._tiles.shape[1])
+            row = layer.tile_of[place.slot]
+            for transition, tile in zip(given, row[live], strict=True):
+                self._tiles[tile] = transition
+            row[~live] = NONE
+
+    def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:
+        then(0 if place.leading else self._pool.settle_tiles(place.slot))
+
+    def discard(self, place: RecordPlace) -> None:
+        """Nothing counts what was written there."""
+
+    def dropped(self, slots: Iterable[int]) -> None:
+        """No copy is under way."""
+
+    def advance(self) -> None:
+        """Nothing is left to do."""
+
+    def drain(self) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass(frozen=True)
+class _LinearBytes:
+    """``state`` and ``conv`` ``[slots, bytes]`` uint8; ``tile_of [slots, heads]`` int32."""
+
+    state: np.ndarray
+    conv: np.ndarray
+    tile_of: np.ndarray
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """``[first dimension, bytes]`` uint8: the tensor's own memory."""
+    return tensor.flatten(1).view(torch.uint8).numpy()
+
+
+def _runs(slots: np.ndarray) -> list[tuple[int, int, int]]:
+    """Stretches of consecutive slots: (index of the first, its slot, how many)."""
+    if not len(slots):
+        return []
+    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
+    ends = np.append(starts[1:], len(slots))
+    return [(int(a), int(slots[a]), int(b - a)) for a, b in zip(starts, ends, strict=True)]

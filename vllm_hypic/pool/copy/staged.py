@@ -1,0 +1,330 @@
+"""Records between a device's pool and bytes, on a stream of copies beside the passes.
+
+out: gathered from the pool -> block on the device -> pinned block -> the caller's buffer
+in:  pinned block (filled by whoever had the bytes) -> block on the device -> scattered into the pool
+
+Each chunk of a record goes through the one block on the device, which the stream's order guards, and a pinned
+block, which is anybody's again once the mark behind its copy is done.  What keeps records whole:
+
+- A copy comes after all passes that were launched before it: they wrote the record, or last used its place.
+- Bytes are used, and a record counts as here, once the mark behind its last copy is done.
+- Passes that follow the drop of a record come after the copies that read it.  Copies into its place come
+  after them anyway, being on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...connector.metadata import RecordPlace
+from ...store.record import RecordHeader, begin_record
+from ..tensors import DevicePool
+from ..transition_blocks import NONE
+from ..upload import upload
+from .base import Intake, Sections
+from .staging import Block, Chunk, HostBlocks, Strip, as_table, divided, nbytes_of
+from .stream import CopyStream, Mark
+
+
+class StagedMover:
+    """:class:`~.record_mover.RecordMover` of a pool on a device that runs behind the host."""
+
+    def __init__(self, pool: DevicePool, stream: CopyStream, blocks: HostBlocks) -> None:
+        """Takes as much memory on the device as one of ``blocks``."""
+        self._pool, self._stream, self._blocks = pool, stream, blocks
+        self._tables = _Tables(pool)
+        self._staging = torch.empty(blocks.nbytes, dtype=torch.uint8, device=pool.device)
+        self._parcels: dict[int, _Parcel] = {}
+        """By serial: records that came and wait to be settled or discarded.  Written by any thread."""
+        self._arrivals: deque[_Job] = deque()
+        self._departures: deque[_Job] = deque()
+        self._flights: deque[_Flight] = deque()
+        """Copies launched, in the stream's order."""
+        self._departing: list[_Departure] = []
+
+    @property
+    def unfinished(self) -> int:
+        flying = {id(flight.job) for flight in self._flights}
+        return len(flying | {id(job) for job in (*self._arrivals, *self._departures)})
+
+    # -- out of the pool -----------------------------------------------------------------------
+
+    def write(
+        self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
+    ) -> None:
+        views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
+        tiles = self._pool.held_tiles(place.slot)
+        if not place.leading:
+            for layer, row in zip(self._pool.geometry.linear, tiles, strict=True):
+                views[f"{layer.layer}.live"][:] = row != NONE
+        chunks = divided(self._tables.strips(place, tiles), self._blocks.nbytes)
+        departure = _Departure(place, views, deque(chunks), then)
+        self._departures.append(departure)
+        self._departing.append(departure)
+        self._launch()
+
+    def dropped(self, slots: Iterable[int]) -> None:
+        gone = set(slots)
+        for departure in [d for d in self._departing if d.place.slot in gone]:
+            if departure.chunks:
+                self._departures.remove(departure)
+                departure.give_up()
+                self._departing.remove(departure)
+            elif departure.last is not None:
+                self._stream.before_passes(departure.last)
+
+    # -- into the pool -------------------------------------------------------------------------
+
+    def intake(self, place: RecordPlace) -> Intake:
+        """Copies the sections into blocks, or into ordinary memory when none is free."""
+        offered = self._pool.held_tiles(place.slot)
+
+        def take(sections: Sections) -> None:
+            live: list[np.ndarray] = []
+            if not place.leading:
+                live = [sections[f"{g.layer}.live"].astype(bool) for g in self._pool.geometry.linear]
+            kept = [np.where(alive, row, NONE) for alive, row in zip(live, offered, strict=False)]
+            parcel = _Parcel(live)
+            try:
+                for chunk in divided(self._tables.strips(place, kept), self._blocks.nbytes):
+                    parcel.pack(chunk, sections, self._blocks)
+            except BaseException:
+                self._blocks.give_back(parcel.blocks)
+                raise
+            self._parcels[place.serial] = parcel
+
+        return take
+
+    def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:
+        parcel = self._parcels.pop(place.serial)
+
+        def arrived() -> None:
+            then(0 if place.leading else self._pool.fill_tiles(place.slot, parcel.live))
+
+        arrival = _Arrival(parcel, arrived)
+        # At once, so that whoever waits for a block waits for copies under way only.
+        for chunk, block in parcel.loaded:
+            self._flights.append(self._launched(arrival, chunk, block))
+        self._arrivals.append(arrival)
+        self._launch()
+
+    def discard(self, place: RecordPlace) -> None:
+        if (parcel := self._parcels.pop(place.serial, None)) is not None:
+            self._blocks.give_back(parcel.blocks)
+
+    # -- the stream ----------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        while self._flights and self._flights[0].mark.done():
+            flight = self._flights.popleft()
+            flight.job.landed(flight.chunk, flight.block)
+            self._blocks.give_back([flight.block])
+        self._departing = [d for d in self._departing if not d.over]
+        self._launch()
+
+    def drain(self) -> None:
+        """Records for which no block is left are given up: intakes that nobody settles hold all of them."""
+        # The end of an engine is no pass: say what passes say of the pool's tensors.
+        with torch.inference_mode():
+            self.advance()
+            while self._flights:
+                self._flights[-1].mark.wait()
+                self.advance()
+        self.dropped([departure.place.slot for departure in self._departing])
+
+    def _launch(self) -> None:
+        """As many copies as there are blocks.  Requests wait for records that arrive: those go first."""
+        for jobs in (self._arrivals, self._departures):
+            while jobs:
+                job = jobs[0]
+                while job.chunks:
+                    if (block := job.block_for_next(self._blocks)) is None:
+                        return
+                    self._flights.append(self._launched(job, job.chunks.popleft(), block))
+                jobs.popleft()
+
+    def _launched(self, job: _Job, chunk: Chunk, block: Block) -> _Flight:
+        mark = self._stream.launch(lambda: job.copy(chunk, block.tensor, self._staging))
+        job.last = mark
+        return _Flight(job, chunk, block, mark)
+
+
+class _Job(Protocol):
+    """A record on its way."""
+
+    chunks: deque[Chunk]
+    """Not launched yet, for want of a block."""
+    last: Mark | None
+    """Behind the copy launched last."""
+
+    def block_for_next(self, blocks: HostBlocks) -> Block | None:
+        """A block for the first of ``chunks``, filled if it arrives; ``None``: none is free."""
+
+    def copy(self, chunk: Chunk, block: torch.Tensor, staging: torch.Tensor) -> None:
+        """Operators of the copy, to run on the stream."""
+
+    def landed(self, chunk: Chunk, block: Block) -> None:
+        """The copy has happened."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    job: _Job
+    chunk: Chunk
+    block: Block
+    mark: Mark
+
+
+@dataclass(eq=False)
+class _Departure:
+    """From the pool to ``views``, by section."""
+
+    place: RecordPlace
+    views: Mapping[str, np.ndarray]
+    chunks: deque[Chunk]
+    then: Callable[[bool], None]
+    last: Mark | None = None
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self._left = len(self.chunks)
+
+    def block_for_next(self, blocks: HostBlocks) -> Block | None:
+        return blocks.take()
+
+    def copy(self, chunk: Chunk, block: torch.Tensor, staging: torch.Tensor) -> None:
+        for piece, rows in zip(chunk, _on_device(chunk, staging.device), strict=True):
+            table = piece.strip.table
+            out = staging[piece.in_block].view(table.dtype).view(piece.count, -1)
+            torch.index_select(table, 0, rows, out=out)
+        used = nbytes_of(chunk)
+        block[:used].copy_(staging[:used], non_blocking=True)
+
+    def landed(self, chunk: Chunk, block: Block) -> None:
+        if self.over:
+            return
+        for piece in chunk:
+            self.views[piece.strip.section][piece.in_section] = block.bytes[piece.in_block]
+        self._left -= 1
+        if not self._left:
+            self.over = True
+            self.then(True)
+
+    def give_up(self) -> None:
+        """The record is gone before all of its copies were launched."""
+        self.over = True
+        self.then(False)
+
+
+class _Parcel:
+    """A checked record outside the pool: some of its chunks in blocks, others in memory of their own."""
+
+    def __init__(self, live: list[np.ndarray]) -> None:
+        self.live = live
+        """Of every linear layer, ``[heads]`` bool; of leading records nothing."""
+        self.loaded: list[tuple[Chunk, Block]] = []
+        self.loose: deque[tuple[Chunk, np.ndarray]] = deque()
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for _, block in self.loaded]
+
+    def pack(self, chunk: Chunk, sections: Sections, blocks: HostBlocks) -> None:
+        if (block := blocks.take()) is not None:
+            self.loaded.append((chunk, block))
+            out = block.bytes
+        else:
+            out = np.empty(nbytes_of(chunk), np.uint8)
+            self.loose.append((chunk, out))
+        for piece in chunk:
+            out[piece.in_block] = sections[piece.strip.section][piece.in_section]
+
+
+class _Arrival:
+    """From a parcel to the pool.  ``chunks``: those without a block."""
+
+    def __init__(self, parcel: _Parcel, then: Callable[[], None]) -> None:
+        self.chunks = deque(chunk for chunk, _ in parcel.loose)
+        self.last: Mark | None = None
+        self._contents = deque(content for _, content in parcel.loose)
+        self._left = len(parcel.loaded) + len(parcel.loose)
+        self._then = then
+
+    def block_for_next(self, blocks: HostBlocks) -> Block | None:
+        if (block := blocks.take()) is not None:
+            content = self._contents.popleft()
+            block.bytes[: len(content)] = content
+        return block
+
+    def copy(self, chunk: Chunk, block: torch.Tensor, staging: torch.Tensor) -> None:
+        used = nbytes_of(chunk)
+        staging[:used].copy_(block[:used], non_blocking=True)
+        for piece, rows in zip(chunk, _on_device(chunk, staging.device), strict=True):
+            table = piece.strip.table
+            given = staging[piece.in_block].view(table.dtype).view(piece.count, -1)
+            table.index_copy_(0, rows, given)
+
+    def landed(self, chunk: Chunk, block: Block) -> None:
+        self._left -= 1
+        if not self._left:
+            self._then()
+
+
+def _on_device(chunk: Chunk, device: torch.device) -> list[torch.Tensor]:
+    """The rows of each piece, by one upload."""
+    return upload([piece.rows for piece in chunk], device)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """Tables of a linear layer; a record has ``heads`` rows of ``state`` and ``conv_rows`` of ``conv``."""
+
+    state: torch.Tensor
+    heads: int
+    conv: torch.Tensor
+    conv_rows: int
+
+
+class _Tables:
+    """The pool's tensors as tables of rows that records are made of."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._kv = {
+            f"{name}.{part}": as_table(tensor, tensor[0].numel())
+            for name, kv in pool.kv.items()
+            for part, tensor in (("k", kv.key), ("v", kv.value))
+        }
+        self._linear = {
+            g.layer: _Linear(
+                as_table(pool.linear[g.layer].state, g.key_dim * g.value_dim),
+                g.heads,
+                as_table(pool.linear[g.layer].conv_tail, g.conv_dim),
+                g.conv_rows,
+            )
+            for g in pool.geometry.linear
+        }
+        storage = next((records.tiles for records in pool.linear.values()), None)
+        self._tiles = None if storage is None else as_table(storage, storage[0].numel())
+
+    def strips(self, place: RecordPlace, tiles: Sequence[np.ndarray]) -> list[Strip]:
+        """All sections of the record in ``place`` that lie on the device.
+
+        ``tiles``: by linear layer, ``[heads]``, :data:`NONE` where the transition is zero; not looked at for
+        leading records.
+        """
+        strips = [Strip(section, table, place.column_slots) for section, table in self._kv.items()]
+        for number, (name, layer) in enumerate(self._linear.items()):
+            state = place.slot * layer.heads + np.arange(layer.heads)
+            conv = place.slot * layer.conv_rows + np.arange(layer.conv_rows)
+            strips += [Strip(f"{name}.state", layer.state, state), Strip(f"{name}.conv", layer.conv, conv)]
+            if not place.leading:
+                assert self._tiles is not None
+                row = tiles[number]
+                strips.append(Strip(f"{name}.transition", self._tiles, row[row != NONE].astype(np.int64)))
+        return strips

@@ -1,0 +1,195 @@
+"""One forward pass as the layers see it: which rows compose, which are captured, with every index
+tensor built once and shared by all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..connector.metadata import CapturePlan, StreamPlan
+from .upload import upload
+
+
+@dataclass
+class StreamTensors:
+    """A stream plan on the device, kept while its request lives."""
+
+    plan: StreamPlan
+    column_slots: torch.Tensor
+    column_positions: torch.Tensor
+
+    @staticmethod
+    def of(plan: StreamPlan, device: torch.device) -> StreamTensors:
+        return StreamTensors(plan, *upload([plan.column_slots, plan.column_positions], device))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request in the batch: token rows ``[q0, q1)`` hold its stream indices ``[s0, s1)``."""
+
+    index: int
+    q0: int
+    q1: int
+    s0: int
+    s1: int
+
+
+@dataclass(frozen=True)
+class ComposedRow:
+    """A request that reads records; ``visible [q1 - q0]`` int64 on the host: public columns per token row."""
+
+    row: Row
+    stream: StreamTensors
+    visible: torch.Tensor
+    max_visible: int
+
+    @property
+    def points(self) -> list:
+        """Compose points inside this chunk."""
+        return [p for p in self.stream.plan.points if self.row.s0 <= p.at < self.row.s1]
+
+
+@dataclass(frozen=True)
+class CaptureRow:
+    """A segment request; this chunk holds interior tokens ``[begin, end)`` of it (empty allowed)."""
+
+    request_id: str
+    row: Row
+    plan: CapturePlan
+    begin: int
+    end: int
+
+    @property
+    def first(self) -> bool:
+        """The interior starts in this chunk."""
+        return self.begin == self.plan.lo
+
+    @property
+    def last(self) -> bool:
+        """The interior ends in this chunk."""
+        return self.begin < self.end == self.plan.hi
+
+
+@dataclass(frozen=True)
+class PublicRows:
+    """The rows of a pass that see public columns, as span attention takes them; int64, on the host but for
+    the columns.
+
+    ``bounds [requests, 2]``: first and last token row of each request; ``cache_bounds [requests, 4]``: these,
+    its row of the block table and its stream tokens so far; ``visible [rows]``: public columns that each of
+    the rows sees; ``column_slots``, ``column_positions``: per request, all its public columns.
+    """
+
+    bounds: torch.Tensor
+    cache_bounds: torch.Tensor
+    visible: torch.Tensor
+    column_slots: list[torch.Tensor]
+    column_positions: list[torch.Tensor]
+
+    @staticmethod
+    def of(composed: Sequence[ComposedRow]) -> PublicRows:
+        rows = [c.row for c in composed]
+        cache_bounds = torch.tensor([(r.q0, r.q1, r.index, r.s1) for r in rows], dtype=torch.int64)
+        return PublicRows(
+            cache_bounds[:, :2].contiguous(),
+            cache_bounds,
+            torch.cat([c.visible for c in composed]),
+            [c.stream.column_slots for c in composed],
+            [c.stream.column_positions for c in composed],
+        )
+
+
+@dataclass(frozen=True)
+class CapturedRows:
+    """``rows [n]`` of the batch, their token ``slots`` in the pool, and the ``positions`` by which their K
+    was rotated, the segment requests' own; int64 on the device."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+    @staticmethod
+    def of(captures: Sequence[CaptureRow], device: torch.device) -> CapturedRows | None:
+        inside = [c for c in captures if c.begin < c.end]
+        if not inside:
+            return None
+        rows = [np.arange(c.row.q0 + c.begin - c.row.s0, c.row.q0 + c.end - c.row.s0) for c in inside]
+        slots = [c.plan.column_slots[c.begin - c.plan.lo : c.end - c.plan.lo] for c in inside]
+        positions = [c.plan.local_positions(c.begin, c.end) for c in inside]
+        return CapturedRows(*upload([np.concatenate(part) for part in (rows, slots, positions)], device))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All requests of a pass, ours or not: ``starts [requests + 1]``, first token row of each, and whether
+    each is ``resumed [requests]``, having tokens behind it.  On the host."""
+
+    starts: list[int]
+    resumed: list[bool]
+
+    @staticmethod
+    def of(computed: np.ndarray, scheduled: np.ndarray) -> Batch:
+        """``computed`` and ``scheduled [requests]``: tokens behind each, and in this pass."""
+        return Batch([0, *np.cumsum(scheduled).tolist()], (computed > 0).tolist())
+
+
+@dataclass
+class StepContext:
+    """What PIC does in one forward pass."""
+
+    composed: list[ComposedRow]
+    captures: list[CaptureRow]
+    device: torch.device
+    batch: Batch = Batch([0], [])
+    cache: dict[str, object] = field(default_factory=dict)
+    """Per-step values that several layers share (see ``backends/linear``)."""
+
+    def on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Int64 arrays as tensors where the layers are, in one transfer that nobody waits for."""
+        return upload(arrays, self.device)
+
+    @cached_property
+    def public(self) -> PublicRows | None:
+        """Rows that see public columns; ``None`` when there are none."""
+        seeing = [c for c in self.composed if c.max_visible]
+        return PublicRows.of(seeing) if seeing else None
+
+    @cached_property
+    def captured(self) -> CapturedRows | None:
+        """Token rows whose K and V go into the pool; ``None`` when there are none."""
+        return CapturedRows.of(self.captures, self.device)
+
+
+def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:
+    """``rows [n]`` of the batch whose positions are not their indices in the stream, and their logical
+    positions ``[n]``; int64 on the device.  ``None`` when there are none."""
+    rows: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    for c in step.composed:
+        rows.append(np.arange(c.row.q0, c.row.q1))
+        positions.append(c.stream.plan.logical(c.row.s0, c.row.s1))
+    for capture in step.captures:
+        if (own := capture.plan.positions) is not None:
+            row = capture.row
+            known = own[row.s0 : row.s1]
+            # The one token that a segment request samples is never computed.
+            assert len(known) == row.s1 - row.s0
+            rows.append(np.arange(row.q0, row.q1))
+            positions.append(known)
+    return upload([np.concatenate(rows), np.concatenate(positions)], step.device) if rows else None
+
+
+def composed_row(row: Row, stream: StreamTensors) -> ComposedRow:
+    """The rows of a composed request in this pass, with what each may see."""
+    visible = stream.plan.visible(row.s0, row.s1)
+    return ComposedRow(row, stream, torch.from_numpy(visible), int(visible.max()))
+
+
+def capture_row(request_id: str, row: Row, plan: CapturePlan) -> CaptureRow:
+    begin = min(max(plan.lo, row.s0), row.s1)
+    end = max(begin, min(plan.hi, row.s1))
+    return CaptureRow(request_id, row, plan, begin, end)
