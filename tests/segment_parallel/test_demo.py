@@ -58,8 +58,6 @@ def test_a_request_that_was_not_spread_is_bad():
     ("arguments", "says"),
     [
         (["--model", ".", "--size", "tiny"], "give one of the two"),
-        (["--json", "x.json"], "only --bench"),
-        (["--bench", "--json", "/nowhere/x.json"], "/nowhere"),
         (["--size", "huge"], "huge"),
         (["--model", "/nowhere"], "/nowhere"),
     ],

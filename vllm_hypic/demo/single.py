@@ -29,7 +29,7 @@ from ..harness.serving import Answer, Server, ServerError, ask
 from ..primitives.builder import build_messages, build_prompt
 from ..primitives.tokens import PrimitiveTexts
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-hybrid-qa"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-hybrid-qa"
 ORDERS = 3
 WARM_UP_TASKS = 3
 ANSWER_TOKENS = 8
