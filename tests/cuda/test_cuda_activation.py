@@ -101,9 +101,8 @@ def test_the_backends_name_stands_for_flash_attention(cuda: CUDA) -> None:
     """The module where vLLM looks the class up, imported anew under another name."""
     here = importlib.util.find_spec("vllm_hypic.backends.attention.backend")
     assert here is not None and here.origin is not None
-    anew = importlib.util.spec_from_file_location(
-        "vllm_hypic.backends.attention.backend_on_cuda", here.origin
-    )
+    name = "vllm_hypic.backends.attention.backend_on_cuda"
+    anew = importlib.util.spec_from_file_location(name, here.origin)
     assert anew is not None and anew.loader is not None
     module = importlib.util.module_from_spec(anew)
     anew.loader.exec_module(module)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_hypic.demo.single import single
+from vllm_hypic.demo import single
 from vllm_hypic.harness.serving import Answer
 
 from .conftest import ENV
