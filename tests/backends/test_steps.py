@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.step import ComposedRow, Row, StepContext, StreamTensors, capture_row, composed_row
 
 CPU = torch.device("cpu")

@@ -18,11 +18,11 @@ from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
 from vllm_hypic.backends.cuda.memory import scratch_bytes
 from vllm_hypic.backends.cuda.rows import PARTIAL_BYTES, SHORTEST, span_pieces
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
-from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.engine import cuda_worker
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
 from vllm_hypic.pool import upload as upload_module
 from vllm_hypic.pool.geometry import PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import (
     Batch,

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.metadata import CapturePlan, HypicMetadata
+from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.pool.copy import readback as streams_module
 from vllm_hypic.pool.copy.readback import CPUStreams, CUDAStreams, streams_of
 from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.record_blocks import DeviceTiles, HostTiles, RecordTiles
 from vllm_hypic.pool.step import Row, StepContext, capture_row
 from vllm_hypic.pool.transition_blocks import NONE, TilePool

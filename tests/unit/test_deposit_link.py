@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from store.awkward_tiers import AwkwardTier, wait_for
 
-from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, RecordPlace, StoreAction, StoreOrder
+from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, StoreAction, StoreOrder
 from vllm_hypic.connector.worker.shared_tier_link import DepositLink
 from vllm_hypic.connector.worker.store_link import StoreLink
+from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_hypic.connector.scheduler.directory import Lookup, Need, SegmentDirectory, Space
+from vllm_hypic.connector.scheduler.directory import Lookup, Need, SegmentDirectory
+from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction.make import PolicyName, make_policy
 

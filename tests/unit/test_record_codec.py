@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.connector.metadata import RecordPlace
 from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy.movers import mover_of
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.transition_blocks import NONE
 from vllm_hypic.primitives.keys import Namespace, SegmentKey

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.metadata import CapturePlan
 from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide, SegmentJob
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.tokens import PrimitiveIds
 

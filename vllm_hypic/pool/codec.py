@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..connector.metadata import RecordPlace
 from ..primitives.keys import Namespace, SegmentKey
 from ..store.protocol import Reader, Verdict
 from ..store.record import Expected, Fault, RecordHeader, Section, SectionLimit, open_record
 from ..store.worth import ObjectName, object_name
 from .copy.base import RecordMover
 from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry
+from .plans import RecordPlace
 from .tensors import DevicePool
 from .transition_blocks import NONE
 

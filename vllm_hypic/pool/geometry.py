@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.engine import ConfigError, HypicConfig
-from ..connector.scheduler.directory import Space
+from .plans import Space
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..connector.metadata import CapturePlan, StreamPlan
+from .plans import CapturePlan, StreamPlan
 from .upload import upload
 
 

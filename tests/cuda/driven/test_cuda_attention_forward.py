@@ -22,8 +22,8 @@ from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAtten
 from vllm_hypic.backends.cuda import rows as shared_rows
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
-from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool

@@ -25,9 +25,9 @@ from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
 from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, pack
-from vllm_hypic.connector.metadata import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.record_blocks import DeviceTiles
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row

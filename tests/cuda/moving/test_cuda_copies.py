@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, RecordPlace, StoreAction, StoreOrder
+from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, StoreAction, StoreOrder
 from vllm_hypic.connector.worker.transfer_link import TransferLink
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.copy.staging import (
@@ -25,6 +25,7 @@ from vllm_hypic.pool.copy.staging import (
     nbytes_of,
 )
 from vllm_hypic.pool.copy.stream import CUDACopyStream
+from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.segment_parallel.landed import Landed
 from vllm_hypic.store.protocol import Verdict
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.metadata import CapturePlan, HypicMetadata, RecordPlace
+from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
 from vllm_hypic.connector.worker import side as worker_module
 from vllm_hypic.connector.worker.side import WorkerSide
@@ -28,6 +28,7 @@ from vllm_hypic.pool.copy.base import RecordMover
 from vllm_hypic.pool.copy.host import HostMover
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan, RecordPlace
 from vllm_hypic.pool.step import Row, StepContext, capture_row
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.transition_blocks import NONE

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...store.eviction.base import EvictionPolicy
 from ...store.worth import Worth
@@ -36,21 +37,6 @@ class Need:
     columns: int
     tiles: int = 0
     worth: Worth = NO_WORTH
-
-
-@dataclass(frozen=True)
-class Space:
-    """Pages, slots and tiles of the pool."""
-
-    pages: int = 0
-    slots: int = 0
-    tiles: int = 0
-
-    def __add__(self, other: Space) -> Space:
-        return Space(self.pages + other.pages, self.slots + other.slots, self.tiles + other.tiles)
-
-    def covers(self, other: Space) -> bool:
-        return self.pages >= other.pages and self.slots >= other.slots and self.tiles >= other.tiles
 
 
 @dataclass

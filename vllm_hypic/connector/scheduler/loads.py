@@ -10,8 +10,9 @@ import time
 from collections.abc import Set
 from dataclasses import dataclass, field
 
+from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
-from ..metadata import LoadCount, RecordPlace
+from ..metadata import LoadCount
 
 
 @dataclass

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..metadata import PushOrder, RecordPlace
+from ...pool.plans import RecordPlace
+from ..metadata import PushOrder
 
 
 @dataclass

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
+from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...store.protocol import StoreStats
 from ...store.totals import append_stats, numbers_of, without_latencies
 from ..metadata import StoreAction, StoreOrder
-from .directory import Lookup, SegmentDirectory, Space
+from .directory import Lookup, SegmentDirectory
 
 
 class PinRefused(ValueError):

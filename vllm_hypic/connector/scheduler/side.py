@@ -15,6 +15,7 @@ import numpy as np
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
+from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, Space, StreamPlan
 from ...primitives.keys import Namespace, Role, SegmentKey
 from ...primitives.options import NO_TRANSFER, Transfer, link_of_request, transfer_of_request
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
@@ -24,18 +25,9 @@ from ...store.eviction.make import make_policy
 from ...store.shared import shared_tiers
 from ...store.totals import append_stats
 from ...store.worth import Worth
-from ..metadata import (
-    NIXL,
-    CapturePlan,
-    ComposePoint,
-    HypicMetadata,
-    LoadCount,
-    RecordPlace,
-    StreamPlan,
-    WorkerReport,
-)
+from ..metadata import NIXL, HypicMetadata, LoadCount, WorkerReport
 from ..stats import HypicCounters
-from .directory import Entry, Lookup, Need, SegmentDirectory, Space
+from .directory import Entry, Lookup, Need, SegmentDirectory
 from .loads import Loads
 from .pushes import Pushes
 from .retention import Upkeep

@@ -14,6 +14,7 @@ from ...pool.copy.movers import mover_of
 from ...pool.copy.readback import Readback, streams_of
 from ...pool.copy.staging import moves_records
 from ...pool.geometry import PoolGeometry
+from ...pool.plans import CapturePlan
 from ...pool.runtime import HypicRuntime
 from ...pool.step import (
     Batch,
@@ -27,7 +28,7 @@ from ...pool.step import (
 )
 from ...pool.tensors import DevicePool
 from ...store.shared import shared_tiers
-from ..metadata import CapturePlan, HypicMetadata, StoreAction, WorkerReport
+from ..metadata import HypicMetadata, StoreAction, WorkerReport
 from .shared_tier_link import DepositLink
 from .store_link import StoreLink
 from .transfer_link import TransferLink

@@ -16,13 +16,14 @@ from vllm.logger import init_logger
 
 from ...pool.codec import RecordCodec
 from ...pool.copy.base import RecordMover
+from ...pool.plans import RecordPlace
 from ...pool.tensors import DevicePool
 from ...primitives.keys import SegmentKey
 from ...store.protocol import Fetched, Reservation, SegmentStore, StoreStats
 from ...store.record import record_nbytes, seal_record
 from ...store.totals import since
 from ...store.worth import ObjectName, Worth
-from ..metadata import HypicMetadata, LoadCount, RecordPlace, StoreAction, StoreOrder
+from ..metadata import HypicMetadata, LoadCount, StoreAction, StoreOrder
 
 logger = init_logger("vllm.hypic.store")
 

@@ -17,11 +17,12 @@ from vllm.logger import init_logger
 
 from ...pool.codec import RecordCodec
 from ...pool.copy.base import RecordMover
+from ...pool.plans import RecordPlace
 from ...pool.tensors import DevicePool
 from ...primitives.options import tier_of
 from ...store.record import aligned_buffer, record_nbytes, seal_record
 from ...store.worth import ObjectName
-from ..metadata import NIXL, TCP, HypicMetadata, LoadCount, PushOrder, RecordPlace, StoreAction
+from ..metadata import NIXL, TCP, HypicMetadata, LoadCount, PushOrder, StoreAction
 
 if TYPE_CHECKING:
     from ...segment_parallel.landing import Landing

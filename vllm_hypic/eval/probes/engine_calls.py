@@ -17,7 +17,7 @@ from ...harness import engine_calls
 from ...harness.engine_calls import Ask
 
 if TYPE_CHECKING:
-    from ...connector.metadata import StreamPlan
+    from ...pool.plans import StreamPlan
 
 
 @dataclass(frozen=True)

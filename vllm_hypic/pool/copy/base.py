@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ...connector.metadata import RecordPlace
 from ...store.record import RecordHeader
+from ..plans import RecordPlace
 
 Sections = Mapping[str, np.ndarray]
 """A record's sections by name, each flat, uint8; valid during the call that they are given to."""

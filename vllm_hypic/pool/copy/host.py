@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...connector.metadata import RecordPlace
 from ...store.record import RecordHeader, begin_record
+from ..plans import RecordPlace
 from ..tensors import DevicePool
 from ..transition_blocks import NONE
 from .base import Intake, Sections

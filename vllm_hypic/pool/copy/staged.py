@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...connector.metadata import RecordPlace
 from ...store.record import RecordHeader, begin_record
+from ..plans import RecordPlace
 from ..tensors import DevicePool
 from ..transition_blocks import NONE
 from ..upload import upload

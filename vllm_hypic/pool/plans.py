@@ -1,0 +1,118 @@
+"""What scheduler and computation share about the pool: space, compose points, streams, captures, places.
+
+Made by the scheduler, pickled to the workers, read by the computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..primitives.keys import SegmentKey
+
+
+@dataclass(frozen=True)
+class Space:
+    """Pages, slots and tiles of the pool."""
+
+    pages: int = 0
+    slots: int = 0
+    tiles: int = 0
+
+    def __add__(self, other: Space) -> Space:
+        return Space(self.pages + other.pages, self.slots + other.slots, self.tiles + other.tiles)
+
+    def covers(self, other: Space) -> bool:
+        return self.pages >= other.pages and self.slots >= other.slots and self.tiles >= other.tiles
+
+
+@dataclass(frozen=True)
+class ComposePoint:
+    """Before stream index ``at``: apply the record in ``slot`` and show its ``columns`` to the rows
+    that follow.  ``replace_state``: nothing stands before it (leading segment), so the state simply
+    becomes S."""
+
+    at: int
+    slot: int
+    columns: int
+    replace_state: bool
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """A composed request as the worker sees it.
+
+    ``positions [stream]`` int64: logical positions; ``column_slots [columns]`` and
+    ``column_positions [columns]`` int64: token slot in the pool and logical position of every
+    public column, the request's interiors laid end to end.
+    """
+
+    positions: np.ndarray
+    n_logical: int
+    points: tuple[ComposePoint, ...]
+    column_slots: np.ndarray
+    column_positions: np.ndarray
+    use_transition: bool
+
+    @property
+    def point_indices(self) -> np.ndarray:
+        """Stream index of every compose point, ascending."""
+        return np.array([p.at for p in self.points], dtype=np.int64)
+
+    def logical(self, start: int, stop: int) -> np.ndarray:
+        """Logical positions of stream indices ``[start, stop)``, generated tokens included."""
+        n = len(self.positions)
+        known = self.positions[start : min(stop, n)]
+        if stop <= n:
+            return known
+        first = max(start, n) - n + self.n_logical
+        return np.concatenate([known, np.arange(first, self.n_logical + stop - n, dtype=np.int64)])
+
+    def visible(self, start: int, stop: int) -> np.ndarray:
+        """Public columns that stream indices ``[start, stop)`` see: a prefix each, int64."""
+        counts = np.concatenate([[0], np.cumsum([p.columns for p in self.points], dtype=np.int64)])
+        seen = np.searchsorted(self.point_indices, np.arange(start, stop), side="right")
+        return counts[seen].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class RecordPlace:
+    """A record and its place in the pool: what the worker needs to move it to the store, or from there.
+
+    ``column_slots [columns]`` int64; ``worth_tokens`` and ``worth_flops`` are those of a hit.
+    """
+
+    serial: int
+    key: SegmentKey
+    slot: int
+    column_slots: np.ndarray
+    leading: bool
+    worth_tokens: int
+    worth_flops: float
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
+
+    ``column_slots [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when the segment
+    has padding inside; ``leading`` records need no transition.
+    """
+
+    lo: int
+    hi: int
+    slot: int
+    column_slots: np.ndarray
+    positions: np.ndarray | None
+    leading: bool
+    serial: int = 0
+    """Number of the record, by which the worker reports how many tiles it took."""
+    stored: RecordPlace | None = None
+    """Given when the record goes to the store once it is complete."""
+
+    def local_positions(self, start: int, stop: int) -> np.ndarray:
+        """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""
+        if self.positions is None:
+            return np.arange(start, stop, dtype=np.int64)
+        return self.positions[start:stop]
