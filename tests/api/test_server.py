@@ -33,7 +33,7 @@ from vllm_hypic.cli import main
 from vllm_hypic.demo.single import EXAMPLE, make_tasks
 from vllm_hypic.harness.serving import Server, ask
 from vllm_hypic.primitives.tokens import PrimitiveTexts
-from vllm_hypic.segment_parallel.notice import tell_stored
+from vllm_hypic.segment_parallel.notifier import tell_stored
 
 from .conftest import (
     MAX_MODEL_LEN,

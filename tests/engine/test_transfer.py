@@ -13,8 +13,8 @@ import pytest
 from oracle.models import random_segments
 
 from vllm_hypic.harness.processes import free_port
-from vllm_hypic.segment_parallel.landing import Landing
-from vllm_hypic.segment_parallel.notice import withdraw
+from vllm_hypic.segment_parallel.notifier import withdraw
+from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
 
@@ -100,7 +100,7 @@ def pushed(engine: Engine) -> dict[str, bytes]:
     """The prompt's records, computed if need be, as they arrive elsewhere; by the names of their objects."""
     taken: dict[str, bytes] = {}
     there = f"tcp://127.0.0.1:{free_port()}"
-    landing = Landing(there, engine.call(namespace), None, 1 << 26)
+    receiver = Receiver(there, engine.call(namespace), None, 1 << 26)
     try:
         for name in engine.call(names):
 
@@ -108,16 +108,16 @@ def pushed(engine: Engine) -> dict[str, bytes]:
                 taken[name] = bytes(data)
                 return Verdict.TAKEN
 
-            landing.expect(name, 1 << 26, read)
+            receiver.expect(name, 1 << 26, read)
         (answer,) = engine.ask(warm_up(hypic_push_to=there, hypic_push_deadline_s=BOUND_S))
         assert answer.reasons == ("stop",) and len(taken) == 3, "it ends when all have arrived"
-        assert {landed.name for landed in landing.poll()} == set(taken)
+        assert {received.name for received in receiver.poll()} == set(taken)
         # Again, from the pool: nothing is computed, and the receiver has them.
         before = engine.call(computed)
         (answer,) = engine.ask(warm_up(hypic_push_to=there))
         assert answer.reasons == ("stop",) and engine.call(computed) == before
     finally:
-        landing.close()
+        receiver.close()
     return taken
 
 
@@ -162,7 +162,7 @@ def test_records_leave_and_land_by_staged_copies(
     assert same(remote, cold) and engine.call(computed) == before, "nothing was computed here"
 
 
-def test_a_record_that_landed_equals_the_pools(engine: Engine, here: str, records: dict[str, bytes]) -> None:
+def test_a_received_record_equals_the_pools(engine: Engine, here: str, records: dict[str, bytes]) -> None:
     (cold,) = engine.ask(ask())
     engine.call(forget)
     before = engine.call(computed)

@@ -16,10 +16,10 @@ from vllm_hypic.segment_parallel.nixl import Exporter
 url, nbytes, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 exporter = Exporter(nbytes, loopback=True)
 with Peer(url) as peer:
-    assert peer.ask(wire.Offer(name, nbytes)) == wire.Go(name, pull=True)
-    held = exporter.hold(memoryview(bytes_of(name, nbytes)))
+    assert peer.ask(wire.Offer(name, nbytes)) == wire.ClearToSend(name, pull=True)
+    held = exporter.hand_over(name, memoryview(bytes_of(name, nbytes)))
     assert held is not None
-    peer.say(wire.Held(name, held.address, exporter.metadata))
+    peer.say(held.message)
     print("ready", flush=True)
     for _ in sys.stdin:
         exporter.progress()

@@ -1,4 +1,4 @@
-"""What tests of transfers share: an owner of a landing, a peer that speaks raw frames, processes, a proxy."""
+"""What tests of transfers share: a receiver's owner, a peer that speaks raw frames, processes, a proxy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 import zmq
 
 from vllm_hypic.segment_parallel import wire
-from vllm_hypic.segment_parallel.landed import Landed
-from vllm_hypic.segment_parallel.landing import Landing
 from vllm_hypic.segment_parallel.nixl import Exporter, Puller
+from vllm_hypic.segment_parallel.received import Received
+from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
@@ -57,9 +57,9 @@ def until(condition: Callable[[], T], timeout_s: float = LONG_S) -> T:
 
 
 class Owner:
-    """A landing, what was read there, and what it reported.
+    """A receiver, what was read there, and what it reported.
 
-    ``go_s`` is longer than any test: another sender goes for a reason, not because time has passed.
+    ``send_s`` is longer than any test: another sender goes for a reason, not because time has passed.
     ``transport`` ``nixl``: with a puller, this one if given.
     """
 
@@ -69,17 +69,17 @@ class Owner:
         namespace: str = "ns",
         secret: Secret | None = None,
         max_nbytes: int = 64 * MIB,
-        go_s: float = 1000.0,
+        send_s: float = 1000.0,
         transport: str = "tcp",
         puller: Puller | None = None,
     ) -> None:
         if transport == "nixl" and puller is None:
             puller = Puller(NIXL_BYTES, loopback=True)
-        self.landing = Landing(listen, namespace, secret, max_nbytes, puller, go_s=go_s)
-        self.url = self.landing.url
+        self.receiver = Receiver(listen, namespace, secret, max_nbytes, puller, send_s=send_s)
+        self.url = self.receiver.url
         self.verdict: Verdict | Any = Verdict.TAKEN
         self.read: list[bytes] = []
-        self.landed: dict[str, Landed] = {}
+        self.received: dict[str, Received] = {}
 
     def reader(self, data: memoryview) -> Verdict:
         self.read.append(hashlib.sha256(data).digest())
@@ -87,23 +87,23 @@ class Owner:
 
     def expect(self, *names: str, limit: int = 64 * MIB) -> None:
         for name in names:
-            self.landing.expect(name, limit, self.reader)
+            self.receiver.expect(name, limit, self.reader)
 
-    def poll(self) -> dict[str, Landed]:
-        for landed in self.landing.poll():
-            assert landed.name not in self.landed, "reported twice"
-            self.landed[landed.name] = landed
-        return self.landed
+    def poll(self) -> dict[str, Received]:
+        for received in self.receiver.poll():
+            assert received.name not in self.received, "reported twice"
+            self.received[received.name] = received
+        return self.received
 
-    def wait_for(self, *names: str, timeout_s: float = LONG_S) -> list[Landed]:
+    def wait_for(self, *names: str, timeout_s: float = LONG_S) -> list[Received]:
         until(lambda: set(names) <= set(self.poll()), timeout_s)
-        return [self.landed[name] for name in names]
+        return [self.received[name] for name in names]
 
     def __enter__(self) -> Owner:
         return self
 
     def __exit__(self, *args: object) -> None:
-        self.landing.close()
+        self.receiver.close()
 
 
 class Outgoing:
@@ -113,7 +113,7 @@ class Outgoing:
         self, namespace: str = "ns", secret: Secret | None = None, transport: str = "tcp", **options: Any
     ) -> None:
         if transport == "nixl":
-            options["exporter"] = Exporter(NIXL_BYTES, loopback=True)
+            options["nixl"] = Exporter(NIXL_BYTES, loopback=True)
         self.sender = Sender(namespace, secret, **options)
         self.sent: dict[int, Sent] = {}
 
@@ -141,7 +141,7 @@ class Outgoing:
 
 
 class Peer:
-    """Speaks frames to a landing, well-formed or not."""
+    """Speaks frames to a receiver, well-formed or not."""
 
     def __init__(self, url: str, sender: str = "", greet: bool = True) -> None:
         self._codec = wire.Codec()
@@ -183,7 +183,7 @@ class Peer:
             self._greeting = False
 
     def hears_nothing(self) -> bool:
-        """Whether the landing has worked off what was said without an answer."""
+        """Whether the receiver has worked off what was said without an answer."""
         return self.ask(wire.Withdraw([])) == wire.Withdrawn()
 
     def close(self) -> None:

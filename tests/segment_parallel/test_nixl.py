@@ -22,7 +22,8 @@ from vllm_hypic.config.segment_parallel import ParallelConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.segment_parallel import nixl, wire
 from vllm_hypic.segment_parallel.nixl import Exporter, Puller, open_nixl
-from vllm_hypic.segment_parallel.room import Room
+from vllm_hypic.segment_parallel.span_allocator import SpanAllocator
+from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.record import ALIGNMENT
 
 from .peers import MIB, NIXL_BYTES, Gated, Outgoing, Owner, Peer, bytes_of, line, name_of, process, until
@@ -56,12 +57,12 @@ def gate() -> Gated:
 @pytest.fixture
 def outgoing(gate: Gated) -> Iterator[Outgoing]:
     """Its records are read only as far as ``gate`` lets them."""
-    with Outgoing(exporter=gate) as outgoing:
+    with Outgoing(nixl=gate) as outgoing:
         yield outgoing
 
 
 def being_read(owner: Owner) -> int:
-    return len(owner.landing._pulls)
+    return len(owner.receiver._arriving)
 
 
 # -- who has NIXL, and who has not
@@ -72,19 +73,19 @@ def test_one_side_without_it_uses_tcp(here: str, there: str) -> None:
     with Owner(transport=here) as owner, Outgoing(transport=there) as outgoing:
         owner.expect(A)
         assert outgoing.deliver(A, DATA, owner.url).delivered
-        assert owner.read == [digest(DATA)] and not owner.wait_for(A)[0].pulled
-        counts = owner.landing.counts()
+        assert owner.read == [digest(DATA)] and owner.wait_for(A)[0].route is Route.TCP
+        counts = owner.receiver.counts()
         assert (counts.taken, counts.pulled, counts.unpulled, counts.dropped) == (1, 0, 0, 0)
 
 
 def test_a_record_longer_than_the_buffers_comes_over_tcp(owner: Owner) -> None:
     data = bytes_of(A, NIXL_BYTES + 1)
-    with Outgoing(transport="nixl") as outgoing, Outgoing(exporter=Gated(2 * NIXL_BYTES)) as roomy:
+    with Outgoing(transport="nixl") as outgoing, Outgoing(nixl=Gated(2 * NIXL_BYTES)) as roomy:
         owner.expect(A, B)
         assert outgoing.deliver(A, data, owner.url).delivered
-        assert owner.landing.counts().unpulled == 0, "the sender knew"
+        assert owner.receiver.counts().unpulled == 0, "the sender knew"
         assert roomy.deliver(B, data, owner.url).delivered
-        assert (owner.landing.counts().pulled, owner.landing.counts().unpulled) == (0, 1)
+        assert (owner.receiver.counts().pulled, owner.receiver.counts().unpulled) == (0, 1)
     assert owner.read == [digest(data)] * 2
 
 
@@ -97,11 +98,11 @@ def test_records_beyond_the_receive_buffer_come_over_tcp(
         ticket = outgoing.send(A, bytes_of(A, LARGE), owner.url)
         until(lambda: being_read(owner) == 1)
         assert other.deliver(B, bytes_of(B, LARGE), owner.url).delivered
-        assert not owner.wait_for(B)[0].pulled and owner.landing.counts().unpulled == 1
+        assert owner.wait_for(B)[0].route is Route.TCP and owner.receiver.counts().unpulled == 1
         gate.open()
-        assert outgoing.wait_for(ticket).delivered and owner.wait_for(A)[0].pulled
+        assert outgoing.wait_for(ticket).delivered and owner.wait_for(A)[0].route is Route.NIXL
         assert other.deliver(C, bytes_of(C, LARGE), owner.url).delivered
-        assert owner.wait_for(C)[0].pulled
+        assert owner.wait_for(C)[0].route is Route.NIXL
     assert owner.read == [digest(bytes_of(name, LARGE)) for name in (B, A, C)]
 
 
@@ -110,13 +111,13 @@ def test_records_beyond_the_senders_buffer_go_over_tcp(owner: Owner, outgoing: O
     first = outgoing.send(A, bytes_of(A, LARGE), owner.url)
     until(lambda: being_read(owner) == 1)
     assert outgoing.deliver(B, bytes_of(B, LARGE), owner.url).delivered
-    assert not owner.wait_for(B)[0].pulled
+    assert owner.wait_for(B)[0].route is Route.TCP
     gate.open()
-    assert outgoing.wait_for(first).delivered and owner.wait_for(A)[0].pulled
+    assert outgoing.wait_for(first).delivered and owner.wait_for(A)[0].route is Route.NIXL
     assert not gate.busy, "the sender's buffer is empty again"
 
 
-def test_the_landing_serves_others_while_one_hangs_and_does_not_spin(
+def test_the_receiver_serves_others_while_one_hangs_and_does_not_spin(
     owner: Owner, outgoing: Outgoing
 ) -> None:
     with Outgoing(transport="nixl") as other, Outgoing() as third:
@@ -124,7 +125,7 @@ def test_the_landing_serves_others_while_one_hangs_and_does_not_spin(
         outgoing.send(A, DATA, owner.url)
         until(lambda: being_read(owner) == 1)
         assert other.deliver(B, DATA, owner.url).delivered and third.deliver(C, DATA, owner.url).delivered
-        assert owner.wait_for(B)[0].pulled and not owner.wait_for(C)[0].pulled
+        assert owner.wait_for(B)[0].route is Route.NIXL and owner.wait_for(C)[0].route is Route.TCP
         before = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - before < 0.3, "a thread is busy with waiting"
@@ -139,13 +140,15 @@ def test_the_sender_least_recently_read_from_is_disconnected(
     owner.expect(A, B, C, D)
     with Outgoing(transport="nixl") as other:
         for end, name in ((outgoing, A), (other, B), (outgoing, C)):
-            assert end.deliver(name, DATA, owner.url).delivered and owner.wait_for(name)[0].pulled
+            assert (
+                end.deliver(name, DATA, owner.url).delivered and owner.wait_for(name)[0].route is Route.NIXL
+            )
         gate.steps = 0
         owner.expect(E)
         outgoing.send(D, DATA, owner.url)
         until(lambda: being_read(owner) == 1)
         assert other.deliver(E, DATA, owner.url).delivered, "there is none that is not being read from"
-        assert not owner.wait_for(E)[0].pulled and being_read(owner) == 1
+        assert owner.wait_for(E)[0].route is Route.TCP and being_read(owner) == 1
 
 
 # -- transfers that fail
@@ -175,23 +178,23 @@ def test_a_sender_killed_in_the_middle_of_a_read() -> None:
         os.kill(child.pid, signal.SIGKILL)
         assert other.wait_for(ticket).delivered
         assert owner.read == [digest(data)] and owner.wait_for(name)[0].taken
-        assert owner.landing.counts().unpulled == 1 and len(puller._room) == 0
+        assert owner.receiver.counts().unpulled == 1 and len(puller._spans) == 0
 
 
-def test_a_landing_killed_while_it_reads(outgoing: Outgoing, gate: Gated) -> None:
-    with process("landing_process.py", "nixl", A) as child:
+def test_a_receiver_killed_while_it_reads(outgoing: Outgoing, gate: Gated) -> None:
+    with process("receiving.py", "nixl", A) as child:
         [url] = line(child)
         ticket = outgoing.send(A, DATA, url)
         until(lambda: gate.busy)
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
     with Owner(url, transport="nixl") as restarted:
-        until(lambda: restarted.landing.counts().offers == 1)
+        until(lambda: restarted.receiver.counts().offers == 1)
         assert not gate.busy, "what the dead one was to read takes room"
         gate.open()
         restarted.expect(A)
         assert outgoing.wait_for(ticket).delivered
-        assert restarted.read == [digest(DATA)] and restarted.wait_for(A)[0].pulled
+        assert restarted.read == [digest(DATA)] and restarted.wait_for(A)[0].route is Route.NIXL
 
 
 def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(
@@ -202,16 +205,19 @@ def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(
     with Owner(puller=puller) as owner, Outgoing(transport="nixl") as other:
         owner.expect(A, B, C)
         assert outgoing.deliver(A, bytes_of(A, MIB), owner.url).delivered
-        assert not owner.wait_for(A)[0].pulled and owner.landing.counts().unpulled == 1
-        assert len(puller._room) == 1, "NIXL may still write there"
-        assert other.deliver(B, bytes_of(B, MIB), owner.url).delivered and owner.wait_for(B)[0].pulled
+        assert owner.wait_for(A)[0].route is Route.TCP and owner.receiver.counts().unpulled == 1
+        assert len(puller._spans) == 1, "NIXL may still write there"
+        assert (
+            other.deliver(B, bytes_of(B, MIB), owner.url).delivered
+            and owner.wait_for(B)[0].route is Route.NIXL
+        )
         assert outgoing.deliver(C, DATA, owner.url).delivered, "from there everything comes over TCP"
-        assert not owner.wait_for(C)[0].pulled and len(puller._room) == 1, "at once"
+        assert owner.wait_for(C)[0].route is Route.TCP and len(puller._spans) == 1, "at once"
         gate.open()
-        until(lambda: len(puller._room) == 0)
+        until(lambda: len(puller._spans) == 0)
         owner.expect(D)
         assert outgoing.deliver(D, DATA, owner.url).delivered
-        assert owner.wait_for(D)[0].pulled, "connected anew"
+        assert owner.wait_for(D)[0].route is Route.NIXL, "connected anew"
     assert owner.read == [digest(bytes_of(A, MIB)), digest(bytes_of(B, MIB)), digest(DATA), digest(DATA)]
 
 
@@ -221,7 +227,7 @@ def test_what_was_withdrawn_while_it_was_read_reaches_no_reader(
     owner.expect(A)
     ticket = outgoing.send(A, DATA, owner.url)
     until(lambda: being_read(owner) == 1)
-    owner.landing.withdraw(A)
+    owner.receiver.withdraw(A)
     assert outgoing.wait_for(ticket).reason == "not needed"
     assert not gate.busy
     # What is read now are the bytes of another record, of the same name and from the same place.
@@ -232,8 +238,8 @@ def test_what_was_withdrawn_while_it_was_read_reaches_no_reader(
     gate.open()
     assert outgoing.wait_for(again).reason == ""
     until(lambda: being_read(owner) == 0)
-    assert owner.read == [digest(other)] and owner.wait_for(A)[0].pulled
-    assert (owner.landing.counts().late, owner.landing.counts().refused) == (1, 0)
+    assert owner.read == [digest(other)] and owner.wait_for(A)[0].route is Route.NIXL
+    assert (owner.receiver.counts().late, owner.receiver.counts().refused) == (1, 0)
 
 
 def test_a_deadline_while_it_is_read(owner: Owner, outgoing: Outgoing, gate: Gated) -> None:
@@ -246,19 +252,19 @@ def test_a_deadline_while_it_is_read(owner: Owner, outgoing: Outgoing, gate: Gat
     assert owner.read == [digest(DATA)]
 
 
-@pytest.mark.parametrize("first", ["sender", "landing"])
+@pytest.mark.parametrize("first", ["sender", "receiver"])
 def test_closing_while_records_are_read(first: str) -> None:
-    owner, outgoing = Owner(transport="nixl"), Outgoing(exporter=Gated())
+    owner, outgoing = Owner(transport="nixl"), Outgoing(nixl=Gated())
     names = [name_of(i) for i in range(10)]
     owner.expect(*names)
     for name in names:
         outgoing.send(name, DATA, owner.url)
     until(lambda: being_read(owner) == len(names))
-    ends = [outgoing.sender, owner.landing]
+    ends = [outgoing.sender, owner.receiver]
     for end in ends if first == "sender" else reversed(ends):
         end.close()
     assert {sent.reason for sent in outgoing.poll().values()} == {"the sender is closed"}
-    assert {landed.reason for landed in owner.wait_for(*names)} == {"the landing is closed"}
+    assert {received.reason for received in owner.wait_for(*names)} == {"the receiver is closed"}
     assert not owner.read
 
 
@@ -267,44 +273,44 @@ def test_closing_while_records_are_read(first: str) -> None:
 
 def test_what_cannot_be_read_is_sent(owner: Owner) -> None:
     exporter = Exporter(MIB, loopback=True)
-    foreign = exporter.metadata[:60] + b"?" * 20 + exporter.metadata[80:]
+    foreign = exporter._agent.metadata[:60] + b"?" * 20 + exporter._agent.metadata[80:]
     cases = [
         (b"\0", 4096),
-        (exporter.metadata[:-50], 4096),
+        (exporter._agent.metadata[:-50], 4096),
         (foreign, 4096),
-        (exporter.metadata, exporter._agent.address - 1),
-        (exporter.metadata, exporter._agent.address + MIB - len(DATA) + 1),
-        (exporter.metadata, 1 << 62),
+        (exporter._agent.metadata, exporter._agent.address - 1),
+        (exporter._agent.metadata, exporter._agent.address + MIB - len(DATA) + 1),
+        (exporter._agent.metadata, 1 << 62),
     ]
     with Peer(owner.url) as peer:
         for i, (metadata, address) in enumerate(cases, 1):
             name = name_of(i)
             owner.expect(name)
-            assert peer.ask(wire.Offer(name, len(DATA))) == wire.Go(name, pull=True)
-            assert peer.ask(wire.Held(name, address, metadata)) == wire.Go(name, pull=False), i
+            assert peer.ask(wire.Offer(name, len(DATA))) == wire.ClearToSend(name, pull=True)
+            assert peer.ask(wire.Held(name, address, metadata)) == wire.ClearToSend(name, pull=False), i
             peer.data(name, DATA)
-            assert peer.hear() == wire.Taken(name)
-            assert owner.landing.counts().unpulled == i
-    assert len(owner.landing._puller._room) == 0
-    assert owner.read == [digest(DATA)] * len(cases) and owner.landing.counts().dropped == 0
+            assert peer.hear() == wire.Ack(name)
+            assert owner.receiver.counts().unpulled == i
+    assert len(owner.receiver._transports[wire.Held]._spans) == 0
+    assert owner.read == [digest(DATA)] * len(cases) and owner.receiver.counts().dropped == 0
 
 
 def test_what_nobody_asked_to_hold_is_dropped(owner: Owner) -> None:
     gate = Gated()
-    held = gate.hold(memoryview(DATA))
+    held = gate.hand_over(A, memoryview(DATA))
     assert held is not None
-    message = wire.Held(A, held.address, gate.metadata)
+    message = held.message
     with Peer(owner.url) as peer, Owner() as plain, Peer(plain.url) as stranger:
         peer.say(message)
-        assert peer.hears_nothing() and owner.landing.counts().dropped == 1
+        assert peer.hears_nothing() and owner.receiver.counts().dropped == 1
         owner.expect(A)
-        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A, pull=True)
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A, pull=True)
         peer.say(message, message)
-        assert peer.hears_nothing() and owner.landing.counts().dropped == 2 and being_read(owner) == 1
+        assert peer.hears_nothing() and owner.receiver.counts().dropped == 2 and being_read(owner) == 1
         plain.expect(A)
-        assert stranger.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        assert stranger.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
         stranger.say(message)
-        assert stranger.hears_nothing() and plain.landing.counts().dropped == 1
+        assert stranger.hears_nothing() and plain.receiver.counts().dropped == 1
 
 
 @pytest.mark.parametrize(
@@ -357,16 +363,16 @@ def test_without_a_secret_only_this_machine_can_connect() -> None:
     assert not listening() & opened
 
 
-# -- room
+# -- spans
 
 
 @given(st.lists(st.one_of(st.integers(1, 5000), st.integers(-20, -1)), max_size=60))
 def test_spans_never_overlap(steps: list[int]) -> None:
     """Positive: take so many bytes; negative: give back one of the spans taken."""
-    room, taken = Room(16384), {}
+    spans, taken = SpanAllocator(16384), {}
     for step in steps:
         if step > 0:
-            start = room.take(step)
+            start = spans.take(step)
             if start is not None:
                 assert start % ALIGNMENT == 0 and start + step <= 16384
                 assert all(start + step <= s or start >= s + n for s, n in taken.items())
@@ -375,9 +381,9 @@ def test_spans_never_overlap(steps: list[int]) -> None:
                 assert taken, "an empty room has room"
         elif taken:
             start = list(taken)[step % len(taken)]
-            room.give_back(start)
+            spans.give_back(start)
             del taken[start]
-        assert len(room) == len(taken)
+        assert len(spans) == len(taken)
     for start in taken:
-        room.give_back(start)
-    assert room.take(16384) == 0 and room.take(1) is None
+        spans.give_back(start)
+    assert spans.take(16384) == 0 and spans.take(1) is None

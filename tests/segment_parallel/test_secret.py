@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.segment_parallel.notice import withdraw
+from vllm_hypic.segment_parallel.notifier import withdraw
 from vllm_hypic.segment_parallel.secret import Secret, _verdict
 
 from .peers import ANY_PORT, Outgoing, Owner, bytes_of, name_of
@@ -64,7 +64,7 @@ def test_others_are_kept_out(server: Secret | None, client: Secret | None) -> No
         with pytest.raises(TimeoutError):
             withdraw(owner.url, "ns", [name], client, timeout_s=0.4)
         assert not owner.poll() and not owner.read
-        with Outgoing(secret=server) as one_of_us:  # it was not the landing that was out of order
+        with Outgoing(secret=server) as one_of_us:  # it was not the receiver that was out of order
             assert one_of_us.deliver(name, data, owner.url).delivered
         assert owner.wait_for(name)[0].taken
 

@@ -1,4 +1,4 @@
-"""Sender and landing together: whole records arrive, whatever happens to the processes at either end."""
+"""Sender and receiver together: whole records arrive, whatever happens to the processes at either end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.segment_parallel.notice import awithdraw, withdraw
+from vllm_hypic.segment_parallel.notifier import awithdraw, withdraw
 from vllm_hypic.segment_parallel.secret import Secret
+from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
 from .peers import LONG_S, MIB, Outgoing, Owner, Throttle, bytes_of, line, name_of, over_both, process, until
@@ -67,13 +68,13 @@ def test_a_record_arrives_whole(transport: str, secret: Secret | None, nbytes: i
         assert (sent.name, sent.destination, sent.delivered, sent.reason) == (A, owner.url, True, "")
         assert sent.seconds > 0 and outgoing.sender.pending_bytes() == 0
         assert owner.read == [hashlib.sha256(data).digest()]
-        [landed] = owner.wait_for(A)
-        assert landed.taken and landed.nbytes == nbytes and landed.pulled == (transport == "nixl")
+        [received] = owner.wait_for(A)
+        assert received.taken and received.nbytes == nbytes and received.route is Route(transport)
 
 
 def test_what_is_not_needed_counts_as_delivered() -> None:
     with Owner() as owner, Outgoing() as outgoing:
-        owner.landing.settle(A)
+        owner.receiver.settle(A)
         sent = outgoing.deliver(A, DATA, owner.url)
         assert sent.delivered and sent.reason == "not needed" and not owner.read
 
@@ -150,7 +151,7 @@ def test_two_senders_of_one_name(transport: str) -> None:
         Outgoing(transport=transport) as other,
     ):
         tickets = one.send(A, DATA, owner.url), other.send(A, DATA, owner.url)
-        until(lambda: owner.landing.counts().offers == 2)
+        until(lambda: owner.receiver.counts().offers == 2)
         owner.expect(A)
         reasons = [one.wait_for(tickets[0]).reason, other.wait_for(tickets[1]).reason]
         assert sorted(reasons) == ["", "not needed"] and len(owner.read) == 1
@@ -172,14 +173,14 @@ def test_records_of_many_processes_arrive_whole() -> None:
             for child in children:
                 start(child)
             owner.expect(*names[1::2])
-            landed = owner.wait_for(*names)
-            assert all(x.taken and x.nbytes == MIB for x in landed)
+            received = owner.wait_for(*names)
+            assert all(x.taken and x.nbytes == MIB for x in received)
             told = [line(child) for child in children for _ in range(50)]
         assert {words[0] for words in told} == set(names)
         assert {words[1] for words in told} == {"True"}
         assert set(owner.read) == {digest(name, MIB) for name in names} and len(owner.read) == 200
-        counts = owner.landing.counts()
-        assert (counts.bytes, counts.pulled) == (200 * MIB, sum(x.pulled for x in landed))
+        counts = owner.receiver.counts()
+        assert (counts.bytes, counts.pulled) == (200 * MIB, sum(x.route is Route.NIXL for x in received))
         assert 1 <= counts.pulled <= 100
 
 
@@ -206,10 +207,10 @@ def test_a_destination_that_is_out_of_order_delays_no_other() -> None:
 def test_an_offer_past_its_deadline_is_retracted() -> None:
     with Owner() as owner, Outgoing() as early, Outgoing() as later:
         given_up = early.send(A, DATA, owner.url, 2.0)
-        until(lambda: owner.landing.counts().offers == 1)
+        until(lambda: owner.receiver.counts().offers == 1)
         assert not early.wait_for(given_up).delivered
         ticket = later.send(A, DATA, owner.url)
-        until(lambda: owner.landing.counts().offers == 2)
+        until(lambda: owner.receiver.counts().offers == 2)
         owner.expect(A)
         assert later.wait_for(ticket).delivered, "the sender that has given up was told to go"
 
@@ -231,9 +232,9 @@ def test_a_destination_that_restarts_is_greeted_and_offered_again(secret: Secret
             owner.expect(A)
             assert outgoing.deliver(A, DATA, owner.url).delivered
             ticket = outgoing.send(B, DATA, owner.url)
-            until(lambda: owner.landing.counts().offers == 2)
+            until(lambda: owner.receiver.counts().offers == 2)
         with Owner(owner.url, secret=secret) as restarted:
-            until(lambda: restarted.landing.counts().offers == 1, 9.0)  # renewed after 10 s
+            until(lambda: restarted.receiver.counts().offers == 1, 9.0)  # renewed after 10 s
             restarted.expect(B)
             assert outgoing.wait_for(ticket).delivered
             assert restarted.wait_for(B)[0].taken
@@ -245,7 +246,7 @@ def test_a_destination_that_restarts_in_the_middle_gets_it_all() -> None:
         owner.expect(A)
         ticket = outgoing.send(A, data, proxy.url)
         until(lambda: proxy.full)
-        owner.landing.close()
+        owner.receiver.close()
         assert not owner.read
         with Owner(owner.url) as restarted:
             restarted.expect(A)
@@ -258,7 +259,7 @@ def test_a_restart_with_another_model_is_noticed() -> None:
     with Outgoing() as outgoing:
         with Owner() as owner:
             ticket = outgoing.send(A, DATA, owner.url)
-            until(lambda: owner.landing.counts().offers == 1)
+            until(lambda: owner.receiver.counts().offers == 1)
         with Owner(owner.url, namespace="another model") as restarted:
             restarted.expect(A)
             sent = outgoing.wait_for(ticket, LONG_S / 2)
@@ -269,7 +270,7 @@ def test_a_restart_with_another_model_is_noticed() -> None:
 def test_a_destination_that_hangs_in_the_middle_is_given_up_at_the_deadline() -> None:
     """Meanwhile records for other destinations travel; once it goes on, it can be reached again."""
     data = bytes_of(A, BIG)
-    with Owner() as owner, Outgoing() as outgoing, process("landing_process.py", "tcp", A, B) as child:
+    with Owner() as owner, Outgoing() as outgoing, process("receiving.py", "tcp", A, B) as child:
         [url] = line(child)
         with Throttle(url, allowance=8 * MIB) as proxy:
             ticket = outgoing.send(A, data, proxy.url, 4.0)
@@ -310,13 +311,13 @@ def test_bytes_are_the_callers_again_only_when_they_have_left() -> None:
         owner.expect(A)
         ticket = outgoing.send(A, bytes_of(A, BIG), proxy.url)
         until(lambda: proxy.full)
-        owner.landing.withdraw(A)
+        owner.receiver.withdraw(A)
         with pytest.raises(AssertionError, match="waited in vain"):
             outgoing.wait_for(ticket, timeout_s=0.7)
         assert outgoing.sender.pending_bytes() == BIG
         proxy.open()
         assert outgoing.wait_for(ticket).reason == "not needed"
-        until(lambda: owner.landing.counts().late == 1)
+        until(lambda: owner.receiver.counts().late == 1)
         assert not owner.read and not owner.poll()
 
 
@@ -334,20 +335,20 @@ def test_a_sender_killed_in_the_middle_leaves_nothing_behind() -> None:
         start(child)
         until(lambda: proxy.full)
         ticket = other.send(A, bytes_of(A, BIG), owner.url)
-        until(lambda: owner.landing.counts().offers == 2)
+        until(lambda: owner.receiver.counts().offers == 2)
         assert not other.poll() and not owner.read
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         assert other.wait_for(ticket).reason == ""
         assert owner.read == [digest(A, BIG)]
         assert owner.wait_for(A)[0].taken
-        assert owner.landing.counts().dropped == 0
+        assert owner.receiver.counts().dropped == 0
 
 
 def test_a_sender_that_is_stopped_and_goes_on() -> None:
     """Another may go meanwhile; the late one learns that it is not needed."""
     with (
-        Owner(go_s=0.0, max_nbytes=BIG) as owner,
+        Owner(send_s=0.0, max_nbytes=BIG) as owner,
         Throttle(owner.url, allowance=2 * MIB) as proxy,
         process("sending.py", "tcp", proxy.url, LONG_S, 4 * MIB, A, B) as child,
         Outgoing() as other,
@@ -362,10 +363,10 @@ def test_a_sender_that_is_stopped_and_goes_on() -> None:
         os.kill(child.pid, signal.SIGCONT)
         proxy.open()
         told = {words[0]: words[1:] for words in (line(child), line(child))}
-        assert owner.landing.counts().dropped == 0 and owner.landing.counts().late == 1
+        assert owner.receiver.counts().dropped == 0 and owner.receiver.counts().late == 1
         assert told == {A: ["True", "not needed"], B: ["True"]}
         assert owner.read == [digest(A, 4 * MIB), digest(B, 4 * MIB)]
-        assert all(landed.taken for landed in owner.wait_for(A, B))
+        assert all(received.taken for received in owner.wait_for(A, B))
 
 
 # -- withdrawing
@@ -376,9 +377,9 @@ def test_a_withdrawal_arrives() -> None:
     with Owner() as owner:
         owner.expect(*names)
         withdraw(owner.url, "ns", names, None)
-        assert not any(landed.taken for landed in owner.wait_for(*names))
+        assert not any(received.taken for received in owner.wait_for(*names))
         withdraw(owner.url, "ns", [], None)
-        assert owner.landing.counts().withdrawn == 1200
+        assert owner.receiver.counts().withdrawn == 1200
 
 
 async def test_a_withdrawal_under_asyncio_with_a_secret() -> None:
@@ -477,7 +478,7 @@ def test_an_idle_connection_is_closed_and_made_again() -> None:
 
 def test_neither_vllm_nor_torch_is_imported() -> None:
     code = (
-        "import json, sys; from vllm_hypic.segment_parallel import config, landing, secret, sender, wire; "
+        "import json, sys; from vllm_hypic.segment_parallel import config, receiver, secret, sender, wire; "
         "print(json.dumps([m for m in ('vllm', 'torch', 'vllm_hypic.connector') if m in sys.modules]))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -111,8 +111,8 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         parallel = config.segment_parallel
         if parallel is None:
             return None
-        from ..segment_parallel.landing import Landing
         from ..segment_parallel.nixl import open_nixl
+        from ..segment_parallel.receiver import Receiver
         from ..segment_parallel.secret import Secret
         from ..segment_parallel.sender import Sender
 
@@ -124,8 +124,8 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
             )
         secret = Secret.read(parallel.secret_file)
         exporter, puller = open_nixl(parallel) if parallel.transport == "nixl" else (None, None)
-        landing = Landing(parallel.listen, namespace.digest, secret, geometry.nbytes, puller)
+        receiver = Receiver(parallel.listen, namespace.digest, secret, geometry.nbytes, puller)
         codec = RecordCodec(pool, namespace, RankPart(), mover)
-        return TransferLink(landing, Sender(namespace.digest, secret, exporter), codec, pool, mover)
+        return TransferLink(receiver, Sender(namespace.digest, secret, exporter), codec, pool, mover)
 
     return WorkerSide(geometry, config, open_store, open_transfer)

@@ -39,7 +39,7 @@ from .events_wire import (
     encode,
     new_snapshot_topic,
 )
-from .keep_alive import keep_alive
+from .sockets import keep_alive
 
 if TYPE_CHECKING:
     from .secret import Secret

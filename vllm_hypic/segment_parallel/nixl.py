@@ -1,4 +1,4 @@
-"""The way of a record's bytes over NIXL (UCX): a sender lays them out, a landing reads them from there.
+"""NIXL (UCX), a transport: a sender lays a record's bytes out, a receiver reads them from there.
 
 Both sides register one piece of memory when they start, and keep it until the end: what travels between them
 with each record is only an address in it.  That costs the sender a copy, and is what makes a late reader
@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,23 +25,20 @@ import numpy as np
 from ..config.segment_parallel import ParallelConfig
 from ..errors import ConfigError
 from ..store.record import aligned_buffer
-from .room import Room
-from .wake import Complaints, logger
-from .wire import METADATA_BYTES
+from . import wire
+from .complaints import Complaints, logger
+from .span_allocator import SpanAllocator
+from .transport import Arrival, Handover, Route, TransportError
 
 INSTALL: Final = "pip install nixl==1.5.1"
 """On a machine without CUDA: ``pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1``."""
 MOST_SOURCES: Final = 256
-"""Senders that a landing is connected to; the one least recently read from makes room."""
+"""Senders that a receiver is connected to; the one least recently read from makes room."""
 LATE_S, LATE_BYTES_PER_S = 5.0, 10e6
 """A pull that takes longer than ``LATE_S + nbytes / LATE_BYTES_PER_S`` is given up."""
 
 _DEVICES = "UCX_NET_DEVICES"
 _DONE, _UNDER_WAY = "DONE", "PROC"
-
-
-class PullError(Exception):
-    """These bytes cannot be read over NIXL: they have to come another way."""
 
 
 class _Agent:
@@ -64,10 +61,10 @@ class _Agent:
                 f"{_DEVICES}={os.environ.get(_DEVICES, '')!r}: {e}; expected devices of this machine, or "
                 "transport 'tcp'"
             ) from e
-        if len(self.metadata) > METADATA_BYTES:
+        if len(self.metadata) > wire.METADATA_BYTES:
             raise ConfigError(
                 f"hypic config: segment_parallel.transport='nixl': {len(self.metadata)} bytes of NIXL "
-                f"metadata, expected at most {METADATA_BYTES}: name fewer devices in {_DEVICES}"
+                f"metadata, expected at most {wire.METADATA_BYTES}: name fewer devices in {_DEVICES}"
             )
 
     def progress(self) -> None:
@@ -81,49 +78,39 @@ class _Agent:
         del self.nixl
 
 
-@dataclass(frozen=True)
-class Held:
-    """A record's copy that others may read."""
-
-    address: int
-    start: int
-
-
 class Exporter:
-    """What a sender lays out: copies of records, in ``nbytes`` of memory, for landings to read.
+    """The sender's half: copies of records, in ``nbytes`` of memory, for receivers to read.
 
     Made by any thread, then used by the sender's thread only.
     """
+
+    route = Route.NIXL
 
     def __init__(self, nbytes: int, *, loopback: bool) -> None:
         """``loopback``: unless ``UCX_NET_DEVICES`` says otherwise, only this machine can connect.
         :class:`ConfigError`: NIXL is not installed, or finds no device."""
         self._agent = _Agent(nbytes, loopback)
-        self._room = Room(nbytes)
-
-    @property
-    def metadata(self) -> bytes:
-        """What a landing needs to know of this side; the same at all times."""
-        return self._agent.metadata
+        self._spans = SpanAllocator(nbytes)
 
     @property
     def busy(self) -> bool:
         """Whether something is laid out: then ``progress`` is to be called each millisecond."""
-        return len(self._room) > 0
+        return len(self._spans) > 0
 
-    def hold(self, data: memoryview) -> Held | None:
+    def hand_over(self, name: str, data: memoryview) -> Handover | None:
         """Copy ``data`` to where it can be read; ``None`` when there is no room at present."""
-        start = self._room.take(data.nbytes)
+        start = self._spans.take(data.nbytes)
         if start is None:
             return None
         # NumPy's copy lets other threads run; a memoryview's does not.
         target = np.frombuffer(self._agent.memory, np.uint8, data.nbytes, start)
         np.copyto(target, np.frombuffer(data, np.uint8))
-        return Held(self._agent.address + start, start)
+        return Handover(wire.Held(name, self._agent.address + start, self._agent.metadata))
 
-    def release(self, held: Held) -> None:
+    def release(self, handover: Handover) -> None:
         """Whoever still reads it gets bytes that no digest agrees with."""
-        self._room.give_back(held.start)
+        assert isinstance(handover.message, wire.Held)
+        self._spans.give_back(handover.message.address - self._agent.address)
 
     def progress(self) -> None:
         """Serve those who read, as far as their network needs that."""
@@ -134,18 +121,14 @@ class Exporter:
         self._agent.close()
 
 
-@dataclass(eq=False)
-class Pull:
-    """Bytes on their way from a sender's memory."""
+@dataclass(eq=False, kw_only=True)
+class Pull(Arrival):
+    """Bytes on their way from a sender's memory into the puller's."""
 
-    data: memoryview
-    """Of the landing's memory; whole once the pull has ended without a fault, until it is released."""
     start: int
     source: _Source
     handle: Any
     deadline: float
-    fault: str = ""
-    """Why it failed; of one that has ended."""
 
 
 @dataclass(eq=False)
@@ -161,15 +144,17 @@ class _Source:
 
 
 class Puller:
-    """What a landing reads, into ``nbytes`` of memory.
+    """The receiver's half: what it reads, into ``nbytes`` of memory.
 
-    Made by any thread, then used by the landing's thread only.
+    Made by any thread, then used by the receiver's thread only.
     """
+
+    route = Route.NIXL
 
     def __init__(self, nbytes: int, *, loopback: bool, late_s: float = LATE_S) -> None:
         """``loopback``, errors: as of :class:`Exporter`.  ``late_s``: see :data:`LATE_S`."""
         self._agent = _Agent(nbytes, loopback)
-        self._room = Room(nbytes)
+        self._spans = SpanAllocator(nbytes)
         self._late_s = late_s
         self._sources: OrderedDict[bytes, _Source] = OrderedDict()
         """By their metadata; the least recently read first."""
@@ -182,31 +167,33 @@ class Puller:
         """Whether ``poll`` is to be called each millisecond."""
         return bool(self._under_way)
 
-    def start(self, metadata: bytes, address: int, nbytes: int) -> Pull:
-        """Begin to read ``nbytes`` at ``address`` of the sender that told ``metadata``.
+    def start(self, message: wire.Data | wire.Held, payload: memoryview, nbytes: int) -> Pull:
+        """Begin to read ``nbytes`` from where the sender says that they lie.
 
-        :class:`PullError` when that cannot be done, or there is no room; else ``poll`` tells of its end.
+        :class:`TransportError` when that cannot be done, or there is no room; else ``poll`` tells of its end.
         """
-        source = self._source(metadata)
-        start = self._room.take(nbytes)
+        assert isinstance(message, wire.Held)
+        source = self._source(message.metadata)
+        start = self._spans.take(nbytes)
         if start is None:
-            raise PullError(f"no room for {nbytes} bytes in the receive buffer")
+            raise TransportError(f"no room for {nbytes} bytes in the receive buffer")
         nixl, here = self._agent.nixl, self._agent.address + start
         try:
-            spans = [nixl.get_xfer_descs([(at, nbytes, 0)], "DRAM") for at in (here, address)]
+            spans = [nixl.get_xfer_descs([(at, nbytes, 0)], "DRAM") for at in (here, message.address)]
             handle = nixl.initialize_xfer("READ", *spans, source.name)
             nixl.transfer(handle)  # what becomes of it is told by poll
         except self._agent.errors as e:
-            self._room.give_back(start)
+            self._spans.give_back(start)
             source.faulty = True
-            raise PullError(f"NIXL cannot read there: {e}") from e
+            raise TransportError(f"NIXL cannot read there: {e}") from e
         deadline = time.monotonic() + self._late_s + nbytes / LATE_BYTES_PER_S
-        pull = Pull(self._agent.memory[start : start + nbytes], start, source, handle, deadline)
+        data = self._agent.memory[start : start + nbytes]
+        pull = Pull(data, start=start, source=source, handle=handle, deadline=deadline)
         source.pulls.add(pull)
         self._under_way.append(pull)
         return pull
 
-    def poll(self) -> list[Pull]:
+    def poll(self) -> Sequence[Pull]:
         """Pulls that ended since the last call, each told once.  Those without a fault are to be released."""
         self._given_up = [pull for pull in self._given_up if not self._worked_off(pull)]
         if not self._under_way:
@@ -221,15 +208,16 @@ class Puller:
                 self._given_up.append(pull)
                 pull.source.faulty = True
             elif fault:
-                self._room.give_back(pull.start)
-            pull.fault = fault
+                self._spans.give_back(pull.start)
+            pull.over, pull.fault = True, fault
             self._under_way.remove(pull)
             ended.append(pull)
         return ended
 
-    def release(self, pull: Pull) -> None:
+    def release(self, arrival: Arrival) -> None:
         """The bytes of a pull that has ended without a fault are no longer needed."""
-        self._room.give_back(pull.start)
+        assert isinstance(arrival, Pull)
+        self._spans.give_back(arrival.start)
 
     def close(self) -> None:
         """End everything, pulls under way included.  Nothing may be called afterwards."""
@@ -245,7 +233,7 @@ class Puller:
     def _worked_off(self, pull: Pull) -> bool:
         if self._fault(pull) is None:
             return False
-        self._room.give_back(pull.start)
+        self._spans.give_back(pull.start)
         return True
 
     def _fault(self, pull: Pull) -> str | None:
@@ -270,7 +258,7 @@ class Puller:
         source = self._sources.get(metadata)
         if source is not None and source.faulty:
             if source.pulls:
-                raise PullError("an earlier transfer from there hangs")
+                raise TransportError("an earlier transfer from there hangs")
             del self._sources[metadata]
             self._disconnect(source)
             source = None
@@ -279,9 +267,9 @@ class Puller:
             try:
                 name = self._agent.nixl.add_remote_agent(metadata).decode(errors="replace")
             except self._agent.errors as e:
-                raise PullError(f"its NIXL metadata is not accepted: {e}") from e
+                raise TransportError(f"its NIXL metadata is not accepted: {e}") from e
             if any(other.name == name for other in self._sources.values()):
-                raise PullError("another sender has the same NIXL name")
+                raise TransportError("another sender has the same NIXL name")
             source = self._sources[metadata] = _Source(name, metadata)
         self._sources.move_to_end(metadata)
         return source
@@ -291,7 +279,7 @@ class Puller:
             return
         idle = next((s for s in self._sources.values() if not s.pulls), None)
         if idle is None:
-            raise PullError(f"{MOST_SOURCES} other senders are being read from")
+            raise TransportError(f"{MOST_SOURCES} other senders are being read from")
         del self._sources[idle.metadata]
         self._disconnect(idle)
 
@@ -301,7 +289,7 @@ class Puller:
 
 
 def open_nixl(config: ParallelConfig) -> tuple[Exporter, Puller]:
-    """For the sender and the landing of an instance.  :class:`ConfigError`: NIXL does not work here."""
+    """Both halves, for an instance.  :class:`ConfigError`: NIXL does not work here."""
     loopback = config.secret_file is None
     if not loopback and _DEVICES not in os.environ:
         logger.warning(

@@ -1,10 +1,10 @@
-"""What goes over the wire between senders and a landing: one small header per message, bounded and strict.
+"""What goes over the wire between senders and a receiver: one small header per message, bounded and strict.
 
 A message is one header frame; ``Data`` alone is followed by one frame with the record's bytes.  With NIXL the
-bytes take a way of their own: ``Held`` tells a landing where to read them (``nixl.py``).  Senders
-(DEALER) greet first on each connection; a landing (ROUTER) answers everything from a peer that has not
+bytes take a route of their own: ``Held`` tells a receiver where to read them (``nixl.py``).  Senders
+(DEALER) greet first on each connection; a receiver (ROUTER) answers everything from a peer that has not
 greeted with ``Again``.  libzmq sends an empty message on each new connection (``ZMQ_PROBE_ROUTER``): so a
-landing says ``Again`` as soon as a sender has connected, and also after either side's restart.
+receiver says ``Again`` as soon as a sender has connected, and also after either side's restart.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ VERSION: Final = 2
 HEADER_BYTES: Final = 65536
 """No header frame is longer."""
 MOST_NAMES: Final = 512
-"""Names in one :class:`Withdraw` or :class:`Stored`."""
+"""No :class:`Withdraw` or :class:`Stored` has more names."""
 METADATA_BYTES: Final = 16384
-"""Of a NIXL agent, at most: some hundred for each network device."""
+"""No NIXL agent's metadata are longer: they are some hundred for each network device."""
 
 _NAME_PATTERN: Final = r"\A[0-9a-f.-]+\Z"
 Name = Annotated[str, Meta(min_length=1, max_length=96, pattern=_NAME_PATTERN)]
@@ -51,8 +51,8 @@ class Data(Struct, frozen=True, array_like=True, tag="data", forbid_unknown_fiel
 
 
 class Held(Struct, frozen=True, array_like=True, tag="held", forbid_unknown_fields=True):
-    """Instead of ``Data``, after a ``Go`` that allows it: the bytes offered lie at ``address`` of the NIXL
-    agent that ``metadata`` describes, until the answer."""
+    """Instead of ``Data``, after a ``ClearToSend`` that allows it: the bytes offered lie at ``address`` of
+    the NIXL agent that ``metadata`` describes, until the answer."""
 
     name: Name
     address: Annotated[int, Meta(ge=1, le=1 << 62)]
@@ -83,7 +83,7 @@ class Again(Struct, frozen=True, array_like=True, tag="again", forbid_unknown_fi
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome", forbid_unknown_fields=True):
-    """Answers ``Hello``; a second one means nothing (a landing finds out so whether a peer is there)."""
+    """Answers ``Hello``; a second one means nothing (a receiver finds out so whether a peer is there)."""
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag="unwelcome", forbid_unknown_fields=True):
@@ -92,7 +92,7 @@ class Unwelcome(Struct, frozen=True, array_like=True, tag="unwelcome", forbid_un
     reason: Text
 
 
-class Go(Struct, frozen=True, array_like=True, tag="go", forbid_unknown_fields=True):
+class ClearToSend(Struct, frozen=True, array_like=True, tag="go", forbid_unknown_fields=True):
     """Send the data."""
 
     name: Name
@@ -106,11 +106,15 @@ class Done(Struct, frozen=True, array_like=True, tag="done", forbid_unknown_fiel
     name: Name
 
 
-class Taken(Struct, frozen=True, array_like=True, tag="taken", forbid_unknown_fields=True):
+class Ack(Struct, frozen=True, array_like=True, tag="taken", forbid_unknown_fields=True):
+    """The record was taken."""
+
     name: Name
 
 
-class Refused(Struct, frozen=True, array_like=True, tag="refused", forbid_unknown_fields=True):
+class Nack(Struct, frozen=True, array_like=True, tag="refused", forbid_unknown_fields=True):
+    """The record, or the offer of it, was refused."""
+
     name: Name
     reason: Text
 
@@ -124,9 +128,9 @@ class Noted(Struct, frozen=True, array_like=True, tag="noted", forbid_unknown_fi
 
 
 Request = Hello | Offer | Data | Held | Retract | Withdraw | Stored
-"""From senders and routers to a landing."""
-Reply = Again | Welcome | Unwelcome | Go | Done | Taken | Refused | Withdrawn | Noted
-"""From a landing."""
+"""From senders and routers to a receiver."""
+Reply = Again | Welcome | Unwelcome | ClearToSend | Done | Ack | Nack | Withdrawn | Noted
+"""From a receiver."""
 
 
 class Malformed(Exception):

@@ -26,7 +26,8 @@ from vllm_hypic.pool.copy.staging import (
 )
 from vllm_hypic.pool.copy.stream import CUDACopyStream
 from vllm_hypic.pool.plans import RecordPlace
-from vllm_hypic.segment_parallel.landed import Landed
+from vllm_hypic.segment_parallel.received import Outcome, Received
+from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
 from .world import GEOMETRY, World, written_at_once
@@ -146,26 +147,26 @@ def test_the_engine_steps_until_a_record_is_stored() -> None:
 
 
 class Elsewhere:
-    """Landing and sender of another instance's records, played by the test."""
+    """Receiver and sender of another instance's records, played by the test."""
 
     def __init__(self) -> None:
         self.readers: dict[str, Any] = {}
-        self.landed: list[Any] = []
+        self.received: list[Any] = []
         self.sent: list[bytes] = []
 
     def expect(self, name: str, limit: int, reader: Any) -> None:
         self.readers[name] = reader
 
     def withdraw(self, name: str) -> None:
-        self.landed = [landed for landed in self.landed if landed.name != name]
+        self.received = [received for received in self.received if received.name != name]
 
     def send(self, name: str, data: memoryview, destination: str, deadline_s: float) -> int:
         self.sent.append(bytes(data))
         return len(self.sent)
 
     def poll(self) -> list[Any]:
-        landed, self.landed = self.landed, []
-        return landed
+        received, self.received = self.received, []
+        return received
 
 
 def linked(world: World) -> tuple[TransferLink, Elsewhere]:
@@ -174,14 +175,18 @@ def linked(world: World) -> tuple[TransferLink, Elsewhere]:
     return TransferLink(there, sender, world.codec, world.pool, world.mover), there
 
 
-def landed(
+def received(
     place: RecordPlace, data: memoryview, link: TransferLink, there: Elsewhere, *, taken: bool
 ) -> None:
-    """The record is read; then the landing says that it is here, or that a router withdrew it meanwhile."""
+    """The record is read; then the receiver says that it is here, or that a router withdrew it meanwhile."""
     link.absorb(HypicMetadata(awaited=[place]))
     ((name, read),) = there.readers.items()
     assert read(data) is Verdict.TAKEN
-    there.landed.append(Landed(name, taken, len(data), 0.0, "" if taken else "withdrawn"))
+    there.received.append(
+        Received(name, Outcome.TAKEN, nbytes=len(data), route=Route.TCP)
+        if taken
+        else Received(name, Outcome.WITHDRAWN, "withdrawn")
+    )
 
 
 @pytest.mark.parametrize("how", ["comes", "is withdrawn", "is given up"])
@@ -190,26 +195,26 @@ def test_a_record_of_another_instance(how: str) -> None:
     mover: Any = world.mover
     link, there = linked(world)
     place, data = placed(world, 0, 1)
-    landed(place, data, link, there, taken=how != "is withdrawn")
+    received(place, data, link, there, taken=how != "is withdrawn")
     assert mover._blocks.free < mover._blocks.count
     if how == "is given up":
         there.withdraw(next(iter(there.readers)))  # before the link has heard of it
         link.absorb(HypicMetadata(unawaited=[place.serial]))
     else:
         link.absorb(HypicMetadata())
-    assert not link.take_landed(), "it counts before its copies are over"
+    assert not link.take_received(), "it counts before its copies are over"
     mover.drain()
     assert mover._blocks.free == mover._blocks.count and not mover._parcels
     (count,) = link.take_ended().values()
     assert (count.taken, count.missed) == ((1, 0) if how == "comes" else (0, 1))
-    assert link.take_landed() == ([place] if how == "comes" else [])
+    assert link.take_received() == ([place] if how == "comes" else [])
 
 
 def ordered(world: World) -> tuple[TransferLink, Elsewhere, RecordPlace, memoryview]:
     """A record in the pool that is to be sent, but was not looked at yet."""
     link, there = linked(world)
     place, data = placed(world, 0, 1)
-    landed(place, data, link, there, taken=True)
+    received(place, data, link, there, taken=True)
     link.absorb(HypicMetadata())
     world.mover.drain()
     link.absorb(HypicMetadata(pushes=[PushOrder(1, place, "tcp://there", 1.0)]))

@@ -1,4 +1,4 @@
-"""A stand-in for ``vllm serve``: no model, but the real plan, events, landing and sender."""
+"""A stand-in for ``vllm serve``: no model, but the real plan, events, receiver and sender."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vllm_hypic.primitives.options import link_of_request, tier_of
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.events import Publisher
-from vllm_hypic.segment_parallel.landed import Landed
-from vllm_hypic.segment_parallel.landing import Landing
+from vllm_hypic.segment_parallel.received import Outcome, Received
+from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender
 from vllm_hypic.store.protocol import Verdict
@@ -124,8 +124,8 @@ class FakeInstance:
         """A new process at the same addresses, which knows nothing."""
         self.instance = hashlib.sha256(f"{self.port}{time.monotonic()}".encode()).hexdigest()[:16]
         self.resident, self._making = set(), {}
-        self._landing_results: dict[str, Landed] = {}
-        self.landing = Landing("tcp://127.0.0.1:0", self.namespace, self.secret, 1 << 20)
+        self._received: dict[str, Received] = {}
+        self.receiver = Receiver("tcp://127.0.0.1:0", self.namespace, self.secret, 1 << 20)
         self.sender = Sender(self.namespace, self.secret)
         events = f"tcp://127.0.0.1:{free_port()}"
         self.events_url = getattr(self, "events_url", events)
@@ -159,7 +159,7 @@ class FakeInstance:
 
         self._loop.call_soon_threadsafe(abort)
         self.publisher.close()
-        self.landing.close()
+        self.receiver.close()
         self.sender.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_S)
@@ -175,7 +175,7 @@ class FakeInstance:
             "instance": self.instance,
             "model": list(self.models),
             "namespace": self.namespace,
-            "landing": self.landing.url,
+            "landing": self.receiver.url,
             "events": self.events_url,
             "separator": SEP,
             "pdep": PDEP,
@@ -257,24 +257,28 @@ class FakeInstance:
 
     async def _expect(self, key: str, name: str, tokens: int, seconds: float) -> None:
         self.publisher.change([], [key], [], self.load)
-        self.landing.expect(name, 1 << 20, lambda data: Verdict.TAKEN)
+        self.receiver.expect(name, 1 << 20, lambda data: Verdict.TAKEN)
         until = time.monotonic() + seconds
-        while name not in self._landing_results and time.monotonic() < until:
+        while name not in self._received and time.monotonic() < until:
             await asyncio.sleep(0.002)
-            self._landing_results.update({found.name: found for found in self.landing.poll()})
-        landed = self._landing_results.pop(name, None)
-        stored = landed is not None and landed.stored and any(key in held for held in self.tiers.values())
+            self._received.update({found.name: found for found in self.receiver.poll()})
+        received = self._received.pop(name, None)
+        stored = (
+            received is not None
+            and received.outcome is Outcome.IN_TIER
+            and any(key in held for held in self.tiers.values())
+        )
         if stored:
             self.fetched.append(key)
-        if landed is not None and (landed.taken or stored):
+        if received is not None and (received.taken or stored):
             self.have(key)
-            self.landing.settle(name)
+            self.receiver.settle(name)
             self._making.pop(key, None)
             return
         self.withdrawn.append(key)
         del self._making[key]
         await self._make(key, tokens)
-        self.landing.settle(name)
+        self.receiver.settle(name)
 
     # -- HTTP ------------------------------------------------------------------------------------
 

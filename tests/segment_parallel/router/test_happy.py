@@ -113,7 +113,7 @@ def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
         body = seen.json
         assert (body["cache_salt"], body["model"], body["max_tokens"]) == ("tenant", "base", 1)
         assert body["vllm_xargs"]["hypic_seam_tokens"] == 3 and "mine" not in body["vllm_xargs"]
-        assert body["vllm_xargs"]["hypic_push_to"] == combine.landing.url
+        assert body["vllm_xargs"]["hypic_push_to"] == combine.receiver.url
     extra = combine.composed[0].extra
     assert extra["mine"] == 7 and extra["hypic_remote_deadline_s"] == 50.0
     assert combine.composed[0].headers["authorization"] == "Bearer of-the-client"

@@ -49,7 +49,7 @@ def test_what_both_share_takes_the_records(site: Site, monkeypatch: pytest.Monke
     assert ways(answer) == ["tiers"] * 8 and counted(router) == (8, 0)
     assert destinations(*workers) == {f"tier:{FAST}"}, "the combine node's fastest"
     assert sorted(combine.fetched) == sorted(fast[FAST]) and len(combine.fetched) == 8
-    assert combine.computed == [] and combine.landing.counts().taken == 0
+    assert combine.computed == [] and combine.receiver.counts().taken == 0
     assert router.counted("hypic_router_failures_total") == 0
     # Another combine node takes them from there, too; nobody computes anything again.
     other = site.fake(tiers=fast)
@@ -67,7 +67,7 @@ def test_where_nothing_is_shared_or_direct_is_wanted_they_go_directly(site: Site
     workers = [site.fake(tiers=mine if through is Way.DIRECT else other), site.fake()]
     router = site.router(workers, [combine], through=through)
     assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and counted(router) == (0, 8)
-    assert destinations(*workers) == {combine.landing.url} and not mine[FAST]
+    assert destinations(*workers) == {combine.receiver.url} and not mine[FAST]
 
 
 def test_a_tier_that_takes_nothing(site: Site) -> None:
@@ -116,7 +116,7 @@ def test_a_combine_node_that_cannot_be_told(site: Site, monkeypatch: pytest.Monk
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
     router = site.router(workers, [combine], through=Way.TIERS)
     assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
-    assert router.counted("hypic_router_failures_total", "stored", combine.landing.url) == 8
+    assert router.counted("hypic_router_failures_total", "stored", combine.receiver.url) == 8
 
 
 def test_a_worker_that_dies_between_storing_and_answering(site: Site) -> None:
@@ -147,7 +147,7 @@ def test_a_combine_node_that_reads_its_request_late_is_told_again(
     tiers = {FAST: set[str]()}
     workers = [site.fake(tiers=tiers), site.fake(tiers=tiers)]
     combine = site.fake(tiers=tiers, deadline_s=300.0)
-    combine.landing._stored._age_s = 0.05  # forgets what it was told before its engine asks
+    combine.receiver._machine._stored._age_s = 0.05  # forgets what it was told before its engine asks
     router = site.router(workers, [combine], through=Way.TIERS)
     combine.behaviour.hold = True
 

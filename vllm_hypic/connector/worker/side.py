@@ -161,7 +161,7 @@ class WorkerSide:
             self._mover.advance()
         if self.transfer is not None:
             self.transfer.end_step()
-            for place in self.transfer.take_landed():
+            for place in self.transfer.take_received():
                 if self.store is not None:
                     self.store.completed(place)
             self._fetch_stored(self.transfer)
@@ -221,7 +221,7 @@ class WorkerSide:
         must not wait.  False: no records of other instances are taken here."""
         if self.transfer is None:
             return False
-        self.transfer.landing.on_landed = wake
+        self.transfer.receiver.on_received = wake
         return True
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Worker's side of segment parallelism: records from other instances land in the pool, own ones go to others.
 
-await order -> tiles offered -> expected -> (landing's thread fills the pool) -> poll -> report
+await order -> tiles offered -> expected -> (the receiver's thread fills the pool) -> poll -> report
                                           -> (a shared tier has it) -> the store fetches it, and reports
 push order -> copied out of the pool, sealed -> sent -> acknowledged -> report
 
@@ -20,12 +20,13 @@ from ...pool.copy.base import RecordMover
 from ...pool.plans import RecordPlace
 from ...pool.tensors import DevicePool
 from ...primitives.options import tier_of
+from ...segment_parallel.received import Outcome
 from ...store.record import aligned_buffer, record_nbytes, seal_record
 from ...store.worth import ObjectName
-from ..metadata import NIXL, TCP, HypicMetadata, LoadCount, PushOrder, StoreAction
+from ..metadata import HypicMetadata, LoadCount, PushOrder, StoreAction
 
 if TYPE_CHECKING:
-    from ...segment_parallel.landing import Landing
+    from ...segment_parallel.receiver import Receiver
     from ...segment_parallel.sender import Sender
 
 logger = init_logger("vllm.hypic.parallel")
@@ -44,18 +45,18 @@ class TransferLink:
     """
 
     def __init__(
-        self, landing: Landing, sender: Sender, codec: RecordCodec, pool: DevicePool, mover: RecordMover
+        self, receiver: Receiver, sender: Sender, codec: RecordCodec, pool: DevicePool, mover: RecordMover
     ) -> None:
-        self.landing, self.sender, self.codec, self.pool, self.mover = landing, sender, codec, pool, mover
+        self.receiver, self.sender, self.codec, self.pool, self.mover = receiver, sender, codec, pool, mover
         self._awaited: dict[ObjectName, RecordPlace] = {}
         self._unsent: OrderedDict[int, PushOrder] = OrderedDict()
         self._copying_bytes = 0
         self._sent: dict[int, int] = {}
         self._ended: dict[int, LoadCount] = {}
-        self._landed: list[RecordPlace] = []
+        self._received: list[RecordPlace] = []
         self._stored: list[RecordPlace] = []
         self._settled: dict[int, ObjectName] = {}
-        """By slot: records of which the landing says that they are here."""
+        """By slot: records of which the receiver says that they are here."""
         self._pushed: dict[int, str] = {}
         self._outdated = False
 
@@ -70,10 +71,10 @@ class TransferLink:
                 del self._unsent[number]  # its request has gone; the slot is another record's
                 self._pushed[number] = "the record has left the pool"
             if (left := self._settled.pop(slot, None)) is not None:
-                self.landing.withdraw(left)
+                self.receiver.withdraw(left)
         for key, slot in metadata.unneeded:
             name = self._settled[slot] = self.codec.name_of(key)
-            self.landing.settle(name)
+            self.receiver.settle(name)
         for serial in metadata.unawaited:
             self._unawait(serial)
         for place in metadata.awaited:
@@ -90,38 +91,39 @@ class TransferLink:
         if not place.leading:
             self.pool.offer_tiles(place.slot)
         self._awaited[name] = place
-        self.landing.expect(name, expected.max_nbytes, self.codec.reader(place, expected))
+        self.receiver.expect(name, expected.max_nbytes, self.codec.reader(place, expected))
 
     def _unawait(self, serial: int) -> None:
         for name in [n for n, place in self._awaited.items() if place.serial == serial]:
-            self.landing.withdraw(name)
+            self.receiver.withdraw(name)
             self.mover.discard(self._awaited.pop(name))
             self._ended[serial] = LoadCount(missed=1)
 
     def _poll(self) -> None:
-        for landed in self.landing.poll():
-            place = self._awaited.pop(ObjectName(landed.name), None)
+        for received in self.receiver.poll():
+            place = self._awaited.pop(ObjectName(received.name), None)
             if place is None:
                 continue  # withdrawn in the same moment
-            if landed.stored:
+            if received.outcome is Outcome.IN_TIER:
                 self.mover.discard(place)
                 self._stored.append(place)
-                self._settled[place.slot] = ObjectName(landed.name)
+                self._settled[place.slot] = ObjectName(received.name)
                 continue
-            if not landed.taken:
-                logger.info("segment %s will not come: %s", place.key[:12], landed.reason)
+            if not received.taken:
+                logger.info("segment %s will not come: %s", place.key[:12], received.reason)
                 self.mover.discard(place)
                 self._ended[place.serial] = LoadCount(missed=1)
                 continue
-            self._settled[place.slot] = ObjectName(landed.name)
-            self.mover.settle(place, partial(self._arrived, place, NIXL if landed.pulled else TCP))
+            self._settled[place.slot] = ObjectName(received.name)
+            assert received.route is not None
+            self.mover.settle(place, partial(self._arrived, place, received.route.value))
         for sent in self.sender.poll():
             number = self._sent.pop(sent.ticket)
             self._pushed[number] = "" if sent.delivered else (sent.reason or "not delivered")
 
-    def _arrived(self, place: RecordPlace, way: str, tiles: int) -> None:
-        self._ended[place.serial] = LoadCount(taken=1, tier=way, tiles=tiles)
-        self._landed.append(place)
+    def _arrived(self, place: RecordPlace, route: str, tiles: int) -> None:
+        self._ended[place.serial] = LoadCount(taken=1, tier=route, tiles=tiles)
+        self._received.append(place)
 
     def end_step(self) -> None:
         """Copy records out of the pool and send them, oldest order first."""
@@ -158,10 +160,10 @@ class TransferLink:
         ended, self._ended = self._ended, {}
         return ended
 
-    def take_landed(self) -> list[RecordPlace]:
+    def take_received(self) -> list[RecordPlace]:
         """Records that came since the last call."""
-        landed, self._landed = self._landed, []
-        return landed
+        received, self._received = self._received, []
+        return received
 
     def take_stored(self) -> list[RecordPlace]:
         """Awaited records that a shared tier has, since the last call: they are now the store's to fetch."""
@@ -178,5 +180,5 @@ class TransferLink:
         return pushed
 
     def close(self) -> None:
-        self.landing.close()
+        self.receiver.close()
         self.sender.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from ...store.worth import object_name
-from ..notice import atell_stored, awithdraw
+from ..notifier import atell_stored, awithdraw
 from .instances import Instance
 from .metrics import RouterMetrics
 

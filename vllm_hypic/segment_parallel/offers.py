@@ -1,4 +1,4 @@
-"""What a landing remembers of names that it does not expect: a bounded number, for a bounded time."""
+"""What a receiver remembers of names that it does not expect: a bounded number, for a bounded time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class Recent:
 
     def discard(self, name: str) -> None:
         self._since.pop(name, None)
+
+    def pop(self, name: str, now: float) -> bool:
+        """Whether it has the name, which it forgets."""
+        found = self.has(name, now)
+        self.discard(name)
+        return found
 
     def expire(self, now: float) -> None:
         while self._since and next(iter(self._since.values())) + self._age_s <= now:

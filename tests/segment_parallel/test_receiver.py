@@ -1,4 +1,4 @@
-"""The landing, asked by peers that speak frames: who is told to go, what is refused, what changes nothing."""
+"""The receiver, asked by peers that speak frames: who may send, what is refused or changes nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.segment_parallel import wire
-from vllm_hypic.segment_parallel.landing import MOST_OFFERS, Landing
-from vllm_hypic.segment_parallel.memory import Offers, Recent
+from vllm_hypic.segment_parallel.offers import Offers, Recent
+from vllm_hypic.segment_parallel.received import Outcome
+from vllm_hypic.segment_parallel.receiver import Receiver
+from vllm_hypic.segment_parallel.receiver_machine import MOST_OFFERS
+from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
 from .peers import MIB, Outgoing, Owner, Peer, bytes_of, name_of, until
@@ -44,7 +47,7 @@ def other(owner: Owner) -> Iterator[Peer]:
 
 
 def deliver(peer: Peer, name: str, data: bytes = DATA) -> wire.Reply:
-    assert peer.ask(wire.Offer(name, len(data))) == wire.Go(name)
+    assert peer.ask(wire.Offer(name, len(data))) == wire.ClearToSend(name)
     peer.data(name, data)
     return peer.hear()
 
@@ -54,11 +57,15 @@ def deliver(peer: Peer, name: str, data: bytes = DATA) -> wire.Reply:
 
 def test_what_is_expected_is_taken(owner: Owner, peer: Peer) -> None:
     owner.expect(A)
-    assert deliver(peer, A) == wire.Taken(A)
-    [landed] = owner.wait_for(A)
-    assert (landed.taken, landed.nbytes, landed.reason) == (True, len(DATA), "") and landed.seconds > 0
+    assert deliver(peer, A) == wire.Ack(A)
+    [received] = owner.wait_for(A)
+    assert (received.taken, received.nbytes, received.reason) == (
+        True,
+        len(DATA),
+        "",
+    ) and received.seconds > 0
     assert owner.read == [hashlib.sha256(DATA).digest()]
-    counts = owner.landing.counts()
+    counts = owner.receiver.counts()
     assert (counts.offers, counts.taken, counts.refused, counts.bytes) == (1, 1, 0, len(DATA))
     assert counts.dropped == 0
 
@@ -67,36 +74,36 @@ def test_an_early_offer_is_answered_once_the_name_is_expected(owner: Owner, peer
     peer.say(wire.Offer(A, len(DATA)))
     assert peer.hears_nothing()
     owner.expect(A)
-    assert peer.hear() == wire.Go(A)
+    assert peer.hear() == wire.ClearToSend(A)
     peer.data(A, DATA)
-    assert peer.hear() == wire.Taken(A)
+    assert peer.hear() == wire.Ack(A)
     assert owner.wait_for(A)[0].taken
 
 
-def test_what_landed_or_is_settled_is_not_asked_for(owner: Owner, peer: Peer) -> None:
+def test_what_was_received_or_is_settled_is_not_asked_for(owner: Owner, peer: Peer) -> None:
     owner.expect(A)
     deliver(peer, A)
-    owner.landing.settle(B)
+    owner.receiver.settle(B)
     assert peer.ask(wire.Offer(A, len(DATA))) == wire.Done(A)
     assert peer.ask(wire.Offer(B, len(DATA))) == wire.Done(B)
     peer.say(wire.Offer(C, 1))
     assert peer.hears_nothing()
-    owner.landing.settle(C)
+    owner.receiver.settle(C)
     assert peer.hear() == wire.Done(C)
 
 
 def test_settled_names_may_be_expected_again(owner: Owner, peer: Peer) -> None:
     for _ in range(2):
-        owner.landing.settle(A)
+        owner.receiver.settle(A)
         owner.expect(A)
-        assert deliver(peer, A) == wire.Taken(A)
+        assert deliver(peer, A) == wire.Ack(A)
         assert owner.wait_for(A)[0].taken
-        owner.landed.clear()
+        owner.received.clear()
     assert len(owner.read) == 2
 
 
 def test_who_expects_a_name_no_longer_has_it(owner: Owner, peer: Peer) -> None:
-    owner.landing.settle(A)
+    owner.receiver.settle(A)
     owner.expect(A)
     assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
     assert not owner.wait_for(A)[0].taken
@@ -105,12 +112,12 @@ def test_who_expects_a_name_no_longer_has_it(owner: Owner, peer: Peer) -> None:
 
 
 def test_a_record_that_has_left_is_no_longer_said_to_be_there(owner: Owner, peer: Peer) -> None:
-    owner.landing.settle(A)
-    owner.landing.withdraw(A)
+    owner.receiver.settle(A)
+    owner.receiver.withdraw(A)
     peer.say(wire.Offer(A, len(DATA)))
     assert peer.hears_nothing()
     owner.expect(A)
-    assert peer.hear() == wire.Go(A)
+    assert peer.hear() == wire.ClearToSend(A)
 
 
 # -- greeting
@@ -140,7 +147,7 @@ def test_another_namespace_is_turned_away(owner: Owner, namespace: str) -> None:
         assert peer.ask(wire.Offer(A, len(DATA))) == wire.Again()
         peer.data(A, DATA)
         assert peer.hear() == wire.Again()
-    assert owner.landing.counts().unwelcome == 1 and not owner.read
+    assert owner.receiver.counts().unwelcome == 1 and not owner.read
 
 
 def test_another_version_is_turned_away_whatever_its_greeting_holds(owner: Owner) -> None:
@@ -155,12 +162,12 @@ def test_a_sender_that_connects_anew_does_not_wait_for_itself(owner: Owner) -> N
     with Peer(owner.url, sender="s" * 32) as before, Peer(owner.url, sender="s" * 32) as after:
         # `after` greeted later: `before` has no longer greeted.
         assert before.ask(wire.Offer(A, len(DATA))) == wire.Again()
-        assert deliver(after, A) == wire.Taken(A)
+        assert deliver(after, A) == wire.Ack(A)
     with Peer(owner.url, sender="t" * 32) as before:
         owner.expect(B)
-        assert before.ask(wire.Offer(B, len(DATA))) == wire.Go(B)
+        assert before.ask(wire.Offer(B, len(DATA))) == wire.ClearToSend(B)
         with Peer(owner.url, sender="t" * 32) as after:
-            assert deliver(after, B) == wire.Taken(B)
+            assert deliver(after, B) == wire.Ack(B)
 
 
 # -- one sender at a time
@@ -168,11 +175,11 @@ def test_a_sender_that_connects_anew_does_not_wait_for_itself(owner: Owner) -> N
 
 def test_the_first_goes_and_the_other_is_done(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     other.say(wire.Offer(A, len(DATA)))
     assert other.hears_nothing()
     peer.data(A, DATA)
-    assert peer.hear() == wire.Taken(A)
+    assert peer.hear() == wire.Ack(A)
     assert other.hear() == wire.Done(A)
     assert len(owner.read) == 1
 
@@ -180,19 +187,19 @@ def test_the_first_goes_and_the_other_is_done(owner: Owner, peer: Peer, other: P
 def test_the_other_goes_when_the_first_has_vanished(owner: Owner, other: Peer) -> None:
     owner.expect(A)
     with Peer(owner.url) as first:
-        assert first.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        assert first.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
         other.say(wire.Offer(A, len(DATA)))
         assert other.hears_nothing()
-    assert other.hear() == wire.Go(A)
+    assert other.hear() == wire.ClearToSend(A)
 
 
 def test_the_other_goes_when_the_first_retracts(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     other.say(wire.Offer(A, len(DATA)))
     assert other.hears_nothing()
     peer.say(wire.Retract(A))
-    assert other.hear() == wire.Go(A)
+    assert other.hear() == wire.ClearToSend(A)
 
 
 def test_a_retracted_offer_is_forgotten(owner: Owner, peer: Peer) -> None:
@@ -206,31 +213,31 @@ def test_the_other_goes_when_the_first_sends_other_bytes_than_it_offered(
     owner: Owner, peer: Peer, other: Peer
 ) -> None:
     owner.expect(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     other.say(wire.Offer(A, len(DATA)))
     assert other.hears_nothing()
     peer.data(A, DATA + b"x")
     answer = peer.hear()
-    assert isinstance(answer, wire.Refused) and "10001 bytes; 10000 were offered" in answer.reason
-    assert other.hear() == wire.Go(A)
+    assert isinstance(answer, wire.Nack) and "10001 bytes; 10000 were offered" in answer.reason
+    assert other.hear() == wire.ClearToSend(A)
     assert not owner.read
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["second first", "first after all"])
 def test_the_other_goes_when_the_first_takes_too_long(late: bool) -> None:
-    with Owner(go_s=0.2) as owner, Peer(owner.url) as peer, Peer(owner.url) as other:
+    with Owner(send_s=0.2) as owner, Peer(owner.url) as peer, Peer(owner.url) as other:
         owner.expect(A)
-        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
         other.say(wire.Offer(A, len(DATA)))
-        assert other.hear() == wire.Go(A)
+        assert other.hear() == wire.ClearToSend(A)
         winner, loser = (peer, other) if late else (other, peer)
         winner.data(A, DATA)
-        assert winner.hear() == wire.Taken(A)
+        assert winner.hear() == wire.Ack(A)
         assert loser.hear() == wire.Done(A)
         loser.data(A, DATA)
         assert loser.hears_nothing()
         assert owner.wait_for(A)[0].taken and len(owner.read) == 1
-        counts = owner.landing.counts()
+        counts = owner.receiver.counts()
         assert (counts.late, counts.dropped) == (1, 0)
 
 
@@ -243,16 +250,16 @@ def test_a_record_that_is_not_taken_stays_expected(
 ) -> None:
     owner.expect(A)
     owner.verdict = verdict
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     other.say(wire.Offer(A, len(DATA)))
     assert other.hears_nothing()
     peer.data(A, DATA)
-    assert peer.hear() == wire.Refused(A, f"the record is {verdict.value}")
-    assert other.hear() == wire.Go(A)
-    assert not owner.poll() and owner.landing.counts().refused == 1
+    assert peer.hear() == wire.Nack(A, f"the record is {verdict.value}")
+    assert other.hear() == wire.ClearToSend(A)
+    assert not owner.poll() and owner.receiver.counts().refused == 1
     owner.verdict = Verdict.TAKEN
     other.data(A, DATA)
-    assert other.hear() == wire.Taken(A)
+    assert other.hear() == wire.Ack(A)
     assert owner.wait_for(A)[0].taken
 
 
@@ -267,13 +274,13 @@ def test_a_reader_that_fails_is_logged_and_ends_nothing(
             raise RuntimeError("disk on fire")
         return None  # type: ignore[return-value]
 
-    owner.landing.expect(A, MIB, reader)
+    owner.receiver.expect(A, MIB, reader)
     answer = deliver(peer, A)
-    assert isinstance(answer, wire.Refused) and answer.reason.startswith("the reader failed")
+    assert isinstance(answer, wire.Nack) and answer.reason.startswith("the reader failed")
     assert wire.short(A) in caplog.text and "Traceback" in caplog.text
-    owner.landing.withdraw(A)  # does not wait for a reader that has failed
+    owner.receiver.withdraw(A)  # does not wait for a reader that has failed
     owner.expect(A)
-    assert deliver(peer, A) == wire.Taken(A)
+    assert deliver(peer, A) == wire.Ack(A)
 
 
 @pytest.mark.parametrize("call", ["withdraw", "settle"])
@@ -288,14 +295,14 @@ def test_withdrawing_waits_for_a_reader_under_way(owner: Owner, peer: Peer, call
         over = True
         return Verdict.TAKEN
 
-    owner.landing.expect(A, MIB, reader)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    owner.receiver.expect(A, MIB, reader)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     peer.data(A, DATA)
     assert begun.wait(20)
     seen: list[bool] = []
 
     def withdraw() -> None:
-        getattr(owner.landing, call)(A)
+        getattr(owner.receiver, call)(A)
         seen.append(over)
 
     threads = [threading.Thread(target=withdraw, daemon=True) for _ in range(2)]
@@ -303,28 +310,28 @@ def test_withdrawing_waits_for_a_reader_under_way(owner: Owner, peer: Peer, call
         thread.start()
         thread.join(0.3)
         assert thread.is_alive() and not seen
-    owner.landing.counts(), owner.landing.poll(), owner.landing.settle(B)  # others go on
+    owner.receiver.counts(), owner.receiver.poll(), owner.receiver.settle(B)  # others go on
     go_on.set()
     for thread in threads:
         thread.join(20)
     assert seen == [True, True]
     assert peer.hear() == wire.Done(A)
-    assert not owner.poll() and owner.landing.counts().taken == 0
+    assert not owner.poll() and owner.receiver.counts().taken == 0
 
 
 def test_nothing_is_reported_of_what_was_withdrawn(owner: Owner, peer: Peer) -> None:
     owner.expect(A)
-    assert deliver(peer, A) == wire.Taken(A)  # reported, but not polled
-    owner.landing.withdraw(A)
+    assert deliver(peer, A) == wire.Ack(A)  # reported, but not polled
+    owner.receiver.withdraw(A)
     assert not owner.poll()
 
 
 def test_who_was_told_to_go_is_told_of_the_withdrawal(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     other.say(wire.Offer(A, len(DATA)))
     assert other.hears_nothing()
-    owner.landing.withdraw(A)
+    owner.receiver.withdraw(A)
     assert peer.hear() == wire.Done(A)
     assert other.hear() == wire.Done(A)
     peer.data(A, DATA)
@@ -336,22 +343,22 @@ def test_who_was_told_to_go_is_told_of_the_withdrawal(owner: Owner, peer: Peer, 
 
 def test_a_router_withdraws_what_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A, B)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     assert other.ask(wire.Withdraw([A, C])) == wire.Withdrawn()
-    [landed] = owner.wait_for(A)
-    assert not landed.taken and landed.reason.startswith("withdrawn by the router at 127.0.0.1")
+    [received] = owner.wait_for(A)
+    assert not received.taken and received.reason.startswith("withdrawn by the router at 127.0.0.1")
     assert peer.hear() == wire.Done(A)
-    assert owner.landing.counts().withdrawn == 1
-    assert deliver(peer, B) == wire.Taken(B)
+    assert owner.receiver.counts().withdrawn == 1
+    assert deliver(peer, B) == wire.Ack(B)
 
 
 def test_a_router_may_be_faster_than_the_engine(owner: Owner, peer: Peer) -> None:
     assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
     owner.expect(A)
     assert not owner.wait_for(A)[0].taken
-    owner.landed.clear()
+    owner.received.clear()
     owner.expect(A)  # it was said of one request only
-    assert deliver(peer, A) == wire.Taken(A)
+    assert deliver(peer, A) == wire.Ack(A)
 
 
 def test_an_offer_is_newer_than_the_withdrawal_before_it(owner: Owner, peer: Peer) -> None:
@@ -359,11 +366,11 @@ def test_an_offer_is_newer_than_the_withdrawal_before_it(owner: Owner, peer: Pee
     assert peer.hear() == wire.Withdrawn()
     assert peer.hears_nothing()
     owner.expect(A)
-    assert peer.hear() == wire.Go(A)
+    assert peer.hear() == wire.ClearToSend(A)
 
 
 def test_what_is_there_cannot_be_withdrawn(owner: Owner, peer: Peer) -> None:
-    owner.landing.settle(A)
+    owner.receiver.settle(A)
     assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
     assert peer.ask(wire.Offer(A, 1)) == wire.Done(A)
 
@@ -373,23 +380,24 @@ def test_what_is_there_cannot_be_withdrawn(owner: Owner, peer: Peer) -> None:
 
 def test_a_router_says_what_a_tier_has(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A, B)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     assert other.ask(wire.Stored([A, C])) == wire.Noted()
-    [landed] = owner.wait_for(A)
-    assert (landed.stored, landed.taken, landed.reason) == (True, False, "it is in a shared tier")
+    [received] = owner.wait_for(A)
+    assert (received.outcome, received.route) == (Outcome.IN_TIER, Route.TIER)
+    assert not received.taken and received.reason == "it is in a shared tier"
     assert peer.hear() == wire.Done(A)
     peer.data(A, DATA)  # was on its way
     assert peer.ask(wire.Offer(A, len(DATA))) == wire.Done(A), "it is here, or will be"
     assert not owner.read
-    counts = owner.landing.counts()
+    counts = owner.receiver.counts()
     assert (counts.stored, counts.late, counts.withdrawn) == (1, 1, 0)
-    assert deliver(peer, B) == wire.Taken(B)
+    assert deliver(peer, B) == wire.Ack(B)
     # Said again: nobody waits for it, and a withdrawal takes nothing back.
     assert other.ask(wire.Stored([A])) == wire.Noted() and other.ask(wire.Withdraw([A])) == wire.Withdrawn()
-    owner.landed.clear()
-    owner.landing.withdraw(A)  # it left the pool again
+    owner.received.clear()
+    owner.receiver.withdraw(A)  # it left the pool again
     owner.expect(A)
-    assert deliver(peer, A) == wire.Taken(A)
+    assert deliver(peer, A) == wire.Ack(A)
 
 
 def test_what_a_tier_has_may_be_said_before_it_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
@@ -397,15 +405,15 @@ def test_what_a_tier_has_may_be_said_before_it_is_expected(owner: Owner, peer: P
     assert other.hears_nothing()
     assert peer.ask(wire.Stored([A, B])) == wire.Noted()
     owner.expect(A)
-    assert owner.wait_for(A)[0].stored and other.hear() == wire.Done(A)
-    owner.landing.withdraw(A)
-    owner.landed.clear()
+    assert owner.wait_for(A)[0].outcome is Outcome.IN_TIER and other.hear() == wire.Done(A)
+    owner.receiver.withdraw(A)
+    owner.received.clear()
     owner.expect(A)  # it was said of one request only
-    assert deliver(peer, A) == wire.Taken(A)
+    assert deliver(peer, A) == wire.Ack(A)
     # The last word counts.
     assert peer.ask(wire.Withdraw([B])) == wire.Withdrawn()
     owner.expect(B)
-    assert not owner.wait_for(B)[0].stored
+    assert owner.wait_for(B)[0].outcome is Outcome.WITHDRAWN
 
 
 @pytest.mark.parametrize(
@@ -413,7 +421,7 @@ def test_what_a_tier_has_may_be_said_before_it_is_expected(owner: Owner, peer: P
 )
 def test_malformed_words_on_tiers_are_dropped(owner: Owner, peer: Peer, header: list[object]) -> None:
     peer.frames(msgspec.msgpack.encode(header))
-    assert peer.hears_nothing() and owner.landing.counts().dropped == 1
+    assert peer.hears_nothing() and owner.receiver.counts().dropped == 1
 
 
 # -- sizes and bounds
@@ -422,29 +430,29 @@ def test_malformed_words_on_tiers_are_dropped(owner: Owner, peer: Peer, header: 
 def test_sizes_are_refused_before_anything_is_sent(owner: Owner, peer: Peer) -> None:
     owner.expect(A, limit=9_999)
     answer = peer.ask(wire.Offer(A, len(DATA)))
-    assert answer == wire.Refused(A, "10000 bytes; at most 9999 are taken")
+    assert answer == wire.Nack(A, "10000 bytes; at most 9999 are taken")
     answer = peer.ask(wire.Offer(B, 64 * MIB + 1))  # larger than whatever may be expected later
-    assert isinstance(answer, wire.Refused) and f"at most {64 * MIB} are taken" in answer.reason
+    assert isinstance(answer, wire.Nack) and f"at most {64 * MIB} are taken" in answer.reason
     peer.say(wire.Offer(C, 500))
     assert peer.hears_nothing()
     owner.expect(C, limit=499)
-    assert peer.hear() == wire.Refused(C, "500 bytes; at most 499 are taken")
-    assert deliver(peer, A, DATA[:9_999]) == wire.Taken(A)
-    assert owner.landing.counts().refused == 3
+    assert peer.hear() == wire.Nack(C, "500 bytes; at most 499 are taken")
+    assert deliver(peer, A, DATA[:9_999]) == wire.Ack(A)
+    assert owner.receiver.counts().refused == 3
 
 
 def test_a_frame_that_is_too_large_ends_the_connection() -> None:
     with Owner(max_nbytes=MIB) as owner, Peer(owner.url) as peer, Peer(owner.url) as other:
         owner.expect(A)
-        assert peer.ask(wire.Offer(A, MIB)) == wire.Go(A)
+        assert peer.ask(wire.Offer(A, MIB)) == wire.ClearToSend(A)
         other.say(wire.Offer(A, len(DATA)))
         assert other.hears_nothing()
         peer.data(A, bytes(MIB + 1))
-        assert other.hear() == wire.Go(A)  # the peer that was told to go has been cut off
+        assert other.hear() == wire.ClearToSend(A)  # the peer that was told to go has been cut off
         other.data(A, DATA)
-        assert other.hear() == wire.Taken(A)
+        assert other.hear() == wire.Ack(A)
         assert len(owner.read) == 1
-        counts = owner.landing.counts()
+        counts = owner.receiver.counts()
         assert counts.refused == counts.dropped == 0, "libzmq let it through"
 
 
@@ -455,7 +463,7 @@ def test_of_too_many_offers_the_oldest_is_forgotten(owner: Owner, peer: Peer) ->
     owner.expect(names[0])
     assert peer.hears_nothing()
     owner.expect(names[-1], names[1])
-    assert {peer.hear(), peer.hear()} == {wire.Go(names[-1]), wire.Go(names[1])}
+    assert {peer.hear(), peer.hear()} == {wire.ClearToSend(names[-1]), wire.ClearToSend(names[1])}
 
 
 def test_memory_is_bounded_in_number_and_age() -> None:
@@ -492,13 +500,13 @@ def test_data_that_nobody_asked_for_is_dropped(owner: Owner, peer: Peer, other: 
     peer.data(A, DATA)  # never offered
     peer.say(wire.Offer(B, len(DATA)))
     peer.data(B, DATA)  # offered, not expected
-    assert other.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    assert other.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     peer.say(wire.Offer(A, len(DATA)))
     peer.data(A, DATA)  # another was told to go
     assert peer.hears_nothing()
-    assert owner.landing.counts().dropped == 3 and not owner.read and not owner.poll()
+    assert owner.receiver.counts().dropped == 3 and not owner.read and not owner.poll()
     other.data(A, DATA)
-    assert other.hear() == wire.Taken(A)
+    assert other.hear() == wire.Ack(A)
 
 
 NAMES = st.sampled_from([A, B, "", "A" * 64, "0" * 97, "0" * 10_000, "../../etc/passwd", A + "\n", "é"])
@@ -546,7 +554,7 @@ def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCa
     sent = 0
     with Owner() as owner, Peer(owner.url) as greeted, Peer(owner.url, greet=False) as stranger:
         owner.expect(A)
-        owner.landing.settle(B)
+        owner.receiver.settle(B)
 
         @settings(max_examples=300, suppress_health_check=list(HealthCheck))
         @given(st.lists(MESSAGES, min_size=8, max_size=12))
@@ -559,7 +567,7 @@ def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCa
                 sent += 2
             assert greeted.hears_nothing()
             assert stranger.ask(wire.Offer(A, 1)) == wire.Again()
-            counts = owner.landing.counts()
+            counts = owner.receiver.counts()
             assert counts.dropped == sent
             assert counts.offers == counts.taken == counts.refused == counts.withdrawn == 0
 
@@ -567,7 +575,7 @@ def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCa
         assert sent >= 2_000
         assert not owner.poll() and not owner.read
         assert greeted.ask(wire.Offer(B, 1)) == wire.Done(B)
-        assert deliver(greeted, A) == wire.Taken(A)
+        assert deliver(greeted, A) == wire.Ack(A)
         assert owner.wait_for(A)[0].taken
     assert len(caplog.records) < 20, "the log was flooded"
 
@@ -577,11 +585,11 @@ def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCa
 
 def test_an_address_that_cannot_be_bound_is_named(owner: Owner) -> None:
     with pytest.raises(ConfigError, match=r"segment_parallel.listen='tcp://127.0.0.1:\d+': cannot be bound"):
-        Landing(owner.url, "ns", None, MIB)
+        Receiver(owner.url, "ns", None, MIB)
     with pytest.raises(ConfigError, match=r"listen='tcp://192.0.2.1:7100': expected a loopback address"):
-        Landing("tcp://192.0.2.1:7100", "ns", None, MIB)
+        Receiver("tcp://192.0.2.1:7100", "ns", None, MIB)
     with pytest.raises(ConfigError, match="listen='udp://x': expected tcp://ADDRESS:PORT"):
-        Landing("udp://x", "ns", None, MIB)
+        Receiver("udp://x", "ns", None, MIB)
 
 
 @pytest.mark.parametrize("name", ["", "G" * 64, "a" * 97, "../x"])
@@ -589,7 +597,7 @@ def test_only_object_names_are_expected(owner: Owner, name: str) -> None:
     with pytest.raises(ValueError, match="expected 1 to 96 of 0-9 a-f"):
         owner.expect(name)
     with pytest.raises(ValueError, match="expected 1 to 96 of 0-9 a-f"):
-        owner.landing.settle(name)
+        owner.receiver.settle(name)
 
 
 def test_expecting_twice_is_a_mistake(owner: Owner) -> None:
@@ -604,18 +612,18 @@ def test_closing_with_peers_connected_frees_the_port_and_ends_all_expectations()
     owner = Owner()
     with Peer(owner.url) as peer, Outgoing() as outgoing:
         owner.expect(A, B)
-        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
         ticket = outgoing.send(C, DATA, owner.url, deadline_s=20)
-        until(lambda: owner.landing.counts().offers == 2)
-        owner.landing.close()
-        owner.landing.close()
-        assert {(x.name, x.taken, x.reason) for x in owner.landing.poll()} == {
-            (A, False, "the landing is closed"),
-            (B, False, "the landing is closed"),
+        until(lambda: owner.receiver.counts().offers == 2)
+        owner.receiver.close()
+        owner.receiver.close()
+        assert {(x.name, x.taken, x.reason) for x in owner.receiver.poll()} == {
+            (A, False, "the receiver is closed"),
+            (B, False, "the receiver is closed"),
         }
         owner.expect(C)
-        assert [x.taken for x in owner.landing.poll()] == [False]
-        owner.landing.withdraw(A), owner.landing.settle(A)
+        assert [x.taken for x in owner.receiver.poll()] == [False]
+        owner.receiver.withdraw(A), owner.receiver.settle(A)
         with Owner(owner.url) as successor:
             successor.expect(C)
             assert outgoing.wait_for(ticket).delivered
@@ -637,15 +645,15 @@ def test_the_owner_is_not_kept_waiting_while_a_reader_runs(owner: Owner, peer: P
         assert go_on.wait(20)
         return Verdict.TAKEN
 
-    owner.landing.expect(A, MIB, reader)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Go(A)
+    owner.receiver.expect(A, MIB, reader)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     peer.data(A, DATA)
     assert begun.wait(20)
     started = time.monotonic()
     owner.expect(B)
-    owner.landing.withdraw(B)
-    owner.landing.settle(C)
-    assert not owner.poll() and owner.landing.counts().taken == 0
+    owner.receiver.withdraw(B)
+    owner.receiver.settle(C)
+    assert not owner.poll() and owner.receiver.counts().taken == 0
     assert time.monotonic() < started + 10, "the reader waits for 20 s"
     go_on.set()
-    assert peer.hear() == wire.Taken(A)
+    assert peer.hear() == wire.Ack(A)

@@ -1,11 +1,11 @@
-"""Room: who has which bytes of one fixed piece of memory."""
+"""Span allocator: who has which bytes of one fixed piece of memory."""
 
 from __future__ import annotations
 
 from ..store.record import ALIGNMENT
 
 
-class Room:
+class SpanAllocator:
     """Spans of ``0..nbytes``, each aligned to :data:`~vllm_hypic.store.record.ALIGNMENT`: the first gap that
     is long enough is taken.  For a few dozen spans at a time, and one thread."""
 

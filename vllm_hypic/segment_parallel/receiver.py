@@ -1,0 +1,294 @@
+"""Receiver: where records of other instances arrive.
+
+The protocol is ``receiver_machine.py``; here are its socket, its thread, and the bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import zmq
+
+from ..config.segment_parallel import Address
+from ..errors import ConfigError
+from ..store.protocol import Reader, Verdict
+from . import wire
+from .complaints import Complaints, logger
+from .loop import SocketLoop, send
+from .received import Received, ReceiverCounts
+from .receiver_machine import SEND_S, Expected, Grant, ReceiverMachine
+from .secret import Secret
+from .sockets import router
+from .transport import Arrival, Inbound, Tcp, TransportError
+
+_TICK_S = 0.2
+_POLL_TICK_MS = 1
+_QUIET_TICK_S = 1.0
+_BATCH = 64
+_WARN_S = 5.0
+
+
+class Receiver:
+    """Takes records of other instances on a thread of its own.  All methods may be called by any thread;
+    none but ``withdraw``, ``settle`` and ``close`` waits for anything.
+
+    Memory: records under way that were agreed to, and at most 16 messages per connection that were not, each
+    of at most ``max_nbytes``; only holders of the secret (without one: processes of this machine) send any.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        namespace: str,
+        secret: Secret | None,
+        max_nbytes: int,
+        nixl: Inbound | None = None,
+        *,
+        send_s: float = SEND_S,
+    ) -> None:
+        """Bind to ``listen`` (``tcp://ADDRESS:PORT``; port 0: any that is free, see :attr:`url`).
+
+        ``namespace``: peers must have the same, character by character.  ``max_nbytes``: no record ever
+        expected is larger.  :class:`ConfigError` names the address when it cannot be bound, or is not a
+        loopback address while there is no secret.  With ``nixl``, which is the receiver's from now on,
+        records are read over it where their senders can do so.  ``send_s``: see
+        :data:`~vllm_hypic.segment_parallel.receiver_machine.SEND_S`.
+        """
+        try:
+            address = Address.parse(listen, any_port=True)
+        except ValueError as e:
+            raise ConfigError(f"hypic config: segment_parallel.listen={e}") from e
+        where = f"hypic config: segment_parallel.listen={listen!r}"
+        if secret is None and not address.loopback:
+            raise ConfigError(f"{where}: expected a loopback address, or set secret_file")
+        if max_nbytes < 1:
+            raise ValueError(f"max_nbytes={max_nbytes}: expected at least 1")
+        self._loop = SocketLoop("hypic-receiver")
+        try:
+            self._socket = router(self._loop.context, address, secret, max_nbytes)
+        except zmq.ZMQError as e:
+            self._loop.close()
+            raise ConfigError(
+                f"{where}: cannot be bound: {e.strerror}; expected an address of this machine, and a port "
+                "that nobody else listens on"
+            ) from e
+        self.url: str = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        """Where senders connect to, unless the address is all interfaces or behind a NAT."""
+        self.on_received: Callable[[], None] = lambda: None
+        """Called by the receiver's thread when there is more for ``poll``; it must not wait."""
+        self._codec = wire.Codec()
+        self._complaints = Complaints()
+        self._lock = threading.Condition()
+        """Guards the machine, and what is read; told when a reader has returned."""
+        self._machine = ReceiverMachine(
+            namespace, max_nbytes, self._complaints, pull=nixl is not None, send_s=send_s
+        )
+        self._reading: Expected | None = None
+        # The thread's own.
+        self._transports: dict[type[wire.Request], Inbound] = {wire.Data: Tcp()}
+        if nixl is not None:
+            self._transports[wire.Held] = nixl
+        self._arriving: dict[Arrival, tuple[Grant, Inbound]] = {}
+        self._ticked = time.monotonic()
+        self._loop.poll(self._socket)
+        self._loop.start(self._wait_ms, self._turn, self._end)
+        logger.info(
+            "receiver: records are taken at %s, from %s",
+            self.url,
+            "who has the secret" if secret else "this machine (no secret_file)",
+        )
+
+    # -- called by the owner
+
+    def expect(self, name: str, limit: int, reader: Reader) -> None:
+        """From now on a record ``name`` of at most ``limit`` bytes is taken; ``poll`` tells when it is over.
+
+        ``reader`` checks the bytes and takes them over, on the receiver's thread; it runs once per delivery,
+        again after another verdict than ``TAKEN``.  The bytes are aligned to 8, and its own until it returns.
+        ``ValueError``: no object name, a limit below 1, or expected already.
+        """
+        with self._lock:
+            self._machine.expect(name, limit, reader, time.monotonic())
+        self._loop.wake()
+
+    def withdraw(self, name: str) -> None:
+        """``name`` is no longer wanted, or no longer there: what ``settle`` said is forgotten, those who
+        offer it now are told, and nothing is reported of it afterwards.  Returns once its reader is not
+        running, however long that takes: it writes where the owner said.
+
+        A record that was taken counts as settled: call this when it leaves again, so that who offers it anew
+        is not told that it is there."""
+        with self._lock:
+            self._machine.withdraw(name, time.monotonic())
+            self._wait_for_reader(name)
+        self._loop.wake()
+
+    def settle(self, name: str) -> None:
+        """``name`` is there: like ``withdraw``, and for the next 120 s who offers it is told so, or until it
+        is expected or withdrawn.  Of more than 4096 such names the oldest is forgotten."""
+        with self._lock:
+            self._machine.settle(name, time.monotonic())
+            self._wait_for_reader(name)
+        self._loop.wake()
+
+    def poll(self) -> list[Received]:
+        """What ended since the last call, each reported once."""
+        with self._lock:
+            found = list(self._machine.ended)
+            self._machine.ended.clear()
+        return found
+
+    def counts(self) -> ReceiverCounts:
+        with self._lock:
+            return replace(self._machine.counts)
+
+    def close(self) -> None:
+        """Let go of the port and of all peers.  Waits for a reader under way.  May be called twice."""
+        self._loop.close()
+
+    def _wait_for_reader(self, name: str) -> None:
+        while not self._loop.here and self._reading is not None and self._reading.name == name:
+            if not self._lock.wait(_WARN_S):
+                logger.warning("receiver %s: withdrawing %s waits for its reader", self.url, wire.short(name))
+
+    # -- the thread
+
+    def _wait_ms(self) -> int:
+        if any(transport.busy for transport in self._transports.values()):
+            return _POLL_TICK_MS
+        with self._lock:
+            return round(1000 * (_TICK_S if self._machine.waiting else _QUIET_TICK_S))
+
+    def _turn(self) -> None:
+        self._flush()
+        for _ in range(_BATCH):
+            if not self._receive() or self._loop.closing:
+                break
+        self._poll_transports()
+        if (now := time.monotonic()) >= self._ticked + _TICK_S:
+            self._ticked = now
+            with self._lock:
+                self._machine.tick(now)
+            self._flush()
+
+    def _end(self) -> None:
+        self._loop.leave(self._socket)
+        with self._lock:
+            self._machine.close()
+        self.on_received()
+        for transport in self._transports.values():
+            transport.close()
+
+    def _flush(self) -> None:
+        """Send the replies that are due.  Whoever is gone, or reads nothing, is forgotten, and greets anew
+        if it is back."""
+        with self._lock:
+            while self._machine.outbox:
+                peer, reply = self._machine.outbox.popleft()
+                if not send(self._socket, peer, self._codec.encode(reply)):
+                    self._machine.lost(peer, time.monotonic())
+
+    def _receive(self) -> bool:
+        """Handle one message; False when there is none."""
+        try:
+            peer = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        frames: list[zmq.Frame] = []
+        while self._socket.rcvmore:
+            frame = self._socket.recv(copy=False)
+            frames = [*frames[:2], frame]  # a third stands for all that follow
+        fault = ""
+        try:
+            self._handle(peer, frames)
+        except wire.Malformed as e:
+            fault = str(e)
+        except Exception:  # one peer's message must not end the service of all others
+            self._complain("fault", "receiver %s: a message was not handled", self.url)
+            fault = "a fault of ours"
+        if fault:
+            with self._lock:
+                self._machine.drop(peer, fault)
+        self._flush()
+        return True
+
+    def _handle(self, peer: bytes, frames: list[zmq.Frame]) -> None:
+        now = time.monotonic()
+        if len(frames) == 1 and not len(frames[0]):  # somebody has connected
+            with self._lock:
+                self._machine.connected(peer)
+            return
+        if not 1 <= len(frames) <= 2:
+            raise wire.Malformed("a message of no frames, or of more than two")
+        request = self._codec.request(frames[0].buffer)
+        if (len(frames) == 2) != isinstance(request, wire.Data):
+            raise wire.Malformed(f"{type(request).__name__} in {len(frames)} frames")
+        with self._lock:
+            if isinstance(request, wire.Hello):
+                self._machine.greet(peer, request, str(frames[0].get("Peer-Address")), now)
+                return
+            before = len(self._machine.ended)
+            grant = self._machine.handle(peer, request, now)
+            told = len(self._machine.ended) > before
+        if told:
+            self.on_received()
+        if grant is not None:
+            assert isinstance(request, wire.Data | wire.Held)
+            self._start(grant, request, frames[-1].buffer)
+
+    def _start(self, grant: Grant, message: wire.Data | wire.Held, payload: memoryview) -> None:
+        """Begin to get the bytes."""
+        transport = self._transports[type(message)]
+        try:
+            arrival = transport.start(message, payload, grant.nbytes)
+        except TransportError as e:
+            with self._lock:
+                self._machine.failed(grant, str(e), time.monotonic())
+            return
+        if arrival.over:
+            self._finish(grant, arrival, transport)
+        else:
+            self._arriving[arrival] = grant, transport
+
+    def _poll_transports(self) -> None:
+        for transport in self._transports.values():
+            for arrival in transport.poll():
+                grant, _ = self._arriving.pop(arrival)
+                self._finish(grant, arrival, transport)
+                self._flush()
+
+    def _finish(self, grant: Grant, arrival: Arrival, transport: Inbound) -> None:
+        """The bytes are there, or will not be: have them read."""
+        now = time.monotonic()
+        with self._lock:
+            if arrival.fault:
+                self._machine.failed(grant, arrival.fault, now)
+                return
+            expected = self._reading = self._machine.arrived(grant, len(arrival.data), now)
+        if expected is not None:
+            fault = self._read(expected, arrival.data)
+            with self._lock:
+                self._reading = None
+                self._machine.judged(grant, expected, fault, transport.route, time.monotonic())
+                told = bool(self._machine.ended)
+                self._lock.notify_all()
+            if told:
+                self.on_received()
+        transport.release(arrival)
+
+    def _read(self, expected: Expected, data: memoryview) -> str:
+        """Why the reader does not take the bytes; empty when it does."""
+        try:
+            verdict = expected.reader(data)
+            return "" if verdict is Verdict.TAKEN else f"the record is {verdict.value}"
+        except Exception as e:
+            self._complain("reader", "receiver: the reader of %s failed", wire.short(expected.name))
+            return f"the reader failed: {type(e).__name__}: {e}"
+
+    def _complain(self, kind: str, message: str, about: str) -> None:
+        """Log the exception that is being handled."""
+        with self._lock:
+            self._complaints.warn(kind, message, about, exc_info=True)
