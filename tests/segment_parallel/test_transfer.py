@@ -478,7 +478,7 @@ def test_an_idle_connection_is_closed_and_made_again() -> None:
 
 def test_neither_vllm_nor_torch_is_imported() -> None:
     code = (
-        "import json, sys; from vllm_hypic.segment_parallel import config, receiver, secret, sender, wire; "
+        "import json, sys; from vllm_hypic.segment_parallel import receiver, secret, sender, wire; "
         "print(json.dumps([m for m in ('vllm', 'torch', 'vllm_hypic.connector') if m in sys.modules]))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
