@@ -34,11 +34,16 @@ def test_answers_and_books_hold_while_servers_die_and_come_back(stand: Stand) ->
             time.sleep(rng.uniform(0, 1.5))
             service.start()
             assert not clients.wrong, clients.wrong[:5]
+        # How many questions that takes is left to chance; LMCache is asked for what these two have lost.
+        read = ("disk", "redis")
+        tiers_when(
+            stand.server,
+            lambda found: all(found[tier]["hits"] > before[tier]["hits"] for tier in read),
+            f"records are read from {read}",
+        )
     for tier in ("redis", "lmcache"):
         stand.recover(tier)
-    after = settled(stand.server)
-    for tier in ("disk", "redis"):  # LMCache is asked for what these two have lost
-        assert after[tier]["hits"] > before[tier]["hits"], f"nothing was read from {tier}"
+    settled(stand.server)
     check_books(stand)
     ask_right(stand.server, *known)
 

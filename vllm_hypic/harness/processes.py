@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 # The kernel ends the process with the thread that started it, be it by SIGKILL: nothing outlives a dead run.
@@ -21,8 +19,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent process is gone")
 os.execv(sys.argv[3], sys.argv[3:])
 """
-_PORTS = (10000, 32768)
-"""Below those that Linux gives to outgoing connections: a server listens seconds after it got its port."""
+_RESERVED: list[socket.socket] = []
 
 
 def launch(
@@ -49,10 +46,21 @@ def launch(
         )
 
 
+def reserve_port() -> socket.socket:
+    """A socket on a port of 127.0.0.1 that nobody else is given as long as it is open.
+
+    Servers that set ``SO_REUSEADDR``, as all do here, can listen on that port meanwhile, and again after
+    they were killed.
+    """
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    # Only now: with it, a port that another process has reserved would do for an explicit bind.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now, and that no outgoing connection will be given."""
-    while True:
-        port = random.randrange(*_PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """A port of 127.0.0.1 on which nobody listens, reserved until this process ends."""
+    _RESERVED.append(reserve_port())
+    port: int = _RESERVED[-1].getsockname()[1]
+    return port

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from http_server import STOP_S, HttpServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_hypic.harness.processes import free_port
 from vllm_hypic.segment_parallel.router.app import build_app
 from vllm_hypic.segment_parallel.router.settings import Settings
 from vllm_hypic.segment_parallel.secret import Secret
 
-from .fake import STOP_S, FakeInstance
+from .fake import FakeInstance
 
 BOUND_S = 20.0
 
@@ -54,21 +51,10 @@ class RunningRouter:
     """A router in a thread of its own."""
 
     def __init__(self, settings: Settings, secret: Secret | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(
-            build_app(settings, secret),
-            host="127.0.0.1",
-            port=self.port,
-            log_level="critical",
-            date_header=False,
-            server_header=False,
-            ws="none",
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve()), daemon=True)
-        self._thread.start()
+        app = build_app(settings, secret)
+        options = {"date_header": False, "server_header": False, "ws": "none"}
+        self._server = HttpServer(app, timeout_graceful_shutdown=1, **options)
+        self.port, self.url = self._server.port, self._server.url
         self.http = httpx.Client(base_url=self.url, timeout=BOUND_S)
 
     def health(self) -> dict[str, Any]:
@@ -102,9 +88,7 @@ class RunningRouter:
 
     def close(self) -> None:
         self.http.close()
-        self._server.should_exit = True
-        self._thread.join(STOP_S)
-        assert not self._thread.is_alive(), "the router did not stop"
+        self._server.stop()
 
 
 class Site:
@@ -136,8 +120,9 @@ class Site:
         for fake in self.fakes:
             fake.behaviour.hold = fake.behaviour.segments_hang = False
         with ThreadPoolExecutor() as threads:
-            for ended in [threads.submit(one.close) for one in (*self.routers, *self.fakes)]:
-                ended.result(2 * STOP_S)
+            for those in (self.routers, self.fakes):  # a router tries to help when an instance dies
+                for ended in [threads.submit(one.close) for one in those]:
+                    ended.result(2 * STOP_S)
 
 
 @contextmanager

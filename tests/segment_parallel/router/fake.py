@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import socket
-import threading
+import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from http_server import STOP_S, HttpServer
 
-from vllm_hypic.harness.processes import free_port
+from vllm_hypic.harness.processes import reserve_port
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.options import link_of_request, tier_of
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
@@ -33,7 +32,6 @@ SEP, PDEP, PAD = 100_000, 100_001, 100_002
 IDS = PrimitiveIds(SEP, PDEP, PAD)
 LIMITS = PoolLimits(1000, 1000, 64, 8191, 1000, 1)
 SEAM, LEAST = 2, 4
-STOP_S = 10.0
 
 
 def word(text: str) -> int:
@@ -96,7 +94,6 @@ class FakeInstance:
     namespace: str = "n" * 64
     limits: PoolLimits = LIMITS
     secret: Secret | None = None
-    port: int = field(default_factory=free_port)
     behaviour: Behaviour = field(default_factory=Behaviour)
     models: tuple[str, ...] = ("base",)
     deadline_s: float | None = None
@@ -104,7 +101,10 @@ class FakeInstance:
     """Shared tiers by identity, with the keys of what they hold: the same objects in all that share them."""
 
     def __post_init__(self) -> None:
-        self.url = f"http://127.0.0.1:{self.port}"
+        # Ports of HTTP and events, kept while the instance is dead.
+        self._reserved = [reserve_port(), reserve_port()]
+        self._port, events = (held.getsockname()[1] for held in self._reserved)
+        self.events_url = f"tcp://127.0.0.1:{events}"
         self.seen: list[Seen] = []
         self.computed: list[str] = []
         """Keys, in order, whoever asked."""
@@ -122,50 +122,28 @@ class FakeInstance:
 
     def start(self) -> None:
         """A new process at the same addresses, which knows nothing."""
-        self.instance = hashlib.sha256(f"{self.port}{time.monotonic()}".encode()).hexdigest()[:16]
+        self.instance = secrets.token_hex(8)
         self.resident, self._making = set(), {}
         self._received: dict[str, Received] = {}
         self.receiver = Receiver("tcp://127.0.0.1:0", self.namespace, self.secret, 1 << 20)
         self.sender = Sender(self.namespace, self.secret)
-        events = f"tcp://127.0.0.1:{free_port()}"
-        self.events_url = getattr(self, "events_url", events)
         self.publisher = Publisher(self.events_url, self.secret)
         self._sent: dict[int, bool] = {}
-        config = uvicorn.Config(self._app(), log_level="critical", lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", self.port))
-        self._socket.listen(64)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+        self._http = HttpServer(self._app(), self._port, lifespan="off")
+        self.url = self._http.url
 
     def kill(self) -> None:
         """As SIGKILL: all connections break off."""
-        if not self._thread.is_alive():
-            return
-        self._server.should_exit = self._server.force_exit = True
+        if self._http.alive:
+            self._http.kill()
+            self.publisher.close()
+            self.receiver.close()
+            self.sender.close()
 
-        def abort() -> None:
-            for server in self._server.servers:
-                server.close()
-            for connection in list(self._server.server_state.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
-
-        self._loop.call_soon_threadsafe(abort)
-        self.publisher.close()
-        self.receiver.close()
-        self.sender.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(STOP_S)
-            assert not self._thread.is_alive()
-
-    close = kill
+    def close(self) -> None:
+        self.kill()
+        for held in self._reserved:
+            held.close()
 
     # -- the engine ------------------------------------------------------------------------------
 
@@ -381,7 +359,7 @@ class FakeInstance:
             return
         for i, chunk in enumerate(STREAM):
             if i == self.behaviour.die_after:
-                self._loop.call_soon(self.kill)
+                self._http.loop.call_soon(self.kill)
                 await asyncio.sleep(STOP_S)
             yield chunk
             await asyncio.sleep(self.behaviour.chunk_s)

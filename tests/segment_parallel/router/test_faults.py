@@ -113,8 +113,9 @@ def test_a_combine_node_that_reads_its_request_after_the_withdrawal(site: Site) 
     assert answers[0].status_code == 200 and len(combine.computed) == 8
 
 
-def test_records_that_were_delivered_and_are_not_there(site: Site) -> None:
+def test_records_that_were_delivered_and_are_not_there(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when they were found no longer wanted, for a request that has left."""
+    monkeypatch.setattr(front, "_REMIND_S", 0.2)
     workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
     router = site.router(workers, [combine])
     workers[0].behaviour.segments_lost = workers[1].behaviour.segments_lost = True
@@ -443,7 +444,7 @@ def test_with_a_secret(site: Site) -> None:
     assert router.complete(cold(LENGTHS)).status_code == 200
     assert len(fakes[2].computed) == 8  # the withdrawal was let in, too
     without = site.router(fakes[:2], fakes[2:], ready=False)
-    wait_for(lambda: without.instance(fakes[0]).get("state") == "described", "it is described")
+    wait_for(lambda: all(without.instance(f).get("state") == "described" for f in fakes), "all are described")
     assert without.complete(cold(LENGTHS)).status_code == 200
     assert without.counted("hypic_router_whole_total", "no_workers") == 1
 

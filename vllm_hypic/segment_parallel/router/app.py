@@ -78,9 +78,10 @@ def _client(urls: Sequence[str]) -> httpx.AsyncClient:
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S
     )
+    tls = httpx.create_ssl_context(trust_env=False)  # one for all: it takes 25 ms to make
     sites = {f"{u.scheme}://{u.netloc}" for u in map(urlsplit, urls)}
-    mounts = {site: httpx.AsyncHTTPTransport(limits=limits, trust_env=False) for site in sites}
-    return httpx.AsyncClient(mounts=mounts, trust_env=False)
+    mounts = {site: httpx.AsyncHTTPTransport(verify=tls, limits=limits, trust_env=False) for site in sites}
+    return httpx.AsyncClient(verify=tls, mounts=mounts, trust_env=False)
 
 
 def _report(task: asyncio.Task[None]) -> None:
