@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from typing import Any, Self
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-
-from vllm_hypic.harness.processes import free_port
+from http_server import HttpServer
 
 SEPARATOR = 499
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
@@ -34,28 +31,20 @@ class Fake:
         app.post("/v1/completions")(self.completions)
         app.post("/tokenize")(self.tokenize)
         app.get("/v1/models")(lambda: {"data": [{"id": "fake"}]})
-        self.port = free_port()
-        self._server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._app = app
 
     @property
     def streamed(self) -> list[dict[str, Any]]:
         """Bodies of the requests that asked for a stream."""
         return [body for _, body, _ in self.arrived if body.get("stream")]
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def __enter__(self) -> Self:
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
+        self._server = HttpServer(self._app, log_level="error")
+        self.port, self.url = self._server.port, self._server.url
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
+        self._server.stop()
 
     async def completions(self, request: Request) -> Any:
         body = await request.json()
