@@ -13,7 +13,7 @@ from vllm_hypic.segment_parallel.router.ways import Way
 from .conftest import RunningRouter, Site, wait_for
 from .fake import FakeInstance
 from .prompts import cold
-from .test_faults import ended, in_background
+from .test_faults import ended, in_background, only_late
 
 LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
 FAST, SLOW = "0" * 16, "1" * 16
@@ -95,16 +95,23 @@ def test_a_tier_that_the_worker_knows_no_more(site: Site) -> None:
     assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
 
 
-def test_a_tier_that_hangs_at_one_worker(site: Site) -> None:
+def test_a_tier_that_hangs_at_one_worker(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late segments go to another worker, and from there directly: the tier may be what takes so long."""
     tiers = {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
     router = site.router(workers, [combine], through=Way.TIERS, straggler_min_s=0.5)
+    only_late(monkeypatch, workers[0])
     workers[0].behaviour.tier_hangs = True
     answer = ask(router, cold(LENGTHS))
     workers[0].behaviour.tier_hangs = False
-    late = len(workers[0].computed)
-    assert late and ways(answer).count("direct") == late and combine.computed == []
+    late = int(router.counted("hypic_router_segments_total", "redispatched"))
+    assert late and len(workers[0].computed) <= late, "some of them waited for the others there"
+    told = json.loads(answer.headers["x-hypic-breakdown"])["segments"]
+    assert (
+        sorted((s["requests"], s["way"]) for s in told)
+        == [(1, "tiers")] * (8 - late) + [(2, "direct")] * late
+    )
+    assert {s["worker"] for s in told} == {workers[1].url} and combine.computed == []
 
 
 def test_a_combine_node_that_cannot_be_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
