@@ -14,12 +14,14 @@ from typing import Any
 import click
 
 from vllm_hypic.harness import engine_calls, gate, report
-from vllm_hypic.harness.engine_calls import Ask, Crowd
+from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.points import BESIDE, HEAD, QUESTION, Shape
-from vllm_hypic.harness.prompts import Prompt, Writer
+from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Prompt, Shape, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, size
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options, needed_context
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
+
+from .engine_calls import Crowd, crowd
+from .options import needed_context
 
 ROOM = 2048
 """Output tokens a request may produce while it waits for the last one to start."""
@@ -106,7 +108,7 @@ def _measure(
         crowds = {}
         for one, tokens in ((stock, [p.plain() for p in prompts]), (hypic, marked)):
             steps.show(f"{requests} requests, {one.name}")
-            crowds[one.name] = one.call(engine_calls.crowd, [_long(t) for t in tokens])
+            crowds[one.name] = one.call(crowd, [_long(t) for t in tokens])
             steps.done()
         _check(crowds["hypic"], first)
         return crowds, described(stock, hypic)

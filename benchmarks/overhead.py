@@ -21,19 +21,12 @@ import click
 from vllm_hypic.harness import engine_calls, gate, report
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.points import BESIDE, HEAD, QUESTION, Shape
-from vllm_hypic.harness.prompts import Writer
+from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
-from vllm_hypic.harness.settings import (
-    SHORTEST,
-    EngineSettings,
-    Numbers,
-    Shapes,
-    engine_options,
-    needed_context,
-    repeat_options,
-)
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options
 from vllm_hypic.harness.stats import Spread
+
+from .options import Shapes, needed_context, repeat_options
 
 GRID = "1x4096,4x2048,4x1024,8x512,16x1024,16x256,16x128"
 DECODE_SEGMENT = 1024

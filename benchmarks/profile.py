@@ -11,21 +11,16 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import engine_calls, gate, report
-from vllm_hypic.harness.engine_calls import Ask, Operator, Profile
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.points import BESIDE, HEAD, QUESTION, Shape
-from vllm_hypic.harness.prompts import Writer
+from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import (
-    SHORTEST,
-    EngineSettings,
-    engine_options,
-    needed_context,
-    repeat_options,
-)
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
 from vllm_hypic.harness.stats import Spread
 
+from .engine_calls import Operator, Profile, profiled
+from .options import needed_context, repeat_options
 from .stages import MATRIX_PRODUCTS_AND_ATTENTION, by_stage, stage_of
 
 SHOWN = 12
@@ -130,13 +125,13 @@ def _measure(
         steps.show("gate")
         checked = gate.require_cold_equals_warm(hypic, ask(fresh=True).tokens)
         gate.require_reuse(checked, shape.segments, shape.tokens, hypic.seam_tokens)
-        hypic.call(engine_calls.profiled, ask(fresh=cold))  # the profiler's own first time
+        hypic.call(profiled, ask(fresh=cold))  # the profiler's own first time
         steps.done()
         profiles, unprofiled = [], []
         for repeat in range(repeats):
             steps.show(f"repeat {repeat + 1}")
             unprofiled.append(hypic.ask(ask(fresh=cold)).first_token_s)
-            profiles.append(hypic.call(engine_calls.profiled, ask(fresh=cold)))
+            profiles.append(hypic.call(profiled, ask(fresh=cold)))
             if not cold:
                 gate.require_reuse(profiles[-1].answer, shape.segments, shape.tokens, hypic.seam_tokens)
             steps.done()

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import click
 
-from vllm_hypic.harness import engine_calls, gate, report
-from vllm_hypic.harness.engine_calls import Ask, RecordBytes
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, running
 from vllm_hypic.harness.fidelity import Distance, Fidelity, top
-from vllm_hypic.harness.points import BESIDE, QUESTION
-from vllm_hypic.harness.prompts import Writer
+from vllm_hypic.harness.prompts import BESIDE, QUESTION, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, size
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options, needed_context
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options
+
+from .engine_calls import RecordBytes, records_held
+from .options import needed_context
 
 KEEP_ALL = 0.0
 SEGMENTS = 4
@@ -112,7 +114,7 @@ def _measure(
                         marked = prompt.marked(one.separator)
                         warm = gate.require_cold_equals_warm(one, marked)
                         gate.require_reuse(warm, SEGMENTS, tokens, one.seam_tokens)
-                        held += one.call(engine_calls.records_held)
+                        held += one.call(records_held)
                         key = tokens, number
                         if bound == KEEP_ALL:
                             answers[key] = warm.logprobs

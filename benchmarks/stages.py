@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_hypic.harness.engine_calls import Operator
+from .engine_calls import Operator
 
 
 class Stage(Enum):

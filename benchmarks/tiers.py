@@ -21,19 +21,14 @@ from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine, described, running
 from vllm_hypic.harness.fidelity import Distance
 from vllm_hypic.harness.gate import GateFailed
-from vllm_hypic.harness.points import BESIDE, HEAD, QUESTION, Shape
-from vllm_hypic.harness.prompts import Prompt, Writer
+from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Prompt, Shape, Writer
 from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds, size
-from vllm_hypic.harness.settings import (
-    SHORTEST,
-    EngineSettings,
-    engine_options,
-    needed_context,
-    repeat_options,
-)
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
 from vllm_hypic.harness.stats import Spread
 
-from . import page_cache, tiers_engine_calls
+from . import engine_calls as own_calls
+from . import page_cache
+from .options import needed_context, repeat_options
 from .services import LMCacheServer, RedisServer, ServiceError, ServiceMissing, require_lmcache
 
 DEADLINE_S = 60.0
@@ -253,7 +248,7 @@ class _Bench:
         wrong or comes from elsewhere than it should.
         """
         with running(self.stock, self.hypic):
-            self.hypic.call(tiers_engine_calls.report_here_only)
+            self.hypic.call(own_calls.report_here_only)
             writer = Writer(self.hypic.vocabulary, self.seed)
             steps.show("gate")
             distance = self._gate(writer)
@@ -293,7 +288,7 @@ class _Bench:
                 answers[row.kind] = self.stock.ask(Ask(again.plain()))
                 gate.require_fresh(answers[row.kind], "stock vLLM")
             elif row.tier is None:
-                self.hypic.call(tiers_engine_calls.forget_streams)
+                self.hypic.call(own_calls.forget_streams)
                 answers[row.kind] = self._cached(row, again)
             else:
                 answers[row.kind] = self._fetched(row, row.tier, again, found[row.kind])
@@ -307,12 +302,12 @@ class _Bench:
     def _fill(self, prompt: Prompt) -> None:
         """Compute the prompt's records; afterwards they are in the pool and in every tier, alone."""
         self.hypic.call(engine_calls.reset)
-        self.hypic.call(tiers_engine_calls.drain)
-        before = self.hypic.call(tiers_engine_calls.tier_counts)
+        self.hypic.call(own_calls.drain)
+        before = self.hypic.call(own_calls.tier_counts)
         gate.require_fresh(self.hypic.ask(self._ask(prompt)), "a cold request")
         for _ in range(self.records):
-            self.hypic.call(tiers_engine_calls.drain)
-            now = self.hypic.call(tiers_engine_calls.tier_counts)
+            self.hypic.call(own_calls.drain)
+            now = self.hypic.call(own_calls.tier_counts)
             lacking = [name for name in now if now[name].stored - before[name].stored < self.records]
             if not lacking:
                 return
@@ -324,23 +319,23 @@ class _Bench:
 
     def _cached(self, row: Row, prompt: Prompt) -> Answer:
         """The answer; no segment was computed for it."""
-        before = self.hypic.call(tiers_engine_calls.computed)
+        before = self.hypic.call(own_calls.computed)
         answer = self.hypic.ask(self._ask(prompt))
         gate.require_reuse(answer, self.shape.segments, self.shape.tokens, self.hypic.seam_tokens)
-        if made := self.hypic.call(tiers_engine_calls.computed) - before:
+        if made := self.hypic.call(own_calls.computed) - before:
             raise GateFailed(f"{row.label}: {made} segments were computed again")
         return answer
 
     def _fetched(self, row: Row, tier: str, prompt: Prompt, found: _Found) -> Answer:
-        self.hypic.call(tiers_engine_calls.empty_pool)
-        self.hypic.call(tiers_engine_calls.ask_first, tier)
+        self.hypic.call(own_calls.empty_pool)
+        self.hypic.call(own_calls.ask_first, tier)
         if tier == "lmcache-fs":
-            self.hypic.call(tiers_engine_calls.drop_lmcache_memory, tier)
+            self.hypic.call(own_calls.drop_lmcache_memory, tier)
         if tier in self.setup.files:
             self._prepare_files(row, *self.setup.files[tier])
-        before = self.hypic.call(tiers_engine_calls.tier_counts)[tier]
+        before = self.hypic.call(own_calls.tier_counts)[tier]
         answer = self._cached(row, prompt)
-        after = self.hypic.call(tiers_engine_calls.tier_counts)[tier]
+        after = self.hypic.call(own_calls.tier_counts)[tier]
         if after.hits - before.hits != self.records:
             raise GateFailed(
                 f"{row.label}: {after.hits - before.hits} of {self.records} records came from it"

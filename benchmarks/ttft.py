@@ -12,29 +12,13 @@ import click
 from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.points import (
-    BESIDE,
-    COLUMNS,
-    KINDS,
-    LABELS,
-    Point,
-    Shape,
-    gate_text,
-    measure,
-    rounds,
-    rows,
-)
-from vllm_hypic.harness.prompts import Writer
+from vllm_hypic.harness.prompts import BESIDE, Shape, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import (
-    SHORTEST,
-    EngineSettings,
-    Numbers,
-    engine_options,
-    needed_context,
-    repeat_options,
-)
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options
 from vllm_hypic.harness.stats import Spread, slope, slopes
+
+from .options import needed_context, repeat_options
+from .points import COLUMNS, KINDS, LABELS, ShapeTimes, gate_text, measure, rounds, rows
 
 SEGMENTS = click.IntRange(1, 256)
 TOKENS = click.IntRange(SHORTEST, 65536)
@@ -170,7 +154,7 @@ def ttft_segments(
 
 def _measure(
     engine: EngineSettings, shapes: Sequence[Shape], repeats: int, seed: int, alone: int | None = None
-) -> tuple[list[Point], Spread | None, dict[str, Any]]:
+) -> tuple[list[ShapeTimes], Spread | None, dict[str, Any]]:
     """The points, stock vLLM's time for one segment of ``alone`` tokens, and what the engines are."""
     context = needed_context([(s.segments, s.tokens) for s in shapes], BESIDE)
     stock, hypic = Engine(engine, context, hypic=False), Engine(engine, context, hypic=True)
@@ -190,7 +174,7 @@ def _measure(
         return points, Spread.of(times), described(stock, hypic)
 
 
-def _marginal(points: Sequence[Point], tokens: int, alone: Spread) -> Marginal:
+def _marginal(points: Sequence[ShapeTimes], tokens: int, alone: Spread) -> Marginal:
     x = [float(p.shape.segments) for p in points]
     warm, stock = ([p.seconds[kind] for p in points] for kind in ("warm", "stock"))
     return Marginal(
@@ -219,7 +203,7 @@ def _marginal_table(m: Marginal) -> Any:
 
 
 def _write(
-    name: str, settings: Any, points: Sequence[Point], more: dict[str, Any], json_path: Path | None
+    name: str, settings: Any, points: Sequence[ShapeTimes], more: dict[str, Any], json_path: Path | None
 ) -> None:
     if json_path is None:
         return
@@ -232,7 +216,7 @@ def _write(
     report.write_json(json_path, report.report(name, settings, results, gate=passed, threads=engine.threads))
 
 
-def _plot(path: Path, points: Sequence[Point], x: list[float], x_label: str, title: str) -> None:
+def _plot(path: Path, points: Sequence[ShapeTimes], x: list[float], x_label: str, title: str) -> None:
     from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
 
     times, ratios = [], []

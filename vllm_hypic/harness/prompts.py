@@ -11,6 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 Document = tuple[int, ...]
+HEAD = 64
+"""Tokens of the leading segment (a system prompt)."""
+QUESTION = 32
+BESIDE = HEAD + QUESTION + 32
+"""Context that a prompt needs beside its documents; some to spare for separators and an answer."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``segments`` documents of ``tokens`` tokens each."""
+
+    segments: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.segments} x {self.tokens}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 from ...harness import gate, report
-from ...harness.points import Shape
+from ...harness.prompts import Shape
 from ...harness.report import check_outputs, output_options
 from ...harness.settings import SHORTEST, model_name
 from ..estimates import Estimate, mean, share

@@ -18,8 +18,7 @@ import numpy as np
 
 from ...harness import gate, report
 from ...harness.engine_calls import Ask
-from ...harness.points import Shape
-from ...harness.prompts import Prompt
+from ...harness.prompts import Prompt, Shape
 from ...harness.report import check_outputs, output_options
 from ...harness.settings import SHORTEST, model_name
 from ...primitives.policies import parse_link

@@ -14,8 +14,7 @@ from ...harness import engine_calls as bench_beside
 from ...harness.engines import Engine, running
 from ...harness.fidelity import Distance, top
 from ...harness.gate import GateFailed, checked_distance
-from ...harness.points import Shape
-from ...harness.prompts import Prompt
+from ...harness.prompts import Prompt, Shape
 from ...harness.settings import EngineSettings
 from ...primitives.policies import parse_link
 from ..methods import FULL, Method

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ...harness import gate, report
-from ...harness.points import Shape
+from ...harness.prompts import Shape
 from ...harness.report import check_outputs, output_options
 from ...harness.settings import SHORTEST, Numbers, model_name
 from ..estimates import Estimate

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...harness.generators import FIRST_SEED, Generator, find_generator
-from ...harness.points import HEAD, QUESTION
-from ...harness.prompts import Prompt, Writer
+from ...harness.prompts import HEAD, QUESTION, Prompt, Writer
 
 
 def make_prompts(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from fake_server import SEPARATOR, Fake
 from one_process import ONE_PROCESS
 
 from benchmarks import trace as traces
@@ -17,8 +18,6 @@ from benchmarks.client import End, Outcome
 from benchmarks.load import load
 from benchmarks.rates import LoadSettings, Sustained, Times, make_point, ratios
 from benchmarks.trace import TraceSettings, generate
-
-from .fake_server import SEPARATOR, Fake
 
 SMALL = ("--documents", "8", "--median-tokens", "70", "--max-tokens", "200", "--per-request", "2", "3")
 

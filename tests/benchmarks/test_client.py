@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_server import Fake
 
 from benchmarks.client import Client, ClientError, End, Events, Load, Outcome, run_closed, run_schedule
 from vllm_hypic.harness.processes import free_port
-
-from .fake_server import Fake
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.engine_calls import Operator, Profile
 from benchmarks.profile import mean_operators
 from benchmarks.stages import Stage, by_stage, stage_of
-from vllm_hypic.harness.engine_calls import Operator, Profile
 
 GDN, ATTENTION = "vllm::hypic_gdn_attention_core", "vllm::unified_attention_with_output"
 

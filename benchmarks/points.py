@@ -16,19 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from . import gate
-from .engine_calls import Answer, Ask
-from .engines import Engine
-from .fidelity import Distance
-from .prompts import Prompt, Writer
-from .report import Steps, seconds
-from .stats import Spread
+from vllm_hypic.harness import gate
+from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.harness.engines import Engine
+from vllm_hypic.harness.fidelity import Distance
+from vllm_hypic.harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
+from vllm_hypic.harness.report import Steps, seconds
+from vllm_hypic.harness.stats import Spread
 
-HEAD = 64
-"""Tokens of the leading segment (a system prompt)."""
-QUESTION = 32
-BESIDE = HEAD + QUESTION + 32
-"""Context that a prompt needs beside its documents; some to spare for separators and an answer."""
 KINDS = ("stock", "prefix", "cold", "warm")
 LABELS = {
     "stock": "stock vLLM, full recompute",
@@ -39,18 +34,7 @@ LABELS = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """``segments`` documents of ``tokens`` tokens each."""
-
-    segments: int
-    tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.segments} x {self.tokens}"
-
-
-@dataclass(frozen=True)
-class Point:
+class ShapeTimes:
     """What was measured at one shape. Times in seconds; ``cached``: tokens read from a cache, by kind."""
 
     shape: Shape
@@ -70,8 +54,8 @@ def measure(
     repeats: int,
     seed: int,
     steps: Steps,
-) -> list[Point]:
-    """All shapes; raises :class:`~.gate.GateFailed` when an answer is wrong."""
+) -> list[ShapeTimes]:
+    """All shapes; raises :class:`~vllm_hypic.harness.gate.GateFailed` when an answer is wrong."""
     writer = Writer(hypic.vocabulary, seed)
     distances: list[Distance] = []
     for shape in shapes:
@@ -133,9 +117,9 @@ def _marked(prompt: Prompt, hypic: Engine) -> Ask:
     return Ask(prompt.marked(hypic.separator))
 
 
-def _point(shape: Shape, answers: Sequence[dict[str, Answer]], distance: Distance) -> Point:
+def _point(shape: Shape, answers: Sequence[dict[str, Answer]], distance: Distance) -> ShapeTimes:
     times = {kind: Spread.of([a[kind].first_token_s for a in answers]) for kind in KINDS}
-    return Point(
+    return ShapeTimes(
         shape,
         answers[-1]["stock"].prompt_tokens,
         times,
@@ -148,7 +132,7 @@ def _point(shape: Shape, answers: Sequence[dict[str, Answer]], distance: Distanc
 COLUMNS = ("segments x tokens", "", "median", "min", "max", "x stock", "from cache")
 
 
-def rows(points: Sequence[Point]) -> list[list[str]]:
+def rows(points: Sequence[ShapeTimes]) -> list[list[str]]:
     """Rows of a table with :data:`COLUMNS`."""
     out = []
     for point in points:
@@ -166,7 +150,7 @@ def rows(points: Sequence[Point]) -> list[list[str]]:
     return out
 
 
-def gate_text(points: Sequence[Point]) -> str:
+def gate_text(points: Sequence[ShapeTimes]) -> str:
     """What the gate found, in one sentence."""
     worst = max(points, key=lambda p: p.distance.kl).distance
     return (
