@@ -3,6 +3,7 @@
 #   make demo-parallel    two workers prefill a cold prompt, a third server combines
 #   make test    lint, then all tests but the slow ones
 #   make check   lint and the tests that start no engine: run it before a commit
+#   make docs    the documentation site, links checked
 #   make triton  Triton kernels in Triton's interpreter; they are in `test` and `check`, too
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -21,7 +22,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export LMCACHE_TRACK_USAGE := false
 
-.PHONY: venv demo demo-parallel test test-slow triton lint format check bench clean distclean
+.PHONY: venv demo demo-parallel test test-slow triton lint format check docs bench clean distclean
 
 venv: $(READY)
 
@@ -75,11 +76,20 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# The site needs nothing of what it describes: pages are Markdown, the API reference is read, not imported.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html docs build/docs
+	@echo "build/docs/index.html"
+
+$(VENV)/.docs: $(INSTALLED)
+	HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-warn-conflicts --editable '.[docs]'
+	@touch $@
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks ttft
 
 clean:
-	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist docs/autoapi *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find vllm_hypic tests tools examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean

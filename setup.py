@@ -107,6 +107,7 @@ setup(
         # vLLM brings them; these are for a machine that runs the router alone.
         "router": ["fastapi", "msgspec", "pyzmq", "uvicorn"],
         "bench": ["matplotlib"],
+        "docs": ["furo", "myst-parser", "sphinx>=9,<10", "sphinx-autoapi", "sphinxcontrib-mermaid"],
         "dev": [
             "hypothesis",
             "matplotlib",

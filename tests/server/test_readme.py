@@ -1,4 +1,4 @@
-"""The README does what it says, and names every option and metric."""
+"""README and reference do what they say, and name every folder, option and metric."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .conftest import ENV
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
 
 def block(mark: str) -> str:
@@ -38,7 +39,7 @@ def environment() -> dict[str, str]:
 
 def test_every_option_is_there_with_its_default():
     for field in dataclasses.fields(HypicConfig):
-        row = re.search(rf"^\| `{field.name}` \| `(.*?)` \|", README, re.MULTILINE)
+        row = re.search(rf"^\| `{field.name}` \| `(.*?)` \|", REFERENCE, re.MULTILINE)
         assert row, f"{field.name} is not in the table"
         default = HypicConfig().to_mapping()[field.name]
         assert json.loads(row.group(1).replace("\\|", "|")) == default
@@ -46,9 +47,18 @@ def test_every_option_is_there_with_its_default():
 
 def test_every_metric_and_link_method_is_there():
     for name in [f"{c}_total" for c in COUNTERS] + list(GAUGES):
-        assert f"`{name}`" in README
+        assert f"`{name}`" in REFERENCE
     for method in METHODS:
-        assert f"| `{method}` |" in README
+        assert f"| `{method}` |" in REFERENCE
+
+
+def test_the_picture_shows_every_folder():
+    package = ROOT / "vllm_hypic"
+    picture = README.split("```mermaid")[1].split("## Documentation")[0]
+    for folder in sorted(p.parent.name for p in package.glob("*/__init__.py")):
+        assert f"{folder}/" in picture, folder
+    for named in re.findall(r"\b([a-z_]+(?:/[a-z_]+)*)/(?![a-z_])", picture):
+        assert any((root / named).is_dir() for root in (package, ROOT)), named
 
 
 def test_make_targets_exist():
