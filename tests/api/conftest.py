@@ -15,7 +15,7 @@ import httpx
 import pytest
 from one_process import ONE_PROCESS
 
-from vllm_hypic.demo.single import EXAMPLE
+from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.harness.serving import Server
 

@@ -30,7 +30,8 @@ from vllm_hypic.cache_api.client import (
 )
 from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.cli import main
-from vllm_hypic.demo.single import EXAMPLE, make_tasks
+from vllm_hypic.demo.single import make_tasks
+from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server, ask
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 from vllm_hypic.segment_parallel.notifier import tell_stored

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hypic.backends.ops import extension
-from vllm_hypic.config.engine import ConfigError
+from vllm_hypic.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]
 AGAIN = [TESTS / "backends" / "test_span_attention.py", TESTS / "linear" / "test_layer_operators.py"]

@@ -26,7 +26,8 @@ from vllm_hypic.backends.ops import extension, span_attention
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.probe import Unsupported, _Call, _link
 from vllm_hypic.backends.rope import RopeTap
-from vllm_hypic.config.engine import ConfigError, HypicConfig
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.errors import ConfigError
 from vllm_hypic.pool.geometry import PoolGeometry, pool_geometry
 
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

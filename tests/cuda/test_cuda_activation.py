@@ -22,10 +22,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
 from vllm_hypic.backends.cuda import support
-from vllm_hypic.config.engine import ConfigError
 from vllm_hypic.engine import activation
 from vllm_hypic.engine.activation import CUDA_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.engine.tokenizer import TOKENS_ENV
+from vllm_hypic.errors import ConfigError
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"

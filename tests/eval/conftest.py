@@ -2,8 +2,7 @@
 
 import pytest
 
-from vllm_hypic.demo.single import EXAMPLE
-from vllm_hypic.harness.generators import Generator, find_generator
+from vllm_hypic.harness.generators import EXAMPLE, Generator, find_generator
 
 
 @pytest.fixture(scope="session", params=["tiny-hybrid-qa", "hybrid-notes"])

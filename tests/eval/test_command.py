@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.command import main
 from vllm_hypic.eval.tasks.families import FAMILIES
+from vllm_hypic.harness.generators import EXAMPLE
 
 
 def run(*arguments: str) -> Result:

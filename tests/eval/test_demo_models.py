@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.task import Task
 from vllm_hypic.eval.tasks.families import FAMILIES, Source
-from vllm_hypic.harness.generators import Generator, find_generator
+from vllm_hypic.harness.generators import EXAMPLE, Generator, find_generator
 
 FACT = re.compile(r"(?P<subject>ent\d+|\|) (?P<relation>rel\d+) (?P<value>(?:ent|val)\d+(?: val\d+)?) \.")
 MOVE = re.compile(r"@ (?P<who>ent\d+) (?P<place>ent\d+) \.")

@@ -13,7 +13,6 @@ from click.testing import CliRunner, Result
 
 from vllm_hypic.cli import main
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.criteria import Numbers
 from vllm_hypic.eval.gate.fixed_set import TaskSet
@@ -24,7 +23,7 @@ from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.pool_batches import RoomError
 from vllm_hypic.eval.task import ChatTemplate
 from vllm_hypic.harness.engines import EngineError
-from vllm_hypic.harness.generators import Generator
+from vllm_hypic.harness.generators import EXAMPLE, Generator
 
 from .gate_numbers import answers, numbers, subject
 

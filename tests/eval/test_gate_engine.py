@@ -13,13 +13,13 @@ from click.testing import CliRunner, Result
 from engine.engines import Engine, EngineError
 
 from vllm_hypic.cli import main
-from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FIRST_TOKENS
 from vllm_hypic.eval.gate.measure import Measured, Place
 from vllm_hypic.eval.gate.signoff import SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
+from vllm_hypic.harness.generators import EXAMPLE
 
 pytestmark = pytest.mark.engine
 MODEL = EXAMPLE.parent / "hybrid-notes" / "model"  # a wrong state costs it answers

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.config.engine import ConfigError, HypicConfig
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.errors import ConfigError
 from vllm_hypic.eval.gate import startup
 from vllm_hypic.eval.gate.criteria import Limits, judge
 from vllm_hypic.eval.gate.identity import NEUTRAL, Subject, telling

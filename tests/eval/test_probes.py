@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner
 
 from vllm_hypic.backends.linear.references import GDN, recurrence
-from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.eval.methods import FULL, link_method
 from vllm_hypic.eval.probes import dtype
 from vllm_hypic.eval.probes.__main__ import main
@@ -23,6 +22,7 @@ from vllm_hypic.eval.probes.engine_pair import Look, Looks, Probe, require_long
 from vllm_hypic.eval.probes.norms import relative
 from vllm_hypic.eval.probes.prompts import make_prompts
 from vllm_hypic.harness.fidelity import distance
+from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import Prompt, Writer
 from vllm_hypic.harness.settings import EngineSettings
 

@@ -25,13 +25,19 @@ from vllm_hypic.engine.tokenizer import (
     MODE,
     TOKENS_ENV,
     HypicTokenizer,
-    primitive_ids,
     publish_texts,
     published_texts,
     register_mode,
     with_primitives,
 )
-from vllm_hypic.primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
+from vllm_hypic.primitives.tokens import (
+    Marker,
+    PrimitiveIds,
+    PrimitiveTexts,
+    primitive_ids,
+    split_ids,
+    split_text,
+)
 
 from .conftest import CORPUS, LOSSLESS
 

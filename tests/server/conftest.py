@@ -13,7 +13,8 @@ import pytest
 from one_process import ONE_PROCESS
 
 from vllm_hypic.connector.stats import COUNTERS, GAUGES
-from vllm_hypic.demo.single import EXAMPLE, make_tasks
+from vllm_hypic.demo.single import make_tasks
+from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 

@@ -10,9 +10,9 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic import register
-from vllm_hypic.config.engine import ConfigError
-from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server, ServerError
 
 from .conftest import ENV

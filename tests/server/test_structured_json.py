@@ -18,7 +18,7 @@ from one_process import ONE_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vllm_hypic.demo.single import EXAMPLE
+from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server
 
 from .conftest import ENV

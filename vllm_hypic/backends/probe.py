@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config.engine import ConfigError
+from ..errors import ConfigError
 from .ops.span_attention.torch import rotate, unrotate
 from .rope import RopeTap
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from ..connector.build import config_of, primitive_ids_of
-from ..engine.activation import CONNECTOR
+from ..config.engine import CONNECTOR, config_of
+from ..connector.build import primitive_ids_of
 from .commands import (
     COMMAND,
     AnyCommand,

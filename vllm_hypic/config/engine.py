@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..primitives.policies import LinkError, parse_link
@@ -14,10 +14,13 @@ from .gate import GateConfig
 from .segment_parallel import ParallelConfig
 from .store import StoreConfig
 
-__all__ = ["SECTION", "ConfigError", "HypicConfig"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SECTION = "hypic"
 """Key of our options inside ``--additional-config``."""
+CONNECTOR = "HypicConnector"
+"""Name of our KV connector in ``--kv-transfer-config``."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,12 @@ class HypicConfig:
             "store": self.store.to_mapping(),
             "segment_parallel": parallel,
         }
+
+
+def config_of(vllm_config: VllmConfig) -> HypicConfig:
+    """The plugin's options of an engine (written there by ``patches/engine_args.py``)."""
+    assert vllm_config.kv_transfer_config is not None
+    return HypicConfig.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
 def _number(name: str, value: object, allowed: Callable[[float], bool], says: str) -> None:

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from ..config.engine import ConfigError, HypicConfig
+from ..config.engine import HypicConfig, config_of
+from ..errors import ConfigError
+from ..fingerprint import fingerprint
 from ..pool.codec import RankPart, RecordCodec
 from ..pool.copy.base import RecordMover
 from ..pool.geometry import PoolGeometry, pool_geometry
 from ..pool.tensors import DevicePool
 from ..primitives.keys import Namespace
-from ..primitives.tokens import PrimitiveIds
+from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
-from .fingerprint import fingerprint
 from .scheduler.side import SchedulerSide
 from .worker.side import WorkerSide
 from .worker.store_link import StoreLink
@@ -24,12 +25,6 @@ from .worker.transfer_link import TransferLink
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-def config_of(vllm_config: VllmConfig) -> HypicConfig:
-    """The plugin's options of an engine (written there by ``patches/engine_args.py``)."""
-    assert vllm_config.kv_transfer_config is not None
-    return HypicConfig.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PoolGeometry:
@@ -63,8 +58,6 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
     if config.token_ids is not None:
         return config.token_ids
     from vllm.tokenizers import cached_tokenizer_from_config
-
-    from ..engine.tokenizer import primitive_ids
 
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
     if tokenizer is None:

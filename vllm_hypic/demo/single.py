@@ -24,12 +24,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ..harness.generators import FIRST_SEED, find_generator, words_of
+from ..harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
 from ..harness.serving import Answer, Server, ServerError, ask
 from ..primitives.builder import build_messages, build_prompt
 from ..primitives.tokens import PrimitiveTexts
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-hybrid-qa"
 ORDERS = 3
 WARM_UP_TASKS = 3
 ANSWER_TOKENS = 8

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs as envs
 from vllm.logger import init_logger
 
-from ..config.engine import SECTION, ConfigError, HypicConfig
+from ..config.engine import CONNECTOR, SECTION, HypicConfig, config_of
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.hypic.activation")
 
-CONNECTOR = "HypicConnector"
 SCHEDULER = "vllm_hypic.engine.scheduler.HypicScheduler"
 CPU_WORKER = "vllm_hypic.engine.cpu_worker.HypicCPUWorker"
 CUDA_WORKER = "vllm_hypic.engine.cuda_worker.HypicGPUWorker"
@@ -145,7 +145,6 @@ def _use_v1_model_runner() -> None:
 
 def _use_tokenizer(config: VllmConfig) -> None:
     """Switch to our tokenizer mode, unless vLLM has one of its own for this model."""
-    from ..connector.build import config_of
     from .tokenizer import MODE, refuses_model
 
     model = config.model_config
@@ -157,7 +156,6 @@ def _use_tokenizer(config: VllmConfig) -> None:
 
 def _look_at_gate(config: VllmConfig) -> None:
     """Before weights are read: a model that may not be served should not take minutes to say so."""
-    from ..connector.build import config_of
     from ..eval.gate.startup import look
 
     look(config, config_of(config))

@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from ..connector.build import config_of
+from ..config.engine import config_of
 from ..pool.copy.staging import device_staging_bytes
 from .worker import HypicModelRunner, HypicWorker, current_step
 

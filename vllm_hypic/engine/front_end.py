@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 
 from ..cache_api.commands import COMMAND, is_command
+from ..config.engine import CONNECTOR, config_of
 from ..primitives.options import PUSH_TO, link_of_request, transfer_of_request
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
 from ..store.shared import shared_tiers
-from .activation import CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,8 +30,6 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return
-    from ..connector.build import config_of
-
     config = config_of(vllm_config)
     params = request.sampling_params
     extra = None if params is None else _without_command(params.extra_args)
@@ -96,6 +94,6 @@ def _traits(vllm_config: VllmConfig) -> ModelTraits:
 
 
 def _primitive_ids(vllm_config: VllmConfig) -> PrimitiveIds:
-    from ..connector.build import config_of, primitive_ids_of
+    from ..connector.build import primitive_ids_of
 
     return primitive_ids_of(vllm_config, config_of(vllm_config))

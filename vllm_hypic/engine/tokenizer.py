@@ -28,7 +28,7 @@ from vllm.tokenizers.registry import (
 )
 
 from ..cache_api.forms import WrittenTokens, has_forms, split_forms
-from ..primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
+from ..primitives.tokens import NO_TOKENIZER, Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
 MODE = "hypic"
 """Name of the tokenizer (and renderer) mode."""
@@ -39,12 +39,6 @@ TOKENS_ENV = "HYPIC_TOKENS"
 vLLM passes a tokenizer nothing of ours and loads one in several processes: the environment is what
 they share.  (A name that starts with ``VLLM_`` would be reported as unknown by vLLM.)
 """
-
-
-_NO_TOKENIZER = (
-    "no tokenizer is loaded (skip_tokenizer_init), so the ids of the token primitives are unknown; give them "
-    'in the config: --additional-config \'{"hypic": {"token_ids": {"sep": ..., "pdep": ..., "pad": ...}}}\''
-)
 
 
 def register_mode() -> None:
@@ -68,7 +62,7 @@ def refuses_model(model_config: ModelConfig) -> str | None:
     DeepSeek V3.2, ...) are not forced into another one: ordinary requests would change.
     """
     if model_config.skip_tokenizer_init:
-        return _NO_TOKENIZER
+        return NO_TOKENIZER
     mode = model_config.tokenizer_mode
     if mode == "auto":  # what the architecture asks for is resolved already; the repository's format is not
         mode = tokenizer_args_from_config(model_config)[0]
@@ -97,18 +91,6 @@ def published_texts() -> PrimitiveTexts:
         return PrimitiveTexts.from_json(value)
     except ValueError as e:
         raise ValueError(f"environment variable {TOKENS_ENV}: {e}") from e
-
-
-def primitive_ids(tokenizer: object) -> PrimitiveIds:
-    """Ids of the primitives in ``tokenizer``; ``ValueError`` with the way out when it has none."""
-    if isinstance(tokenizer, HypicTokenizer):
-        return tokenizer.hypic_ids
-    if tokenizer is None:
-        raise ValueError(_NO_TOKENIZER)
-    raise ValueError(
-        f"{type(tokenizer).__name__} has no token primitives; load the model with "
-        f"--tokenizer-mode {MODE} (the default with --attention-backend hypic, where the mode was auto or hf)"
-    )
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
-from ..connector.build import config_of
+from ..config.engine import config_of
 from ..connector.connector import HypicConnector
 from ..connector.metadata import HypicMetadata
 from ..connector.worker.side import WorkerSide

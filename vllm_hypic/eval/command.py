@@ -10,10 +10,9 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from ..demo.single import EXAMPLE
 from ..harness import gate, report
 from ..harness.engines import Engine, described, running
-from ..harness.generators import find_generator
+from ..harness.generators import EXAMPLE, find_generator
 from ..harness.report import check_outputs, output_options
 from ..harness.settings import EngineSettings, engine_options, model_name
 from ..primitives.policies import LinkError

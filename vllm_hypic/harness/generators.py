@@ -8,6 +8,8 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict, cast
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-hybrid-qa"
+"""The demo model, in a checkout of the repository."""
 FIRST_SEED = 20_000_000
 """No demo model's training drew from here on."""
 _MARKS = ("def prompt(", "def vocab_words(", "\nLEARNED = ", "\nFACTS = ")

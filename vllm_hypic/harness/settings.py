@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from ..config.engine import ConfigError, HypicConfig
+from ..config.engine import HypicConfig
+from ..errors import ConfigError
 from .sizes import SIZES, random_model
 
 CONTEXT = 32768

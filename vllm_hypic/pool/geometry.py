@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config.engine import ConfigError, HypicConfig
+from ..config.engine import HypicConfig
+from ..errors import ConfigError
 from .plans import Space
 
 if TYPE_CHECKING:

@@ -11,6 +11,11 @@ from functools import lru_cache
 from itertools import permutations
 from typing import Any
 
+NO_TOKENIZER = (
+    "no tokenizer is loaded (skip_tokenizer_init), so the ids of the token primitives are unknown; give them "
+    'in the config: --additional-config \'{"hypic": {"token_ids": {"sep": ..., "pdep": ..., "pad": ...}}}\''
+)
+
 
 class Marker(Enum):
     """A primitive, by its role."""
@@ -111,6 +116,18 @@ class PrimitiveIds:
     def contains(self, ids: Sequence[int]) -> bool:
         """Whether any primitive stands in ``ids``."""
         return self.sep in ids or self.pdep in ids or self.pad in ids
+
+
+def primitive_ids(tokenizer: object) -> PrimitiveIds:
+    """Ids of the primitives in ``tokenizer``; ``ValueError`` with the way out when it has none."""
+    if isinstance(ids := getattr(tokenizer, "hypic_ids", None), PrimitiveIds):
+        return ids
+    if tokenizer is None:
+        raise ValueError(NO_TOKENIZER)
+    raise ValueError(
+        f"{type(tokenizer).__name__} has no token primitives; load the model with --tokenizer-mode hypic "
+        "(the default with --attention-backend hypic, where the mode was auto or hf)"
+    )
 
 
 def split_text(text: str, texts: PrimitiveTexts) -> list[str | Marker]:

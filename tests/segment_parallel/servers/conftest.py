@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.services import RedisServer
 from vllm_hypic.demo.asking import separator_of, writer
-from vllm_hypic.demo.single import EXAMPLE
 from vllm_hypic.harness.cluster import Cluster, Setup, resume
+from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import Writer
 
 from .redis_tier import COMBINE, WORKER, allow, store_of

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from ...config.engine import ConfigError
+from ...errors import ConfigError
 
 BUILD = "pip install --no-build-isolation --no-deps . (with g++ installed) builds them"
 

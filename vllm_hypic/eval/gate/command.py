@@ -14,7 +14,8 @@ from typing import Any
 
 import click
 
-from ...config.engine import ConfigError, HypicConfig
+from ...config.engine import HypicConfig
+from ...errors import ConfigError
 from ...harness.engines import EngineError
 from ...harness.generators import Generator, find_generator
 from ...harness.report import console, machine, plain, progress, versions

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...config.engine import HypicConfig
+from ...fingerprint import fingerprint
 from ...primitives.policies import parse_link
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Subject:
     threads or ranks, compilation, and how the pool is divided."""
 
     weights: str
-    """:func:`~vllm_hypic.connector.fingerprint.fingerprint`: the same wherever the files are."""
+    """:func:`~vllm_hypic.fingerprint.fingerprint`: the same wherever the files are."""
     dtype: str
     quantization: str | None
     rope: str
@@ -81,7 +82,6 @@ def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
     import vllm
 
     from ... import __version__
-    from ...connector.fingerprint import fingerprint
     from ...pool.geometry import STATE_DTYPE, TRANSITION_DTYPE
 
     model, cache = vllm_config.model_config, vllm_config.cache_config

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...config.engine import HypicConfig
+from ...config.engine import HypicConfig, config_of
 from ...harness.engines import Engine, running
 from ...harness.gate import GateFailed, require_cold_equals_warm
 from ...harness.report import Steps
@@ -179,7 +179,5 @@ def _has_chat_template(llm: Any) -> bool:
 
 
 def _subject(llm: Any) -> Subject:
-    from ...connector.build import config_of
-
     vllm_config = llm.llm_engine.vllm_config
     return subject_of(vllm_config, config_of(vllm_config))

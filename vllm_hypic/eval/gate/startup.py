@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config.engine import ConfigError, HypicConfig
+from ...config.engine import HypicConfig
+from ...errors import ConfigError
 from ...primitives.policies import parse_link
 from .criteria import Limits
 from .identity import Subject, subject_of

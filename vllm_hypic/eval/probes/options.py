@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ...demo.single import EXAMPLE
 from ...harness import report
 from ...harness.engines import described
+from ...harness.generators import EXAMPLE
 from ...harness.settings import EngineSettings, HypicOptions, model_name, with_options
 from ...harness.sizes import SIZES, random_model
 from ...primitives.policies import LinkError
