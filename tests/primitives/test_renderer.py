@@ -9,9 +9,9 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.renderers.registry import renderer_from_config
 
-from vllm_hypic.engine.tokenizer import MODE, primitive_ids, refuses_model, register_mode
+from vllm_hypic.engine.tokenizer import MODE, refuses_model, register_mode
 from vllm_hypic.primitives.builder import build_messages, build_prompt, build_prompt_ids
-from vllm_hypic.primitives.tokens import Marker, PrimitiveTexts, split_ids
+from vllm_hypic.primitives.tokens import Marker, PrimitiveTexts, primitive_ids, split_ids
 
 register_mode()
 T = PrimitiveTexts()
