@@ -254,14 +254,14 @@ def empty_pool(llm: Any) -> None:
 
 def ask_first(llm: Any, tier: str) -> None:
     """Fetches ask this tier before all others; as it is then the fastest, what it has moves nowhere."""
-    _store(llm)._lanes.sort(key=lambda lane: lane.name != tier)
+    _store(llm)._tiers.sort(key=lambda one: one.name != tier)
 
 
 def drop_lmcache_memory(llm: Any, tier: str) -> None:
     """Drop what an embedded LMCache holds in memory; its adapters keep everything."""
     drain(llm)
-    [lane] = [lane for lane in _store(llm)._lanes if lane.name == tier]
-    objects = lane.tier._objects
+    [asked] = [one for one in _store(llm)._tiers if one.name == tier]
+    objects = asked.tier._objects
     end = time.monotonic() + CLEAR_S
     while used := objects.used()[0]:
         if time.monotonic() > end:

@@ -43,7 +43,7 @@ class Row:
     lru: Saved
     always: Saved
     """Flop-aware, every newcomer let in."""
-    worth: Saved
+    flop_aware: Saved
     """Flop-aware with admission: the default."""
     greedy: Saved
     bound_flops: float
@@ -53,7 +53,7 @@ class Row:
 
     def gain(self) -> tuple[float, float]:
         """Of flop-aware over LRU: tokens and FLOPs, as ratios minus 1."""
-        return self.worth.tokens / max(1, self.lru.tokens) - 1, self.worth.flops / max(
+        return self.flop_aware.tokens / max(1, self.lru.tokens) - 1, self.flop_aware.flops / max(
             1.0, self.lru.flops
         ) - 1
 
@@ -185,14 +185,14 @@ def measure(
     rows = []
     for fraction in sorted(sizes):
         budget = int(footprint * fraction)
-        tuned = FlopAwarePolicy("worth", tuner="inline")
+        tuned = FlopAwarePolicy("cache-value", tuner="inline")
         rows.append(
             Row(
                 budget=budget,
                 of_footprint=fraction,
                 lru=replay(accesses, budget, LruPolicy()),
                 always=replay(accesses, budget, FlopAwarePolicy("always", tuner="inline")),
-                worth=replay(accesses, budget, tuned),
+                flop_aware=replay(accesses, budget, tuned),
                 greedy=offline_greedy(accesses, budget),
                 bound_flops=upper_bound(accesses, budget),
                 setting=tuned.setting,
@@ -206,7 +206,7 @@ def measure(
         shape=shape.name,
         requests=len(accesses.requests),
         accesses=accesses.count,
-        objects=len(accesses.worths),
+        objects=len(accesses.cache_values),
         footprint=footprint,
         asked=accesses.asked(),
         unlimited=replay(accesses, footprint, LruPolicy()),
@@ -217,7 +217,9 @@ def measure(
 
 def tuning_times(accesses: Accesses, budget: int) -> tuple[Tuning, ...]:
     """Searches over 10,000 accesses, and over all accesses of the trace's first 10,000 requests."""
-    some = [(name, accesses.worths[name]) for names in accesses.requests[:TUNED_ACCESSES] for name in names]
+    some = [
+        (name, accesses.cache_values[name]) for names in accesses.requests[:TUNED_ACCESSES] for name in names
+    ]
     found = []
     for window in (some[:TUNED_ACCESSES], some):
         best, replays = float("inf"), 0
@@ -252,16 +254,16 @@ def _print(to: Console, found: Found) -> None:
 
 
 def _tokens(found: Found, row: Row) -> tuple[str, ...]:
-    shares = [s.tokens / found.asked.tokens for s in (row.lru, row.worth, row.always, row.greedy)]
-    lru, worth, always, greedy = map(percent, shares)
-    return _cache(row), found.contention(row), lru, worth, f"{row.gain()[0]:+.1%}", always, greedy
+    shares = [s.tokens / found.asked.tokens for s in (row.lru, row.flop_aware, row.always, row.greedy)]
+    lru, flop_aware, always, greedy = map(percent, shares)
+    return _cache(row), found.contention(row), lru, flop_aware, f"{row.gain()[0]:+.1%}", always, greedy
 
 
 def _flops(found: Found, row: Row) -> tuple[str, ...]:
-    saved = (row.lru.flops, row.worth.flops, row.always.flops, row.greedy.flops, row.bound_flops)
-    lru, worth, always, greedy, bound = (percent(flops / found.asked.flops) for flops in saved)
+    saved = (row.lru.flops, row.flop_aware.flops, row.always.flops, row.greedy.flops, row.bound_flops)
+    lru, flop_aware, always, greedy, bound = (percent(flops / found.asked.flops) for flops in saved)
     setting = f"{row.setting.alpha:g}, {row.setting.patience:g}"
-    return _cache(row), lru, worth, f"{row.gain()[1]:+.1%}", always, greedy, bound, setting
+    return _cache(row), lru, flop_aware, f"{row.gain()[1]:+.1%}", always, greedy, bound, setting
 
 
 def _cache(row: Row) -> str:
@@ -282,7 +284,7 @@ def _plot(path: Path, found: Sequence[Found]) -> None:
         lines = (
             line("upper bound", [row.bound_flops for row in one.rows], "#c7c7c7"),
             line("offline greedy", [row.greedy.flops for row in one.rows], "#7f7f7f"),
-            line("flop-aware", [row.worth.flops for row in one.rows], "#2ca02c"),
+            line("flop-aware", [row.flop_aware.flops for row in one.rows], "#2ca02c"),
             line("flop-aware, no admission", [row.always.flops for row in one.rows], "#ff7f0e"),
             line("lru", [row.lru.flops for row in one.rows], "#1f77b4"),
         )

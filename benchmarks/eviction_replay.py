@@ -1,4 +1,5 @@
-"""A trace replayed against one cache: by the engine's policies and ledger, and by two that know the future.
+"""A trace replayed against one cache: by the engine's policies and capacity index, and by two that know the
+future.
 
 A request first reads what the cache has, then puts what was missing, in prompt order.  All outcomes keep to
 this, so that they can be compared.
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction.base import EvictionPolicy
-from vllm_hypic.store.tiers.ledger import Ledger, Plan
-from vllm_hypic.store.worth import ObjectName, Worth
+from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Plan
 
 from .eviction_shapes import RecordShape
 from .eviction_traces import Request
@@ -21,24 +22,24 @@ from .eviction_traces import Request
 
 @dataclass(frozen=True)
 class Accesses:
-    """A trace with the sizes of one model: names of objects by request, each once, and their worths."""
+    """A trace with the sizes of one model: names of objects by request, each once, and their cache values."""
 
     requests: tuple[tuple[ObjectName, ...], ...]
-    worths: Mapping[ObjectName, Worth]
+    cache_values: Mapping[ObjectName, CacheValue]
 
     @classmethod
     def of(cls, trace: Sequence[Request], shape: RecordShape) -> Accesses:
-        worths: dict[ObjectName, Worth] = {}
+        values: dict[ObjectName, CacheValue] = {}
         requests = []
         for request in trace:
             names = []
             for key, tokens in request.records():
                 name = ObjectName(key)
-                if name not in worths:
-                    worths[name] = shape.worth(tokens)
+                if name not in values:
+                    values[name] = shape.value(tokens)
                 names.append(name)
             requests.append(tuple(names))
-        return cls(tuple(requests), worths)
+        return cls(tuple(requests), values)
 
     @property
     def count(self) -> int:
@@ -47,13 +48,13 @@ class Accesses:
     @property
     def footprint(self) -> int:
         """Bytes of all objects together: a cache of this size evicts nothing."""
-        return sum(worth.nbytes for worth in self.worths.values())
+        return sum(value.nbytes for value in self.cache_values.values())
 
     def asked(self) -> Saved:
         total = Tally()
         for names in self.requests:
             for name in names:
-                total.add(self.worths[name])
+                total.add(self.cache_values[name])
         return total.saved()
 
 
@@ -70,9 +71,9 @@ class Tally:
     tokens: int = 0
     flops: float = 0.0
 
-    def add(self, worth: Worth) -> None:
-        self.tokens += worth.tokens
-        self.flops += worth.flops
+    def add(self, value: CacheValue) -> None:
+        self.tokens += value.tokens
+        self.flops += value.flops
 
     def saved(self) -> Saved:
         return Saved(self.tokens, self.flops)
@@ -80,23 +81,23 @@ class Tally:
 
 def replay(accesses: Accesses, budget: int, policy: EvictionPolicy) -> Saved:
     """What the policy, which must be new, saves with so many bytes, beginning empty."""
-    ledger, hits = Ledger(budget, policy), Tally()
+    index, hits = CapacityIndex(budget, policy), Tally()
     for names in accesses.requests:
         missing = []
         for name in names:
-            if name in ledger:
-                ledger.hit(name)
-                hits.add(accesses.worths[name])
+            if name in index:
+                index.hit(name)
+                hits.add(accesses.cache_values[name])
             else:
                 missing.append(name)
         for name in missing:
-            worth = accesses.worths[name]
-            ledger.missed(name, worth)
-            plan = ledger.plan_put(name, worth)
+            value = accesses.cache_values[name]
+            index.missed(name, value)
+            plan = index.plan_put(name, value)
             if isinstance(plan, Plan):
-                ledger.reserve(plan)
-                ledger.commit(plan)
-    ledger.check_integrity()
+                index.reserve(plan)
+                index.commit(plan)
+    index.check_integrity()
     return hits.saved()
 
 
@@ -119,8 +120,8 @@ def reuses(accesses: Accesses) -> Reuses:
     for at, names in enumerate(accesses.requests):
         for name in names:
             if name in last:
-                worth = accesses.worths[name]
-                rows.append((worth.tokens, worth.flops, worth.nbytes, at - last[name]))
+                value = accesses.cache_values[name]
+                rows.append((value.tokens, value.flops, value.nbytes, at - last[name]))
             last[name] = at
     columns = np.array(rows, dtype=np.float64).reshape(-1, 4).T
     return Reuses(*columns)
@@ -149,13 +150,13 @@ def offline_greedy(accesses: Accesses, budget: int) -> Saved:
     next use goes, the newcomer among the candidates.  Knows the future, but looks one use ahead: a strong
     reference, at or below the optimum.
     """
-    numbers = {name: i for i, name in enumerate(accesses.worths)}
-    worths = list(accesses.worths.values())
+    numbers = {name: i for i, name in enumerate(accesses.cache_values)}
+    values = list(accesses.cache_values.values())
     requests = [[numbers[name] for name in names] for names in accesses.requests]
-    density = np.array([worth.flops_per_byte for worth in worths])
-    nbytes = [worth.nbytes for worth in worths]
-    following = _next_uses(requests, len(worths))
-    next_use = np.full(len(worths), np.inf)
+    density = np.array([value.flops_per_byte for value in values])
+    nbytes = [value.nbytes for value in values]
+    following = _next_uses(requests, len(values))
+    next_use = np.full(len(values), np.inf)
     held: list[int] = []
     place: dict[int, int] = {}
     used, hits = 0, Tally()
@@ -172,7 +173,7 @@ def offline_greedy(accesses: Accesses, budget: int) -> Saved:
         for number, later in zip(names, following[at], strict=True):
             next_use[number] = later
             if number in place:
-                hits.add(worths[number])
+                hits.add(values[number])
             else:
                 missing.append(number)
         for number in missing:

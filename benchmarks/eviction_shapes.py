@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from vllm_hypic.store.cache_value import CacheValue
 from vllm_hypic.store.eviction.flops import FlopModel
-from vllm_hypic.store.worth import Worth
 
 LIVE_HEADS = ((64, 21 / 32), (256, 12 / 32), (1024, 3 / 32), (4096, 0.0))
 """Share of heads whose transition is not yet zero after so many tokens: measured on Mamba-style gates.
@@ -28,11 +28,11 @@ class RecordShape:
     transition_bytes: int
     """Of all heads; those that died out are left out."""
 
-    def worth(self, tokens: int) -> Worth:
+    def value(self, tokens: int) -> CacheValue:
         lengths, shares = zip(*LIVE_HEADS, strict=True)
         live = float(np.interp(math.log(tokens), np.log(lengths), shares))
         nbytes = self.state_bytes + round(live * self.transition_bytes) + tokens * self.token_bytes
-        return Worth(tokens, self.flops.prefill(tokens), nbytes)
+        return CacheValue(tokens, self.flops.prefill(tokens), nbytes)
 
 
 def _qwen35(name: str, layers: int, config: SimpleNamespace) -> RecordShape:

@@ -129,7 +129,7 @@ class Request:
 
     @staticmethod
     def of(arrival_s: float, segments: Sequence[int], costs: Costs) -> Request:
-        pieces = (Piece(n, costs.prefill_s(n), costs.records.worth(n).nbytes) for n in segments)
+        pieces = (Piece(n, costs.prefill_s(n), costs.records.value(n).nbytes) for n in segments)
         return Request(arrival_s, tuple(pieces), costs.compose_s(segments))
 
     @property

@@ -17,10 +17,10 @@ from benchmarks.eviction_replay import Accesses, Saved, offline_greedy, replay, 
 from benchmarks.eviction_shapes import SHAPES
 from benchmarks.eviction_traces import KINDS, Request, Segment, generate, load, save
 from benchmarks.trace import TraceError
+from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.eviction.replay import Setting
-from vllm_hypic.store.worth import ObjectName, Worth
 
 # -- traces
 
@@ -109,23 +109,23 @@ def test_records_weigh_what_was_measured():
     for row in seen:
         record = row["record"]
         total = record["pages"] + record["states"] + record["transitions"]
-        assert SHAPES["random-150m"].worth(row["tokens"]).nbytes == pytest.approx(total, rel=0.05)
+        assert SHAPES["random-150m"].value(row["tokens"]).nbytes == pytest.approx(total, rel=0.05)
 
 
 def test_a_long_record_saves_more_per_byte():
     for shape in SHAPES.values():
-        density = [shape.worth(n).flops_per_byte for n in (64, 256, 1024, 4096, 16384)]
+        density = [shape.value(n).flops_per_byte for n in (64, 256, 1024, 4096, 16384)]
         assert density == sorted(density) and density[-1] > 4 * density[0]
 
 
 # -- replay
 
 NAMES = [ObjectName(name) for name in "abcd"]
-WORTH = st.builds(Worth, st.just(1), st.integers(1, 9).map(float), st.integers(1, 3))
+VALUE = st.builds(CacheValue, st.just(1), st.integers(1, 9).map(float), st.integers(1, 3))
 TINY = st.builds(
-    lambda requests, worths: Accesses(tuple(requests), dict(zip(NAMES, worths, strict=True))),
+    lambda requests, values: Accesses(tuple(requests), dict(zip(NAMES, values, strict=True))),
     st.lists(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).map(tuple), max_size=9),
-    st.lists(WORTH, min_size=4, max_size=4),
+    st.lists(VALUE, min_size=4, max_size=4),
 )
 
 
@@ -135,11 +135,11 @@ def optimum(accesses: Accesses, budget: int) -> float:
     for names in accesses.requests:
         after: dict[frozenset[ObjectName], float] = {}
         for held, saved in best.items():
-            now = saved + sum(accesses.worths[name].flops for name in names if name in held)
+            now = saved + sum(accesses.cache_values[name].flops for name in names if name in held)
             could = sorted(held | set(names))
             for count in range(len(could) + 1):
                 for kept in map(frozenset, itertools.combinations(could, count)):
-                    if sum(accesses.worths[name].nbytes for name in kept) <= budget:
+                    if sum(accesses.cache_values[name].nbytes for name in kept) <= budget:
                         after[kept] = max(after.get(kept, 0.0), now)
         best = after
     return max(best.values())
@@ -155,20 +155,20 @@ def test_nobody_beats_the_optimum_and_the_bound_is_one(accesses, budget, alpha):
     assert upper_bound(accesses, budget) >= best - 1e-9
 
 
-def worth(nbytes: int, flops: float = 1.0) -> Worth:
-    return Worth(nbytes, flops, nbytes)
+def value(nbytes: int, flops: float = 1.0) -> CacheValue:
+    return CacheValue(nbytes, flops, nbytes)
 
 
 def test_offline_greedy_is_beladys_rule_for_equal_objects():
     requests = tuple((ObjectName(name),) for name in "abcabdabc")
-    accesses = Accesses(requests, {name: worth(1) for name in NAMES})
+    accesses = Accesses(requests, {name: value(1) for name in NAMES})
     assert offline_greedy(accesses, 2).flops == optimum(accesses, 2) == 4
     assert replay(accesses, 2, LruPolicy()).flops == 0
 
 
 def test_bound_takes_the_best_and_a_part_of_the_next():
     a, b = NAMES[:2]
-    accesses = Accesses(((a, b), (a,), (b,)), {a: worth(2, 10.0), b: worth(2, 8.0)})
+    accesses = Accesses(((a, b), (a,), (b,)), {a: value(2, 10.0), b: value(2, 8.0)})
     assert sorted(reuses(accesses).gaps) == [1, 2]
     # Room: 3 bytes over 2 steps. a takes 2 bytes over 1 step, leaving 4 of b's 4.
     assert upper_bound(accesses, 3) == pytest.approx(18.0)
@@ -186,11 +186,11 @@ def test_replay_with_lru_is_lru(accesses, budget):
         for name in names:
             if name in held:
                 held.move_to_end(name)
-                tokens += accesses.worths[name].tokens
+                tokens += accesses.cache_values[name].tokens
             else:
                 missing.append(name)
         for name in missing:
-            if (size := accesses.worths[name].nbytes) <= budget:
+            if (size := accesses.cache_values[name].nbytes) <= budget:
                 while sum(held.values()) + size > budget:
                     held.popitem(last=False)
                 held[name] = size
@@ -210,7 +210,7 @@ def test_flop_aware_is_never_more_than_one_percent_below_lru(kind):
 def test_an_ample_cache_keeps_everything():
     found = measure("t", generate("rag", 60, seed=0), SHAPES["random-150m"], (1.0,))
     [row] = found.rows
-    assert row.lru == row.worth == row.greedy == found.unlimited
+    assert row.lru == row.flop_aware == row.greedy == found.unlimited
     assert found.contention(row) == "ample" and row.tunings == 0
     assert Saved(0, 0.0) != found.unlimited
 

@@ -291,7 +291,7 @@ def test_the_cpu_preset_is_what_was_measured():
 @pytest.mark.parametrize(("tokens", "mib"), [(256, 8.66), (1024, 10.8), (2048, 14.5)])
 def test_records_weigh_what_was_measured(tokens, mib):
     """docs/benchmarks/cpu.md, Memory."""
-    assert PRESETS["cpu-169m"].records.worth(tokens).nbytes == pytest.approx(mib * 2**20, rel=0.05)
+    assert PRESETS["cpu-169m"].records.value(tokens).nbytes == pytest.approx(mib * 2**20, rel=0.05)
 
 
 def test_hypics_figures():

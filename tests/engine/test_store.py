@@ -90,8 +90,8 @@ def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
 
 def drop_memory(llm: Any) -> None:
     empty_pool(llm)
-    lanes = {lane.name: lane for lane in worker_of(llm).store.store._lanes}
-    lanes["memory"].tier.clear()
+    tiers = {one.name: one for one in worker_of(llm).store.store._tiers}
+    tiers["memory"].tier.clear()
 
 
 def test_a_record_from_disk_equals_the_pools_and_moves_up(engine: Engine) -> None:
@@ -178,14 +178,14 @@ def test_reset_with_the_connector_empties_the_tiers(engine: Engine) -> None:
 
 def cannot_be_emptied(llm: Any) -> None:
     """As LMCache, which knows only what this process put."""
-    for lane in worker_of(llm).store.store._lanes:
-        lane.tier.clear = lambda: None
+    for one in worker_of(llm).store.store._tiers:
+        one.tier.clear = lambda: None
 
 
 def can_be_emptied(llm: Any) -> None:
     assert worker_of(llm).store.store.drain(30)
-    for lane in worker_of(llm).store.store._lanes:
-        del lane.tier.clear
+    for one in worker_of(llm).store.store._tiers:
+        del one.tier.clear
 
 
 def spoil(folder: str) -> int:
@@ -287,11 +287,11 @@ def test_records_survive_a_restart_on_disk(
 
 def hang(llm: Any) -> None:
     """From now on the disk tier does not answer reads."""
-    lane = next(lane for lane in worker_of(llm).store.store._lanes if lane.name == "disk")
+    disk = next(one for one in worker_of(llm).store.store._tiers if one.name == "disk")
     blocked = threading.Event()
-    stock = lane.tier.get
-    lane.tier.get = lambda *args: (blocked.wait(60), stock(*args))[1]
-    llm.unblock = lambda: (blocked.set(), setattr(lane.tier, "get", stock))
+    stock = disk.tier.get
+    disk.tier.get = lambda *args: (blocked.wait(60), stock(*args))[1]
+    llm.unblock = lambda: (blocked.set(), setattr(disk.tier, "get", stock))
 
 
 def unhang(llm: Any) -> None:

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
 from vllm_hypic.store.tiers.base import Held, TierError, TierFull
-from vllm_hypic.store.worth import ObjectName, Worth, object_name
 
 PATIENCE_S = 30.0
 """How long a test waits for another thread before it fails."""
@@ -54,7 +54,7 @@ class AwkwardTier:
         self.tells = tells
         self.before: dict[str, Callable[[], None]] = {}
         self.objects: dict[ObjectName, memoryview] = {}
-        self.worths: dict[ObjectName, Worth] = {}
+        self.values: dict[ObjectName, CacheValue] = {}
         self.expiries: dict[ObjectName, float | None] = {}
         self.pinned: set[ObjectName] = set()
         self.calls: list[str] = []
@@ -104,9 +104,9 @@ class AwkwardTier:
         self._begin("has")
         return name in self.objects
 
-    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+    def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._begin("put")
-        self.worths.setdefault(name, worth)
+        self.values.setdefault(name, value)
         self.objects.setdefault(name, data)
 
     def delete(self, name: ObjectName) -> bool:
@@ -129,7 +129,9 @@ class AwkwardTier:
     def held(self) -> Iterator[Held] | None:
         if not self.tells:
             return None
-        held = [Held(n, Worth(1, 1.0, d.nbytes), self.expiries.get(n)) for n, d in list(self.objects.items())]
+        held = [
+            Held(n, CacheValue(1, 1.0, d.nbytes), self.expiries.get(n)) for n, d in list(self.objects.items())
+        ]
         return iter(held)
 
     def used(self) -> tuple[int, int | None]:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hypic.store.cache_value import ObjectName
 from vllm_hypic.store.eviction.lru import LruPolicy
-from vllm_hypic.store.tiers import disk
+from vllm_hypic.store.tiers import disk_files
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
-from vllm_hypic.store.tiers.disk import PARTIAL, DiskTier
-from vllm_hypic.store.worth import ObjectName
+from vllm_hypic.store.tiers.disk import DiskTier
+from vllm_hypic.store.tiers.disk_files import PARTIAL, ObjectFiles
 
 from .tier_contract import (
     BudgetContract,
@@ -29,8 +30,8 @@ from .tier_contract import (
     got,
     name,
     put,
+    value,
     view,
-    worth,
 )
 
 HEAD_BYTES = 64
@@ -143,7 +144,7 @@ def test_a_file_is_a_head_and_the_bytes(tier, tmp_path):
 def test_names_that_are_none(tier, tmp_path, bad):
     before = sorted(tmp_path.rglob("*"))
     for operation in (
-        lambda: tier.put(ObjectName(bad), view(b"x"), worth(1)),
+        lambda: tier.put(ObjectName(bad), view(b"x"), value(1)),
         lambda: tier.get(ObjectName(bad), 10),
         lambda: tier.delete(ObjectName(bad)),
     ):
@@ -155,7 +156,7 @@ def test_names_that_are_none(tier, tmp_path, bad):
 
 def test_the_longest_name(tier):
     longest = ObjectName("ab" + "." * 94)
-    tier.put(longest, view(b"x"), worth(1))
+    tier.put(longest, view(b"x"), value(1))
     assert tier.get(longest, 1) == b"x"
 
 
@@ -190,7 +191,7 @@ def test_an_altered_head_is_damage(tier, tmp_path, at):
 def test_no_memory_is_taken_for_a_lying_length(tier, tmp_path, monkeypatch):
     put(tier, 1, 300)
     os.truncate(place(tmp_path, 1), 1 << 40)
-    monkeypatch.setattr(disk, "aligned_buffer", lambda nbytes: pytest.fail(f"{nbytes} bytes taken"))
+    monkeypatch.setattr(disk_files, "aligned_buffer", lambda nbytes: pytest.fail(f"{nbytes} bytes taken"))
     assert got(tier, 1) is None
 
 
@@ -225,7 +226,7 @@ def test_files_of_others_are_not_touched(tier, tmp_path, clock):
 
 
 def test_short_reads_and_writes(tier, monkeypatch):
-    monkeypatch.setattr(disk, "_MOST_AT_ONCE", 7)
+    monkeypatch.setattr(disk_files, "_MOST_AT_ONCE", 7)
     data = put(tier, 1, 300)
     assert got(tier, 1) == data
 
@@ -284,10 +285,10 @@ def test_many_objects(tmp_path, clock):
     """All are found again; the opening reads one head of each."""
     first = opened(tmp_path, 1 << 30, clock)
     for i in range(500):
-        first.put(name(i), view(bytes(i)), worth(i, tokens=i))
+        first.put(name(i), view(bytes(i)), value(i, tokens=i))
     first.close()
     tier = opened(tmp_path, 1 << 30, clock)
-    assert {h.name: h.worth for h in tier.held()} == {name(i): worth(i, tokens=i) for i in range(500)}
+    assert {h.name: h.value for h in tier.held()} == {name(i): value(i, tokens=i) for i in range(500)}
 
 
 WRITER = """
@@ -436,14 +437,14 @@ def test_what_others_deleted_can_be_put_and_evicted(tier, beside):
 
 def test_what_others_put_is_kept(tier, beside):
     data = put(tier, 1, 300)
-    beside.put(name(1), view(content(2, 400)), worth(400))
+    beside.put(name(1), view(content(2, 400)), value(400))
     assert got(tier, 1) == data and got(beside, 1) == data
 
 
 def test_another_size_under_the_same_name_is_booked(tier, beside):
     put(beside, 1, 300)
     tier.delete(name(1))
-    tier.put(name(1), view(content(2, 500)), worth(500))
+    tier.put(name(1), view(content(2, 500)), value(500))
     assert got(beside, 1) == content(2, 500)
     assert beside.used()[0] == 500
     beside.check_integrity()
@@ -639,7 +640,7 @@ def test_a_file_that_cannot_be_looked_at_is_left_alone(tier, tmp_path, clock, mo
 
 def test_an_object_that_is_deleted_while_it_is_read(tier, monkeypatch):
     data = put(tier, 1, 300)
-    monkeypatch.setattr(DiskTier, "_note_time", staticmethod(lambda fd: tier.delete(name(1))))
+    monkeypatch.setattr(ObjectFiles, "note_use", staticmethod(lambda fd: tier.delete(name(1))))
     assert got(tier, 1) == data
     assert not tier.may_hold(name(1)) and tier.used()[0] == 0
     tier.check_integrity()
@@ -650,9 +651,9 @@ def test_an_object_that_is_replaced_while_it_is_read(tier, monkeypatch):
 
     def replace(fd: int) -> None:
         tier.delete(name(1))
-        tier.put(name(1), view(content(2, 400)), worth(400))
+        tier.put(name(1), view(content(2, 400)), value(400))
 
-    monkeypatch.setattr(DiskTier, "_note_time", staticmethod(replace))
+    monkeypatch.setattr(ObjectFiles, "note_use", staticmethod(replace))
     assert got(tier, 1) == data
     assert tier.used()[0] == 400
     tier.check_integrity()

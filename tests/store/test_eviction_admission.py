@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.store.eviction.flop_aware import LEAST_SIGHTINGS, SIGHTINGS_PER_HELD, FlopAwarePolicy
+from vllm_hypic.store.cache_value import CacheValue, ObjectName
+from vllm_hypic.store.eviction.flop_aware import GHOSTS_PER_HELD, LEAST_GHOSTS, FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.eviction.replay import Setting
-from vllm_hypic.store.tiers.ledger import Ledger, Plan, Refusal
-from vllm_hypic.store.worth import ObjectName, Worth
+from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Plan, Refusal
 
-UNIT = Worth(1, 1.0, 1)
+UNIT = CacheValue(1, 1.0, 1)
 
 
 def holding(patience: float, *keys: str) -> FlopAwarePolicy:
@@ -56,16 +56,16 @@ def test_flops_outweigh_frequency():
     for _ in range(5):
         policy.hit("a")
     policy.missed("new", UNIT)
-    assert policy.admits("new", Worth(1, 7.0, 1), ["a"])
+    assert policy.admits("new", CacheValue(1, 7.0, 1), ["a"])
 
 
 def test_many_victims_are_worth_their_sum():
     policy = holding(math.inf, "a", "b", "c")
     policy.missed("new", UNIT)
     policy.missed("new", UNIT)
-    worth = Worth(1, 0.5, 3)
-    assert policy.admits("new", worth, ["a"])
-    assert not policy.admits("new", worth, ["a", "b", "c"])
+    value = CacheValue(1, 0.5, 3)
+    assert policy.admits("new", value, ["a"])
+    assert not policy.admits("new", value, ["a", "b", "c"])
 
 
 def test_an_evicted_object_is_remembered_by_its_last_use():
@@ -75,14 +75,14 @@ def test_an_evicted_object_is_remembered_by_its_last_use():
     policy.hit("b")
     assert not policy.admits("a", UNIT, ["b"])
     policy.missed("a", UNIT)
-    assert policy.admits("a", Worth(1, 3.0, 1), ["b"])
+    assert policy.admits("a", CacheValue(1, 3.0, 1), ["b"])
 
 
 def test_a_deleted_object_is_forgotten():
     policy = holding(math.inf, "a", "b")
     policy.removed("a", evicted=False)
     policy.missed("a", UNIT)
-    assert not policy.admits("a", Worth(1, 1e6, 1), ["b"]), "a first sighting"
+    assert not policy.admits("a", CacheValue(1, 1e6, 1), ["b"]), "asked for the first time"
 
 
 def test_patience_weighs_the_never_seen():
@@ -106,28 +106,28 @@ def test_always_means_always():
     policy = FlopAwarePolicy("always", tuner="inline")
     policy.added("a", UNIT)
     policy.missed("new", UNIT)
-    assert policy.admits("new", Worth(0, 0.0, 1), ["a"])
-    assert LruPolicy().admits("new", Worth(0, 0.0, 1), ["a"])
+    assert policy.admits("new", CacheValue(0, 0.0, 1), ["a"])
+    assert LruPolicy().admits("new", CacheValue(0, 0.0, 1), ["a"])
 
 
-def test_a_ledger_refuses_what_the_policy_refuses_and_evicts_nothing_then():
-    ledger = Ledger(2, FlopAwarePolicy(setting=Setting(0.0, math.inf)))
+def test_an_index_refuses_what_the_policy_refuses_and_evicts_nothing_then():
+    index = CapacityIndex(2, FlopAwarePolicy(setting=Setting(0.0, math.inf)))
     outcomes = []
     for name in map(ObjectName, ("a", "b", "c", "c")):
-        ledger.missed(name, UNIT)
-        outcome = ledger.plan_put(name, UNIT)
+        index.missed(name, UNIT)
+        outcome = index.plan_put(name, UNIT)
         if isinstance(outcome, Plan):
-            ledger.reserve(outcome)
-            ledger.commit(outcome)
+            index.reserve(outcome)
+            index.commit(outcome)
         outcomes.append(outcome if isinstance(outcome, Refusal) else outcome.victims)
     assert outcomes == [(), (), Refusal.NOT_ADMITTED, ("a",)]
-    ledger.check_integrity()
+    index.check_integrity()
 
 
 def test_memory_of_the_absent_is_bounded():
     policy = holding(math.inf, "a")
-    for i in range(3 * LEAST_SIGHTINGS):
+    for i in range(3 * LEAST_GHOSTS):
         policy.missed(f"n{i}", UNIT)
-    assert len(policy._sightings) == LEAST_SIGHTINGS
-    assert LEAST_SIGHTINGS >= SIGHTINGS_PER_HELD
-    assert policy._sightings.get("n0") is None and policy._sightings.get(f"n{3 * LEAST_SIGHTINGS - 1}")
+    assert len(policy._ghosts) == LEAST_GHOSTS
+    assert LEAST_GHOSTS >= GHOSTS_PER_HELD
+    assert policy._ghosts.get("n0") is None and policy._ghosts.get(f"n{3 * LEAST_GHOSTS - 1}")

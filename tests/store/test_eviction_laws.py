@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_hypic.store.cache_value import CacheValue
+from vllm_hypic.store.eviction import make_policy
 from vllm_hypic.store.eviction.base import EvictionPolicy
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
-from vllm_hypic.store.eviction.make import make_policy
 from vllm_hypic.store.eviction.ranking import Ranking
 from vllm_hypic.store.eviction.replay import Setting, Window
-from vllm_hypic.store.worth import Worth
 
 KEYS = "abcdefgh"
 WORTHS = st.builds(
-    Worth,
+    CacheValue,
     tokens=st.integers(0, 9),
     flops=st.integers(0, 10**6).map(float),
     nbytes=st.integers(0, 10**4),
@@ -31,15 +31,17 @@ CALLS = st.lists(
     ),
     max_size=60,
 )
-Calls = list[tuple[str, str, Worth]]
+Calls = list[tuple[str, str, CacheValue]]
 
 
-def tell(policy: EvictionPolicy, calls: Calls, worth: Callable[[Worth], Worth] = lambda w: w) -> set[str]:
+def tell(
+    policy: EvictionPolicy, calls: Calls, value: Callable[[CacheValue], CacheValue] = lambda w: w
+) -> set[str]:
     """Make these calls; the keys held at the end."""
     held: set[str] = set()
-    for what, key, given_worth in calls:
+    for what, key, given_value in calls:
         if what in ("added", "resized", "missed"):
-            getattr(policy, what)(key, worth(given_worth))
+            getattr(policy, what)(key, value(given_value))
             held |= {key} if what == "added" else set()
         elif what == "hit":
             policy.hit(key)
@@ -77,14 +79,14 @@ def test_no_two_uses_are_at_the_same_time():
     policy = fixed(0)
     for call in (policy.missed, policy.added):
         for key, flops in (("b", 1.0), ("a", 100.0)):  # of two grades
-            call(key, Worth(1, flops, 1))
+            call(key, CacheValue(1, flops, 1))
     assert list(policy.worst_first()) == ["b", "a"], "by name, not by use"
 
 
-@given(calls=CALLS, worth=WORTHS, alpha=st.floats(0, 10))
-def test_equal_worth_is_lru(calls, worth, alpha):
+@given(calls=CALLS, value=WORTHS, alpha=st.floats(0, 10))
+def test_equal_value_is_lru(calls, value, alpha):
     aware, lru = fixed(alpha), LruPolicy()
-    tell(aware, calls, lambda _: worth)
+    tell(aware, calls, lambda _: value)
     tell(lru, calls)
     assert list(aware.worst_first()) == list(lru.worst_first())
 
@@ -98,37 +100,37 @@ def test_equal_worth_is_lru(calls, worth, alpha):
 def test_units_of_flops_and_bytes_do_not_matter(calls, alpha, flops, nbytes):
     one, other = fixed(alpha, 5), fixed(alpha, 5)
     held = tell(one, calls)
-    tell(other, calls, lambda w: Worth(w.tokens, w.flops * 2.0**flops, w.nbytes << nbytes))
+    tell(other, calls, lambda w: CacheValue(w.tokens, w.flops * 2.0**flops, w.nbytes << nbytes))
     assert list(one.worst_first()) == list(other.worst_first())
-    new = Worth(1, 100.0, 10)
-    for policy, scaled in ((one, new), (other, Worth(1, 100.0 * 2.0**flops, 10 << nbytes))):
+    new = CacheValue(1, 100.0, 10)
+    for policy, scaled in ((one, new), (other, CacheValue(1, 100.0 * 2.0**flops, 10 << nbytes))):
         policy.missed("new", scaled)
         assert policy.admits("new", scaled, sorted(held)) == one.admits("new", new, sorted(held))
 
 
 def test_of_two_as_old_the_denser_stays_and_age_outweighs_density_in_time():
     policy = fixed(1.0)
-    policy.added("dense", Worth(1, 400.0, 10))
-    policy.added("thin", Worth(1, 100.0, 10))
+    policy.added("dense", CacheValue(1, 400.0, 10))
+    policy.added("thin", CacheValue(1, 100.0, 10))
     assert next(policy.worst_first()) == "thin"
     for i in range(10):
-        policy.added("x", Worth(1, 1.0, 10))
+        policy.added("x", CacheValue(1, 1.0, 10))
         policy.removed("x", evicted=False)
         policy.hit("thin")
         if i == 0:
             assert next(policy.worst_first()) == "dense", "4 times as dense, more than 4 times as old"
 
 
-@given(calls=CALLS, key=st.sampled_from(KEYS), worth=WORTHS)
-def test_another_worth_is_no_use(calls, key, worth):
+@given(calls=CALLS, key=st.sampled_from(KEYS), value=WORTHS)
+def test_another_value_is_no_use(calls, key, value):
     resized, lru = fixed(0), LruPolicy()
     tell(lru, calls)
     tell(resized, calls)
-    resized.resized(key, worth)
+    resized.resized(key, value)
     assert list(resized.worst_first()) == list(lru.worst_first())
     # The order within a grade is by use, too: put everything into one.
     for other in list(resized.worst_first()):
-        resized.resized(other, worth)
+        resized.resized(other, value)
     assert list(resized.worst_first()) == list(lru.worst_first())
 
 
@@ -136,7 +138,7 @@ def test_another_worth_is_no_use(calls, key, worth):
 def test_changing_a_policy_that_is_walked_is_an_error(make):
     policy = make()
     for key in "abc":
-        policy.added(key, Worth(1, 1.0, 1))
+        policy.added(key, CacheValue(1, 1.0, 1))
     walk = policy.worst_first()
     policy.removed(next(walk), evicted=True)
     with pytest.raises(RuntimeError):
@@ -154,36 +156,36 @@ def test_ranking_forgets_empty_grades():
 
 @given(
     accesses=st.lists(st.sampled_from(KEYS), max_size=80),
-    worths=st.lists(WORTHS.filter(lambda w: w.nbytes > 0), min_size=len(KEYS), max_size=len(KEYS)),
+    values=st.lists(WORTHS.filter(lambda w: w.nbytes > 0), min_size=len(KEYS), max_size=len(KEYS)),
     budget=st.integers(0, 20_000),
     alpha=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     patience=st.sampled_from([0.0, 3.0, 30.0, float("inf")]),
 )
-def test_the_tuners_replay_is_the_policy(accesses, worths, budget, alpha, patience):
+def test_the_tuners_replay_is_the_policy(accesses, values, budget, alpha, patience):
     """Same hits as the policy behind a cache that keeps to the protocol."""
     setting = Setting(alpha, patience)
-    policy, table = FlopAwarePolicy(setting=setting), dict(zip(KEYS, worths, strict=True))
+    policy, table = FlopAwarePolicy(setting=setting), dict(zip(KEYS, values, strict=True))
     held: set[str] = set()
     saved = 0.0
     for key in accesses:
-        worth = table[key]
+        value = table[key]
         if key in held:
             policy.hit(key)
-            saved += worth.flops
+            saved += value.flops
             continue
-        policy.missed(key, worth)
+        policy.missed(key, value)
         room = budget - sum(table[k].nbytes for k in held)
         victims: list[str] = []
         for victim in policy.worst_first():
-            if room >= worth.nbytes:
+            if room >= value.nbytes:
                 break
             victims.append(victim)
             room += table[victim].nbytes
-        if worth.nbytes <= budget and policy.admits(key, worth, victims):
+        if value.nbytes <= budget and policy.admits(key, value, victims):
             for victim in victims:
                 policy.removed(victim, evicted=True)
             held = held - set(victims) | {key}
-            policy.added(key, worth)
+            policy.added(key, value)
     window = Window.of([(key, table[key]) for key in accesses])
     assert window.saved(budget, setting) == saved
 
@@ -192,8 +194,8 @@ def test_the_tuners_replay_is_the_policy(accesses, worths, budget, alpha, patien
     ("arguments", "message"),
     [
         (("fifo",), "eviction='fifo': expected lru or flop-aware"),
-        (("lru", "never"), "admission='never': expected worth or always"),
-        (("lru", "worth", "thread"), "tuner='thread': expected background or inline"),
+        (("lru", "never"), "admission='never': expected cache-value or always"),
+        (("lru", "cache-value", "thread"), "tuner='thread': expected background or inline"),
     ],
 )
 def test_unknown_names_are_refused(arguments, message):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction import tuner as tuner_module
 from vllm_hypic.store.eviction.base import EvictionPolicy
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
@@ -16,27 +17,26 @@ from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.eviction.replay import Interrupted, Setting, Window
 from vllm_hypic.store.eviction.search import best_setting
 from vllm_hypic.store.eviction.tuner import FIRST_FACTOR, LEAST_WAIT, LEAST_WINDOW, Tuner
-from vllm_hypic.store.tiers.ledger import Ledger, Plan
-from vllm_hypic.store.worth import ObjectName, Worth
+from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Plan
 
-Accesses = list[tuple[str, Worth]]
-THIN, DENSE = Worth(10, 10.0, 10), Worth(1000, 1000.0, 20)
+Accesses = list[tuple[str, CacheValue]]
+THIN, DENSE = CacheValue(10, 10.0, 10), CacheValue(1000, 1000.0, 20)
 
 
 def saved(policy: EvictionPolicy, accesses: Accesses, budget: int) -> float:
-    """FLOPs saved by the policy behind the tiers' ledger."""
-    ledger, total = Ledger(budget, policy), 0.0
-    for key, worth in accesses:
+    """FLOPs saved by the policy behind the tiers' capacity index."""
+    index, total = CapacityIndex(budget, policy), 0.0
+    for key, value in accesses:
         name = ObjectName(key)
-        if name in ledger:
-            ledger.hit(name)
-            total += worth.flops
+        if name in index:
+            index.hit(name)
+            total += value.flops
             continue
-        ledger.missed(name, worth)
-        plan = ledger.plan_put(name, worth)
+        index.missed(name, value)
+        plan = index.plan_put(name, value)
         if isinstance(plan, Plan):
-            ledger.reserve(plan)
-            ledger.commit(plan)
+            index.reserve(plan)
+            index.commit(plan)
     return total
 
 
@@ -209,5 +209,7 @@ def test_background_and_inline_find_the_same():
 
 
 def test_patience_may_be_infinite_and_alpha_large():
-    window = Window.of([*mixed(500), ("flat", Worth(0, 0.0, 1)), ("huge", Worth(1, 1e30, 1)), *mixed(500)])
+    window = Window.of(
+        [*mixed(500), ("flat", CacheValue(0, 0.0, 1)), ("huge", CacheValue(1, 1e30, 1)), *mixed(500)]
+    )
     assert window.saved(300, Setting(1e6, math.inf)) >= 0

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from benchmarks.services import RedisServer
-from vllm_hypic.store.tiers import lmcache
+from vllm_hypic.store.tiers import lmcache, lmcache_objects
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.lmcache import LMCacheTier
 
 from .awkward_tiers import wait_for
 from .conftest import WallClock
-from .tier_contract import ForgetsAtRestart, SurvivesRestart, TierContract, content, got, name, put, worth
+from .tier_contract import ForgetsAtRestart, SurvivesRestart, TierContract, content, got, name, put, value
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -216,11 +216,11 @@ def test_an_altered_length_reads_no_more_than_the_limit(on_disk: LMCacheTier):
     """Not even of a head whose checksum is right."""
     put(on_disk, 1, 1000)
     body, head = only_on_disk(on_disk)
-    head.write_bytes(lmcache._Head(1 << 60, 0, None).encode())
+    head.write_bytes(lmcache_objects.Head(1 << 60, 0, None).encode())
     assert got(on_disk, 1, limit=2000) is None
     put(on_disk, 1, 1000)
     body, head = only_on_disk(on_disk)
-    head.write_bytes(lmcache._Head(5000, zlib.crc32(bytes(5000)), None).encode())
+    head.write_bytes(lmcache_objects.Head(5000, zlib.crc32(bytes(5000)), None).encode())
     body.write_bytes(bytes(5000))
     assert got(on_disk, 1, limit=2000) is None
     assert not body.exists() and not head.exists()
@@ -229,14 +229,14 @@ def test_an_altered_length_reads_no_more_than_the_limit(on_disk: LMCacheTier):
 
 def test_mutated_heads():
     """None is believed, whatever length it claims."""
-    head = lmcache._Head(1000, 77, 1.8e9).encode()
+    head = lmcache_objects.Head(1000, 77, 1.8e9).encode()
     rng = random.Random(0)
     for _ in range(2000):
         mutated = bytearray(head)
         for _ in range(rng.randint(1, 4)):
             mutated[rng.randrange(len(head))] ^= rng.randrange(1, 256)
-        assert mutated == head or lmcache._Head.decode(bytes(mutated)) is None
-    assert lmcache._Head.decode(head) == lmcache._Head(1000, 77, 1.8e9)
+        assert mutated == head or lmcache_objects.Head.decode(bytes(mutated)) is None
+    assert lmcache_objects.Head.decode(head) == lmcache_objects.Head(1000, 77, 1.8e9)
 
 
 def test_a_head_with_another_body(on_disk: LMCacheTier):
@@ -324,7 +324,7 @@ def test_namespaces_are_apart(make_tier: MakeTier, disk: dict[str, Any]):
     tier, other = make_tier([disk]), make_tier([disk], namespace="b")
     data = put(tier, 1, 100)
     assert got(other, 1) is None
-    other.put(name(1), memoryview(content(2, 50)), worth(50))
+    other.put(name(1), memoryview(content(2, 50)), value(50))
     other.clear()
     tier.close()
     assert got(make_tier([disk]), 1) == data

@@ -17,8 +17,8 @@ from .tier_contract import (
     content,
     name,
     put,
+    value,
     view,
-    worth,
 )
 
 
@@ -62,15 +62,15 @@ def tier(clock):
 
 def test_the_buffer_itself_becomes_the_object(tier):
     buffer = view(content(1, 100))
-    tier.put(name(1), buffer, worth(100))
+    tier.put(name(1), buffer, value(100))
     found = tier.get(name(1), 100)
     assert np.shares_memory(np.frombuffer(found, np.uint8), np.frombuffer(buffer, np.uint8))
     assert found.readonly
 
 
 def test_size_is_that_of_the_bytes(tier):
-    """Whatever the worth says: the budget is real memory."""
-    tier.put(name(1), view(content(1, 100)), worth(5))
+    """Whatever the cache value says: the budget is real memory."""
+    tier.put(name(1), view(content(1, 100)), value(5))
     assert tier.used() == (100, 1000)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_hypic.store.cache_value import CacheValue
 from vllm_hypic.store.protocol import Verdict
 from vllm_hypic.store.record import (
     ALIGNMENT,
@@ -23,11 +24,10 @@ from vllm_hypic.store.record import (
     aligned_buffer,
     begin_record,
     open_record,
-    peek_worth,
+    peek_value,
     record_nbytes,
     seal_record,
 )
-from vllm_hypic.store.worth import Worth
 
 NAMESPACE, KEY, OTHER = "ab" * 32, "cd" * 32, "ef" * 32
 HEADER = RecordHeader(
@@ -37,8 +37,8 @@ HEADER = RecordHeader(
     world=2,
     columns=10,
     leading=False,
-    worth_tokens=26,
-    worth_flops=1.5e12,
+    value_tokens=26,
+    value_flops=1.5e12,
     sections=(
         Section("layer.0/k", "bfloat16", (10, 2, 8)),
         Section("layer.1/heads", "uint8", (3,)),
@@ -126,7 +126,7 @@ def test_refused_until_sealed():
     begin_record(buffer, HEADER)
     fault = open_record(buffer, EXPECTED)
     assert fault is Fault.UNSEALED and fault.verdict is Verdict.DAMAGED
-    assert peek_worth(bytes(buffer)) is Fault.UNSEALED
+    assert peek_value(bytes(buffer)) is Fault.UNSEALED
 
 
 def test_sealed_once():
@@ -198,7 +198,7 @@ def test_without_up_to_the_first_dimension_may_not_shrink():
 
 def test_largest_object_bounds_every_acceptable_one_tightly():
     exact = limits(HEADER)
-    extreme = replace(HEADER, worth_tokens=1 << 48, worth_flops=2.2250738585072014e-308)
+    extreme = replace(HEADER, value_tokens=1 << 48, value_flops=2.2250738585072014e-308)
     assert record_nbytes(extreme) == exact.max_nbytes
     assert exact.max_nbytes - record_nbytes(HEADER) < 2 * ALIGNMENT
 
@@ -225,10 +225,10 @@ def test_sizes_of_dtypes(dtype):
         ({"rank": 2}, "rank 2 of 2"),
         ({"rank": -1}, "integers from 0"),
         ({"columns": True}, "integers from 0"),
-        ({"worth_tokens": 1 << 60}, "integers from 0"),
-        ({"worth_flops": float("nan")}, "finite"),
-        ({"worth_flops": float("inf")}, "finite"),
-        ({"worth_flops": -1.0}, "finite"),
+        ({"value_tokens": 1 << 60}, "integers from 0"),
+        ({"value_flops": float("nan")}, "finite"),
+        ({"value_flops": float("inf")}, "finite"),
+        ({"value_flops": -1.0}, "finite"),
         ({"sections": (Section("", "uint8", (1,)),)}, "ASCII characters"),
         ({"sections": (Section("ü", "uint8", (1,)),)}, "ASCII characters"),
         ({"sections": (Section("x", "uint8", (1,)),) * 2}, "no name twice"),
@@ -251,12 +251,12 @@ def test_limit_up_to_needs_a_dimension():
 
 def test_peek():
     data = bytes(written())
-    found = (NAMESPACE, KEY, Worth(26, 1.5e12, len(data)))
-    assert peek_worth(data) == found
+    found = (NAMESPACE, KEY, CacheValue(26, 1.5e12, len(data)))
+    assert peek_value(data) == found
     start = len(data) - 640
-    assert peek_worth(data[:start]) == found
+    assert peek_value(data[:start]) == found
     for n in range(start):
-        assert peek_worth(data[:n]) is Fault.TRUNCATED
+        assert peek_value(data[:n]) is Fault.TRUNCATED
 
 
 def test_peek_bytes_are_enough_for_the_largest_header():
@@ -265,7 +265,7 @@ def test_peek_bytes_are_enough_for_the_largest_header():
     data = bytes(written(header))
     body = struct.unpack_from("<I", data, 12)[0]
     assert 250_000 < body <= 1 << 18
-    assert isinstance(peek_worth(data[:PEEK_BYTES]), tuple)
+    assert isinstance(peek_value(data[:PEEK_BYTES]), tuple)
 
 
 @given(
@@ -276,7 +276,7 @@ def test_peek_bytes_are_enough_for_the_largest_header():
 )
 def test_every_header_survives(tokens, flops, shapes, dtype):
     sections = tuple(Section(f"s{i}", dtype, shape) for i, shape in enumerate(shapes))
-    header = replace(HEADER, worth_tokens=tokens, worth_flops=flops, sections=sections)
+    header = replace(HEADER, value_tokens=tokens, value_flops=flops, sections=sections)
     data = written(header)
     record = open_record(data, limits(header))
     assert isinstance(record, OpenRecord) and record.header == header

@@ -1,7 +1,7 @@
 """Hostile bytes: nothing altered is accepted, nothing raises, nothing makes the reader take memory.
 
 A hostile writer knows the format and gets every checksum right.  What it can do is to write a record of the
-expected segment with other contents, or with another worth: no checksum tells that from an honest one.
+expected segment with other contents, or with another cache value: no checksum tells that from an honest one.
 """
 
 import json
@@ -25,7 +25,7 @@ from vllm_hypic.store.record import (
     Section,
     begin_record,
     open_record,
-    peek_worth,
+    peek_value,
     record_nbytes,
     seal_record,
 )
@@ -41,7 +41,7 @@ TWIN = bytes(written(seed=2))
 BODY_BYTES, PAYLOAD_BYTES = struct.unpack_from("<IQ", RECORD, 12)
 START = len(RECORD) - PAYLOAD_BYTES
 BODY = RECORD[32 : 32 + BODY_BYTES]
-WORTH = range(BODY.index(b'"tokens"'), BODY.index(b',"sections"'))
+VALUE = range(BODY.index(b'"tokens"'), BODY.index(b',"sections"'))
 """What a hostile writer may change: it only decides what is evicted."""
 EXTREMES = [0, 1, 63, 64, (1 << 15), (1 << 18), (1 << 18) + 1, (1 << 31) - 1, (1 << 31), (1 << 32) - 1]
 LONG_EXTREMES = [*EXTREMES, (1 << 48), (1 << 48) + 1, (1 << 63) - 1, (1 << 63), (1 << 64) - 64, (1 << 64) - 1]
@@ -157,7 +157,7 @@ def lengths_forged(rng: random.Random) -> bytes:
 
 def body_byte_forged(rng: random.Random) -> bytes:
     body = bytearray(BODY)
-    at = rng.choice([i for i in range(len(body)) if i not in WORTH])
+    at = rng.choice([i for i in range(len(body)) if i not in VALUE])
     body[at] = rng.choice([b for b in range(256) if b != body[at]])
     return forged(bytes(body))
 
@@ -177,7 +177,7 @@ def field_forged(rng: random.Random) -> bytes:
     return forged(fields(**{name: rng.choice(values)}))
 
 
-def worth_forged(rng: random.Random) -> bytes:
+def value_forged(rng: random.Random) -> bytes:
     name, good = rng.choice([("tokens", int), ("flops", float)])
     bound = 1 << 48
     values = [v for v in HOSTILE if type(v) is not good or not 0 <= v <= (bound if good is int else 1e308)]
@@ -321,7 +321,7 @@ KINDS: list[tuple[Callable[[random.Random], bytes], set[Fault]]] = [
     (lengths_forged, {Fault.VERSION, Fault.TRUNCATED, Fault.OVERLONG, Fault.HEADER}),
     (body_byte_forged, {Fault.HEADER, Fault.FOREIGN, Fault.LAYOUT}),
     (field_forged, {Fault.HEADER, Fault.FOREIGN}),
-    (worth_forged, {Fault.HEADER}),
+    (value_forged, {Fault.HEADER}),
     (fields_forged, {Fault.HEADER}),
     (spelling_forged, {Fault.HEADER}),
     (table_forged, {Fault.HEADER, Fault.LAYOUT}),
@@ -354,7 +354,7 @@ def test_mutations_are_refused(mutate: Callable[[random.Random], bytes], faults:
         assert isinstance(opened, Fault), f"seed {seed}: accepted"
         assert opened in faults, f"seed {seed}"
         found[opened] += 1
-        peek_worth(data)
+        peek_value(data)
     assert found.total() == MUTATIONS
 
 
@@ -404,7 +404,7 @@ def test_memory_of_hostile_headers_is_bounded(body: bytes):
     tracemalloc.start()
     try:
         fault = open_record(memoryview(data), EXPECTED)
-        peeked = peek_worth(data)
+        peeked = peek_value(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -419,7 +419,7 @@ def test_no_memory_for_claimed_lengths(body_bytes: int, payload_bytes: int):
     tracemalloc.start()
     try:
         assert isinstance(open_record(memoryview(data), EXPECTED), Fault)
-        assert isinstance(peek_worth(data), Fault)
+        assert isinstance(peek_value(data), Fault)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -457,7 +457,7 @@ JSON = st.recursive(
 def test_any_bytes(data: bytes):
     for hostile in (data, b"\x89HYPIC\r\n" + data, RECORD[:32] + data, forged(data)):
         assert isinstance(open_record(memoryview(hostile), EXPECTED), Fault)
-        assert isinstance(peek_worth(hostile), Fault)
+        assert isinstance(peek_value(hostile), Fault)
 
 
 @given(JSON)
@@ -465,7 +465,7 @@ def test_any_bytes(data: bytes):
 def test_any_json(value: object):
     data = forged(json.dumps(value, separators=(",", ":")).encode())
     assert open_record(memoryview(data), EXPECTED) is Fault.HEADER
-    assert peek_worth(data) is Fault.HEADER
+    assert peek_value(data) is Fault.HEADER
 
 
 @given(st.sampled_from([n for n in json.loads(BODY) if n not in ("tokens", "flops")]), JSON)
@@ -487,9 +487,9 @@ def test_any_json_in_the_table(row: int, column: int, value: object):
     assert isinstance(open_record(memoryview(forged(fields(sections=table))), EXPECTED), Fault)
 
 
-def test_another_worth_is_all_that_a_forger_can_say():
+def test_another_cache_value_is_all_that_a_forger_can_say():
     data = forged(fields(tokens=7, flops=0.5))
     record = open_record(memoryview(data), EXPECTED)
     assert isinstance(record, OpenRecord)
-    assert record.header == replace(HEADER, worth_tokens=7, worth_flops=0.5)
+    assert record.header == replace(HEADER, value_tokens=7, value_flops=0.5)
     assert bytes(record.sections["layer.1/s"]) == RECORD[-192:]

@@ -12,7 +12,7 @@ from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.redis import MAX_OBJECT_BYTES, RedisTier
 
 from .conftest import WallClock
-from .tier_contract import HeedsPins, SurvivesRestart, content, got, name, put, view, worth
+from .tier_contract import HeedsPins, SurvivesRestart, content, got, name, put, value, view
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -186,7 +186,7 @@ def test_a_full_server_refuses(tmp_path: Path):
 def test_an_object_that_redis_cannot_take_is_refused(tier: RedisTier):
     huge = memoryview(bytearray(MAX_OBJECT_BYTES + 1))
     with pytest.raises(TierFull, match=str(MAX_OBJECT_BYTES)):
-        tier.put(name(1), huge, worth(len(huge)))
+        tier.put(name(1), huge, value(len(huge)))
     assert got(tier, 1) is None
 
 
@@ -335,6 +335,6 @@ def test_malformed_arguments_are_named(arguments: dict[str, str | float], told: 
 def test_a_url_cannot_ask_for_text(server: RedisServer, tier: RedisTier):
     other = RedisTier("redis", f"{server.url}?decode_responses=true")
     other.open()
-    tier.put(name(1), view(b"\xff\x00"), worth(2))
+    tier.put(name(1), view(b"\xff\x00"), value(2))
     assert got(other, 1) == b"\xff\x00"
     other.close()

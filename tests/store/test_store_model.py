@@ -12,12 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_hypic.store.crew import Crew
+from vllm_hypic.store.cache_value import CacheValue, ObjectName
+from vllm_hypic.store.executor import WatchdogExecutor
 from vllm_hypic.store.protocol import Verdict
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import TierError
-from vllm_hypic.store.worth import ObjectName, Worth
 
 from .awkward_tiers import AwkwardTier, full, name
 from .conftest import ManualClock
@@ -43,8 +43,8 @@ class StoreMachine(RuleBasedStateMachine):
             clock=self.clock,
             wall=self.clock,
         )
-        for lane in self.store._lanes:
-            assert lane.open_once()
+        for tier in self.store._tiers:
+            assert tier.open_once()
         self.alive: set[int] = set()
         """Committed, and not deleted since."""
         self.fetching: dict[ObjectName, bool] = {}
@@ -57,7 +57,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(i=NAMES)
     def commit(self, i: int) -> None:
-        reservation = self.store.reserve(name(i), Worth(1, 1.0, SIZE))
+        reservation = self.store.reserve(name(i), CacheValue(1, 1.0, SIZE))
         if reservation is None:
             assert self.store._writes.nbytes > 4 * SIZE
             return
@@ -72,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(i=NAMES)
     def abort(self, i: int) -> None:
-        reservation = self.store.reserve(name(i), Worth(1, 1.0, SIZE))
+        reservation = self.store.reserve(name(i), CacheValue(1, 1.0, SIZE))
         if reservation is not None:
             self.store.abort(reservation)
 
@@ -122,16 +122,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 7))
     def step(self, which: int) -> None:
-        self.crews()[which].run_one()
+        self.executors()[which].run_one()
 
-    def crews(self) -> list[Crew]:
-        crews = [self.store._writes.finisher, self.store._writes.server]
-        for lane in self.store._lanes:
-            crews += [lane.reads, lane.writes]
-        return crews
+    def executors(self) -> list[WatchdogExecutor]:
+        executors = [self.store._writes.finisher, self.store._writes.server]
+        for tier in self.store._tiers:
+            executors += [tier.reads, tier.writes]
+        return executors
 
     def run_all(self) -> None:
-        while any([crew.run_one() for crew in self.crews()]):
+        while any([executor.run_one() for executor in self.executors()]):
             pass
 
     @rule()
@@ -216,9 +216,9 @@ class StoreMachine(RuleBasedStateMachine):
         for tier in self.tiers:
             kept = {int(n[:64], 16) for n in tier.objects}
             assert kept <= self.alive, f"{kept - self.alive} deleted, but in {tier.name}"
-        for lane in self.store._lanes:
-            assert lane._intents == {} and lane._clears == 0
-            assert lane.writes._hung == lane.reads._hung == 0
+        for tier in self.store._tiers:
+            assert tier._intents == {} and tier._clears == 0
+            assert tier.writes._hung == tier.reads._hung == 0
         assert self.store.drain(0)
 
     # -- always

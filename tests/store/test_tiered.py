@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.protocol import Fetched, Verdict
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
-from vllm_hypic.store.worth import ObjectName, Worth
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, full, name, wait_for
 from .conftest import ManualClock
@@ -73,7 +73,7 @@ def opened(clock: ManualClock) -> Iterator[Opener]:
 
 
 def commit(store: TieredStore, i: int, data: bytes | None = None) -> None:
-    reservation = store.reserve(name(i), Worth(10, 1e9, SIZE))
+    reservation = store.reserve(name(i), CacheValue(10, 1e9, SIZE))
     assert reservation is not None
     reservation.buffer[:] = data or content(i)
     store.commit(reservation)
@@ -140,7 +140,7 @@ def test_a_tier_that_cannot_tell_is_asked(opened: Opener) -> None:
 def test_finish_runs_once_before_the_tiers_write(opened: Opener) -> None:
     tier = AwkwardTier()
     store = opened(tier)
-    reservation = store.reserve(name(1), Worth(1, 1.0, SIZE))
+    reservation = store.reserve(name(1), CacheValue(1, 1.0, SIZE))
     assert reservation is not None
     runs: list[int] = []
 
@@ -157,7 +157,7 @@ def test_finish_runs_once_before_the_tiers_write(opened: Opener) -> None:
 def test_what_cannot_be_finished_is_dropped(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
     tier = AwkwardTier()
     store = opened(tier)
-    reservation = store.reserve(name(1), Worth(1, 1.0, SIZE))
+    reservation = store.reserve(name(1), CacheValue(1, 1.0, SIZE))
     assert reservation is not None
 
     def finish(buffer: memoryview) -> None:
@@ -194,13 +194,13 @@ def test_misused_calls_are_refused(opened: Opener) -> None:
     with pytest.raises(ValueError, match="not reported yet"):
         store.prefetch(name(1), SIZE, Reading(1))
     assert only_report(store).tier == "tier"
-    reservation = store.reserve(name(2), Worth(1, 1.0, SIZE))
+    reservation = store.reserve(name(2), CacheValue(1, 1.0, SIZE))
     assert reservation is not None
     store.abort(reservation)
     with pytest.raises(ValueError, match="committed or aborted before"):
         store.commit(reservation)
     with pytest.raises(ValueError, match="nbytes=0"):
-        store.reserve(name(2), Worth(1, 1.0, 0))
+        store.reserve(name(2), CacheValue(1, 1.0, 0))
     with pytest.raises(ValueError, match="expected different ones"):
         TieredStore([AwkwardTier(), AwkwardTier()])
 
@@ -214,16 +214,16 @@ def test_reserving_is_refused_while_writing_lags_behind(opened: Opener) -> None:
     hang = tier.hang("put")
     commit(store, 1)
     hang.wait_until_entered()
-    reserved = store.reserve(name(2), Worth(1, 1.0, SIZE))
+    reserved = store.reserve(name(2), CacheValue(1, 1.0, SIZE))
     assert reserved is not None
-    assert store.reserve(name(3), Worth(1, 1.0, 1)) is None
+    assert store.reserve(name(3), CacheValue(1, 1.0, 1)) is None
     assert store.stats().dropped_writes == 1 and store.stats().queued_bytes == SIZE
     store.abort(reserved)
-    assert store.reserve(name(3), Worth(1, 1.0, SIZE)) is not None
+    assert store.reserve(name(3), CacheValue(1, 1.0, SIZE)) is not None
     assert not store.drain(0.01)
     tier.release()
     assert store.drain(PATIENCE_S)
-    assert store.reserve(name(4), Worth(1, 1.0, SIZE)) is not None
+    assert store.reserve(name(4), CacheValue(1, 1.0, SIZE)) is not None
 
 
 def test_what_is_being_written_is_read_from_the_queue(opened: Opener) -> None:
@@ -237,7 +237,7 @@ def test_what_is_being_written_is_read_from_the_queue(opened: Opener) -> None:
 
 def test_a_reader_waits_for_the_checksum(opened: Opener) -> None:
     store = opened(AwkwardTier())
-    reservation = store.reserve(name(1), Worth(1, 1.0, SIZE))
+    reservation = store.reserve(name(1), CacheValue(1, 1.0, SIZE))
     assert reservation is not None
     begun, go_on = threading.Event(), threading.Event()
 
@@ -396,7 +396,7 @@ def test_a_late_answer_is_not_read(opened: Opener, clock: ManualClock) -> None:
     report = only_report(store)
     assert report.tier is None and report.seconds >= DEADLINE_S
     tier.release()
-    wait_for(lambda: store._lanes[0].reads._hung == 0, "the thread's return")
+    wait_for(lambda: store._tiers[0].reads._hung == 0, "the thread's return")
     assert reading.seen == [] and store.poll() == []
 
 
@@ -476,7 +476,7 @@ def test_a_failing_tier_is_bypassed_then_tried_again(
     clock.advance(1.0)
     assert fetch(store, 1) == "slow", "the probe is for nobody"
     wait_for(lambda: fast.calls.count("get") == asked + 1, "the probe")
-    wait_for(lambda: store._lanes[0].reads.idle(), "its end")
+    wait_for(lambda: store._tiers[0].reads.idle(), "its end")
     clock.advance(1.0)
     assert fetch(store, 1) == "slow" and fast.calls.count("get") == asked + 1, "twice as long now"
     fast.recover()
@@ -537,7 +537,7 @@ def test_only_so_many_threads_may_hang(opened: Opener, clock: ManualClock) -> No
     filled(store, 5)
     assert tier.objects == {} and not store.stats().tiers["tier"].up
     tier.release()
-    wait_for(lambda: store._lanes[0].writes._hung == 0, "their return")
+    wait_for(lambda: store._tiers[0].writes._hung == 0, "their return")
     filled(store, 6)
     assert name(6) in tier.objects and store.stats().tiers["tier"].up
 
@@ -703,7 +703,7 @@ def test_close_writes_what_is_queued(opened: Opener) -> None:
     threading.Timer(0.05, tier.release).start()
     store.close()
     assert tier.closed and name(1) in tier.objects
-    assert store.reserve(name(2), Worth(1, 1.0, SIZE)) is None
+    assert store.reserve(name(2), CacheValue(1, 1.0, SIZE)) is None
     assert not store.prefetch(name(1), SIZE, Reading(1))
     store.delete(name(1))
     store.close()

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
 from vllm_hypic.store.tiers.base import Held, Tier, TierError, TierFull
-from vllm_hypic.store.worth import ObjectName, Worth, object_name
 
 SIZES = [1, 63, 4096, 5_000_000]
 THREADS = 8
@@ -38,14 +38,14 @@ def view(data: bytes) -> memoryview:
     return memoryview(bytearray(data))
 
 
-def worth(nbytes: int, tokens: int = 100) -> Worth:
-    return Worth(tokens, 2.5e9 * tokens, nbytes)
+def value(nbytes: int, tokens: int = 100) -> CacheValue:
+    return CacheValue(tokens, 2.5e9 * tokens, nbytes)
 
 
 def put(tier: Tier, i: int, nbytes: int, tokens: int = 100) -> bytes:
     """Put the i-th object; returns its bytes."""
     data = content(i, nbytes)
-    tier.put(name(i), view(data), worth(nbytes, tokens))
+    tier.put(name(i), view(data), value(nbytes, tokens))
     return data
 
 
@@ -96,7 +96,7 @@ class TierContract:
         """Each of the objects is there whole or not at all, and the tier says which."""
         there = {i: data for i in sizes if (data := got(tier, i)) is not None}
         assert all(data == content(i, sizes[i]) for i, data in there.items())
-        self.assert_lists(tier, [Held(name(i), worth(sizes[i])) for i in there])
+        self.assert_lists(tier, [Held(name(i), value(sizes[i])) for i in there])
         self.assert_uses(tier, sum(sizes[i] for i in there))
 
     # -- bytes in, the same bytes out
@@ -110,14 +110,14 @@ class TierContract:
 
     def test_an_existing_object_is_kept(self, tier: Tier):
         data = put(tier, 1, 100)
-        tier.put(name(1), view(content(2, 3000)), worth(3000))
+        tier.put(name(1), view(content(2, 3000)), value(3000))
         assert got(tier, 1) == data
         self.assert_uses(tier, 100)
 
     def test_ranks_are_different_objects(self, tier: Tier):
         key = "ab" * 32
         for rank in range(3):
-            tier.put(object_name(key, rank, 3), view(content(rank, 50)), worth(50))
+            tier.put(object_name(key, rank, 3), view(content(rank, 50)), value(50))
         for rank in range(3):
             found = tier.get(object_name(key, rank, 3), 50)
             assert found is not None and bytes(found) == content(rank, 50)
@@ -159,7 +159,7 @@ class TierContract:
     def test_put_again_after_delete(self, tier: Tier):
         put(tier, 1, 100)
         tier.delete(name(1))
-        tier.put(name(1), view(content(2, 300)), worth(300))
+        tier.put(name(1), view(content(2, 300)), value(300))
         assert got(tier, 1) == content(2, 300)
 
     def test_may_hold_changes_nothing(self, tier: Tier):
@@ -172,11 +172,11 @@ class TierContract:
 
     # -- lists and levels
 
-    def test_held_lists_all_objects_with_their_worth(self, tier: Tier):
+    def test_held_lists_all_objects_with_their_value(self, tier: Tier):
         put(tier, 1, 100, tokens=7)
         put(tier, 2, 200, tokens=8)
         for _ in range(2):
-            self.assert_lists(tier, [Held(name(1), worth(100, 7)), Held(name(2), worth(200, 8))])
+            self.assert_lists(tier, [Held(name(1), value(100, 7)), Held(name(2), value(200, 8))])
 
     def test_clear(self, tier: Tier):
         put(tier, 1, 100)
@@ -197,7 +197,7 @@ class TierContract:
         at = clock() + 2 * self.tick
         tier.expire(name(1), at)
         assert got(tier, 1) == content(1, 100)
-        self.assert_lists(tier, [Held(name(1), worth(100), at), Held(name(2), worth(100))])
+        self.assert_lists(tier, [Held(name(1), value(100), at), Held(name(2), value(100))])
         clock.advance(3 * self.tick)
         self.assert_absent(tier, 1)
         assert got(tier, 2) == kept
@@ -207,7 +207,7 @@ class TierContract:
         put(tier, 1, 100)
         tier.expire(name(1), clock() + self.tick)
         clock.advance(2 * self.tick)
-        tier.put(name(1), view(content(2, 200)), worth(200))
+        tier.put(name(1), view(content(2, 200)), value(200))
         assert got(tier, 1) == content(2, 200)
 
     def test_expiry_in_the_past(self, tier: Tier, clock):
@@ -321,7 +321,7 @@ class SurvivesRestart(TierContract):
         for i in data:
             assert again.may_hold(name(i))
         self.assert_absent(again, 9)
-        self.assert_lists(again, [Held(name(i), worth(len(d), tokens=i)) for i, d in data.items()])
+        self.assert_lists(again, [Held(name(i), value(len(d), tokens=i)) for i, d in data.items()])
         self.assert_uses(again, sum(map(len, data.values())))
         assert {i: got(again, i) for i in data} == data
         assert again.delete(name(0)) is True
@@ -354,7 +354,7 @@ class CountsItsBytes(TierContract):
 
 
 class ListsItsObjects(TierContract):
-    """``held`` lists all objects with the worth that was put, also after a restart."""
+    """``held`` lists all objects with the value that was put, also after a restart."""
 
     @staticmethod
     def listed(tier: Tier) -> list[Held]:

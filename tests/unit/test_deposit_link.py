@@ -15,10 +15,10 @@ from vllm_hypic.connector.worker.shared_tier_link import DepositLink
 from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import TierError, TierFull
-from vllm_hypic.store.worth import ObjectName, Worth, object_name
 
 IDENTITY = "0123456789abcdef"
 RECORD = b"a record"
@@ -46,7 +46,7 @@ class Link:
 
     def end_step(self) -> None:
         for serial, place in list(self.unstored.items()):
-            reservation = self.store.reserve(object_name(place.key), Worth(1, 1.0, len(RECORD)))
+            reservation = self.store.reserve(object_name(place.key), CacheValue(1, 1.0, len(RECORD)))
             self.behind = reservation is None
             if reservation is None:
                 return
@@ -204,7 +204,7 @@ def test_the_deadline_ends_it(worker: Worker) -> None:
     worker.now = 10.0
     assert worker.step() == {7: "tier team: not there after 10 s"}
     worker.tier.release()
-    wait_for(lambda: worker.store._lanes[0].at_rest(), "the late answer")
+    wait_for(lambda: worker.store._tiers[0].at_rest(), "the late answer")
     assert worker.step().keys() == {7}
 
 

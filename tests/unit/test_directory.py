@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm_hypic.connector.scheduler.directory import Lookup, Need, SegmentDirectory
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
-from vllm_hypic.store.eviction.make import PolicyName, make_policy
+from vllm_hypic.store.eviction import PolicyName, make_policy
 
 PAGES, SLOTS, PAGE_TOKENS, TILES = 12, 5, 4, 10
 NEEDS = {

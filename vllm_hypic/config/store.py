@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NoReturn, get_args
 from ..errors import ConfigError
 
 Eviction = Literal["flop-aware", "lru"]
-Admission = Literal["worth", "always"]
+Admission = Literal["cache-value", "always"]
 
 _UNITS = {
     unit + suffix: factor
@@ -112,8 +112,9 @@ class StoreConfig:
     """Fastest first.  None: records live in the pool alone."""
     eviction: Eviction = "flop-aware"
     """What leaves a full tier first."""
-    admission: Admission = "worth"
-    """``worth``: a record that is worth less than what would have to leave is not kept."""
+    admission: Admission = "cache-value"
+    """``cache-value``: a record that is worth less than what would have to leave is not kept.  ``worth``, its
+    former name, is still understood."""
     deadline_s: float = 5.0
     """A fetch ends within so many seconds; then the segment is computed."""
     queue_bytes: int = 512 << 20
@@ -133,6 +134,9 @@ class StoreConfig:
             if name in ("queue", "pool") or not _LABEL.fullmatch(name):
                 _refuse(f"tiers[{i}].name", name, f"{_LABEL_FORM}, but 'queue' and 'pool'")
         _one_of("eviction", self.eviction, get_args(Eviction))
+        admission: str = self.admission
+        if admission == "worth":
+            object.__setattr__(self, "admission", "cache-value")
         _one_of("admission", self.admission, get_args(Admission))
         _seconds("deadline_s", self.deadline_s)
         _size("queue_bytes", self.queue_bytes)

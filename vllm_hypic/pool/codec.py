@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ..primitives.keys import Namespace, SegmentKey
+from ..store.cache_value import ObjectName, object_name
 from ..store.protocol import Reader, Verdict
 from ..store.record import Expected, Fault, RecordHeader, Section, SectionLimit, open_record
-from ..store.worth import ObjectName, object_name
 from .copy.base import RecordMover
 from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry
 from .plans import RecordPlace
@@ -56,8 +56,8 @@ class RecordCodec:
             self.part.world,
             len(place.column_slots),
             place.leading,
-            place.worth_tokens,
-            place.worth_flops,
+            place.value_tokens,
+            place.value_flops,
             tuple(sections),
         )
 

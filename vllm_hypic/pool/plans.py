@@ -80,7 +80,7 @@ class StreamPlan:
 class RecordPlace:
     """A record and its place in the pool: what the worker needs to move it to the store, or from there.
 
-    ``column_slots [columns]`` int64; ``worth_tokens`` and ``worth_flops`` are those of a hit.
+    ``column_slots [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.
     """
 
     serial: int
@@ -88,8 +88,8 @@ class RecordPlace:
     slot: int
     column_slots: np.ndarray
     leading: bool
-    worth_tokens: int
-    worth_flops: float
+    value_tokens: int
+    value_flops: float
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Segment store: where records live outside the device pool.  Imports no vllm.
 
-record bytes (``record.py``) -> lanes, write-behind, single flight (``tiered.py``) -> tiers (``tiers/``);
-what stays when a budget is full: ``eviction/``.
+record bytes (``record.py``) -> fetches and writes behind the caller's back (``tiered.py``,
+``write_behind.py``) -> asynchronous tiers (``async_tier.py``) -> tiers (``tiers/``); what stays when a budget
+is full: ``eviction/``.
 """

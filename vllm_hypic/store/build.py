@@ -15,12 +15,12 @@ from ..config.store import (
     TierConfig,
 )
 from ..errors import ConfigError
-from .eviction.make import make_policy
-from .record import PEEK_BYTES, Fault, aligned_buffer, peek_worth
+from .cache_value import CacheValue
+from .eviction import make_policy
+from .record import PEEK_BYTES, Fault, aligned_buffer, peek_value
 from .settings import StoreSettings
 from .tiered import TieredStore
 from .tiers.base import Tier
-from .worth import Worth
 
 
 def build_store(
@@ -41,7 +41,7 @@ def build_store(
         allocate=allocate or aligned_buffer,
     )
     tiers = [_build(i, tier, config, namespace) for i, tier in enumerate(config.tiers)]
-    store = TieredStore(tiers, settings, appraise=_worth_of_record)
+    store = TieredStore(tiers, settings, appraise=_value_of_record)
     store.open()
     return store
 
@@ -85,6 +85,6 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
     raise TypeError(f"{type(tier).__name__} is no tier's configuration")
 
 
-def _worth_of_record(data: memoryview) -> Worth | None:
-    peeked = peek_worth(bytes(data[:PEEK_BYTES]))
+def _value_of_record(data: memoryview) -> CacheValue | None:
+    peeked = peek_value(bytes(data[:PEEK_BYTES]))
     return None if isinstance(peeked, Fault) else peeked[2]

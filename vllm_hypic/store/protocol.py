@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from .worth import ObjectName, Worth
+from .cache_value import CacheValue, ObjectName
 
 
 class Verdict(Enum):
@@ -31,7 +31,7 @@ class Reservation:
 
     name: ObjectName
     buffer: memoryview
-    worth: Worth
+    value: CacheValue
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class StoreStats:
 class SegmentStore(Protocol):
     """Records outside the pool.  One thread calls it (the worker's); no call waits for a tier."""
 
-    def reserve(self, name: ObjectName, worth: Worth) -> Reservation | None:
-        """Room to write an object of ``worth.nbytes``; ``None`` when writing lags behind (try later)."""
+    def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
+        """Room to write an object of ``value.nbytes``; ``None`` when writing lags behind (try later)."""
 
     def commit(self, reservation: Reservation, finish: Callable[[memoryview], None] | None = None) -> None:
         """Hand the filled buffer over: ``finish`` (checksum) and the tiers' writes follow behind."""

@@ -17,8 +17,8 @@ from enum import Enum
 
 import numpy as np
 
+from .cache_value import CacheValue
 from .protocol import Verdict
-from .worth import Worth
 
 VERSION = 1
 ALIGNMENT = 64
@@ -33,7 +33,7 @@ _PREFIX = struct.Struct(
 )  # magic, version, body bytes, payload bytes, CRC of payload, CRC of header
 _HEADER_CRC_AT = _PREFIX.size - 4
 PEEK_BYTES = _PREFIX.size + MAX_BODY_BYTES + ALIGNMENT
-"""So many leading bytes of an object are enough for :func:`peek_worth`, however large its header."""
+"""So many leading bytes of an object are enough for :func:`peek_value`, however large its header."""
 
 _ITEM_BYTES = {
     "bool": 1,
@@ -96,7 +96,7 @@ class RecordHeader:
     """What a record says of itself.
 
     ``namespace`` and ``key`` are SHA-256 digests in hex; ``columns`` counts the tokens whose K and V are
-    kept, ``worth_tokens`` and ``worth_flops`` what a hit saves (see :class:`~.worth.Worth`).
+    kept, ``value_tokens`` and ``value_flops`` what a hit saves (see :class:`~.cache_value.CacheValue`).
     """
 
     namespace: str
@@ -105,8 +105,8 @@ class RecordHeader:
     world: int
     columns: int
     leading: bool
-    worth_tokens: int
-    worth_flops: float
+    value_tokens: int
+    value_flops: float
     sections: tuple[Section, ...]
 
 
@@ -263,8 +263,8 @@ def open_record(data: memoryview, expected: Expected) -> OpenRecord | Fault:
     return OpenRecord(header, views)
 
 
-def peek_worth(prefix: bytes) -> tuple[str, str, Worth] | Fault:
-    """Namespace, key and worth of the object that begins with ``prefix``.
+def peek_value(prefix: bytes) -> tuple[str, str, CacheValue] | Fault:
+    """Namespace, key and cache value of the object that begins with ``prefix``.
 
     The payload is not looked at.  ``TRUNCATED`` when ``prefix`` ends within the header; :data:`PEEK_BYTES`
     are always enough, and 16 KiB for most.  Raises nothing, whatever the bytes.
@@ -279,7 +279,7 @@ def peek_worth(prefix: bytes) -> tuple[str, str, Worth] | Fault:
     if isinstance(header, Fault):
         return header
     nbytes = lengths.start + lengths.payload
-    return header.namespace, header.key, Worth(header.worth_tokens, header.worth_flops, nbytes)
+    return header.namespace, header.key, CacheValue(header.value_tokens, header.value_flops, nbytes)
 
 
 @dataclass(frozen=True)
@@ -367,8 +367,8 @@ def _canonical(header: RecordHeader) -> bytes:
         "world": header.world,
         "columns": header.columns,
         "leading": header.leading,
-        "tokens": header.worth_tokens,
-        "flops": float(header.worth_flops),
+        "tokens": header.value_tokens,
+        "flops": float(header.value_flops),
         "sections": [[s.name, s.dtype, list(s.shape)] for s in header.sections],
     }
     return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")
@@ -421,13 +421,13 @@ def _problem(header: RecordHeader) -> str | None:
     for digest in (header.namespace, header.key):
         if _DIGEST.fullmatch(digest) is None:
             return f"{digest[:80]!r}: expected a digest of 64 hex digits"
-    counts = (header.rank, header.world, header.columns, header.worth_tokens)
+    counts = (header.rank, header.world, header.columns, header.value_tokens)
     if any(type(n) is not int or not 0 <= n <= _MAX_COUNT for n in counts):
         return f"rank, world, columns, tokens are {counts}: expected integers from 0 to {_MAX_COUNT}"
     if header.rank >= header.world:
         return f"rank {header.rank} of {header.world}"
-    if not (math.isfinite(header.worth_flops) and header.worth_flops >= 0):
-        return f"flops {header.worth_flops}: expected a finite number >= 0"
+    if not (math.isfinite(header.value_flops) and header.value_flops >= 0):
+        return f"flops {header.value_flops}: expected a finite number >= 0"
     names: set[str] = set()
     for section in header.sections:
         if _NAME.fullmatch(section.name) is None or section.name in names:

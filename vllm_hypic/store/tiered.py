@@ -1,9 +1,9 @@
 """The store: tiers, fastest first, behind one facade that never waits for them.
 
-A fetch asks the tiers in turn (``fetch.py``); a record on its way to them is served from the queue
-(``write_behind.py``); each tier has threads, deadlines and a bypass of its own (``lane.py``).  One thread
-watches deadlines, so that they hold whatever the caller does.  One lock guards all state: it is held for
-bookkeeping only, never during an operation of a tier.
+A fetch asks the tiers in turn; a record on its way to them is served from the queue (``write_behind.py``);
+each tier has threads, deadlines and a circuit breaker of its own (``async_tier.py``).  One thread watches
+deadlines, so that they hold whatever the caller does.  One lock guards all state: it is held for bookkeeping
+only, never during an operation of a tier.  Fetches and writes are coroutines (``tasks.py``).
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
-from .crew import Clock
-from .fetch import Fetch, Source
-from .lane import Lane
-from .protocol import Fetched, Located, Presence, Reader, Reservation, StoreStats
+from .async_tier import Aside, AsyncTier, TimeOver
+from .cache_value import CacheValue, ObjectName
+from .executor import Clock
+from .protocol import Fetched, Located, Presence, Reader, Reservation, StoreStats, TierStats, Verdict
 from .settings import StoreSettings
+from .tasks import Task, Unavailable
 from .tiers.base import Tier
-from .worth import ObjectName, Worth
 from .write_behind import WriteBehind
 
 logger = logging.getLogger("vllm.hypic.store")
@@ -27,8 +30,61 @@ logger = logging.getLogger("vllm.hypic.store")
 _DRAIN_STEP_S = 0.01
 _EXPIRIES_KEPT = 100_000
 
-Appraise = Callable[[memoryview], Worth | None]
-"""An object's worth, from its bytes; ``None`` if they do not say."""
+Appraise = Callable[[memoryview], CacheValue | None]
+"""An object's cache value, from its bytes; ``None`` if they do not say."""
+
+
+class Source(Protocol):
+    """Where an object may be: a tier, or the write queue."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stats(self) -> TierStats: ...
+
+    async def get(
+        self, name: ObjectName, limit: int, patience_s: float
+    ) -> tuple[memoryview | None, Aside]: ...
+
+    def discard(self, name: ObjectName) -> None: ...
+
+
+@dataclass
+class _Fetch:
+    """One fetch that was not reported.  Its reader never runs after ``ended`` is set, nor twice at a time."""
+
+    name: ObjectName
+    limit: int
+    reader: Reader
+    started: float
+    deadline: float
+    give_up_at: float | None = None
+    """When to leave the source that is being asked; ``None`` while the reader runs."""
+    current: bool = True
+    """False once the object was deleted: it may be taken, but not be kept anywhere."""
+    ended: Fetched | None = None
+    task: Task[None] = field(init=False)
+
+    def expire(self, now: float) -> None:
+        """Leave a source whose time is over at ``now``."""
+        if self.give_up_at is not None and now >= self.give_up_at:
+            self.task.interrupt(TimeOver())
+
+    def stop(self) -> bool:
+        """End now.  False while the reader runs."""
+        if self.give_up_at is not None:
+            self.deadline = -float("inf")
+            self.task.interrupt(TimeOver())
+        return self.ended is not None
+
+    def read(self, data: memoryview) -> Verdict | None:
+        """On the thread that brought the object.  ``None``: the reader failed."""
+        try:
+            return self.reader(data) if data.nbytes <= self.limit else Verdict.DAMAGED
+        except Exception:
+            logger.exception("%s: its reader must not fail", self.name)
+            return None
 
 
 class TieredStore:
@@ -43,7 +99,7 @@ class TieredStore:
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
-        """``appraise`` tells eviction in the faster tiers what an object that moves up is worth."""
+        """``appraise`` tells eviction in the faster tiers the cache value of an object that moves up."""
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names) or "queue" in names:
             raise ValueError(f"names of tiers {names}: expected different ones, and none called 'queue'")
@@ -53,9 +109,9 @@ class TieredStore:
         self._wall = wall
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
-        self._lanes = [Lane(tier, self._settings, self._lock, clock=clock, wall=wall) for tier in tiers]
-        self._writes = WriteBehind(self._lanes, self._settings, self._lock, clock=clock)
-        self._fetches: dict[ObjectName, Fetch] = {}
+        self._tiers = [AsyncTier(tier, self._settings, self._lock, clock=clock, wall=wall) for tier in tiers]
+        self._writes = WriteBehind(self._tiers, self._settings, self._lock, clock=clock)
+        self._fetches: dict[ObjectName, _Fetch] = {}
         self._expiries: dict[ObjectName, float | None] = {}
         self._located: list[Located] = []
         self._tickets = 0
@@ -68,25 +124,22 @@ class TieredStore:
         """Start the threads and wait for the tiers to open, for a bounded time; others join when they can."""
         self._threaded = True
         self._writes.start()
-        for lane in self._lanes:
-            lane.start()
+        for tier in self._tiers:
+            tier.start()
         threading.Thread(target=self._watch, name="hypic-store (deadlines)", daemon=True).start()
-        end = time.monotonic() + self._settings.open_s
-        while time.monotonic() < end and not all(lane.settled for lane in self._lanes):
+        open_s = self._settings.open_s
+        end = time.monotonic() + open_s
+        while time.monotonic() < end and not all(tier.settled for tier in self._tiers):
             time.sleep(_DRAIN_STEP_S)
-        for lane in self._lanes:
-            if not lane.settled:
-                logger.warning(
-                    "tier %s: bypassed, not open after %.3g s, still opening",
-                    lane.name,
-                    self._settings.open_s,
-                )
+        for tier in self._tiers:
+            if not tier.settled:
+                logger.warning("tier %s: bypassed, not open after %.3g s, still opening", tier.name, open_s)
 
     def drain(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
         while True:
             self.tick()
-            if self._writes.idle() and all(lane.idle() for lane in self._lanes):
+            if self._writes.idle() and all(tier.idle() for tier in self._tiers):
                 return True
             if time.monotonic() >= end:
                 return False
@@ -96,32 +149,33 @@ class TieredStore:
         """Write what is queued, for ``close_s`` at most; then close the tiers, for as long at most."""
         if self._closed:
             return
-        if not self.drain(self._settings.close_s if self._threaded else 0):
+        close_s = self._settings.close_s
+        if not self.drain(close_s if self._threaded else 0):
             logger.warning("closing: %d bytes were not written in time", self._writes.queued)
         with self._lock:
             self._closed = True
             self._writes.stop()
-            for lane in self._lanes:
-                lane.stop()
+            for tier in self._tiers:
+                tier.stop()
             self._work.notify_all()
-        end = time.monotonic() + self._settings.close_s
-        while time.monotonic() < end and not all([f.stop() for f in self._fetches.values()]):
+        end = time.monotonic() + close_s
+        while time.monotonic() < end and not self._stop_fetches():
             time.sleep(_DRAIN_STEP_S)
         closers = [
-            threading.Thread(target=lane.close, name=f"hypic-{lane.name} (close)", daemon=True)
-            for lane in self._lanes
+            threading.Thread(target=tier.close, name=f"hypic-{tier.name} (close)", daemon=True)
+            for tier in self._tiers
         ]
         for closer in closers:
             closer.start()
-        for lane, closer in zip(self._lanes, closers, strict=True):
+        for tier, closer in zip(self._tiers, closers, strict=True):
             closer.join(max(0.0, end - time.monotonic()))
             if closer.is_alive():
-                logger.warning("tier %s: not closed after %.3g s: left", lane.name, self._settings.close_s)
+                logger.warning("tier %s: not closed after %.3g s: left", tier.name, close_s)
 
     # -- writing
 
-    def reserve(self, name: ObjectName, worth: Worth) -> Reservation | None:
-        return self._writes.reserve(name, worth)
+    def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
+        return self._writes.reserve(name, value)
 
     def commit(self, reservation: Reservation, finish: Callable[[memoryview], None] | None = None) -> None:
         expires = self._latest()
@@ -138,33 +192,70 @@ class TieredStore:
         """As the protocol says.  ``ValueError`` while an earlier fetch of ``name`` was not reported."""
         if name in self._fetches:
             raise ValueError(f"{name}: a fetch of it was not reported yet")
-        if self._closed:
+        if self._closed or not (sources := self._sources(name, limit)):
             return False
+        with self._lock:
+            now = self._clock()
+            fetch = _Fetch(name, limit, reader, now, now + self._settings.deadline_s)
+            self._fetches[name] = fetch
+            fetch.task = Task(self._fetch(fetch, sources))
+            self._work.notify_all()
+        return True
+
+    def _sources(self, name: ObjectName, limit: int) -> list[Source]:
         writing = self._writes.find(name)
         sources: list[Source] = [writing] if writing else []
-        for lane in self._lanes:
-            if not lane.readable:
-                lane.probe(name, limit, self._settings.deadline_s)
-            elif lane.may_hold(name):
-                sources.append(_LaneSource(lane))
+        for tier in self._tiers:
+            if not tier.readable:
+                tier.probe(name, limit, self._settings.deadline_s)
+            elif tier.may_hold(name):
+                sources.append(tier)
             elif not sources:
-                lane.count_miss()
-        if not sources:
-            return False
-        fetch = Fetch(
-            name,
-            limit,
-            reader,
-            sources,
-            deadline_s=self._settings.deadline_s,
-            taken=self._promote,
-            lock=self._lock,
-            clock=self._clock,
-        )
-        self._fetches[name] = fetch
-        fetch.start()
-        self._busy()
-        return True
+                with self._lock:
+                    tier.stats.misses += 1
+        return sources
+
+    async def _fetch(self, fetch: _Fetch, sources: Sequence[Source]) -> None:
+        """Ask the sources in turn: each gets its even share of the time that is left."""
+        found: tuple[Source, memoryview] | None = None
+        for i, source in enumerate(sources):
+            now = self._clock()
+            if now >= fetch.deadline:
+                break
+            share = (fetch.deadline - now) / (len(sources) - i)
+            fetch.give_up_at = now + share
+            try:
+                data, aside = await source.get(fetch.name, fetch.limit, share)
+            except Unavailable:
+                continue
+            finally:
+                fetch.give_up_at = None
+            if data is None:
+                source.stats.misses += 1
+                continue
+            verdict = await aside(partial(fetch.read, data))
+            if verdict is Verdict.TAKEN:
+                source.stats.hits += 1
+                found = source, data
+            if verdict is Verdict.TAKEN or verdict is None:
+                break
+            logger.warning("%s in %s is %s: deleted", fetch.name, source.name, verdict.value)
+            source.stats.corrupt += 1
+            source.discard(fetch.name)
+        seconds = self._clock() - fetch.started
+        fetch.ended = Fetched(fetch.name, found[0].name if found else None, seconds)
+        if found and fetch.current:
+            self._promote(fetch.name, *found)
+
+    def _promote(self, name: ObjectName, source: Source, data: memoryview) -> None:
+        """Into the tiers above the one that had it."""
+        if not isinstance(source, AsyncTier):
+            return
+        above = [tier for tier in self._tiers[: self._tiers.index(source)] if tier.opened]
+        if above:
+            value = self._appraise(data) if self._appraise else None
+            value = value or CacheValue(data.nbytes, float(data.nbytes), data.nbytes)
+            self._writes.promote(name, data, value, self._expiries.get(name, self._latest()), above)
 
     def poll(self) -> list[Fetched]:
         self.tick()
@@ -175,44 +266,34 @@ class TieredStore:
             return ended
 
     def holds(self, name: ObjectName) -> bool:
-        return self._writes.find(name) is not None or any(lane.holds(name) for lane in self._lanes)
+        return self._writes.find(name) is not None or any(tier.holds(name) for tier in self._tiers)
 
     def locate(self, name: ObjectName, tier: str) -> int:
-        lane = next((lane for lane in self._lanes if lane.name == tier), None)
-        if lane is None:
-            raise KeyError(f"no tier is named {tier!r}: there are {[lane.name for lane in self._lanes]}")
-        self._tickets += 1
-        ticket = self._tickets
+        asked = next((t for t in self._tiers if t.name == tier), None)
+        if asked is None:
+            raise KeyError(f"no tier is named {tier!r}: there are {[t.name for t in self._tiers]}")
+        with self._lock:
+            self._tickets += 1
+            Task(self._locate(self._tickets, name, asked))
+            self._work.notify_all()
+            return self._tickets
 
-        def found(presence: Presence, reason: str) -> None:
-            with self._lock:
-                self._located.append(Located(ticket, presence, reason))
-
-        def written(fault: str) -> None:
-            found(Presence.FAILED if fault else Presence.THERE, fault)
-
+    async def _locate(self, ticket: int, name: ObjectName, tier: AsyncTier) -> None:
+        writing = self._writes.find(name)
         if self._closed:
-            found(Presence.FAILED, "the store is closed")
-        elif not self._writes.follow(name, tier, written):
-            lane.look(name, found)
-        self._busy()
-        return ticket
+            presence, reason = Presence.FAILED, "the store is closed"
+        elif writing is not None and not writing.ended[tier.name].done:
+            reason = await writing.ended[tier.name]
+            presence = Presence.FAILED if reason else Presence.THERE
+        else:
+            presence, reason = await tier.look(name)
+        self._located.append(Located(ticket, presence, reason))
 
     def located(self) -> list[Located]:
         self.tick()
         with self._lock:
             located, self._located = self._located, []
             return located
-
-    def _promote(self, fetch: Fetch, source: Source, data: memoryview) -> None:
-        """Into the tiers above the one that had it, unless it was deleted meanwhile."""
-        if not fetch.current or not isinstance(source, _LaneSource):
-            return
-        above = [lane for lane in self._lanes[: self._lanes.index(source.lane)] if lane.opened]
-        worth = self._appraise(data) if self._appraise else None
-        if worth is None:
-            worth = Worth(data.nbytes, float(data.nbytes), data.nbytes)
-        self._writes.promote(fetch.name, data, worth, self._expiries.get(fetch.name, self._latest()), above)
 
     # -- managing
 
@@ -224,19 +305,13 @@ class TieredStore:
             self._writes.withdraw(name)
             if fetch := self._fetches.get(name):
                 fetch.current = False
-            for lane in self._lanes:
-                lane.delete(name)
-        self._busy()
+            self._tell_tiers(AsyncTier.delete, name)
 
     def pin(self, name: ObjectName) -> None:
-        for lane in self._lanes if not self._closed else ():
-            lane.pin(name)
-        self._busy()
+        self._tell_tiers(AsyncTier.pin, name)
 
     def unpin(self, name: ObjectName) -> None:
-        for lane in self._lanes if not self._closed else ():
-            lane.unpin(name)
-        self._busy()
+        self._tell_tiers(AsyncTier.unpin, name)
 
     def expire(self, name: ObjectName, at: float | None) -> None:
         with self._lock:
@@ -244,9 +319,7 @@ class TieredStore:
                 return
             self._remember_expiry(name, at)
             self._writes.set_expiry(name, at)
-            for lane in self._lanes:
-                lane.set_expiry(name, at)
-        self._busy()
+            self._tell_tiers(AsyncTier.set_expiry, name, at)
 
     def clear(self) -> None:
         with self._lock:
@@ -256,14 +329,19 @@ class TieredStore:
             self._writes.withdraw_all()
             for fetch in self._fetches.values():
                 fetch.current = False
-            for lane in self._lanes:
-                lane.clear()
-        self._busy()
+            self._tell_tiers(AsyncTier.clear)
+
+    def _tell_tiers(self, control: Callable[..., None], *about: Any) -> None:
+        with self._lock:
+            if not self._closed:
+                for tier in self._tiers:
+                    control(tier, *about)
+                self._work.notify_all()
 
     def stats(self) -> StoreStats:
         with self._lock:
             return StoreStats(
-                tiers={lane.name: lane.report() for lane in self._lanes},
+                tiers={tier.name: tier.report() for tier in self._tiers},
                 queued_bytes=self._writes.queued,
                 dropped_writes=self._writes.dropped,
                 inflight=sum(f.ended is None for f in self._fetches.values()),
@@ -288,10 +366,14 @@ class TieredStore:
         """Give up what is too late.  Never blocks; any thread may call it."""
         now = self._clock()
         with self._lock:
-            for lane in self._lanes:
-                lane.expire(now)
+            for tier in self._tiers:
+                tier.expire(now)
             for fetch in self._fetches.values():
                 fetch.expire(now)
+
+    def _stop_fetches(self) -> bool:
+        with self._lock:
+            return all([fetch.stop() for fetch in self._fetches.values()])
 
     def _busy(self) -> None:
         with self._lock:
@@ -308,33 +390,5 @@ class TieredStore:
         return (
             self._writes.idle()
             and all(f.ended is not None for f in self._fetches.values())
-            and all(lane.at_rest() for lane in self._lanes)
+            and all(tier.at_rest() for tier in self._tiers)
         )
-
-
-class _LaneSource:
-    """A tier that may hold the object."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.name = lane.name
-        self.lane = lane
-
-    def ask(
-        self,
-        name: ObjectName,
-        limit: int,
-        patience_s: float,
-        fetched: Callable[[memoryview | None], None],
-        lost: Callable[[], None],
-    ) -> Callable[[], None] | None:
-        return self.lane.get(name, limit, patience_s, fetched, lost)
-
-    def hit(self) -> None:
-        self.lane.stats.hits += 1
-
-    def missed(self) -> None:
-        self.lane.count_miss()
-
-    def damaged(self, name: ObjectName) -> None:
-        self.lane.stats.corrupt += 1
-        self.lane.delete(name)

@@ -130,8 +130,8 @@ def test_an_expiry_said_while_a_record_is_copied_holds() -> None:
     ((key, _),) = link._copying.values()
     link.absorb(HypicMetadata(orders=[StoreOrder(StoreAction.EXPIRE, key, time.time() + 3600)]))
     world.finish()
-    tier: Any = world.store._lanes[0].tier
-    assert tier._ledger._expiries == {world.codec.name_of(key): pytest.approx(time.time() + 3600, abs=60)}
+    tier: Any = world.store._tiers[0].tier
+    assert tier._index._expiries == {world.codec.name_of(key): pytest.approx(time.time() + 3600, abs=60)}
 
 
 def test_the_engine_steps_until_a_record_is_stored() -> None:

@@ -35,9 +35,9 @@ from vllm_hypic.pool.transition_blocks import NONE
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
-from vllm_hypic.store.crew import Crew
-from vllm_hypic.store.eviction.make import make_policy
-from vllm_hypic.store.record import Fault, aligned_buffer, peek_worth, record_nbytes, seal_record
+from vllm_hypic.store.eviction import make_policy
+from vllm_hypic.store.executor import WatchdogExecutor
+from vllm_hypic.store.record import Fault, aligned_buffer, peek_value, record_nbytes, seal_record
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.memory import MemoryTier
@@ -143,8 +143,8 @@ class World:
         self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
         tier = MemoryTier("memory", 1 << 20, make_policy("lru", "always"))
         self.store = TieredStore([tier], StoreSettings(deadline_s=1e6, queue_bytes=1 << 20))
-        for lane in self.store._lanes:
-            assert lane.open_once()
+        for tier in self.store._tiers:
+            assert tier.open_once()
         self.worker = WorkerSide(GEOMETRY, config, self._open_store)
         with _on(self.device, make):
             runtime = self.worker.start(CPU)
@@ -259,19 +259,19 @@ class World:
             self.device.run_all()
         self.device.run(self.rng.choice([0, 2, 10, 50, 300]))
         for _ in range(self.rng.choice([0, 1, 4, 16])):
-            self.rng.choice(list(self._crews())).run_one()
+            self.rng.choice(list(self._executors())).run_one()
 
-    def _crews(self) -> Iterator[Crew]:
+    def _executors(self) -> Iterator[WatchdogExecutor]:
         yield from (self.store._writes.finisher, self.store._writes.server)
-        for lane in self.store._lanes:
-            yield from (lane.reads, lane.writes)
+        for tier in self.store._tiers:
+            yield from (tier.reads, tier.writes)
 
     # -- what must hold in the end
 
     def finish(self) -> None:
         """All requests run and end; the engine steps as long as it is told to."""
         for _ in range(10_000):
-            working = [crew.run_one() for crew in self._crews()]
+            working = [executor.run_one() for executor in self._executors()]
             busy = self._waiting or self._running or len(self.side._loads) or self.side.upkeep.has_orders
             if not (busy or self.side.worker_unfinished or any(working)):
                 break
@@ -305,18 +305,18 @@ class World:
     @property
     def objects(self) -> int:
         """In the store."""
-        tier: Any = self.store._lanes[0].tier
+        tier: Any = self.store._tiers[0].tier
         return len(tier._objects)
 
     def _check_stored(self) -> None:
         """Every object is, byte for byte, what the CPU writes of the record."""
-        tier: Any = self.store._lanes[0].tier
+        tier: Any = self.store._tiers[0].tier
         for data in tier._objects.values():
-            peeked = peek_worth(bytes(data))
+            peeked = peek_value(bytes(data))
             assert not isinstance(peeked, Fault)
-            _, key, worth = peeked
+            _, key, value = peeked
             kind = self._kinds[SegmentKey(key)]
-            wanted = written_at_once(SegmentKey(key), self.weights, kind, (worth.tokens, worth.flops))
+            wanted = written_at_once(SegmentKey(key), self.weights, kind, (value.tokens, value.flops))
             assert bytes(data) == wanted, "the store holds something else"
 
     def _plan(self, documents: list[int]) -> PromptPlan:
@@ -328,11 +328,11 @@ class World:
         return plan
 
 
-def written_at_once(key: SegmentKey, weights: int, kind: tuple[int, bool], worth: tuple[int, float]) -> bytes:
+def written_at_once(key: SegmentKey, weights: int, kind: tuple[int, bool], value: tuple[int, float]) -> bytes:
     """The object of a record with so many columns, leading or not, as it is written on the CPU."""
     columns, leading = kind
     pool = DevicePool(GEOMETRY, CPU)
-    place = RecordPlace(0, key, 0, np.arange(columns), leading, *worth)
+    place = RecordPlace(0, key, 0, np.arange(columns), leading, *value)
     if not leading:
         pool.offer_tiles(0)
     Content.of(key, weights, columns).put(pool, 0, place.column_slots, leading)

@@ -14,8 +14,8 @@ from enum import Enum
 
 from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
+from ...store.cache_value import CacheValue
 from ...store.eviction.base import EvictionPolicy
-from ...store.worth import Worth
 
 
 class Lookup(Enum):
@@ -27,7 +27,7 @@ class Lookup(Enum):
     HIT = "hit"
 
 
-NO_WORTH = Worth(0, 0.0, 0)
+NO_VALUE = CacheValue(0, 0.0, 0)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Need:
 
     columns: int
     tiles: int = 0
-    worth: Worth = NO_WORTH
+    value: CacheValue = NO_VALUE
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Entry:
     slot: int
     columns: int
     tiles: int
-    worth: Worth
+    value: CacheValue
     serial: int
     resident: bool = False
     pins: int = 0
@@ -175,12 +175,12 @@ class SegmentDirectory:
         pages = tuple(self._free_pages.pop() for _ in range(self.pages_for(need.columns)))
         self._reserved += 1
         entry = Entry(
-            key, pages, self._free_slots.pop(), need.columns, need.tiles, need.worth, self._reserved
+            key, pages, self._free_slots.pop(), need.columns, need.tiles, need.value, self._reserved
         )
         self._entries[key] = self._by_serial[entry.serial] = entry
         self.free_tiles -= need.tiles
-        self.policy.missed(key, need.worth)
-        self.policy.added(key, need.worth)
+        self.policy.missed(key, need.value)
+        self.policy.added(key, need.value)
         self._changed(key)
 
     def _victims(self, need: Space, wanted: Iterable[SegmentKey]) -> list[Entry] | None:
@@ -234,8 +234,8 @@ class SegmentDirectory:
         spare = entry.tiles - tiles
         self.free_tiles += spare
         entry.tiles = tiles
-        entry.worth = replace(entry.worth, nbytes=max(0, entry.worth.nbytes - spare * tile_bytes))
-        self.policy.resized(entry.key, entry.worth)
+        entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * tile_bytes))
+        self.policy.resized(entry.key, entry.value)
 
     def take_dropped_slots(self) -> list[int]:
         """Slots given up since the last call: their tiles are free for others."""

@@ -21,10 +21,10 @@ from ...primitives.options import NO_TRANSFER, Transfer, link_of_request, transf
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
 from ...primitives.policies import LinkError, ModelTraits
 from ...primitives.tokens import PrimitiveIds
-from ...store.eviction.make import make_policy
+from ...store.cache_value import CacheValue
+from ...store.eviction import make_policy
 from ...store.shared import shared_tiers
 from ...store.totals import append_stats
-from ...store.worth import Worth
 from ..metadata import NIXL, HypicMetadata, LoadCount, WorkerReport
 from ..stats import HypicCounters
 from .directory import Entry, Lookup, Need, SegmentDirectory
@@ -201,7 +201,7 @@ class SchedulerSide:
         leading = segment.role is Role.LEADING
         need = Need(segment.columns, 0 if leading else self.geometry.record_tiles)
         nbytes = self.geometry.bytes_of(self.directory.space_for(need))
-        return replace(need, worth=Worth(segment.columns, self._prefill_flops(segment.stop), nbytes))
+        return replace(need, value=CacheValue(segment.columns, self._prefill_flops(segment.stop), nbytes))
 
     def pump(self) -> list[SegmentJob]:
         """Pin records for waiting requests, first come first served, and list the segments to compute.
@@ -400,8 +400,8 @@ class SchedulerSide:
             entry.slot,
             self._column_slots(entry),
             role is Role.LEADING,
-            entry.worth.tokens,
-            entry.worth.flops,
+            entry.value.tokens,
+            entry.value.flops,
         )
 
     def _column_slots(self, entry: Entry) -> np.ndarray:

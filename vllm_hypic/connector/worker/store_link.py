@@ -19,10 +19,10 @@ from ...pool.copy.base import RecordMover
 from ...pool.plans import RecordPlace
 from ...pool.tensors import DevicePool
 from ...primitives.keys import SegmentKey
+from ...store.cache_value import CacheValue, ObjectName
 from ...store.protocol import Fetched, Reservation, SegmentStore, StoreStats
 from ...store.record import record_nbytes, seal_record
 from ...store.totals import since
-from ...store.worth import ObjectName, Worth
 from ..metadata import HypicMetadata, LoadCount, StoreAction, StoreOrder
 
 logger = init_logger("vllm.hypic.store")
@@ -133,8 +133,8 @@ class StoreLink:
         self.behind = False
         for place in list(self._unstored.values())[:_STORES_PER_STEP]:
             name, header = self.codec.name_of(place.key), self.codec.header(place)
-            worth = Worth(place.worth_tokens, place.worth_flops, record_nbytes(header))
-            reservation = self.store.reserve(name, worth)
+            value = CacheValue(place.value_tokens, place.value_flops, record_nbytes(header))
+            reservation = self.store.reserve(name, value)
             if reservation is None:
                 self.behind = True
                 break  # writing lags behind: later, if the record is still here

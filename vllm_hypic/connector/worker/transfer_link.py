@@ -21,8 +21,8 @@ from ...pool.plans import RecordPlace
 from ...pool.tensors import DevicePool
 from ...primitives.options import tier_of
 from ...segment_parallel.received import Outcome
+from ...store.cache_value import ObjectName
 from ...store.record import aligned_buffer, record_nbytes, seal_record
-from ...store.worth import ObjectName
 from ..metadata import HypicMetadata, LoadCount, PushOrder, StoreAction
 
 if TYPE_CHECKING:

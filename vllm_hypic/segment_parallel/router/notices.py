@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from ...store.worth import object_name
+from ...store.cache_value import object_name
 from ..notifier import atell_stored, awithdraw
 from .instances import Instance
 from .metrics import RouterMetrics

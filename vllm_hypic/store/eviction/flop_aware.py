@@ -1,19 +1,19 @@
-"""Recency and worth in one score, after Marconi (arXiv 2411.19379), with an alpha tuned by replay."""
+"""Recency and cache value in one score, after Marconi (arXiv 2411.19379), with an alpha tuned by replay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Literal
 
-from ..worth import Worth
+from ..cache_value import CacheValue
+from .ghost_list import GhostList
 from .ranking import Ranking, grade
 from .replay import Setting
-from .sightings import Sightings
 from .tuner import Tuner, TunerMode
 
-Admission = Literal["worth", "always"]
-LEAST_SIGHTINGS = 4096
-SIGHTINGS_PER_HELD = 8
+Admission = Literal["cache-value", "always"]
+LEAST_GHOSTS = 4096
+GHOSTS_PER_HELD = 8
 
 
 class FlopAwarePolicy:
@@ -28,17 +28,17 @@ class FlopAwarePolicy:
 
     def __init__(
         self,
-        admission: Admission = "worth",
+        admission: Admission = "cache-value",
         tuner: TunerMode = "background",
         setting: Setting | None = None,
     ) -> None:
-        self.tuner = Tuner(tuner, choosy=admission == "worth") if setting is None else None
+        self.tuner = Tuner(tuner, choosy=admission == "cache-value") if setting is None else None
         self._fixed = setting
         self._ranking = Ranking()
-        self._worths: dict[str, Worth] = {}
+        self._values: dict[str, CacheValue] = {}
         self._bytes = 0
         self._most_bytes = 0
-        self._sightings = Sightings()
+        self._ghosts = GhostList()
         self._now = 0
 
     @property
@@ -54,75 +54,75 @@ class FlopAwarePolicy:
         """Settings found so far."""
         return self.tuner.tunings if self.tuner is not None else 0
 
-    def added(self, key: str, worth: Worth) -> None:
-        self._sightings.forget(key)
-        if key in self._worths:
-            self._weigh(key, worth)
+    def added(self, key: str, value: CacheValue) -> None:
+        self._ghosts.forget(key)
+        if key in self._values:
+            self._weigh(key, value)
             self.hit(key)
             return
         # For the tuner the miss was the access; what comes without one was left by a former process.
         self._now += 1
-        self._ranking.put(key, grade(worth), self._now)
-        self._weigh(key, worth)
+        self._ranking.put(key, grade(value), self._now)
+        self._weigh(key, value)
 
-    def resized(self, key: str, worth: Worth) -> None:
-        if key in self._worths:
-            self._weigh(key, worth)
-            self._ranking.regrade(key, grade(worth))
+    def resized(self, key: str, value: CacheValue) -> None:
+        if key in self._values:
+            self._weigh(key, value)
+            self._ranking.regrade(key, grade(value))
 
     def hit(self, key: str) -> None:
-        worth = self._worths.get(key)
-        if worth is not None:
-            self._ranking.touch(key, self._access(key, worth, hit=True))
+        value = self._values.get(key)
+        if value is not None:
+            self._ranking.touch(key, self._access(key, value, hit=True))
 
     def removed(self, key: str, *, evicted: bool) -> None:
-        worth = self._worths.pop(key, None)
-        if worth is None:
+        value = self._values.pop(key, None)
+        if value is None:
             return
-        self._bytes -= worth.nbytes
+        self._bytes -= value.nbytes
         if evicted:
-            self._sightings.evicted(key, self._ranking.used(key), self._sightings_limit())
+            self._ghosts.evicted(key, self._ranking.used(key), self._ghosts_limit())
             if self.tuner is not None:
                 self.tuner.evicted()
         self._ranking.drop(key)
 
-    def missed(self, key: str, worth: Worth) -> None:
-        now = self._access(key, worth, hit=False)
-        self._sightings.missed(key, now, self._sightings_limit())
+    def missed(self, key: str, value: CacheValue) -> None:
+        now = self._access(key, value, hit=False)
+        self._ghosts.missed(key, now, self._ghosts_limit())
 
     def worst_first(self) -> Iterator[str]:
         return self._ranking.worst_first(self._now, self.setting.alpha)
 
-    def admits(self, key: str, worth: Worth, victims: list[str]) -> bool:
+    def admits(self, key: str, value: CacheValue, victims: list[str]) -> bool:
         patience = self.setting.patience
-        seen = self._sightings.get(key)
+        seen = self._ghosts.get(key)
         # Without a miss on record nothing is known of the newcomer: its owner does not report misses.
         if not victims or not patience or seen is None:
             return True
         last = seen.before if seen.open else seen.latest
         age = patience if last is None else self._age(last)
-        lost = sum(self._worths[v].flops / self._age(self._ranking.used(v)) for v in victims)
-        return worth.flops >= lost * age
+        lost = sum(self._values[v].flops / self._age(self._ranking.used(v)) for v in victims)
+        return value.flops >= lost * age
 
     def close(self) -> None:
         if self.tuner is not None:
             self.tuner.close()
 
-    def _access(self, key: str, worth: Worth, *, hit: bool) -> int:
+    def _access(self, key: str, value: CacheValue, *, hit: bool) -> int:
         """One more access; its time."""
         self._now += 1
         if self.tuner is not None:
-            self.tuner.accessed(key, worth, self._most_bytes, hit=hit)
+            self.tuner.accessed(key, value, self._most_bytes, hit=hit)
         return self._now
 
     def _age(self, time: int) -> int:
         return max(1, self._now - time)
 
-    def _weigh(self, key: str, worth: Worth) -> None:
-        old = self._worths.get(key)
-        self._worths[key] = worth
-        self._bytes += worth.nbytes - (old.nbytes if old else 0)
+    def _weigh(self, key: str, value: CacheValue) -> None:
+        old = self._values.get(key)
+        self._values[key] = value
+        self._bytes += value.nbytes - (old.nbytes if old else 0)
         self._most_bytes = max(self._most_bytes, self._bytes)
 
-    def _sightings_limit(self) -> int:
-        return max(LEAST_SIGHTINGS, SIGHTINGS_PER_HELD * len(self._worths))
+    def _ghosts_limit(self) -> int:
+        return max(LEAST_GHOSTS, GHOSTS_PER_HELD * len(self._values))

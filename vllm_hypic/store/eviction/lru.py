@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ..worth import Worth
+from ..cache_value import CacheValue
 
 
 class LruPolicy:
@@ -14,11 +14,11 @@ class LruPolicy:
     def __init__(self) -> None:
         self._held: OrderedDict[str, None] = OrderedDict()  # least recently used first
 
-    def added(self, key: str, worth: Worth) -> None:
+    def added(self, key: str, value: CacheValue) -> None:
         self._held[key] = None
         self._held.move_to_end(key)
 
-    def resized(self, key: str, worth: Worth) -> None:
+    def resized(self, key: str, value: CacheValue) -> None:
         pass
 
     def hit(self, key: str) -> None:
@@ -28,13 +28,13 @@ class LruPolicy:
     def removed(self, key: str, *, evicted: bool) -> None:
         self._held.pop(key, None)
 
-    def missed(self, key: str, worth: Worth) -> None:
+    def missed(self, key: str, value: CacheValue) -> None:
         pass
 
     def worst_first(self) -> Iterator[str]:
         return iter(self._held)
 
-    def admits(self, key: str, worth: Worth, victims: list[str]) -> bool:
+    def admits(self, key: str, value: CacheValue, victims: list[str]) -> bool:
         return True
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Held objects in order of recency and worth, without sorting them.
+"""Held objects in order of recency and cache value, without sorting them.
 
 The score is ``recency * density ** alpha``: recency is 1 over the time since the object's last use, density
 its FLOPs saved per byte relative to the densest one held.  In logarithms that is recency plus ``alpha`` times
-worth, both normalised.  Log-age rather than age, because the chance of another use falls about with 1 over
+value, both normalised.  Log-age rather than age, because the chance of another use falls about with 1 over
 the time since the last one.
 
 Densities are rounded to half octaves.  Objects of one such grade are ordered by use alone, so the worst
@@ -17,16 +17,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ..worth import Worth
+from ..cache_value import CacheValue
 
 GRADES_PER_OCTAVE = 2
 _TINY = 1e-300
 _STEEPEST = 600.0  # exp() of it is finite, with room for ages
 
 
-def grade(worth: Worth) -> int:
+def grade(value: CacheValue) -> int:
     """Density in half octaves: the logarithm to base ``sqrt(2)`` of FLOPs per byte, rounded."""
-    return round(GRADES_PER_OCTAVE * math.log2(max(worth.flops_per_byte, _TINY)))
+    return round(GRADES_PER_OCTAVE * math.log2(max(value.flops_per_byte, _TINY)))
 
 
 def weight(grade: int, best: int, alpha: float) -> float:

@@ -10,10 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..worth import Worth
+from ..cache_value import CacheValue
 from .ranking import grade, weight
 
-Access = tuple[str, Worth]
+Access = tuple[str, CacheValue]
 YIELD_EVERY = 512
 """Accesses, about half a millisecond: how long the thread of a replay keeps others from running."""
 
@@ -21,7 +21,7 @@ YIELD_EVERY = 512
 @dataclass(frozen=True)
 class Setting:
     """``alpha``: see ``ranking.py``.  ``patience``: a newcomer never seen before is weighed as if it had been
-    asked for so many accesses ago; 0: every newcomer is let in; infinity: only on its second sighting."""
+    asked for so many accesses ago; 0: every newcomer is let in; infinity: only on its second asking."""
 
     alpha: float = 0.0
     patience: float = 0.0
@@ -43,18 +43,18 @@ class Window:
 
     @classmethod
     def of(cls, accesses: Sequence[Access]) -> Window:
-        """An object whose worth changed counts with the last one."""
-        worths = dict(accesses)
-        numbers = {key: i for i, key in enumerate(worths)}
-        values = [grade(worth) for worth in worths.values()]
-        distinct = sorted(set(values))
+        """An object whose value changed counts with the last one."""
+        values = dict(accesses)
+        numbers = {key: i for i, key in enumerate(values)}
+        grades = [grade(value) for value in values.values()]
+        distinct = sorted(set(grades))
         ranks = {value: i for i, value in enumerate(distinct)}
         return cls(
             accesses=[numbers[key] for key, _ in accesses],
-            grades=[ranks[value] for value in values],
+            grades=[ranks[value] for value in grades],
             grade_values=distinct,
-            flops=[worth.flops for worth in worths.values()],
-            nbytes=[worth.nbytes for worth in worths.values()],
+            flops=[value.flops for value in values.values()],
+            nbytes=[value.nbytes for value in values.values()],
         )
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Literal
 
-from ..worth import Worth
+from ..cache_value import CacheValue
 from .replay import Access, Interrupted, Setting, Window
 from .search import Tuned, best_setting
 
@@ -47,14 +47,14 @@ class Tuner:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def accessed(self, key: str, worth: Worth, budget: int, *, hit: bool) -> None:
+    def accessed(self, key: str, value: CacheValue, budget: int, *, hit: bool) -> None:
         """An object was asked for, of a cache that holds ``budget`` bytes.  May start a tuning."""
         self._seen += 1
-        self._recent.append((key, worth))
+        self._recent.append((key, value))
         if not self._length:
             return
-        self._block_asked += worth.flops
-        self._block_saved += worth.flops if hit else 0.0
+        self._block_asked += value.flops
+        self._block_saved += value.flops if hit else 0.0
         if self._seen % (self._length // BLOCKS) == 0:
             if self._drifted():
                 self._due = min(self._due, self._seen)

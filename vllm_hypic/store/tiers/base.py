@@ -1,4 +1,4 @@
-"""What every tier does: keep whole objects under names.  Blocking; lanes (``../lane.py``) give it threads.
+"""What every tier does: keep whole objects under names.  Blocking: ``../async_tier.py`` gives it threads.
 
 A tier knows nothing of records: bytes in, the same bytes out.  Whoever reads checks them.
 """
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..worth import ObjectName, Worth
+from ..cache_value import CacheValue, ObjectName
 
 
 class TierError(Exception):
-    """The tier failed (not: has no such object).  The lane bypasses it for a while, then tries again."""
+    """The tier failed (not: has no such object).  It is bypassed for a while, then tries again."""
 
 
 class TierFull(TierError):
@@ -25,7 +25,7 @@ class Held:
     """An object in a tier."""
 
     name: ObjectName
-    worth: Worth
+    value: CacheValue
     expires: float | None = None
     """Unix time, seconds."""
 
@@ -52,7 +52,7 @@ class Tier(Protocol):
         """Whether a :meth:`get` would find the object now, as the place itself says; its bytes do not come
         here.  May count as use."""
 
-    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+    def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         """Keep the object; when this returns, it is complete for every reader, and a tier that survives
         restarts has it even after ``kill -9``.  Never visible in part.  An existing object is kept.
 

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext, server_module_handler
 
-from ..worth import ObjectName
+from ..cache_value import ObjectName
 from .base import TierError, TierFull
-from .lmcache import LMCacheObjects, check_namespace
+from .lmcache import check_namespace
+from .lmcache_objects import LMCacheObjects
 
 L2_TIMEOUT_S = 5.0
 """Of each wait for one of the server's L2."""

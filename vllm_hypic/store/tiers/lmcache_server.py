@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ..worth import ObjectName, Worth
+from ..cache_value import CacheValue, ObjectName
 from .base import Held, TierError, TierFull
 from .lmcache import check_namespace, require_lmcache
 
@@ -64,7 +64,7 @@ class LMCacheServerTier:
     def has(self, name: ObjectName) -> bool:
         return self._call("has", name) is not None
 
-    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+    def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._call("put", name, data=data)
 
     def delete(self, name: ObjectName) -> bool:

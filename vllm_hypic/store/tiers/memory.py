@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ..cache_value import CacheValue, ObjectName
 from ..eviction.base import EvictionPolicy
-from ..worth import ObjectName, Worth
 from .base import Held, TierError, TierFull
-from .ledger import Counts, Ledger, Refusal
+from .capacity_index import CapacityIndex, Counts, Refusal
 
 
 class MemoryTier:
@@ -32,14 +32,14 @@ class MemoryTier:
         self.name = name
         self._clock = clock
         self._lock = threading.Lock()
-        self._ledger = Ledger(budget_bytes, policy)
+        self._index = CapacityIndex(budget_bytes, policy)
         self._objects: dict[ObjectName, memoryview] = {}
         self._open = False
 
     @property
     def counts(self) -> Counts:
         """Objects that left so far, and why."""
-        return self._ledger.counts
+        return self._index.counts
 
     def open(self) -> None:
         with self._lock:
@@ -47,7 +47,7 @@ class MemoryTier:
 
     def may_hold(self, name: ObjectName) -> bool:
         # Without the lock: one look into a dict, and a writer may hold the lock for a while.
-        return name in self._ledger and not self._ledger.is_expired(name, self._clock())
+        return name in self._index and not self._index.is_expired(name, self._clock())
 
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
         with self._lock:
@@ -60,7 +60,7 @@ class MemoryTier:
                 self._remove(name)
                 self.counts.damaged += 1
                 return None
-            self._ledger.hit(name)
+            self._index.hit(name)
             return data
 
     def has(self, name: ObjectName) -> bool:
@@ -69,23 +69,23 @@ class MemoryTier:
             self._drop_expired()
             return name in self._objects
 
-    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+    def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         data = data.toreadonly()
-        worth = replace(worth, nbytes=data.nbytes)
+        value = replace(value, nbytes=data.nbytes)
         with self._lock:
             self._check_open()
             self._drop_expired()
-            if name in self._ledger:
+            if name in self._index:
                 return
-            self._ledger.missed(name, worth)
-            plan = self._ledger.plan_put(name, worth)
+            self._index.missed(name, value)
+            plan = self._index.plan_put(name, value)
             if isinstance(plan, Refusal):
                 raise TierFull(f"{self.name}: {name}: {data.nbytes} bytes: {plan.value}")
-            self._ledger.reserve(plan)
+            self._index.reserve(plan)
             for victim in plan.victims:
                 del self._objects[victim]
             self._objects[name] = data
-            self._ledger.commit(plan)
+            self._index.commit(plan)
 
     def delete(self, name: ObjectName) -> bool:
         with self._lock:
@@ -96,44 +96,44 @@ class MemoryTier:
     def pin(self, name: ObjectName) -> None:
         with self._lock:
             self._drop_expired()  # lest it be alive again
-            self._ledger.pin(name)
+            self._index.pin(name)
 
     def unpin(self, name: ObjectName) -> None:
         with self._lock:
-            self._ledger.unpin(name)
+            self._index.unpin(name)
 
     def expire(self, name: ObjectName, at: float | None) -> None:
         with self._lock:
-            self._ledger.expire(name, at)
+            self._index.expire(name, at)
 
     def held(self) -> Iterator[Held]:
         with self._lock:
             now = self._clock()
-            return iter([h for h in self._ledger.held() if not self._ledger.is_expired(h.name, now)])
+            return iter([h for h in self._index.held() if not self._index.is_expired(h.name, now)])
 
     def used(self) -> tuple[int, int]:
         with self._lock:
             self._drop_expired()
-            return self._ledger.used, self._ledger.budget
+            return self._index.used, self._index.budget
 
     def clear(self) -> None:
         with self._lock:
             self._check_open()
-            self._ledger.clear()
+            self._index.clear()
             self._objects.clear()
 
     def close(self) -> None:
         with self._lock:
             self._open = False
-            self._ledger.clear()
-            self._ledger.close()
+            self._index.clear()
+            self._index.close()
             self._objects.clear()
 
     def check_integrity(self) -> None:
         """``AssertionError`` when books and objects differ."""
         with self._lock:
-            self._ledger.check_integrity()
-            held = {h.name: h.worth.nbytes for h in self._ledger.held()}
+            self._index.check_integrity()
+            held = {h.name: h.value.nbytes for h in self._index.held()}
             kept = {name: data.nbytes for name, data in self._objects.items()}
             if held != kept:
                 raise AssertionError(f"{self.name}: booked are {held}, kept are {kept}")
@@ -143,10 +143,10 @@ class MemoryTier:
             raise TierError(f"{self.name}: not open")
 
     def _drop_expired(self) -> None:
-        for name in self._ledger.expired(self._clock()):
-            self._ledger.remove(name, expired=True)
+        for name in self._index.expired(self._clock()):
+            self._index.remove(name, expired=True)
             del self._objects[name]
 
     def _remove(self, name: ObjectName) -> bool:
         self._objects.pop(name, None)
-        return self._ledger.remove(name)
+        return self._index.remove(name)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ..worth import ObjectName, Worth
+from ..cache_value import CacheValue, ObjectName
 from .base import Held, TierError, TierFull
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class RedisTier:
     def has(self, name: ObjectName) -> bool:
         return self._ask(lambda: self._client.exists(self._key(name))) > 0
 
-    def put(self, name: ObjectName, data: memoryview, worth: Worth) -> None:
+    def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         if data.nbytes > MAX_OBJECT_BYTES:
             raise TierFull(
                 f"tier {self.name}: an object of {data.nbytes} bytes; Redis takes {MAX_OBJECT_BYTES} at most"
@@ -149,7 +149,7 @@ class RedisTier:
         self._ask(lambda: self._client.pexpireat(self._key(name), max(1, round(at * 1000))))
 
     def held(self) -> Iterator[Held] | None:
-        """``None``: values carry no worth, and a shared server may hold any number of them."""
+        """``None``: objects there carry no cache value, and a shared server may hold any number of them."""
         return None
 
     def used(self) -> tuple[int, int | None]:

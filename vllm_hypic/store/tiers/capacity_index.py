@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from ..cache_value import CacheValue, ObjectName
 from ..eviction.base import EvictionPolicy
-from ..worth import ObjectName, Worth
 from .base import Held
 
 
@@ -27,13 +27,13 @@ class Plan:
     """Room for one object once ``victims`` are gone."""
 
     name: ObjectName
-    worth: Worth
+    value: CacheValue
     victims: tuple[ObjectName, ...]
 
 
 @dataclass
 class Counts:
-    """Objects that left since the tier was made.  Written by the ledger, ``damaged`` by its owner."""
+    """Objects that left since the tier was made.  Written by the index, ``damaged`` by its owner."""
 
     evicted: int = 0
     expired: int = 0
@@ -41,8 +41,8 @@ class Counts:
     """Longer than their reader can take, or not as they were written."""
 
 
-class Ledger:
-    """Books of one tier.  ``worth.nbytes`` of an object is what counts against ``budget`` bytes.
+class CapacityIndex:
+    """Books of one tier.  ``value.nbytes`` of an object is what counts against ``budget`` bytes.
 
     A put goes through ``plan_put -> reserve -> commit | abort``; the victims of a plan leave with
     ``reserve``.  Pins belong to names, whether held or not, and are not counted: pinned twice, one unpin
@@ -55,7 +55,7 @@ class Ledger:
         self.budget = budget
         self.counts = Counts()
         self._policy = policy
-        self._held: dict[ObjectName, Worth] = {}
+        self._held: dict[ObjectName, CacheValue] = {}
         self._reserved: dict[ObjectName, Plan] = {}
         self._pins: set[ObjectName] = set()
         self._expiries: dict[ObjectName, float] = {}
@@ -71,34 +71,36 @@ class Ledger:
         """Bytes of the objects held, without reserved ones."""
         return self._used
 
-    def worth(self, name: ObjectName) -> Worth | None:
+    def value(self, name: ObjectName) -> CacheValue | None:
         """``None`` when it is not held."""
         return self._held.get(name)
 
     def entry(self, name: ObjectName) -> Held | None:
         """``None`` when it is not held."""
-        worth = self._held.get(name)
-        return None if worth is None else Held(name, worth, self._expiries.get(name))
+        value = self._held.get(name)
+        return None if value is None else Held(name, value, self._expiries.get(name))
 
     def held(self) -> list[Held]:
         """Changes nothing."""
-        return [Held(name, worth, self._expiries.get(name)) for name, worth in self._held.items()]
+        return [Held(name, value, self._expiries.get(name)) for name, value in self._held.items()]
 
     # -- coming
 
-    def plan_put(self, name: ObjectName, worth: Worth, keep: Collection[ObjectName] = ()) -> Plan | Refusal:
+    def plan_put(
+        self, name: ObjectName, value: CacheValue, keep: Collection[ObjectName] = ()
+    ) -> Plan | Refusal:
         """Room for an object that is neither held nor reserved, or why there is none.  Changes nothing.
 
         ``keep``: objects that cannot leave just now, like pinned ones.
         """
-        if worth.nbytes > self.budget:
+        if value.nbytes > self.budget:
             return Refusal.TOO_LARGE
-        victims = self.victims(worth.nbytes - (self.budget - self._used - self._reserved_bytes), keep)
+        victims = self.victims(value.nbytes - (self.budget - self._used - self._reserved_bytes), keep)
         if victims is None:
             return Refusal.PINNED
-        if not self._policy.admits(name, worth, list[str](victims)):
+        if not self._policy.admits(name, value, list[str](victims)):
             return Refusal.NOT_ADMITTED
-        return Plan(name, worth, tuple(victims))
+        return Plan(name, value, tuple(victims))
 
     def victims(self, nbytes: int, keep: Collection[ObjectName] = ()) -> list[ObjectName] | None:
         """The worst objects, of at least ``nbytes`` together; ``None``: that much may not leave.
@@ -122,23 +124,23 @@ class Ledger:
         for victim in plan.victims:
             self.remove(victim, evicted=True)
         self._reserved[plan.name] = plan
-        self._reserved_bytes += plan.worth.nbytes
+        self._reserved_bytes += plan.value.nbytes
 
     def commit(self, plan: Plan) -> None:
         """The object is complete: held from now on."""
         self.abort(plan)
-        self.adopt(plan.name, plan.worth)
+        self.adopt(plan.name, plan.value)
 
     def abort(self, plan: Plan) -> None:
         """Give the room back.  The victims stay away."""
         del self._reserved[plan.name]
-        self._reserved_bytes -= plan.worth.nbytes
+        self._reserved_bytes -= plan.value.nbytes
 
-    def adopt(self, name: ObjectName, worth: Worth) -> None:
+    def adopt(self, name: ObjectName, value: CacheValue) -> None:
         """The object is there already, whatever the budget; not for names that are held or reserved."""
-        self._held[name] = worth
-        self._used += worth.nbytes
-        self._policy.added(name, worth)
+        self._held[name] = value
+        self._used += value.nbytes
+        self._policy.added(name, value)
 
     # -- staying
 
@@ -146,9 +148,9 @@ class Ledger:
         """The object was used.  Names that are not held are ignored."""
         self._policy.hit(name)
 
-    def missed(self, name: ObjectName, worth: Worth) -> None:
+    def missed(self, name: ObjectName, value: CacheValue) -> None:
         """The object was asked for and not here: to be told before every put of a new object."""
-        self._policy.missed(name, worth)
+        self._policy.missed(name, value)
 
     def pin(self, name: ObjectName) -> None:
         """Neither evict nor expire the object, nor one that comes under this name."""
@@ -191,10 +193,10 @@ class Ledger:
     def remove(self, name: ObjectName, *, evicted: bool = False, expired: bool = False) -> bool:
         """The object is gone, pinned or not; with it goes its expiry.  Whether it was held."""
         self._expiries.pop(name, None)
-        worth = self._held.pop(name, None)
-        if worth is None:
+        value = self._held.pop(name, None)
+        if value is None:
             return False
-        self._used -= worth.nbytes
+        self._used -= value.nbytes
         self.counts.evicted += evicted
         self.counts.expired += expired
         self._policy.removed(name, evicted=evicted)
@@ -212,8 +214,8 @@ class Ledger:
 
     def check_integrity(self) -> None:
         """``AssertionError`` naming what in the books contradicts something else."""
-        used = sum(worth.nbytes for worth in self._held.values())
-        reserved = sum(plan.worth.nbytes for plan in self._reserved.values())
+        used = sum(value.nbytes for value in self._held.values())
+        reserved = sum(plan.value.nbytes for plan in self._reserved.values())
         if (used, reserved) != (self._used, self._reserved_bytes):
             raise AssertionError(
                 f"{used} bytes held and {reserved} reserved, booked {self._used} and {self._reserved_bytes}"

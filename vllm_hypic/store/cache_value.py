@@ -1,4 +1,4 @@
-"""What a record is worth: the FLOPs that a hit saves, and what keeping it costs."""
+"""Names of objects, and the value of keeping one: the FLOPs that a hit saves, for the bytes that it takes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def object_name(key: str, rank: int = 0, world: int = 1, epoch: str = "") -> Obj
 
 
 @dataclass(frozen=True)
-class Worth:
-    """``tokens`` that a hit need not prefill, ``flops`` of that prefill, ``nbytes`` that the record takes."""
+class CacheValue:
+    """What a hit saves, ``tokens`` and the ``flops`` of their prefill, and the ``nbytes`` that this takes."""
 
     tokens: int
     flops: float

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Sighting:
+class Ghost:
     """``latest`` time of asking, and the one before, if remembered.
 
     ``open``: the latest asking was a miss whose object has not come yet.
@@ -18,31 +18,31 @@ class Sighting:
     open: bool
 
 
-class Sightings:
+class GhostList:
     """At most ``limit`` names, but never fewer than the owner's ``at_least``."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, Sighting] = OrderedDict()
+        self._seen: OrderedDict[str, Ghost] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
 
-    def get(self, key: str) -> Sighting | None:
+    def get(self, key: str) -> Ghost | None:
         return self._seen.get(key)
 
     def missed(self, key: str, now: int, limit: int) -> None:
         """Asked for and not there; what was asked longest ago is forgotten beyond ``limit`` names."""
         old = self._seen.pop(key, None)
-        self._keep(key, Sighting(now, old.latest if old else None, open=True), limit)
+        self._keep(key, Ghost(now, old.latest if old else None, open=True), limit)
 
     def evicted(self, key: str, used: int, limit: int) -> None:
         """Held until now, last used at ``used``."""
-        self._keep(key, Sighting(used, None, open=False), limit)
+        self._keep(key, Ghost(used, None, open=False), limit)
 
     def forget(self, key: str) -> None:
         self._seen.pop(key, None)
 
-    def _keep(self, key: str, sighting: Sighting, limit: int) -> None:
-        self._seen[key] = sighting
+    def _keep(self, key: str, ghost: Ghost, limit: int) -> None:
+        self._seen[key] = ghost
         while len(self._seen) > limit:
             self._seen.popitem(last=False)

@@ -1,0 +1,135 @@
+"""An asynchronous tier by itself: what it knows will be there, what it counts, what it gives up."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from vllm_hypic.store.async_tier import AsyncTier
+from vllm_hypic.store.cache_value import CacheValue
+from vllm_hypic.store.settings import StoreSettings
+from vllm_hypic.store.tasks import Future
+from vllm_hypic.store.tiers.base import TierError
+from vllm_hypic.store.tiers.capacity_index import Counts
+
+from .awkward_tiers import AwkwardTier, full, name
+from .conftest import ManualClock
+
+
+def opened(tier: AwkwardTier, clock: ManualClock) -> AsyncTier:
+    opened = AsyncTier(tier, StoreSettings(), threading.RLock(), clock=clock, wall=clock)
+    assert opened.open_once()
+    return opened
+
+
+def run_all(tier: AsyncTier) -> None:
+    while tier.reads.run_one() or tier.writes.run_one():
+        pass
+
+
+def put(tier: AsyncTier, i: int, expires: float | None = None) -> Future[str]:
+    return tier.put(name(i), memoryview(b"abc"), CacheValue(1, 1.0, 3), expires)
+
+
+def test_it_knows_what_will_be_there(clock: ManualClock) -> None:
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock)
+    first = put(tier, 1)
+    run_all(tier)
+    assert first.done and tier.holds(name(1))
+    tier.delete(name(1))
+    assert name(1) in blocking.objects and not tier.may_hold(name(1)), "as good as deleted"
+    second = put(tier, 2)
+    tier.clear()
+    assert not tier.may_hold(name(2))
+    run_all(tier)
+    assert blocking.objects == {} and second._value == "it was deleted or has expired"
+    assert tier._intents == {} and tier._clears == 0
+
+
+def test_a_tier_that_cannot_tell_holds_nothing_for_certain(clock: ManualClock) -> None:
+    tier = opened(AwkwardTier(tells=False), clock)
+    assert tier.may_hold(name(1)) and not tier.holds(name(1))
+
+
+def test_counters_of_a_tier_are_reported(clock: ManualClock) -> None:
+    class CountingTier(AwkwardTier):
+        counts = Counts(evicted=3, expired=4)
+
+    tier = opened(CountingTier(), clock)
+    run_all(tier)
+    assert (tier.report().evictions, tier.report().expired) == (3, 4)
+
+
+def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock)
+    run_all(tier)
+    blocking.fail("delete")
+    tier.delete(name(1))
+    for _ in range(20):
+        run_all(tier)
+        clock.advance(60.0)
+    assert blocking.calls.count("delete") == 8 and "gave up: delete" in caplog.text
+    assert tier.stats.errors == 1, "counted once"
+    blocking.recover()
+    put(tier, 2)
+    run_all(tier)
+    assert name(2) in blocking.objects, "others go on"
+
+
+def test_an_object_that_expired_in_the_queue_is_not_written(clock: ManualClock) -> None:
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock)
+    ended = put(tier, 1, clock() + 5)
+    clock.advance(5.0)
+    run_all(tier)
+    assert (
+        blocking.objects == {} and tier.stats.stored == 0 and ended._value == "it was deleted or has expired"
+    )
+
+
+def test_every_end_of_a_write_is_told_and_counted(clock: ManualClock) -> None:
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock)
+    run_all(tier)
+    assert (run(tier, 1), tier.stats.stored, tier.stats.written_bytes) == ("", 1, 3)
+    blocking.before["put"] = full
+    assert (run(tier, 2), tier.stats.refused, tier.stats.errors) == ("TierFull: full", 1, 0)
+    blocking.fail("put", TierError("broken"))
+    queued = put(tier, 3), put(tier, 4)
+    run_all(tier)
+    assert [ended._value for ended in queued] == ["TierError: broken", "the tier is bypassed"]
+    assert (tier.stats.refused, tier.stats.errors) == (2, 1)
+    assert (run(tier, 5), tier.stats.refused) == ("the tier is bypassed", 3), "not queued at all"
+    assert tier._intents == {}
+
+
+def run(tier: AsyncTier, i: int) -> str:
+    ended = put(tier, i)
+    run_all(tier)
+    return ended._value
+
+
+def test_a_refused_object_does_not_wait_for_the_garbage_collector(clock: ManualClock) -> None:
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock)
+    run_all(tier)
+    blocking.before["put"] = full
+    array = np.zeros(10)
+    gone = weakref.ref(array)
+    gc.collect()
+    gc.disable()
+    try:
+        ended = tier.put(name(1), memoryview(array), CacheValue(1, 1.0, 80), None)
+        del array
+        run_all(tier)
+        assert ended._value == "TierFull: full" and gone() is None
+    finally:
+        gc.enable()

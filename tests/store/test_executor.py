@@ -1,0 +1,390 @@
+"""Tasks, circuit breakers and executors: states, back-off, order, what becomes of a thread that hangs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from vllm_hypic.store.circuit_breaker import CircuitBreaker, State
+from vllm_hypic.store.executor import Dropped, Failed, IoTask, TimedOut, WatchdogExecutor
+from vllm_hypic.store.tasks import Future, Task, Unavailable
+from vllm_hypic.store.tiers.base import TierError, TierFull
+
+from .awkward_tiers import Hang, wait_for
+from .conftest import ManualClock
+
+# -- tasks
+
+
+def test_a_task_runs_on_where_it_waited() -> None:
+    first, second, log = Future[int](), Future[int](), []
+
+    async def inner() -> int:
+        return await first + await second
+
+    async def outer() -> None:
+        log.append(await Task(inner()))
+
+    task = Task(outer())
+    second.set(2)
+    assert not task.done
+    first.set(1)
+    assert task.done and log == [3]
+    first.set(7)
+    assert [first._value, second._value] == [1, 2], "the first value counts"
+
+
+def test_many_tasks_wait_for_one_future_and_each_runs_once() -> None:
+    awaited, log = Future[str](), []
+
+    async def wait(i: int) -> None:
+        log.append((i, await awaited))
+
+    tasks = [Task(wait(i)) for i in range(3)]
+    tasks[1].interrupt(Unavailable("gone"))
+    awaited.set("there")
+    assert log == [(0, "there"), (2, "there")] and all(task.done for task in tasks)
+
+
+def test_a_task_that_is_interrupted_while_others_run_on_is_not_run_twice() -> None:
+    awaited, never, log = Future[None](), Future[None](), []
+
+    async def first() -> None:
+        await awaited
+        second.interrupt(Unavailable("by the first"))
+
+    async def wait() -> None:
+        try:
+            await awaited
+        except Unavailable as e:
+            log.append(str(e))
+        await never
+        log.append("never")
+
+    Task(first())
+    second = Task(wait())
+    awaited.set(None)
+    assert log == ["by the first"] and not second.done
+
+
+def test_a_fault_of_ours_ends_its_task_alone_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    awaited, log = Future[None](), []
+
+    async def faulty() -> None:
+        await awaited
+        raise RuntimeError("our own fault")
+
+    async def sound() -> None:
+        await awaited
+        log.append("sound")
+
+    Task(faulty())
+    Task(sound())
+    awaited.set(None)
+    assert log == ["sound"] and "our own fault" in caplog.text
+
+
+# -- circuit breakers
+
+
+def test_the_back_off_doubles_up_to_its_limit_and_starts_anew_after_a_success() -> None:
+    breaker = CircuitBreaker(1.0, 8.0)
+    assert breaker.failed(100.0, started=99.0) and breaker.state is State.OPEN
+    back_offs = []
+    for _ in range(5):
+        at = breaker.retry_at
+        assert not breaker.allows(at - 0.001) and breaker.allows(at)
+        breaker.starts()
+        assert breaker.state is State.HALF_OPEN and not breaker.allows(at + 100), "one probe at a time"
+        assert not breaker.failed(at, started=at)
+        back_offs.append(breaker.retry_at - at)
+    assert back_offs == [2.0, 4.0, 8.0, 8.0, 8.0]
+    assert breaker.succeeded(500.0) and breaker.closed and not breaker.succeeded(501.0)
+    breaker.failed(1000.0, started=999.0)
+    assert breaker.retry_at == 1001.0
+
+
+def test_failures_of_what_was_under_way_do_not_double() -> None:
+    breaker = CircuitBreaker(1.0, 8.0)
+    breaker.failed(100.0, started=99.0)
+    breaker.failed(100.5, started=99.5)
+    assert breaker.retry_at == 101.0
+    breaker.starts()
+    breaker.failed(101.5, started=99.9)
+    assert breaker.state is State.HALF_OPEN, "the probe decides"
+    assert breaker.succeeded(102.0)
+    assert not breaker.failed(103.0, started=99.7) and breaker.closed, "it began before the recovery"
+    assert breaker.failed(104.0, started=102.5) and not breaker.closed
+
+
+# -- executors
+
+
+def executor_of(clock: ManualClock, size: int = 1, most_hung: int = 1) -> WatchdogExecutor:
+    lock = threading.RLock()
+    return WatchdogExecutor("test", size, lock, CircuitBreaker(1.0, 8.0), clock=clock, most_hung=most_hung)
+
+
+class Notes(list[str]):
+    """Submits operations and notes what becomes of them."""
+
+    def __init__(self, executor: WatchdogExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def submit(
+        self,
+        what: str = "task",
+        *,
+        error: Exception | None = None,
+        hang: Callable[[], None] | None = None,
+        tries: int = 1,
+        again_after_timeout: bool = False,
+    ) -> IoTask[None]:
+        def call() -> None:
+            self.append(f"{what} works")
+            if hang:
+                hang()
+            if error:
+                raise error
+
+        task = IoTask(what, call, 5.0, tries=tries, again_after_timeout=again_after_timeout)
+        with self._executor._lock:
+            Task(self._note(task))
+        return task
+
+    async def _note(self, task: IoTask[None]) -> None:
+        try:
+            await self._executor.submit(task)
+            self.append(f"{task.what} done")
+        except Dropped as e:
+            self.append(f"{task.what} dropped: {e}")
+        except Failed as e:
+            self.append(f"{task.what} failed: {e}")
+        except TimedOut as e:
+            self.append(f"{task.what} {e}")
+            await e.returned
+            self.append(f"{task.what} late")
+
+
+def test_operations_run_in_order_and_a_failure_drops_the_rest(clock: ManualClock) -> None:
+    executor = executor_of(clock)
+    notes = Notes(executor)
+    notes.submit("first")
+    notes.submit("second", error=TierError("broken"))
+    notes.submit("third")
+    notes.submit("kept", tries=2)
+    assert executor.run_one() and executor.run_one()
+    assert notes == [
+        *("first works", "first done", "second works"),
+        *("third dropped: the tier is bypassed", "second failed: TierError: broken"),
+    ]
+    assert not executor.run_one() and not executor.accepts() and executor.backlog() == 1
+    clock.advance(1.0)
+    assert executor.run_one() and notes[-2:] == ["kept works", "kept done"]
+    assert executor.up and executor.idle()
+
+
+def test_a_refusal_is_no_failure(clock: ManualClock) -> None:
+    executor = executor_of(clock)
+    notes = Notes(executor)
+    notes.submit("first", error=TierFull("full"), tries=3)
+    notes.submit("second")
+    assert executor.run_one() and executor.run_one() and executor.up
+    assert notes == ["first works", "first failed: TierFull: full", "second works", "second done"]
+
+
+def test_an_operation_with_tries_left_keeps_its_place(clock: ManualClock) -> None:
+    executor = executor_of(clock)
+    notes = Notes(executor)
+    notes.submit("stubborn", error=TierError("broken"), tries=3)
+    notes.submit("after", tries=3)
+    for _ in range(3):
+        assert executor.run_one() and not executor.run_one()
+        clock.advance(10.0)
+    assert notes == ["stubborn works"] * 3 + ["stubborn failed: TierError: broken"]
+    assert executor.run_one() and notes[-1] == "after done"
+
+
+def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(clock: ManualClock) -> None:
+    executor = executor_of(clock, most_hung=2)
+    notes, hang = Notes(executor), Hang()
+    executor.start()
+    notes.submit("stuck", hang=hang)
+    hang.wait_until_entered()
+    clock.advance(4.9)
+    executor.expire(clock())
+    assert notes == ["stuck works"]
+    clock.advance(0.1)
+    executor.expire(clock())
+    assert notes == ["stuck works", "stuck took longer than 5 s"] and not executor.up
+    clock.advance(1.0)
+    notes.submit("next")
+    wait_for(executor.idle, "the next operation")
+    assert notes[2:] == ["next works", "next done"] and executor.up
+    hang.release()
+    wait_for(lambda: "stuck late" in notes, "the return")
+    assert "stuck done" not in notes
+    notes.submit("last")
+    wait_for(executor.idle, "the last operation")
+    assert notes[-1] == "last done"
+    executor.stop()
+
+
+def test_what_hangs_and_may_be_tried_again_is_the_next_to_run(clock: ManualClock) -> None:
+    executor = executor_of(clock, most_hung=2)
+    notes, hangs = Notes(executor), [Hang(), Hang()]
+    executor.start()
+    notes.submit(
+        "stuck", hang=lambda: hangs[notes.count("stuck works") - 1](), tries=2, again_after_timeout=True
+    )
+    notes.submit("after", tries=2)
+    for hang in hangs:
+        hang.wait_until_entered()
+        clock.advance(5.0)
+        executor.expire(clock())
+        clock.advance(2.0)
+        with executor._lock:
+            executor._wake.notify_all()
+    assert notes[:3] == ["stuck works", "stuck works", "stuck took longer than 5 s"]
+    for hang in hangs:
+        hang.release()
+    wait_for(lambda: "after done" in notes, "the operation after it")
+    wait_for(lambda: "stuck late" in notes, "its return")
+    executor.stop()
+
+
+def test_when_too_many_hang_nothing_starts_until_one_returns(clock: ManualClock) -> None:
+    executor = executor_of(clock, most_hung=1)
+    notes, hang = Notes(executor), Hang()
+    executor.start()
+    notes.submit("stuck", hang=hang)
+    hang.wait_until_entered()
+    clock.advance(5.0)
+    executor.expire(clock())
+    clock.advance(100.0)
+    notes.submit("waiting", tries=2)
+    assert not executor.accepts() and not executor.run_one()
+    hang.release()
+    wait_for(lambda: "waiting done" in notes, "the waiting operation")
+    assert executor.up
+    executor.stop()
+
+
+def test_a_stopped_executor_drops_what_it_has_and_takes_nothing(clock: ManualClock) -> None:
+    executor = executor_of(clock)
+    notes = Notes(executor)
+    notes.submit("kept", tries=2)
+    executor.stop()
+    notes.submit("new")
+    assert notes == ["kept dropped: the tier is closed", "new dropped: the tier is closed"]
+    assert not executor.accepts() and not executor.run_one()
+
+
+def test_a_queue_is_bounded(clock: ManualClock) -> None:
+    executor = WatchdogExecutor("test", 1, threading.RLock(), CircuitBreaker(), clock=clock, most_queued=2)
+    notes = Notes(executor)
+    for i in range(3):
+        assert executor.accepts() == (i < 2)
+        notes.submit(f"{i}")
+    assert notes == ["2 dropped: the queue is full"]
+
+
+def test_what_is_withdrawn_never_runs(clock: ManualClock) -> None:
+    executor = executor_of(clock)
+    notes = Notes(executor)
+    task = notes.submit()
+    assert executor.withdraw(task) and not executor.withdraw(task)
+    assert notes == ["task dropped: it was withdrawn"] and not executor.run_one()
+
+
+def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(clock: ManualClock) -> None:
+    executor, threads, hang = executor_of(clock), [], Hang()
+    ended = Future[None]()
+
+    def call() -> None:
+        threads.append(threading.get_ident())
+
+    def follow() -> int:
+        threads.append(threading.get_ident())
+        hang()
+        return 7
+
+    async def read() -> int:
+        task = IoTask("task", call, 5.0)
+        await executor.submit(task)
+        seven = await task.follow(follow)
+        await task.follow(call)
+        ended.set(None)
+        return seven
+
+    executor.start()
+    with executor._lock:
+        reading = Task(read())
+    hang.wait_until_entered()
+    clock.advance(100.0)
+    executor.expire(clock())  # which the lock would hold up
+    assert executor.up and not executor.idle() and not ended.done
+    hang.release()
+    wait_for(executor.idle, "the end")
+    assert len(threads) == 3 and len(set(threads)) == 1
+    assert reading.done and reading._value == 7
+    executor.stop()
+
+
+def test_a_fault_in_what_follows_is_logged_and_ends_no_thread(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def faulty() -> None:
+        await executor.submit(IoTask("faulty", lambda: None, 5.0))
+        raise RuntimeError("our own fault")
+
+    async def fails_aside() -> None:
+        task = IoTask("fails aside", lambda: None, 5.0)
+        await executor.submit(task)
+        await task.follow(lambda: 1 / 0)
+
+    executor = executor_of(clock)
+    notes = Notes(executor)
+    executor.start()
+    with executor._lock:
+        Task(faulty())
+        Task(fails_aside())
+    notes.submit("next")
+    wait_for(executor.idle, "all of them")
+    assert notes[-1] == "next done" and executor.up
+    assert "our own fault" in caplog.text and "division by zero" in caplog.text
+    executor.stop()
+
+
+def test_an_operation_that_failed_keeps_nothing_alive(clock: ManualClock) -> None:
+    """What a record's tiers refuse is large: it does not wait for the garbage collector."""
+    executor = executor_of(clock)
+    notes = Notes(executor)
+    array = np.zeros(10)
+    gone = weakref.ref(array)
+    data = memoryview(array)
+
+    def refuse(data: memoryview) -> None:
+        raise TierFull("full")
+
+    async def put(data: memoryview) -> None:
+        try:
+            await executor.submit(IoTask("put", lambda: refuse(data), 5.0))
+        except Failed as e:
+            notes.append(str(e))
+
+    gc.collect()
+    gc.disable()
+    try:
+        Task(put(data))
+        del array, data
+        assert executor.run_one() and notes == ["TierFull: full"]
+        assert gone() is None
+    finally:
+        gc.enable()

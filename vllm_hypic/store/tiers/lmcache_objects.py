@@ -1,0 +1,377 @@
+"""Objects in an LMCache storage manager: its memory (L1), and the disks, Redis and clouds (L2) behind that.
+
+The one file that knows LMCache's storage.  ``lmcache.py`` has a storage manager of its own in this process;
+``lmcache_module.py`` uses that of an LMCache server.
+
+An object is two of LMCache's: the body, and a head of fixed size that is written last.  LMCache keeps no
+length with an object and asks readers for it, and a longer file read for a shorter object is a hit there;
+the head gives the length, and tells whether this is the body that it was written for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..cache_value import ObjectName
+from .base import TierError, TierFull
+
+if TYPE_CHECKING:
+    from lmcache.v1.distributed.api import ObjectKey, PrefetchHandle, PrefetchResult
+    from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+    from lmcache.v1.distributed.storage_manager import StorageManager
+
+_MODEL = "vllm-hypic"
+_BODY, _HEAD = 0, 1  # LMCache's object groups
+_STRIPES = 64
+_ROOM_WAIT_S = 1.0
+"""How long a put waits for objects to become evictable that are just being read or written."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the object's body must be."""
+
+    nbytes: int
+    crc: int
+    expires: float | None
+    """Unix time, seconds."""
+
+    _MAGIC = b"HYPICLM1"
+    _FIELDS = struct.Struct("<8sQIdI")  # magic, bytes of the body, its CRC, expiry or 0, CRC of these
+    SIZE = _FIELDS.size
+
+    def encode(self) -> bytes:
+        told = self._FIELDS.pack(self._MAGIC, self.nbytes, self.crc, self.expires or 0.0, 0)[:-4]
+        return told + struct.pack("<I", zlib.crc32(told))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Head | None:
+        """``None``: no head, or a damaged one."""
+        if len(data) != cls.SIZE or zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+            return None
+        magic, nbytes, crc, expires, _ = cls._FIELDS.unpack(data)
+        return cls(nbytes, crc, expires or None) if magic == cls._MAGIC else None
+
+    def expired(self) -> bool:
+        return self.expires is not None and self.expires <= time.time()
+
+
+class LMCacheObjects:
+    """Objects of one namespace in a storage manager that others may use, too.  Methods block; any thread."""
+
+    def __init__(self, manager: StorageManager, namespace: str, timeout_s: float, own: bool = False) -> None:
+        """``timeout_s`` bounds each wait for L2.  ``own``: the manager is ours, and L2 adapters that fail may
+        be replaced."""
+        from lmcache.v1.distributed.api import ObjectKey
+
+        self._manager = manager
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        self._rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)  # the rank is part of our names
+        self._l2 = _Adapters(manager, timeout_s, renew=own)
+        # LMCache makes one batch of what is written at a time; of unequal sizes, that fails (``resp``).
+        self._writing = threading.Lock()
+        # One operation on a name at a time: what a reader has locked in L1 could not be replaced.
+        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._lock = threading.Lock()
+        self._known: OrderedDict[ObjectName, None] = OrderedDict()
+        """Objects that were put or read here, the least recently used first."""
+        self._abandoned: list[tuple[PrefetchHandle, ObjectKey]] = []
+        """Reads that nobody waits for any more: their locks must be given back."""
+
+    # -- operations
+
+    def get(self, name: ObjectName, limit: int) -> bytes | None:
+        with self._stripe(name):
+            head = self._head(name)
+            if head is None:
+                return None
+            if head.nbytes > self.used()[1]:
+                return None  # the work of a process with more memory: sound, but not for this one
+            body = None
+            if head.nbytes <= limit and not head.expired():
+                body = self._read(self._key(name, _BODY), head.nbytes)
+            if body is None or len(body) != head.nbytes or zlib.crc32(body) != head.crc:
+                self._delete(name)
+                return None
+            self._used_now(name)
+            return body
+
+    def has(self, name: ObjectName) -> bool:
+        """Reads the object here: LMCache may have evicted its body and kept its head."""
+        return self.get(name, sys.maxsize) is not None
+
+    def put(self, name: ObjectName, data: memoryview, expires: float | None = None) -> None:
+        """An existing object is kept.  Returns when memory and every L2 have it.
+
+        Raises :class:`TierFull` without room in L1, :class:`TierError` when an L2 does not confirm in time.
+        """
+        if self.has(name):
+            return
+        with self._stripe(name):
+            if self._head(name) is not None:
+                return  # put by another thread just now
+            # LMCache would not write to L2 what is in L1, nor replace what an L2 has: half an object of a
+            # former process, or a damaged one.
+            self._delete(name)
+            self._write(self._key(name, _BODY), data)
+            head = Head(data.nbytes, zlib.crc32(data), expires)
+            self._write(self._key(name, _HEAD), memoryview(head.encode()))
+            self._used_now(name)
+
+    def delete(self, name: ObjectName) -> bool:
+        with self._stripe(name):
+            head = self._head(name)
+            with self._l2_complete():
+                self._delete(name)
+            return head is not None and not head.expired()
+
+    def expire(self, name: ObjectName, at: float | None) -> None:
+        """Rewrites the head; when that fails the object is gone."""
+        with self._stripe(name):
+            head = self._head(name)
+            if head is None:
+                return
+            key = self._key(name, _HEAD)
+            self._delete_keys([key])
+            self._write(key, memoryview(Head(head.nbytes, head.crc, at).encode()))
+
+    def clear(self) -> None:
+        """Deletes what was put or read here.  LMCache cannot list what else an L2 has from former times."""
+        with self._lock:
+            names = list(self._known)
+        for name in names:
+            with self._stripe(name):
+                self._delete(name)
+
+    def used(self) -> tuple[int, int]:
+        """Bytes in L1, whoever's, and its size."""
+        return self._manager.get_l1_usage()
+
+    # -- heads and names
+
+    def _key(self, name: ObjectName, group: int) -> ObjectKey:
+        from lmcache.v1.distributed.api import ObjectKey
+
+        digest = hashlib.sha256(name.encode()).digest()
+        return ObjectKey(digest, _MODEL, self._rank, group, self._namespace)
+
+    def _head(self, name: ObjectName) -> Head | None:
+        data = self._read(self._key(name, _HEAD), Head.SIZE)
+        return None if data is None else Head.decode(data)
+
+    def _stripe(self, name: ObjectName) -> threading.Lock:
+        return self._stripes[hash(name) % _STRIPES]
+
+    def _used_now(self, name: ObjectName) -> None:
+        with self._lock:
+            self._known[name] = None
+            self._known.move_to_end(name)
+
+    # -- LMCache's objects
+
+    def _read(self, key: ObjectKey, nbytes: int) -> bytes | None:
+        """A copy: what LMCache lends stays locked for all, and only for so long."""
+        self._reap()
+        while True:
+            result = self._prefetch(key, nbytes)
+            if result is None or result.hit_cells[0].popcount() == 1:
+                break
+            if result.found_cells is None or result.found_cells[0].popcount() == 0:
+                return None
+            # An L2 has it and could not load it: there was no room in L1, or the medium failed.
+            used, size = self.used()
+            if size - used >= min(4 * nbytes, size // 2) or not self._evict_oldest():
+                return None
+        if result is None:
+            return None
+        with self._manager.read_prefetched_results([key]) as objects:
+            if objects is None:
+                return None  # LMCache gave the lock back
+            data = bytes(objects[0].byte_array)
+        self._manager.finish_read_prefetched([key])
+        return data
+
+    def _prefetch(self, key: ObjectKey, nbytes: int) -> PrefetchResult | None:
+        """Brings the object into L1; where that is a hit it is locked for reading."""
+        import torch
+        from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, PrefetchTaskSpec
+
+        layout = MemoryLayoutDesc([torch.Size([nbytes])], [torch.uint8])
+        row = GroupedObjectKeys([key], key.object_group_id, layout)
+        handle = self._manager.submit_prefetch_task(PrefetchTaskSpec([row], fetching_policy="full"))
+        if not self._manager.wait_prefetch_status(handle, self._timeout_s):
+            with self._lock:
+                self._abandoned.append((handle, key))
+            raise TierError(f"LMCache did not answer within {self._timeout_s:g} s")
+        return self._manager.query_prefetch_status(handle)
+
+    def _reap(self) -> None:
+        """Give back the locks of reads that ended after their time."""
+        with self._lock:
+            waiting, self._abandoned = self._abandoned, []
+        for handle, key in waiting:
+            if not self._manager.wait_prefetch_status(handle, 0):
+                with self._lock:
+                    self._abandoned.append((handle, key))
+                continue
+            result = self._manager.query_prefetch_status(handle)
+            if result is not None and result.hit_cells[0].popcount() == 1:
+                self._manager.finish_read_prefetched([key])
+
+    def _write(self, key: ObjectKey, data: memoryview) -> None:
+        with self._l2_complete():
+            place = self._reserve(key, data.nbytes)
+            np.frombuffer(place, np.uint8)[:] = np.frombuffer(data, np.uint8)
+            self._l2.finish_write(key)
+
+    @contextmanager
+    def _l2_complete(self) -> Iterator[None]:
+        """All adapters are there, and no other thread writes."""
+        if not self._writing.acquire(timeout=self._timeout_s):
+            raise TierError(f"LMCache is still writing another object after {self._timeout_s:g} s")
+        try:
+            self._l2.renew()
+            yield
+        finally:
+            self._writing.release()
+
+    def _reserve(self, key: ObjectKey, nbytes: int) -> memoryview:
+        """Room in L1.  LMCache's own eviction begins above a share of L1 and runs now and then: too late for
+        an object that is larger than what is left."""
+        import torch
+        from lmcache.v1.distributed.api import MemoryLayoutDesc
+
+        layout = MemoryLayoutDesc([torch.Size([nbytes])], [torch.uint8])
+        size = self.used()[1]
+        deadline = time.monotonic() + _ROOM_WAIT_S
+        while nbytes <= size:
+            found = self._manager.reserve_write([key], layout).get(key)
+            if found is not None:
+                return found.byte_array
+            if not self._evict_oldest():
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+        raise TierFull(f"no room for {nbytes} bytes in {size} bytes of LMCache's memory")
+
+    def _evict_oldest(self) -> bool:
+        """Whether something left L1.  With an L2 it is still there; without one it is gone."""
+        with self._lock:
+            names = list(self._known)
+        for name in names:
+            keys = [self._key(name, _HEAD), self._key(name, _BODY)]
+            if self._manager.delete_l1_keys(keys)[0]:
+                return True
+        return False
+
+    def _delete(self, name: ObjectName) -> None:
+        self._delete_keys([self._key(name, _HEAD), self._key(name, _BODY)])
+        with self._lock:
+            self._known.pop(name, None)
+
+    def _delete_keys(self, keys: list[ObjectKey]) -> None:
+        self._drop_keys_from_memory(keys)
+        for _, adapter in self._manager.l2_adapters():
+            adapter.delete(keys)
+
+    def _drop_keys_from_memory(self, keys: list[ObjectKey]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while self._manager.delete_l1_keys(keys)[1]:
+            self._reap()
+            if time.monotonic() > deadline:
+                raise TierError(f"LMCache still writes an object after {self._timeout_s:g} s")
+            time.sleep(0.005)
+
+
+class _Adapters:
+    """The L2 of a storage manager: tells when all have an object, and renews those that do not.
+
+    LMCache writes to them behind the caller and reports success only; and some never connect again to a
+    server that was restarted (``resp`` to Redis).
+    """
+
+    def __init__(self, manager: StorageManager, timeout_s: float, renew: bool) -> None:
+        self._manager, self._timeout_s, self._renew = manager, timeout_s, renew
+        self._lock = threading.Lock()
+        self._left: set[int] = set()
+        """Adapters that have not told yet of the object that is being written."""
+        self._key: ObjectKey | None = None
+        self._stored = threading.Event()
+        self._suspect: set[int] = set()
+        self._missing: list[L2AdapterConfigBase] = []
+        """Taken out, and not yet back."""
+        self._watched: set[int] = set()
+        for descriptor, _ in manager.l2_adapters():
+            self._watch(descriptor.index)
+
+    def _watch(self, index: int) -> None:
+        adapter = next(a for d, a in self._manager.l2_adapters() if d.index == index)
+        adapter.register_listener(_listener(partial(self._told, index)))
+        self._watched.add(index)
+
+    def finish_write(self, key: ObjectKey) -> None:
+        """Returns when every adapter has it; raises :class:`TierError` when one does not tell in time.  One
+        thread at a time."""
+        present = {descriptor.index for descriptor, _ in self._manager.l2_adapters()}
+        with self._lock:
+            self._key, self._left = key, self._watched & present
+            self._stored.clear()
+            if not self._left:
+                self._stored.set()
+        self._manager.finish_write([key])
+        if not self._stored.wait(self._timeout_s):
+            with self._lock:
+                self._suspect |= self._left
+            raise TierError(f"an L2 of LMCache did not confirm a write within {self._timeout_s:g} s")
+
+    def _told(self, adapter: int, keys: list[ObjectKey]) -> None:
+        with self._lock:
+            if self._key in keys:
+                self._left.discard(adapter)
+                if not self._left:
+                    self._stored.set()
+
+    def renew(self) -> None:
+        """Replaces the adapters that did not confirm a write.  One thread at a time."""
+        if not self._renew:
+            return
+        for descriptor, _ in self._manager.l2_adapters():
+            if descriptor.index in self._suspect:
+                self._manager.delete_l2_adapter(descriptor.index, self._timeout_s)
+                self._suspect.discard(descriptor.index)
+                self._watched.discard(descriptor.index)
+                self._missing.append(descriptor.config)
+        while self._missing:
+            index = self._manager.add_l2_adapter(self._missing[0])  # raises while its server is down
+            self._missing.pop(0)
+            self._watch(index)
+
+
+def _listener(stored: Callable[[list[ObjectKey]], None]) -> Any:
+    from lmcache.v1.distributed.internal_api import L2AdapterListener
+
+    class Listener(L2AdapterListener):
+        def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+            stored(keys)
+
+        def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+            pass
+
+        def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+            pass
+
+    return Listener()
