@@ -47,8 +47,6 @@ def check_delta(
     ):
         yield from guarded("segments", name, dtype, _segments(operators, name, case, some, cuts))
     yield from guarded("compose", "all modes", dtype, _compose(operators, device, dtype, shape))
-    if dtype == torch.float32:
-        yield from guarded("compose by decay", "", dtype, _decay(operators, device))
 
 
 def _segments(
@@ -113,19 +111,6 @@ def _compose(
     alone = bool(case.out[tokens:].isnan().all())
     yield Finding("compose: outputs", name, kind(dtype), outputs if alone else float("inf"), OUT[dtype])
     yield Finding("  states", name, kind(dtype), _states(case, exact, len(requests)), STATE[dtype])
-
-
-def _decay(operators: Operators, device: torch.device) -> Iterator[Finding]:
-    """States and records are float32, whatever the model's dtype; some decays forget all."""
-    drawn = torch.Generator(device).manual_seed(6)
-    for name, leading in (("scalar", (3, 5)), ("diagonal", (3, 5, 7)), ("whole state", (3, 5, 7, 9))):
-        before, zero = (torch.randn(3, 5, 7, 9, generator=drawn, device=device) for _ in range(2))
-        log_decay = -3 * torch.rand(leading, generator=drawn, device=device)
-        log_decay[0, 1] = -torch.inf
-        found = operators.decay(log_decay, zero, before)
-        factor = log_decay.double().exp().view(*leading, *[1] * (4 - len(leading)))
-        exact = factor * before.double() + zero.double()
-        yield Finding("compose by decay", name, "float32", worst(found, exact, 1), 1e-6)
 
 
 def _states(case: DeltaCase, exact: DeltaCase, requests: int) -> float:

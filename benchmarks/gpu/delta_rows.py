@@ -9,7 +9,7 @@ import torch
 from vllm_hypic.backends.ops.gated_delta.program import Mode
 
 from .delta_cases import DeltaCase, Segment, compose_program, segment_program
-from .floors import Rates, compose_work, decay_work, scan_work
+from .floors import Rates, compose_work, scan_work
 from .operators import Operators
 from .rows import OURS, Calls, Row
 from .shapes import REAL, TINY, DeltaShape
@@ -31,8 +31,6 @@ def delta_rows(operators: Operators, timer: Timer, rates: Rates) -> Iterator[Row
     for segments in (4, 16, 64) if real else (3,):
         yield _compose("records alone", shape, segments, 0, operators, timer, rates)
         yield _compose("records and seams", shape, segments, SEAM, operators, timer, rates)
-    for requests in (1, 16) if real else (2,):
-        yield _decay(shape, requests, operators, timer, rates)
 
 
 def _capture(
@@ -47,16 +45,6 @@ def _capture(
     calls: Calls = {OURS: lambda: captured.run(*layer), WITHOUT_T: lambda: ordinary.run(*layer)}
     work = scan_work(shape, segments * tokens, DTYPE.itemsize, segments)
     return Row.measure(CAPTURE, f"{segments} x {tokens}", calls, work, timer, rates)
-
-
-def _decay(shape: DeltaShape, requests: int, operators: Operators, timer: Timer, rates: Rates) -> Row:
-    """A record whose transition is one number per head, as Mamba2's."""
-    size = (requests, shape.heads, shape.K, shape.V)
-    before, zero = (torch.zeros(size, device=timer.device) for _ in range(2))
-    log_decay = torch.zeros(size[:2], device=timer.device)
-    calls: Calls = {OURS: lambda: operators.decay(log_decay, zero, before)}
-    work = decay_work(before.numel())
-    return Row.measure("compose, decay", f"{requests} states", calls, work, timer, rates)
 
 
 def _compose(

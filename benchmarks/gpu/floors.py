@@ -111,8 +111,3 @@ def compose_work(shape: DeltaShape, rows: int, segments: int, itemsize: int) -> 
     state = 2 * shape.heads * shape.K * shape.V * STATE_BYTES
     product = shape.heads * 2 * shape.K**2 * shape.V
     return Work(scan.bytes + segments * (record + tails) + state, scan.operations + segments * product)
-
-
-def decay_work(elements: int) -> Work:
-    """Two float32 states of so many elements are read and one is written; decays are left out."""
-    return Work(3 * elements * STATE_BYTES, 2 * elements)

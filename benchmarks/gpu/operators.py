@@ -96,13 +96,6 @@ class Operators(Protocol):
 
     def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep: ...
 
-    def decay(self, log_decay: Tensor, zero: Tensor, before: Tensor) -> Tensor:
-        """e^log_decay ``before`` + ``zero``, float32: a record of a family whose transition is a decay.
-
-        ``before``, ``zero [n, H, K, V]``; ``log_decay``: the leading part of that shape, float32.
-        """
-        ...
-
     def capture(
         self,
         pool: tuple[Tensor, Tensor],
@@ -158,10 +151,6 @@ class TorchOperators:
 
     def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep:
         return _TorchCompose(rows, ops)
-
-    def decay(self, log_decay: Tensor, zero: Tensor, before: Tensor) -> Tensor:
-        factor = log_decay.exp()
-        return factor.view(*factor.shape, *[1] * (before.dim() - factor.dim())) * before + zero
 
     def capture(
         self,

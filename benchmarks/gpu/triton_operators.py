@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from vllm_hypic.backends.ops.gated_delta.triton import operators as delta_triton
-from vllm_hypic.backends.ops.gated_delta.triton.decay import after_decay
 from vllm_hypic.backends.ops.gated_delta.triton.plan import (
     ComposePlan,
     SegmentPlan,
@@ -39,9 +38,6 @@ class TritonOperators:
 
     def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> DeltaStep:
         return _Compose(plan_compose(rows, ops, device))
-
-    def decay(self, log_decay: Tensor, zero: Tensor, before: Tensor) -> Tensor:
-        return after_decay(log_decay, zero, before)
 
     def capture(
         self,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from vllm_hypic.backends.linear.references import GDN, recurrence
+from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
 from vllm_hypic.eval.methods import FULL, link_method
 from vllm_hypic.eval.probes import dtype
 from vllm_hypic.eval.probes.__main__ import main
@@ -120,22 +120,23 @@ def test_what_the_question_sees_is_weighed_and_shared_out() -> None:
 # -- dtype -------------------------------------------------------------------------------------------
 
 
-def inputs(tokens: int, *, heads: int = 2, size: int = 8) -> GDN:
+def inputs(tokens: int, *, heads: int = 2, size: int = 8) -> DeltaTokens:
     rng = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(tokens, *shape, generator=rng, dtype=torch.float64)
 
     gates = -torch.rand(tokens, heads, generator=rng, dtype=torch.float64) / 20
-    return GDN(q=draw(1, size), k=draw(1, size), v=draw(heads, size), beta=draw(heads).sigmoid(), g=gates)
+    keys = draw(1, size), draw(1, size)
+    return DeltaTokens(*keys, v=draw(heads, size), beta=draw(heads).sigmoid(), g=gates, eps=1e-6)
 
 
 @pytest.mark.parametrize(("head", "tail"), [(0, 0), (8, 8), (16, 0)])
 def test_exact_summaries_compose_to_the_exact_state(head: int, tail: int) -> None:
     whole, bounds = inputs(130), [(10, 60), (60, 120)]
     inner = [slice(a + head, b - tail) for a, b in bounds]
-    exact = [(dtype._transition(whole[i]), dtype._scan(whole[i], None)) for i in inner]
-    truth = recurrence(whole)[1].numpy()
+    exact = [(whole[i].transition(), whole[i].state()) for i in inner]
+    truth = whole.state().numpy()
     assert relative(dtype.compose(whole, bounds, inner, exact).numpy(), truth) < 1e-14
     rounded = [(t.half(), s) for t, s in exact]
     assert 1e-6 < relative(dtype.compose(whole, bounds, inner, rounded).numpy(), truth) < 1e-3

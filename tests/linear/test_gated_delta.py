@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import accumulate, pairwise
 
 import pytest
@@ -32,8 +34,6 @@ def test_one_sequence(n: int, shape: tuple[int, int, int, int]) -> None:
     T_exact, S_exact = reference.segment_summary(*x.tail, [0, n])
     o, end = seam_outputs(*x, [0, n], S0)
     o_exact, end_exact = reference.seam_outputs(*x, [0, n], S0)
-    assert T_exact is not None
-    assert end_exact is not None
     # T of a head that forgets is tiny, so it is judged by the states it makes, as it is used.
     assert relative(T @ S0 + S, end_exact) < FP32
     assert relative(T, T_exact) < FP32
@@ -56,10 +56,8 @@ def test_many_sequences_amid_poison(shape: tuple[int, int, int, int]) -> None:
     S0 = starts(len(lengths), x)
     T, S = segment_summary(*x.tail, torch.tensor(cu))
     o, end = seam_outputs(*x, cu, S0)
-    T_exact, S_exact = reference.segment_summary(*x.tail, cu)
+    _, S_exact = reference.segment_summary(*x.tail, cu)
     o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
-    assert T_exact is not None
-    assert end_exact is not None
     for i, n in enumerate(lengths):
         if n == 0:
             assert torch.equal(T[i], torch.eye(shape[2]).expand_as(T[i]))
@@ -96,7 +94,7 @@ def test_composed_state(lengths: list[int], dim: int) -> None:
     x = gated_delta_inputs(sum(lengths), 2, 4, dim, dim, seed=len(lengths))
     cu = [*accumulate(lengths, initial=0)]
     S0 = starts(1, x)
-    _, exact = reference.segment_summary(*x.tail, [0, cu[-1]], initial_S=S0)
+    _, exact = reference.seam_outputs(*x, [0, cu[-1]], S0)
     T, S = segment_summary(*x.tail, cu)
 
     def composed(T: Tensor) -> Tensor:
@@ -128,7 +126,6 @@ def test_extreme_gates(strong: float, beta: float) -> None:
     T, S = segment_summary(*x.tail, cu)
     o, end = seam_outputs(*x, cu, S0)
     o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
-    assert end_exact is not None
     assert all(y.isfinite().all() for y in (T, S, o, end))
     for head in range(4):
         scale = max(float(end_exact[:, head].norm()), 1e-12)
@@ -144,7 +141,6 @@ def test_strongly_correlated_keys() -> None:
     S0 = starts(1, x)
     o, end = seam_outputs(*x, [0, 200], S0)
     o_exact, end_exact = reference.seam_outputs(*x, [0, 200], S0)
-    assert end_exact is not None
     assert relative(end, end_exact) < FP32
     assert relative(o, o_exact) < 2 * FP32
 
@@ -154,12 +150,12 @@ def test_a_segment_in_pieces(cuts: list[int]) -> None:
     """What chunked prefill does: every piece carries on from the summary of the pieces before it."""
     x = gated_delta_inputs(200, 2, 4, 64, 64)
     T_exact, S_exact = reference.segment_summary(*x.tail, [0, 200])
-    T, S = None, None
+    T, S = None, torch.zeros_like(starts(1, x))
     for lo, hi in pairwise([0, *cuts, 200]):
-        T, S = segment_summary(*x.cut(lo, hi).tail, [0, hi - lo], T, S)
+        own_T, own_S = segment_summary(*x.cut(lo, hi).tail, [0, hi - lo])
+        S = own_T @ S + own_S
+        T, _ = segment_summary(*x.cut(lo, hi).tail, [0, hi - lo], T)
     assert T is not None
-    assert S is not None
-    assert T_exact is not None
     assert relative(T, T_exact) < FP32
     assert relative(S, S_exact) < FP32
 
@@ -167,26 +163,11 @@ def test_a_segment_in_pieces(cuts: list[int]) -> None:
 def test_a_batch_of_pieces_with_and_without_predecessors() -> None:
     x = gated_delta_inputs(150, 2, 4, 32, 48)
     cu = [0, 20, 120, 150]
-    T0, S0 = torch.randn(3, 4, 32, 32) / 8, starts(3, x)
-    T, S = segment_summary(*x.tail, cu, T0, S0)
-    T_exact, S_exact = reference.segment_summary(*x.tail, cu, T0, S0)
-    assert T_exact is not None
+    T0 = torch.randn(3, 4, 32, 32) / 8
+    T, S = segment_summary(*x.tail, cu, T0)
+    T_exact, S_exact = reference.segment_summary(*x.tail, cu, T0)
     assert relative(T, T_exact) < FP32
     assert relative(S, S_exact) < FP32
-
-
-def test_what_is_not_needed_changes_nothing_else() -> None:
-    x = gated_delta_inputs(150, 2, 4, 64, 64)
-    cu, S0 = [0, 20, 120, 150], None
-    _, S = segment_summary(*x.tail, cu)
-    T, S_alone = segment_summary(*x.tail, cu, need_T=False)
-    assert T is None
-    assert torch.equal(S, S_alone)
-    S0 = starts(3, x)
-    o, _ = seam_outputs(*x, cu, S0)
-    o_alone, end = seam_outputs(*x, cu, S0, need_states=False)
-    assert end is None
-    assert torch.equal(o, o_alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -197,7 +178,6 @@ def test_input_dtypes(dtype: torch.dtype) -> None:
     cu = [0, 64, 90]
     o, end = seam_outputs(*x, cu, S0)
     o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
-    assert end_exact is not None
     assert o.dtype == dtype
     tolerance = 1e-13 if dtype == torch.float64 else FP32
     assert relative(end, end_exact) < tolerance
@@ -214,7 +194,7 @@ def test_arguments_are_read_only_and_may_be_strided() -> None:
     S0, T0 = starts(2, x), torch.eye(d).expand(2, Hv, -1, -1)
     copies = [y.clone() for y in (*x, S0, T0)]
     cu = [0, 64, 70]
-    T, S = segment_summary(*x.tail, cu, T0, S0)
+    T, S = segment_summary(*x.tail, cu, T0)
     o, end = seam_outputs(*x, cu, S0)
     assert all(torch.equal(a, b) for a, b in zip(copies, (*x, S0, T0), strict=True))
     T.zero_(), S.zero_(), end.zero_()
@@ -237,7 +217,6 @@ def test_any_chunk_and_block_size(
     T, S = segment_summary(*x.tail, cu)
     o, end = seam_outputs(*x, cu, S0)
     o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
-    assert end_exact is not None
     assert relative(T @ S0 + S, end_exact) < FP32
     assert relative(end, end_exact) < FP32
     assert relative(o, o_exact) < FP32
@@ -266,6 +245,43 @@ def test_wrong_arguments_are_named() -> None:
         seam_outputs(*x, [0, 10], torch.zeros(2, 4, 8, 8))
     with pytest.raises(ValueError, match="one shape"):
         seam_outputs(x.q[:, :1], *x.tail, [0, 10], torch.zeros(1, 4, 8, 8))
+
+
+# --------------------------------------------------------------------------------------- the reference itself
+
+
+@pytest.mark.parametrize("lengths", [[1, 63, 64, 65], [2, 7], [65, 1, 64]])
+def test_the_references_summaries_compose_to_one_scan(lengths: list[int]) -> None:
+    """In float64; the other way round, or without T, they do not."""
+    x = gated_delta_inputs(sum(lengths), 2, 4, 8, 6, torch.float64, seed=len(lengths))
+    x = x._replace(g=x.g * 0.05)
+    cu = [*accumulate(lengths, initial=0)]
+    S0 = starts(1, x).double()
+    _, exact = reference.seam_outputs(*x, [0, cu[-1]], S0)
+    T, S = reference.segment_summary(*x.tail, cu)
+    state, together_T, together_S = S0[0], torch.eye(8, dtype=torch.float64), torch.zeros_like(S0[0])
+    for i in range(len(lengths)):
+        state = T[i] @ state + S[i]
+        together_T, together_S = T[i] @ together_T, T[i] @ together_S + S[i]
+    assert relative(state, exact[0]) < 1e-12
+    assert relative(together_T @ S0[0] + together_S, exact[0]) < 1e-12
+    assert relative(S0[0] + S.sum(0), exact[0]) > 1e-6, "leaving T out must not go unnoticed"
+
+
+def test_one_token_acts_as_its_transition_says() -> None:
+    """The reference finds T by the recurrence itself; here it is written down."""
+    x = gated_delta_inputs(3, 2, 4, 8, 6, torch.float64)
+    T, _ = reference.segment_summary(*x.tail, [0, 1, 2, 3])
+    eps = reference.l2_eps(x.k.device)
+    k = x.k * torch.rsqrt((x.k * x.k).sum(-1, keepdim=True) + eps)
+    k, beta, g = k.repeat_interleave(2, 1), x.beta[..., None, None].double(), x.g[..., None, None].double()
+    erase = torch.eye(8, dtype=torch.float64) - beta * k[..., :, None] * k[..., None, :]
+    assert relative(T, g.exp() * erase) < 1e-14
+
+
+def test_imports_no_vllm() -> None:
+    code = "import sys, vllm_hypic.backends.ops.gated_delta; sys.exit('vllm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ------------------------------------------------------------------------------------------ vLLM's operator
@@ -318,7 +334,6 @@ def test_composing_is_as_good_as_chunked_prefill(
     x = gated_delta_inputs(n, *shape, torch.bfloat16, seed=n)
     zero = torch.zeros_like(starts(1, x))
     o_exact, end_exact = reference.seam_outputs(*x, [0, n], zero)
-    assert end_exact is not None
 
     _, at_lead = vllm_operator(x.cut(0, lead), zero)
     o_stock, end_stock = vllm_operator(x.cut(lead, n), at_lead)

@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
 from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from vllm_hypic.backends.ops.gated_delta.triton import operators
-from vllm_hypic.backends.ops.gated_delta.triton.decay import after_decay
 
 KEY_HEADS, HEADS, K, V, TAPS = 16, 32, 128, 128, 4
 CHANNELS = 2 * KEY_HEADS * K + HEADS * V
@@ -64,7 +63,6 @@ def main() -> None:
     JITFunction._do_compile = record
     for requests, rows in ((1, 16), (1, 40), (3, 16), (3, 50), (16, 16), (16, 64)):
         step(requests, rows)
-    after_decay(torch.zeros(HEADS), *torch.zeros(2, HEADS, K, V))
 
 
 if __name__ == "__main__":

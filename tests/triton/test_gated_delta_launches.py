@@ -10,9 +10,9 @@ from pathlib import Path
 
 from test_launches import as_launch
 
-from vllm_hypic.backends.ops.gated_delta.triton import capture, compose, convolution, decay, terms
+from vllm_hypic.backends.ops.gated_delta.triton import capture, compose, convolution, terms
 
-MODULES = (capture, compose, convolution, decay, terms)
+MODULES = (capture, compose, convolution, terms)
 
 
 def test_specs_are_launches_and_steps_compile_nothing_more(compiler_environment: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Plans: what they hold, what they refuse; and records of decaying families."""
+"""Plans: what they hold, what they refuse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from linear.inputs import relative
 from linear.layer_inputs import Layer, Segment, Shape, compose_program, segment_program
 from linear.test_layer_operators import run_compose, run_segments
 
-from vllm_hypic.backends.linear.algebra import DiagonalTransition, ScalarTransition, Summary
 from vllm_hypic.backends.ops.gated_delta.program import Mode, SegmentRow, pack
 from vllm_hypic.backends.ops.gated_delta.triton import operators
-from vllm_hypic.backends.ops.gated_delta.triton.decay import after_decay
 from vllm_hypic.backends.ops.gated_delta.triton.plan import Source, plan_compose, plan_segments
 from vllm_hypic.backends.ops.gated_delta.triton.products import add_times, add_times_few
 
@@ -92,35 +90,6 @@ def test_a_step_without_requests_does_nothing() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 4)
     run_segments(operators, layer, [Segment(0, 0, 4, 0, 4, 1)], cuts=[4])
     run_compose(operators, layer, [])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [ScalarTransition, DiagonalTransition, "mamba1"], ids=str)
-def test_decaying_families(kind: type | str, dtype: torch.dtype, device: torch.device) -> None:
-    gen = torch.Generator().manual_seed(1)
-    shape = (3, 37, 29)
-    leading = {ScalarTransition: shape[:1], DiagonalTransition: shape[:2]}.get(kind, shape)
-    log_decay = -3 * torch.rand(leading, generator=gen)
-    log_decay.view(-1)[0] = -torch.inf
-    zero, before = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
-    wanted = Summary(DiagonalTransition(log_decay.double()), zero.double()).after(before.double())
-    found = after_decay(*(t.to(device) for t in (log_decay, zero, before)))
-    assert found.dtype == torch.float32 and relative(found.cpu(), wanted) < 1e-6
-    here = before.to(device)
-    assert after_decay(log_decay.to(device), zero.to(device), here, out=here) is here
-    assert relative(here.cpu(), wanted) < (1e-6 if dtype == torch.float32 else 4e-3)
-
-
-def test_decays_that_do_not_fit_are_refused() -> None:
-    state = torch.zeros(2, 4, 4)
-    with pytest.raises(ValueError, match="leading part"):
-        after_decay(torch.zeros(4), state, state)
-    with pytest.raises(ValueError, match="leading part"):
-        after_decay(torch.zeros(2), state[:1], state)
-    with pytest.raises(ValueError, match="contiguous"):
-        after_decay(torch.zeros(2), state.transpose(1, 2), state)
-    with pytest.raises(ValueError, match="out"):
-        after_decay(torch.zeros(2), state, state, out=state[:1])
 
 
 @triton.jit

@@ -79,7 +79,7 @@ class HypicCUDAAttentionBackend(FlashAttentionBackend):
 
 @dataclass(frozen=True)
 class CUDAAttentionLink(AttentionLink):
-    """``ops``: the operators of ``ops.span_attention.triton_ops``."""
+    """``ops``: the operators of ``ops.span_attention.triton.operators``."""
 
     ops: ModuleType
 

@@ -1,1 +1,1 @@
-"""Linear-attention families: the algebra of their transitions and, per family, capture and composition."""
+"""Linear-attention families: one folder each, for the capture and the composition of its records."""

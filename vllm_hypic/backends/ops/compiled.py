@@ -65,7 +65,7 @@ class Usage:
 def kernel_modules() -> list[ModuleType]:
     """All modules of the package's operators that hold Triton code."""
     found = pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
-    names = [m.name for m in found if m.name.rpartition(".")[2].startswith("triton_")]
+    names = [m.name for m in found if ".triton." in m.name]
     return [importlib.import_module(name) for name in names]
 
 
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _named(module: ModuleType, spec: KernelSpec, names: Sequence[str]) -> bool:
-    operator = module.__name__.split(".")[-2]
+    operator = module.__name__.split(".")[-3]
     return any(name == operator or name in spec.name for name in names)
 
 

@@ -1,6 +1,6 @@
 """What a module of Triton kernels says about each of them, so that ``compiled`` can check it without a GPU.
 
-A module whose name begins with ``triton_`` and that defines kernels, functions named ``*_kernel``, has a
+A module in a folder ``triton`` that defines kernels, functions named ``*_kernel``, has a
 tuple ``SPECS`` in which each of them occurs.  A spec is one specialisation: one set of constants.
 """
 

@@ -34,7 +34,7 @@ from .truth import first_layer, refusal
 if TYPE_CHECKING:
     import torch
 
-    from ...backends.linear.references import GDN
+    from ...backends.ops.gated_delta.reference import DeltaTokens
 
     Summaries = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -66,8 +66,8 @@ def errors(llm: Any, ask: Ask, prompt: Prompt, head: int, tail: int) -> dict[str
     inputs = first_layer(llm, prompt.plain())
     bounds = _bounds(prompt)
     inner = [slice(a + head, b - tail) for a, b in bounds]
-    truth = _scan(inputs, None)
-    exact = [(_transition(inputs[part]), _scan(inputs[part], None)) for part in inner]
+    truth = inputs.state()
+    exact = [(inputs[part].transition(), inputs[part].state()) for part in inner]
     found: dict[str, tuple[float, int | None]] = {}
 
     def add(name: str, summaries: Summaries) -> None:
@@ -93,7 +93,7 @@ def errors(llm: Any, ask: Ask, prompt: Prompt, head: int, tail: int) -> dict[str
 
 def full_error(llm: Any, ask: Ask, plain: list[int]) -> float:
     """Error of the engine's own full recompute.  Runs beside the engine."""
-    truth = _scan(first_layer(llm, plain), None).numpy()
+    truth = first_layer(llm, plain).state().numpy()
     with answered(llm, ask) as live:
         return relative(live.state(layers(llm).linear[0]), truth)
 
@@ -104,33 +104,16 @@ def _bounds(prompt: Prompt) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in pairwise(ends)]
 
 
-def _scan(inputs: GDN, state: torch.Tensor | None) -> torch.Tensor:
-    from ...backends.linear.references import recurrence
-
-    if not len(inputs):
-        return inputs.zero_state() if state is None else state
-    return recurrence(inputs, state)[1]
-
-
-def _transition(inputs: GDN) -> torch.Tensor:
-    """T ``[heads, K, K]``: what the recurrence makes of the identity when nothing is written."""
-    import torch
-
-    heads, size = inputs.v.shape[1], inputs.k.shape[2]
-    silent = replace(inputs, v=inputs.v.new_zeros(len(inputs), heads, size))
-    return _scan(silent, torch.eye(size, dtype=torch.float64).expand(heads, -1, -1))
-
-
 def compose(
-    inputs: GDN, bounds: Sequence[tuple[int, int]], inner: Sequence[slice], summaries: Summaries
+    inputs: DeltaTokens, bounds: Sequence[tuple[int, int]], inner: Sequence[slice], summaries: Summaries
 ) -> torch.Tensor:
     """State after the prompt in float64: interiors from ``summaries``, all else token by token."""
-    state = _scan(inputs[: bounds[0][0]], None)
+    state = inputs[: bounds[0][0]].state()
     for (first, stop), part, (transition, own) in zip(bounds, inner, summaries, strict=True):
-        state = _scan(inputs[first : part.start], state)
+        state = inputs[first : part.start].state(state)
         state = transition.double() @ state + own.double()
-        state = _scan(inputs[part.stop : stop], state)
-    return _scan(inputs[bounds[-1][1] :], state)
+        state = inputs[part.stop : stop].state(state)
+    return inputs[bounds[-1][1] :].state(state)
 
 
 def measure(

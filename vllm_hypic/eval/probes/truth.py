@@ -16,7 +16,11 @@ from .engine_calls import layers, loaded_model
 if TYPE_CHECKING:
     import torch
 
-    from ...backends.linear.references import GDN
+    from ...backends.ops.gated_delta.reference import DeltaTokens
+
+
+EPS = 1e-6
+"""Epsilon of the l2 norm of q and k."""
 
 
 def refusal(llm: Any) -> str | None:
@@ -27,12 +31,10 @@ def refusal(llm: Any) -> str | None:
 
 def true_state(llm: Any, tokens: list[int]) -> np.ndarray:
     """State ``[heads, K, V]`` float64 of the first layer after ``tokens``.  See :func:`refusal` first."""
-    from ...backends.linear.references import recurrence
-
-    return recurrence(first_layer(llm, tokens))[1].numpy()
+    return first_layer(llm, tokens).state().numpy()
 
 
-def first_layer(llm: Any, tokens: list[int]) -> GDN:
+def first_layer(llm: Any, tokens: list[int]) -> DeltaTokens:
     """What the recurrence of the first layer takes for ``tokens``, in float64.
 
     Raises ``RuntimeError`` where there is a :func:`refusal`.
@@ -40,7 +42,7 @@ def first_layer(llm: Any, tokens: list[int]) -> GDN:
     import torch
     import torch.nn.functional as F
 
-    from ...backends.linear.references import GDN
+    from ...backends.ops.gated_delta.reference import DeltaTokens
 
     found = _first(llm)
     if isinstance(found, str):
@@ -62,12 +64,13 @@ def first_layer(llm: Any, tokens: list[int]) -> GDN:
     sizes = [layer.key_dim // layer.tp_size] * 2 + [layer.value_dim // layer.tp_size]
     query, key, value = mixed.split(sizes, -1)
     step = F.softplus(x @ maps.a + layer.dt_bias.detach().double())
-    return GDN(
+    return DeltaTokens(
         q=query.unflatten(-1, (-1, layer.head_k_dim)),
         k=key.unflatten(-1, (-1, layer.head_k_dim)),
         v=value.unflatten(-1, (-1, layer.head_v_dim)),
         beta=(x @ maps.b).sigmoid(),
         g=-layer.A_log.detach().double().exp() * step,
+        eps=EPS,
     )
 
 

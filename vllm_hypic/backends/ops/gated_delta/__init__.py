@@ -11,8 +11,9 @@ with k_t and q_t l2-normalised over K and q_t scaled by K^-1/2. A run of tokens 
 S_after = T S_before + S_zero with T [K, K] the product of the per-token factors. q, k and v are SiLU of a
 causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b).
 
-Two operators, each with one signature in `reference` (float64), `torch_ops`, `cpu` (C++) and `triton_ops`
-(CUDA); `arguments` and `program` say what they take, `triton_plan` how CUDA layers share a step's planning.
+Two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
+`triton.operators` (CUDA); `arguments` and `program` say what they take, `triton.plan` how CUDA layers share a
+step's planning.
 Both read and write vLLM's caches as the stock operator does, so a request may go on from one to the other, in
 any number of passes.
 
@@ -27,8 +28,7 @@ any number of passes.
 `gdn_compose(x, weights, caches, out, records, rows, ops)`
     Rows of composed requests, with records applied between them.
 
-`chunk` holds the closed form in PyTorch. All modules import torch only, but those of kernels, which are named
-`triton_*`.
+`chunk` holds the closed form in PyTorch. All modules import torch only, but those in `triton`, the kernels.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -47,7 +46,6 @@ _SHRINK_EVERY = 4
 beside O(1) states, but their products are subnormal, which CPUs multiply a hundred times more slowly."""
 
 
-@overload
 def segment_summary(
     k: Tensor,
     v: Tensor,
@@ -55,40 +53,9 @@ def segment_summary(
     beta: Tensor,
     cu_seqlens: Sequence[int] | Tensor,
     initial_T: Tensor | None = None,
-    initial_S: Tensor | None = None,
     *,
-    need_T: Literal[True] = True,
     eps: float | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def segment_summary(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Sequence[int] | Tensor,
-    initial_T: Tensor | None = None,
-    initial_S: Tensor | None = None,
-    *,
-    need_T: bool,
-    eps: float | None = None,
-) -> tuple[Tensor | None, Tensor]: ...
-
-
-def segment_summary(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Sequence[int] | Tensor,
-    initial_T: Tensor | None = None,
-    initial_S: Tensor | None = None,
-    *,
-    need_T: bool = True,
-    eps: float | None = None,
-) -> tuple[Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Transition and end state of B packed sequences: S_after = T S_before + S.
 
     Changes none of its arguments. Tokens outside [cu_seqlens[0], cu_seqlens[-1]) are never read.
@@ -98,68 +65,35 @@ def segment_summary(
     g           [N, Hv]     log decay, <= 0
     beta        [N, Hv]     write strength
     cu_seqlens  B + 1 rising token boundaries, a list or a CPU tensor; empty sequences are allowed
-    initial_T   [B, Hv, K, K], initial_S [B, Hv, K, V]: the summary of the tokens before these ones, when a
-                segment arrives in several pieces (T <- T2 T1, S <- T2 S1 + S2); default I and 0
-    need_T      False skips T (leading segments need none): half the work
+    initial_T   [B, Hv, K, K]: T of the tokens before these ones, when a segment arrives in several pieces
+                (T <- T2 T1); S is always these tokens' own; default I
     eps         of the l2 norm; default: vLLM's on this device, see `l2_eps`
 
-    Returns (T [B, Hv, K, K] or None, S [B, Hv, K, V]), fp32.
+    Returns (T [B, Hv, K, K], S [B, Hv, K, V]), fp32.
     """
     work = _Inputs.check(None, k, v, g, beta, eps)
     grid = _Grid.over(cu_seqlens, k.shape[0], work)
-    S = grid.load(initial_S, work.V, work.dtype, "initial_S")
-    T = grid.load(initial_T, work.K, work.dtype, "initial_T") if need_T else None
-    if T is not None and initial_T is None:
+    S = grid.load(None, work.V, work.dtype, "initial_S")
+    T = grid.load(initial_T, work.K, work.dtype, "initial_T")
+    if initial_T is None:
         T.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
     for block in grid.blocks():
         local = work.chunk_terms(block)
         for step, states, here in block.steps:
             W, Kd, end = local.W[here], local.Kd[here].mT, local.end[here]
-            fresh = step == 0
             state = S[states]
-            if fresh and initial_S is None:
+            if step == 0:
                 torch.bmm(Kd, local.U[here], out=state)
             else:
                 D = torch.baddbmm(local.U[here], W, state, alpha=-1.0)
                 state.mul_(end).baddbmm_(Kd, D)
-            if T is not None:
-                state = T[states]
-                D = W if fresh and initial_T is None else torch.bmm(W, state)
-                state.mul_(end).baddbmm_(Kd, D, alpha=-1.0)
-                if step % _SHRINK_EVERY == _SHRINK_EVERY - 1:
-                    state.copy_(torch.nn.functional.hardshrink(state, _TINY))
-    return (grid.store(T) if T is not None else None), grid.store(S)
-
-
-@overload
-def seam_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Sequence[int] | Tensor,
-    initial_states: Tensor,
-    *,
-    need_states: Literal[True] = True,
-    eps: float | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def seam_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Sequence[int] | Tensor,
-    initial_states: Tensor,
-    *,
-    need_states: bool,
-    eps: float | None = None,
-) -> tuple[Tensor, Tensor | None]: ...
+            state = T[states]
+            D = W if step == 0 and initial_T is None else torch.bmm(W, state)
+            state.mul_(end).baddbmm_(Kd, D, alpha=-1.0)
+            if step % _SHRINK_EVERY == _SHRINK_EVERY - 1:
+                state.copy_(torch.nn.functional.hardshrink(state, _TINY))
+    return grid.store(T), grid.store(S)
 
 
 def seam_outputs(
@@ -171,24 +105,21 @@ def seam_outputs(
     cu_seqlens: Sequence[int] | Tensor,
     initial_states: Tensor,
     *,
-    need_states: bool = True,
     eps: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Outputs and end states of B packed sequences, each from a start state of its own.
 
     Changes none of its arguments. Arguments as in `segment_summary`, and
 
     q               [N, Hk, K]        not normalised, not scaled
     initial_states  [B, Hv, K, V]     any float dtype; computed in fp32
-    need_states     False skips the end states: for seams whose next start state comes from a composition
 
-    Returns (o [N, Hv, V] in v's dtype, zero at tokens of no sequence; end states [B, Hv, K, V] fp32 or None).
+    Returns (o [N, Hv, V] in v's dtype, zero at tokens of no sequence; end states [B, Hv, K, V] fp32).
     """
     work = _Inputs.check(q, k, v, g, beta, eps)
     grid = _Grid.over(cu_seqlens, k.shape[0], work)
     S = grid.load(initial_states, work.V, work.dtype, "initial_states", copy=False)
-    carried = S.shape[0] if need_states else grid.states_at(1)
-    final = torch.empty_like(S[:carried])
+    final = torch.empty_like(S)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
 
     for block in grid.blocks():
@@ -201,13 +132,9 @@ def seam_outputs(
             WS, QS = torch.bmm(local.WQ[here], before).tensor_split(2, dim=1)
             D = local.U[here] - WS
             torch.baddbmm(QS, local.A[here], D, out=o[here])
-            last = states.stop if need_states else min(states.stop, grid.states_at(step + 1))
-            if (n := last - states.start) > 0:
-                after = torch.mul(before[:n], local.end[here][:n], out=final[states.start : states.start + n])
-                after.baddbmm_(local.Kd[here][:n].mT, D[:n])
+            after = torch.mul(before, local.end[here], out=final[states])
+            after.baddbmm_(local.Kd[here].mT, D)
         block.scatter(out, o)
-    if not need_states:
-        return out, None
     untouched = slice(grid.states_at(0), None)
     final[untouched] = S[untouched]
     return out, grid.store(final)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -21,6 +22,40 @@ def l2_eps(device: torch.device) -> float:
     return 1e-5 if device.type == "cpu" else 1e-6
 
 
+@dataclass(frozen=True)
+class DeltaTokens:
+    """Inputs of the rule for n tokens: `q`, `k` [n, Hk, K], neither normalised nor scaled, `v` [n, Hv, V], log
+    decays `g` and write strengths `beta` [n, Hv]; `eps` is that of the l2 norm. A slice cuts the tokens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.k)
+
+    def __getitem__(self, part: slice) -> DeltaTokens:
+        cut = {name: getattr(self, name)[part] for name in ("q", "k", "v", "g", "beta")}
+        return replace(self, **cut)
+
+    def state(self, before: Tensor | None = None) -> Tensor:
+        """State [Hv, K, V] float64 after the tokens; `before` them it is zero if not given."""
+        start = self.v.new_zeros(self.v.shape[1], self.k.shape[2], self.v.shape[2])
+        start = start if before is None else before
+        _, after = seam_outputs(
+            self.q, self.k, self.v, self.g, self.beta, [0, len(self)], start[None], eps=self.eps
+        )
+        return after[0]
+
+    def transition(self) -> Tensor:
+        """T [Hv, K, K] float64 of the tokens."""
+        T, _ = segment_summary(self.k, self.v, self.g, self.beta, [0, len(self)], eps=self.eps)
+        return T[0]
+
+
 def segment_summary(
     k: Tensor,
     v: Tensor,
@@ -28,17 +63,15 @@ def segment_summary(
     beta: Tensor,
     cu_seqlens: Sequence[int] | Tensor,
     initial_T: Tensor | None = None,
-    initial_S: Tensor | None = None,
     *,
-    need_T: bool = True,
     eps: float | None = None,
-) -> tuple[Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Same arguments and meaning as `chunk.segment_summary`; returns float64."""
     eps = l2_eps(k.device) if eps is None else eps
     bounds = [int(x) for x in cu_seqlens]
     batch, heads, width = len(bounds) - 1, v.shape[1], k.shape[2]
     key = _expand(_l2norm(k.double(), eps), heads)
-    state = _start(initial_S, (batch, heads, width, v.shape[2]), k.device)
+    state = torch.zeros(batch, heads, width, v.shape[2], dtype=torch.float64, device=k.device)
     if initial_T is not None:
         transition = initial_T.double().clone()
     else:
@@ -48,10 +81,9 @@ def segment_summary(
     for b, (lo, hi) in enumerate(pairwise(bounds)):
         for t in range(lo, hi):
             state[b] = _step(state[b], key[t], v[t].double(), g[t].double(), beta[t].double())
-            if need_T:
-                # T obeys the recurrence of the state itself with v = 0: its columns are states.
-                transition[b] = _step(transition[b], key[t], zero, g[t].double(), beta[t].double())
-    return (transition if need_T else None), state
+            # T obeys the recurrence of the state itself with v = 0: its columns are states.
+            transition[b] = _step(transition[b], key[t], zero, g[t].double(), beta[t].double())
+    return transition, state
 
 
 def seam_outputs(
@@ -63,9 +95,8 @@ def seam_outputs(
     cu_seqlens: Sequence[int] | Tensor,
     initial_states: Tensor,
     *,
-    need_states: bool = True,
     eps: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Same arguments and meaning as `chunk.seam_outputs`; returns float64."""
     eps = l2_eps(k.device) if eps is None else eps
     bounds = [int(x) for x in cu_seqlens]
@@ -78,7 +109,7 @@ def seam_outputs(
         for t in range(lo, hi):
             state[b] = _step(state[b], key[t], v[t].double(), g[t].double(), beta[t].double())
             out[t] = torch.einsum("hk,hkv->hv", query[t], state[b])
-    return out, (state if need_states else None)
+    return out, state
 
 
 def _step(state: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -95,12 +126,6 @@ def _l2norm(x: Tensor, eps: float) -> Tensor:
 def _expand(x: Tensor, heads: int) -> Tensor:
     """[N, Hk, K] -> [N, heads, K]; value head h reads key head h // (heads / Hk)."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def _start(initial: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if initial is None:
-        return torch.zeros(shape, dtype=torch.float64, device=device)
-    return initial.double().clone()
 
 
 # ----------------------------------------------------------------------------- layer operators

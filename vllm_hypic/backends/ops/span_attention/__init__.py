@@ -1,7 +1,7 @@
 """Span attention: query rows over paged public K and V, rotated at logical positions while read.
 
 Three operators, each with one signature in ``reference`` (float64), ``torch_ops``, ``cpu`` (C++) and
-``triton_ops`` (CUDA, where layers use a prepared form instead, see ``plan``):
+``triton.operators`` (CUDA, where layers use a prepared form instead, see ``plan``):
 
 ``span_attention(query, pool_key, pool_value, column_slots, column_positions, table, neox, visible, bounds,
 scale)``

@@ -9,8 +9,8 @@ pass, so grids follow from them without waiting for the GPU.  Once per step, bef
 2. ``plan = SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size)`` with ``bounds`` and
    ``visible`` as numpy arrays; one plan per (heads, kv_heads, head_size) where layers differ in them.
 
-and each layer calls ``triton_ops.attend(query, pool_key, pool_value, table, neox, plan, scale)`` and then
-``triton_ops.merge_tokens_(output, output_lse, out, lse, plan)``.
+and each layer calls ``operators.attend(query, pool_key, pool_value, table, neox, plan, scale)`` and then
+``operators.merge_tokens_(output, output_lse, out, lse, plan)``.
 
 How a plan divides the work: the query heads of a KV head are folded into rows (row ``r``, member ``g`` of
 a group of ``G`` heads is folded row ``r * G + g``), so that one rotated tile of K serves all of them.  A tile

@@ -1,6 +1,6 @@
 """The layer operators in Triton: see the package for what they compute.
 
-A step has one plan per operator (`triton_plan`), made on the host and shared by its layers. A layer launches
+A step has one plan per operator (`plan`), made on the host and shared by its layers. A layer launches
 
     run_segments   convolution, chunk terms, scan of [S | T], records, conv contexts      5 kernels
     run_compose    convolution, chunk terms, walk, conv contexts                          4 kernels

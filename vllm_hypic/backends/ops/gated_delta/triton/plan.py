@@ -5,11 +5,11 @@ A step's programs (`program.SegmentRow`, `ComposeRow`, `ComposeOp`) are host dat
 wait, and keep on the host what sizes of grids and checks need:
 
     plan = plan_segments(rows, device)                  # rows: int64 on the CPU; once per step
-    triton_ops.run_segments(plan, x, weights, caches, out, records, carries, dead_below)    # in each layer
+    operators.run_segments(plan, x, weights, caches, out, records, carries, dead_below)    # in each layer
     plan = plan_compose(rows, ops, device)
-    triton_ops.run_compose(plan, x, weights, caches, out, records)
+    operators.run_compose(plan, x, weights, caches, out, records)
 
-Nothing here or in `triton_ops.run_*` waits for the device, and a plan does not depend on the layer.
+Nothing here or in `operators.run_*` waits for the device, and a plan does not depend on the layer.
 
 A *run* is a stretch of token rows whose convolution goes on from one row to the next; what stands before its
 first row, the context, comes from nowhere (zeros), from a request's conv cache or from a record's conv tail.

@@ -6,7 +6,7 @@ A block of columns of S, or of T, stays in registers while its program goes from
     o   =  e^G q S + A D              T has no outputs
     S'  =  e^{G_C} S + Kd^T D
 
-`triton_terms` prepares all but S; the products that feed states are as exact as float32's. S is a tuple of
+`terms` prepares all but S; the products that feed states are as exact as float32's. S is a tuple of
 slices of rows: a product's operands must be in registers as a whole, in two parts each.
 """
 

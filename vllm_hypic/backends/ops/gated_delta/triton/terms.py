@@ -38,7 +38,7 @@ _EXTRA = 16
 
 
 def block_floats(C: int, K: int, V: int) -> int:
-    """Floats of a block; `scan` in `triton_scan` knows the order of its parts."""
+    """Floats of a block; `scan.scan` knows the order of its parts."""
     return C * (K + V + C + 2) + _EXTRA
 
 

@@ -3,7 +3,7 @@
 The three operators with the package's signatures build the plan of a step at each call: they are for tests
 and for layers that run once.  A layer in a model calls :func:`attend` and :func:`merge_tokens_` with the plan
 that all layers of the step share (``plan.py`` says how to make it), and :func:`capture_` and the copies of
-``triton_pages``, which need none.
+``pages``, which need none.
 """
 
 from __future__ import annotations
