@@ -24,8 +24,13 @@ def l2_eps(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class DeltaTokens:
-    """Inputs of the rule for n tokens: `q`, `k` [n, Hk, K], neither normalised nor scaled, `v` [n, Hv, V], log
-    decays `g` and write strengths `beta` [n, Hv]; `eps` is that of the l2 norm. A slice cuts the tokens."""
+    """Inputs of the rule for n tokens; a slice cuts the tokens.
+
+    q, k      [n, Hk, K]  neither normalised nor scaled
+    v         [n, Hv, V]
+    g, beta   [n, Hv]     log decay, write strength
+    eps       of the l2 norm
+    """
 
     q: Tensor
     k: Tensor
