@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from vllm_hypic.backends.ops.gated_delta.triton.plan import (
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan
 from vllm_hypic.backends.ops.span_attention.triton import operators as span_triton
 
-from .operators import DeltaStep, SpanRows, SpanStep
-from .shapes import AttentionShape
+if TYPE_CHECKING:
+    from .operators import DeltaStep, SpanRows, SpanStep
+    from .shapes import AttentionShape
 
 
 class TritonOperators:

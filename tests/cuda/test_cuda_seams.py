@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_hypic.backends.attention.base import PublicAttention
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend, HypicCUDAAttentionImpl
-from vllm_hypic.backends.linear.gdn.base import _layer_class
+from vllm_hypic.backends.linear.gdn import _layer_class
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.ops import gated_delta
 from vllm_hypic.engine.activation import CUDA_WORKER

@@ -108,7 +108,7 @@ class HypicWorker(WorkerBase):
     @staticmethod
     def _register_layers() -> None:
         """Replace vLLM's layers by ours, before the model is built."""
-        from ..backends.linear.gdn.base import register_gdn
+        from ..backends.linear.gdn import register_gdn
         from ..backends.rope import register_rope_taps
 
         register_gdn()

@@ -163,27 +163,3 @@ def _offer_tiles(runtime: HypicRuntime, step: StepContext, segments: Segments) -
         step.cache["linear:offered"] = True
         for slot in segments.ended:
             runtime.pool.offer_tiles(slot)
-
-
-def register_gdn() -> None:
-    """Replace vLLM's GDN layer by ours for this platform.  May run any number of times."""
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.platforms import current_platform
-
-    if QwenGatedDeltaNetAttention.__name__ in op_registry_oot:
-        return
-    # Registering renames the class by which vLLM looks up its options.
-    name = QwenGatedDeltaNetAttention.name
-    ours = _layer_class(cuda=current_platform.is_cuda())
-    QwenGatedDeltaNetAttention.register_oot(ours)
-    ours.name = name
-
-
-def _layer_class(*, cuda: bool) -> type[HypicGatedDeltaNet]:
-    if cuda:
-        from .cuda import HypicCUDAGatedDeltaNet
-
-        return HypicCUDAGatedDeltaNet
-    from .cpu import HypicCPUGatedDeltaNet
-
-    return HypicCPUGatedDeltaNet
