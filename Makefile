@@ -1,9 +1,10 @@
 # Every target sets up what it needs in .venv; once that is done, it starts at once.
 #   make demo    serve the demo model and compare stock, cold and warm requests
 #   make demo-parallel    two workers prefill a cold prompt, a third server combines
-#   make test    lint, then all tests but the slow ones
 #   make check   lint and the tests that start no engine: run it before a commit
 #   make docs    the documentation site, links checked
+#   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it
+#   make test-slow    the other tests
 #   make triton  Triton kernels in Triton's interpreter; they are in `test` and `check`, too
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -11,6 +12,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.stamp
 READY := $(VENV)/.kernels
+# Test files that run side by side. Two suit two cores and 8 GB.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # The release that vllm_hypic/store/tiers/lmcache.py is written against.
 LMCACHE := lmcache==0.5.6
 # The release that vllm_hypic/segment_parallel/nixl.py is written against.
@@ -55,13 +59,13 @@ demo-parallel: $(READY)
 	$(BIN)/python -m vllm_hypic.demo.parallel
 
 test: lint triton
-	$(BIN)/python -m pytest -m "not slow" --durations=30
+	$(PYTEST) -m "not slow" --durations=30
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow --durations=30
 
 check: lint triton
-	$(BIN)/python -m pytest -m "not engine and not slow"
+	$(PYTEST) -m "not engine and not slow"
 
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.
 triton: $(READY)

@@ -117,6 +117,7 @@ setup(
             "pytest",
             "pytest-asyncio",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff==0.17.5",
             "schemathesis",
         ],

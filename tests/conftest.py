@@ -1,11 +1,57 @@
-"""Settings of all tests."""
+"""Settings of all tests, and how they are shared out to two workers."""
+
+from __future__ import annotations
 
 import os
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
+
+# One thread a process, unless a test asks for more: a team of threads, bound to cores that somebody else is
+# busy on, takes a hundred times as long. Processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 # A slow machine is no fault of the code. A commit must not pass on one day and fail on the next: examples are
 # the same in every run, until somebody looks for new ones with HYPOTHESIS_PROFILE=random.
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def _shares_a_server(folder: str) -> bool:
+    conftest = ROOT / folder / "conftest.py"
+    return conftest.exists() and 'scope="package"' in conftest.read_text()
+
+
+def unit(nodeid: str) -> str:
+    """What one worker runs as a whole: a file, or a folder whose ``conftest.py`` shares a fixture."""
+    file = nodeid.split("::")[0]
+    folder = file.rpartition("/")[0]
+    return folder if _shares_a_server(folder) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    config.option.loadscopereorder = False
+    return Units(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with what takes longest: whatever holds an engine."""
+    if hasattr(config, "workerinput"):
+        long = {unit(item.nodeid) for item in items if item.get_closest_marker("engine")}
+        items.sort(key=lambda item: unit(item.nodeid) not in long)

@@ -35,7 +35,7 @@ SETUP = Setup(
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """Shared by all servers; records come this way only where a router wants it."""
     with RedisServer(tmp_path_factory.mktemp("redis"), durable=False) as found:
@@ -54,7 +54,7 @@ def setup_of(name: str, server: RedisServer) -> Setup:
     return replace(setup, in_process=False, parallel={})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _cluster(redis_server: RedisServer) -> Iterator[Cluster]:
     cluster = Cluster(SETUP)
     for kind in (cluster.workers, cluster.combines):
@@ -63,7 +63,7 @@ def _cluster(redis_server: RedisServer) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _draw() -> Writer:
     return writer(EXAMPLE / "model", seed=5)
 
