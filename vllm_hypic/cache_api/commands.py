@@ -10,15 +10,18 @@ Imports neither vLLM nor torch.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from .registry import Place
+from ..segment_parallel.description import Description
+from .answers import CacheStats, Place, Segment, SegmentPage
 
 COMMAND = "hypic_command"
 """Name of a command among a request's extra arguments."""
+_ANSWER, _FAILURE = "hypic", "hypic_failure"
+"""Names of an answer in an output's ``kv_transfer_params``."""
 
 Ttl = float | None | UnsetType
 """Seconds from now; ``None``: lives until deleted; ``UNSET``: as it is."""
@@ -46,7 +49,7 @@ class Show(Command, tag="show", frozen=True):
 
 
 class Page(Command, tag="page", frozen=True):
-    """Answer: :class:`Segments`."""
+    """Answer: :class:`SegmentPage`."""
 
     after: str
     limit: int
@@ -73,7 +76,7 @@ class Resolve(Command, tag="resolve", frozen=True):
 
 
 class Report(Command, tag="report", frozen=True):
-    """Answer: :class:`State`."""
+    """Answer: :class:`CacheStats`."""
 
 
 class Describe(Command, tag="describe", frozen=True):
@@ -81,29 +84,6 @@ class Describe(Command, tag="describe", frozen=True):
 
 
 AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe
-
-
-class Segment(msgspec.Struct, frozen=True, tag="segment"):
-    """An entry of the catalogue and the state of its record."""
-
-    id: str
-    place: Place
-    tokens: int
-    key: str | None
-    bytes: int
-    created: float
-    last_used: float
-    expires: float | None
-    pinned: bool
-    resident: bool
-    stored: bool
-    text: str | None = None
-    token_ids: list[int] | None = None
-
-
-class Segments(msgspec.Struct, frozen=True, tag="segments"):
-    segments: list[Segment]
-    more: bool
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -114,57 +94,12 @@ class Content(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
-class Resolved(msgspec.Struct, frozen=True, tag="resolved"):
+class Resolved(msgspec.Struct, frozen=True):
     contents: dict[str, Content]
     unknown: list[str]
 
 
-class State(msgspec.Struct, frozen=True, tag="state"):
-    """Sums over all tenants."""
-
-    tiers: dict[str, dict[str, float]]
-    segments: int
-    catalogue: Literal["memory", "file"]
-
-
-class Room(msgspec.Struct, frozen=True):
-    """What one request may take of the pool: :class:`~vllm_hypic.primitives.plan.PoolLimits` in numbers."""
-
-    pages: int
-    slots: int
-    page_tokens: int
-    max_request_tokens: int
-    tiles: int
-    record_tiles: int
-
-
-class Description(msgspec.Struct, frozen=True, tag="description"):
-    """What a router must know of an instance to plan as it does, and where its sockets are.
-
-    ``namespace``: of keys without tenant and adapter; ``instance``: another at every start; ``quadratic``:
-    prefilling n tokens takes FLOPs in proportion to ``n + quadratic * n^2``; ``shared_tiers``: identities
-    of the tiers that others use, too, fastest first.
-    """
-
-    instance: str
-    namespace: str
-    landing: str
-    events: str
-    separator: int
-    pdep: int
-    pad: int
-    link: str
-    seam_tokens: int
-    min_segment_tokens: int
-    has_linear: bool
-    has_attention: bool
-    deadline_s: float
-    quadratic: float
-    shared_tiers: tuple[str, ...]
-    limits: Room
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
+class Failure(msgspec.Struct, frozen=True):
     """The command was refused; ``status`` is the HTTP status that says so."""
 
     status: int
@@ -172,9 +107,9 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     id: str | None = None
 
 
-Answer = Segment | Segments | Resolved | State | Description | Failure
+Answer = Segment | SegmentPage | Resolved | CacheStats | Description | Failure
 
-_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State, Description)
+_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description)
 
 
 class BadAnswer(RuntimeError):
@@ -203,12 +138,15 @@ def is_command(value: object) -> bool:
 
 def pack(answer: Answer) -> dict[str, Any]:
     """The answer as plain data."""
-    return {"hypic": msgspec.to_builtins(answer)}
+    return {_FAILURE if isinstance(answer, Failure) else _ANSWER: msgspec.to_builtins(answer)}
 
 
 def unpack(packed: dict[str, Any] | None, wanted: type[_Wanted]) -> _Wanted | Failure:
     """The inverse of :func:`pack`; raises :class:`BadAnswer` for anything else."""
+    found = packed or {}
     try:
-        return msgspec.convert((packed or {})["hypic"], wanted | Failure)
+        if _FAILURE in found:
+            return msgspec.convert(found[_FAILURE], Failure)
+        return msgspec.convert(found[_ANSWER], wanted)
     except (KeyError, msgspec.ValidationError) as e:
         raise BadAnswer(f"expected {wanted.__name__}, got {str(packed)[:200]} ({e})") from e

@@ -13,10 +13,10 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
+from .answers import Place
 from .control import Control
 from .forms import ID_FORM
 from .models import CompileRequest
-from .registry import Place
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ..config.engine import CONNECTOR, config_of
 from ..connector.build import primitive_ids_of
-from .commands import (
-    COMMAND,
-    AnyCommand,
-    Compile,
-    Description,
-    Failure,
-    Resolved,
-    Segment,
-    Segments,
-    State,
-    unpack,
-)
+from ..segment_parallel.description import Description
+from .answers import CacheStats, Segment, SegmentPage
+from .commands import COMMAND, AnyCommand, Compile, Failure, Resolved, unpack
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
-_Wanted = TypeVar("_Wanted", Segment, Segments, Resolved, State, Description)
+_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description)
 
 
 class CommandFailed(Exception):
@@ -59,8 +50,6 @@ class Control:
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self.config = config_of(engine.vllm_config)
-        served = engine.vllm_config.model_config.served_model_name
-        self.served_names: list[str] = [served] if isinstance(served, str) else list(served)
         self.max_model_len: int = engine.vllm_config.model_config.max_model_len
         self.ids = primitive_ids_of(engine.vllm_config, self.config)
         self.max_chars_per_token: int = engine.renderer.get_tokenizer().max_chars_per_token

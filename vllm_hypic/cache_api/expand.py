@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .answers import Place
 from .commands import Content
 from .forms import ID_FORM, tokens_form
-from .registry import Place
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (COMPLETIONS, CHAT)

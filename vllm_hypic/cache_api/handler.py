@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 from msgspec import UNSET
 
 from ..primitives.keys import SegmentKey
+from ..segment_parallel.description import Description
+from .answers import CacheStats, Segment, SegmentPage
 from .commands import (
     Answer,
     AnyCommand,
@@ -18,16 +20,12 @@ from .commands import (
     Content,
     Delete,
     Describe,
-    Description,
     Failure,
     Page,
     Report,
     Resolve,
     Resolved,
-    Segment,
-    Segments,
     Show,
-    State,
     Ttl,
 )
 from .registry import Catalogue, CatalogueError, Claim, Entry
@@ -143,7 +141,8 @@ class Desk:
                 return _unknown(segment_id) if entry is None else self._shown(owner, entry, content)
             case Page(after=after, limit=limit):
                 entries = self._catalogue.page(owner, after, limit + 1)
-                return Segments([self._segment(e) for e in entries[:limit]], len(entries) > limit)
+                shown = [self._segment(e) for e in entries[:limit]]
+                return SegmentPage(shown, shown[-1].id if len(entries) > limit else None)
             case Change(id=segment_id, ttl_s=ttl_s, unpin=unpin):
                 entry = self._catalogue.get(owner, segment_id)
                 if entry is None:
@@ -165,7 +164,7 @@ class Desk:
             case Report():
                 where: Literal["memory", "file"] = "memory" if self._catalogue.path is None else "file"
                 tiers = {"pool": self._pool_numbers(), **self._records.store_stats()}
-                return State(tiers, len(self._catalogue), where)
+                return CacheStats(tiers, len(self._catalogue), where)
             case Describe():
                 reason = "this engine runs without the option section segment_parallel"
                 return self._describe() or Failure(501, reason)
@@ -244,12 +243,15 @@ class Desk:
         found = self._catalogue.content(owner, entry.id)
         if found is None:
             return _unknown(entry.id)
-        return self._segment(entry, text=found.text, token_ids=list(found.tokens))
+        return self._segment(entry, text=found.text, token_ids=tuple(found.tokens))
 
-    def _segment(self, entry: Entry, text: str | None = None, token_ids: list[int] | None = None) -> Segment:
+    def _segment(
+        self, entry: Entry, text: str | None = None, token_ids: tuple[int, ...] | None = None
+    ) -> Segment:
         state = None if entry.key is None else self._records.record_state(entry.key)
         return Segment(
             id=entry.id,
+            role="leading" if entry.place.leading else "interior",
             place=entry.place,
             tokens=entry.n_tokens,
             key=entry.key,

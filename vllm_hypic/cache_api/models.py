@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import Response
 
+from .answers import Role
 from .forms import MAX_TOKEN_ID
 
 MIN_TTL_S = 0.1  # less would be over before compile answers
@@ -13,7 +17,6 @@ MAX_TTL_S = 10 * 365 * 86400.0
 MAX_PAGE = 1000
 MAX_ID = 128
 
-Role = Literal["leading", "interior"]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
 Ttl = Annotated[
     float | None,
@@ -105,82 +108,6 @@ class ChangeRequest(_Request):
     cache_salt: CacheSalt = None
 
 
-class SegmentInfo(BaseModel):
-    """A compiled segment."""
-
-    id: str = Field(description="Unguessable; stands for the segment as `<|hypic_segment:ID|>` in prompts.")
-    role: Role
-    place: Literal["interior", "prompt", "chat"] = Field(
-        description="Where it can stand: anywhere, first in a completion prompt, first in a chat."
-    )
-    tokens: int = Field(description="Its length in tokens.")
-    bytes: int = Field(description="What its record takes of the pool now.")
-    key: str | None = Field(
-        description="Name of its record; null where it has none, being too short or too long for the pool."
-    )
-    created: float = Field(description="Unix time.")
-    last_used: float = Field(description="Unix time of the last use by id.")
-    expires: float | None = Field(description="Unix time; null: lives until deleted.")
-    pinned: bool
-    resident: bool = Field(description="Its record is in the pool now.")
-    stored: bool = Field(description="A tier below was given its record.")
-    text: str | None = Field(default=None, description="With `content=true`: the text it was compiled from.")
-    token_ids: list[int] | None = Field(default=None, description="With `content=true`: all its tokens.")
-
-
-class SegmentPage(BaseModel):
-    """Segments in the order of their ids."""
-
-    segments: list[SegmentInfo]
-    next: str | None = Field(description="`after` of the next page; null: this is the last.")
-
-
-class StatsInfo(BaseModel):
-    """Numbers of the whole engine, all tenants together."""
-
-    tiers: dict[str, dict[str, float]] = Field(description="Numbers of each tier by name.")
-    segments: int = Field(description="Compiled segments.")
-    catalogue: Literal["memory", "file"] = Field(description="`file`: ids survive a restart.")
-
-
-class LimitsInfo(BaseModel):
-    """What one request may take of the pool."""
-
-    pages: int
-    slots: int
-    page_tokens: int
-    max_request_tokens: int
-    tiles: int
-    record_tiles: int
-
-
-class DescriptionInfo(BaseModel):
-    """What a router must know to plan as this instance does, and where its sockets are."""
-
-    instance: str = Field(description="Another at every start of the engine.")
-    model: list[str] = Field(description="Names under which the model is served, without adapters.")
-    namespace: str = Field(description="Instances exchange records only if theirs are equal.")
-    landing: str = Field(description="Where records land: `tcp://HOST:PORT`.")
-    events: str = Field(description="Where changes of what is cached are published: `tcp://HOST:PORT`.")
-    separator: int
-    pdep: int
-    pad: int
-    link: str
-    seam_tokens: int
-    min_segment_tokens: int
-    max_model_len: int
-    has_linear: bool
-    has_attention: bool
-    deadline_s: float = Field(description="Longest that a request waits for other instances.")
-    quadratic: float = Field(
-        description="Prefilling n tokens takes FLOPs in proportion to n + quadratic * n^2."
-    )
-    shared_tiers: list[str] = Field(
-        description="Identities of the store's tiers that other instances use, too, fastest first."
-    )
-    limits: LimitsInfo
-
-
 class HealthInfo(BaseModel):
     status: Literal["ok"] = Field(description="The engine answers commands.")
 
@@ -194,6 +121,28 @@ class ErrorInfo(BaseModel):
 
 class ErrorAnswer(BaseModel):
     error: ErrorInfo
+
+
+def answer(kind: type) -> dict[int | str, dict[str, Any]]:
+    """The entry of a route's ``responses`` for what it answers with :func:`encoded`."""
+    [schema], parts = msgspec.json.schema_components([kind], ref_template="{name}")
+    return {200: {"content": {"application/json": {"schema": _whole(schema, parts)}}}}
+
+
+def _whole(schema: Any, parts: Mapping[str, Any]) -> Any:
+    """``schema`` with what it refers to in the references' places."""
+    if isinstance(schema, list):
+        return [_whole(one, parts) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return {**_whole(parts[schema["$ref"]], parts), **{k: v for k, v in schema.items() if k != "$ref"}}
+    return {name: _whole(one, parts) for name, one in schema.items()}
+
+
+def encoded(found: msgspec.Struct) -> Response:
+    """The answer of a route."""
+    return Response(msgspec.json.encode(found), media_type="application/json")
 
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:

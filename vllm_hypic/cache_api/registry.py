@@ -20,11 +20,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 from ..config.store import DiskConfig, StoreConfig
 from ..primitives.keys import SegmentKey
+from .answers import Place
 
 FILE_NAME = "catalogue.sqlite"
 ID_BYTES = 24
@@ -44,21 +44,6 @@ CREATE INDEX by_record ON segments (record_key);
 """
 _ENTRY = "id, place, n_tokens, record_key, created, last_used, expires, pinned"
 _ALIVE = "(expires IS NULL OR expires > ?)"
-
-
-class Place(Enum):
-    """Where a segment can stand in a prompt."""
-
-    INTERIOR = "interior"
-    """Anywhere."""
-    PROMPT = "prompt"
-    """First in a completion prompt: its tokens include what the tokenizer puts before every text."""
-    CHAT = "chat"
-    """First message of a chat: its tokens include what the chat template puts around it."""
-
-    @property
-    def leading(self) -> bool:
-        return self is not Place.INTERIOR
 
 
 class CatalogueError(Exception):

@@ -5,25 +5,15 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
-from msgspec import UNSET, to_builtins
-from starlette.responses import JSONResponse
+from msgspec import UNSET
+from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 
-from .commands import (
-    Change,
-    Compile,
-    Delete,
-    Describe,
-    Description,
-    Page,
-    Report,
-    Segment,
-    Segments,
-    Show,
-    State,
-)
+from ..segment_parallel.description import Description
+from .answers import CacheStats, Segment, SegmentPage
+from .commands import Change, Compile, Delete, Describe, Page, Report, Show
 from .compiling import compilable
 from .control import CommandFailed, Control
 from .errors import error_body
@@ -32,11 +22,9 @@ from .models import (
     MAX_PAGE,
     ChangeRequest,
     CompileRequest,
-    DescriptionInfo,
     HealthInfo,
-    SegmentInfo,
-    SegmentPage,
-    StatsInfo,
+    answer,
+    encoded,
     error_answers,
 )
 
@@ -80,25 +68,6 @@ def _salt(header: str | None, body: str | None = None) -> str | None:
     return salt
 
 
-def _info(segment: Segment) -> SegmentInfo:
-    return SegmentInfo(
-        id=segment.id,
-        role="leading" if segment.place.leading else "interior",
-        place=segment.place.value,
-        tokens=segment.tokens,
-        bytes=segment.bytes,
-        key=segment.key,
-        created=segment.created,
-        last_used=segment.last_used,
-        expires=segment.expires,
-        pinned=segment.pinned,
-        resident=segment.resident,
-        stored=segment.stored,
-        text=segment.text,
-        token_ids=segment.token_ids,
-    )
-
-
 def command_failed(request: Request, error: Exception) -> JSONResponse:
     """Exception handler of :class:`CommandFailed`."""
     assert isinstance(error, CommandFailed)
@@ -108,12 +77,12 @@ def command_failed(request: Request, error: Exception) -> JSONResponse:
 @router.post(
     "/segments",
     dependencies=[Depends(validate_json_request)],
-    responses=error_answers(400, 409, 503),
+    responses=answer(Segment) | error_answers(400, 409, 503),
     summary="Compile a segment",
 )
 async def compile_segment(
     body: CompileRequest, request: Request, control: ControlOf, header: Salt
-) -> SegmentInfo:
+) -> Response:
     """Compute the segment's record and give it an id; answers when the record is resident.
 
     The same tokens in the same place have the same id for the same tenant; `ttl_s` and `pinned`, where given,
@@ -128,79 +97,82 @@ async def compile_segment(
         ttl_s=body.ttl_s if "ttl_s" in body.model_fields_set else UNSET,
         pin=body.pinned,
     )
-    return _info(await control.compile(command, segment.tokens, salt))
+    return encoded(await control.compile(command, segment.tokens, salt))
 
 
-@router.get("/segments", responses=error_answers(400, 503), summary="List segments")
+@router.get("/segments", responses=answer(SegmentPage) | error_answers(400, 503), summary="List segments")
 async def list_segments(
     control: ControlOf,
     header: Salt,
     after: Annotated[str, Query(description="`next` of the page before.", max_length=MAX_ID)] = "",
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most segments of a page.")] = 100,
-) -> SegmentPage:
+) -> Response:
     """The tenant's own segments, page by page."""
-    page = await control.send(Page(after, limit), Segments, _salt(header))
-    return SegmentPage(
-        segments=[_info(s) for s in page.segments], next=page.segments[-1].id if page.more else None
-    )
+    return encoded(await control.send(Page(after, limit), SegmentPage, _salt(header)))
 
 
-@router.get("/segments/{segment_id}", responses=error_answers(400, 404, 503), summary="Show a segment")
+@router.get(
+    "/segments/{segment_id}",
+    responses=answer(Segment) | error_answers(400, 404, 503),
+    summary="Show a segment",
+)
 async def show_segment(
     segment_id: SegmentId,
     control: ControlOf,
     header: Salt,
     content: Annotated[bool, Query(description="With its text and tokens.")] = False,
-) -> SegmentInfo:
-    return _info(await control.send(Show(segment_id, content), Segment, _salt(header)))
+) -> Response:
+    return encoded(await control.send(Show(segment_id, content), Segment, _salt(header)))
 
 
 @router.patch(
     "/segments/{segment_id}",
     dependencies=[Depends(validate_json_request)],
-    responses=error_answers(400, 404, 409, 503),
+    responses=answer(Segment) | error_answers(400, 404, 409, 503),
     summary="Pin, unpin, or change the time to live",
 )
 async def change_segment(
     segment_id: SegmentId, body: ChangeRequest, control: ControlOf, header: Salt
-) -> SegmentInfo:
+) -> Response:
     salt = _salt(header, body.cache_salt)
     ttl_s = body.ttl_s if "ttl_s" in body.model_fields_set else UNSET
     if not body.pinned:
         command = Change(segment_id, ttl_s, unpin=body.pinned is False)
-        return _info(await control.send(command, Segment, salt))
+        return encoded(await control.send(command, Segment, salt))
     # Its record may be gone: it is compiled anew, which is no work if it is there, and pinned once resident.
     found = await control.send(Show(segment_id, content=True), Segment, salt)
     again = Compile(found.place, text=found.text, ttl_s=ttl_s, pin=True)
-    return _info(await control.compile(again, found.token_ids or [], salt))
+    return encoded(await control.compile(again, list(found.token_ids or ()), salt))
 
 
-@router.delete("/segments/{segment_id}", responses=error_answers(400, 404, 503), summary="Delete a segment")
-async def delete_segment(segment_id: SegmentId, control: ControlOf, header: Salt) -> SegmentInfo:
+@router.delete(
+    "/segments/{segment_id}",
+    responses=answer(Segment) | error_answers(400, 404, 503),
+    summary="Delete a segment",
+)
+async def delete_segment(segment_id: SegmentId, control: ControlOf, header: Salt) -> Response:
     """Forget the id, and its record in the pool and all tiers; answers with the segment as it was.
 
     Requests that use the record now are answered still.
     """
-    return _info(await control.send(Delete(segment_id), Segment, _salt(header)))
+    return encoded(await control.send(Delete(segment_id), Segment, _salt(header)))
 
 
-@router.get("/stats", responses=error_answers(503), summary="Numbers of the tiers")
-async def stats(control: ControlOf) -> StatsInfo:
-    state = await control.send(Report(), State, None)
-    return StatsInfo(tiers=state.tiers, segments=state.segments, catalogue=state.catalogue)
+@router.get("/stats", responses=answer(CacheStats) | error_answers(503), summary="Numbers of the tiers")
+async def stats(control: ControlOf) -> Response:
+    return encoded(await control.send(Report(), CacheStats, None))
 
 
-@router.get("/describe", responses=error_answers(501, 503), summary="What a router must know")
-async def describe(control: ControlOf) -> DescriptionInfo:
+@router.get(
+    "/describe", responses=answer(Description) | error_answers(501, 503), summary="What a router must know"
+)
+async def describe(control: ControlOf) -> Response:
     """501 where the engine runs without the option section `segment_parallel`."""
-    found = await control.send(Describe(), Description, None)
-    return DescriptionInfo.model_validate(
-        {**to_builtins(found), "model": control.served_names, "max_model_len": control.max_model_len}
-    )
+    return encoded(await control.send(Describe(), Description, None))
 
 
 @router.get("/health", responses=error_answers(503), summary="Whether commands are answered")
 async def health(control: ControlOf) -> HealthInfo:
     """Goes through the scheduler, as every command does."""
-    await control.send(Report(), State, None)
+    await control.send(Report(), CacheStats, None)
     return HealthInfo(status="ok")

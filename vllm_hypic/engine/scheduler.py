@@ -23,9 +23,7 @@ from ..cache_api.commands import (
     Answer,
     AnyCommand,
     Compile,
-    Description,
     Failure,
-    Room,
     command_of,
     pack,
 )
@@ -37,6 +35,7 @@ from ..primitives.options import PUSH_TO, Transfer
 from ..primitives.plan import PromptError, PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
+from ..segment_parallel.description import Description
 from .idle_wait import Naps, watch_landings
 
 if TYPE_CHECKING:
@@ -116,11 +115,13 @@ class _HypicMixin(Scheduler):
         hypic, parallel = self.hypic, self.hypic.config.segment_parallel
         if parallel is None:
             return None
-        limits, ids = hypic.limits(), hypic.ids
+        model, ids = self.vllm_config.model_config, hypic.ids
+        served = model.served_model_name
         return Description(
             instance=self._instance,
+            models=(served,) if isinstance(served, str) else tuple(served),
             namespace=hypic.namespace.digest,
-            landing=parallel.landing_url,
+            receiver=parallel.landing_url,
             events=parallel.events_url,
             separator=ids.sep,
             pdep=ids.pdep,
@@ -128,19 +129,13 @@ class _HypicMixin(Scheduler):
             link=hypic.config.link,
             seam_tokens=hypic.config.seam_tokens,
             min_segment_tokens=hypic.config.min_segment_tokens,
+            max_model_len=model.max_model_len,
             has_linear=hypic.traits.has_linear,
             has_attention=hypic.traits.has_attention,
+            limits=hypic.limits(),
             deadline_s=parallel.deadline_s,
             quadratic=hypic.quadratic,
-            shared_tiers=hypic.shared_tiers,
-            limits=Room(
-                limits.pages,
-                limits.slots,
-                limits.page_tokens,
-                limits.max_request_tokens,
-                limits.tiles,
-                limits.segment_tiles,
-            ),
+            shared_tiers=tuple(hypic.shared_tiers),
         )
 
     def _tenant(self, salt: str | None) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -142,16 +142,24 @@ class CachedSegment:
 @dataclass(frozen=True)
 class PoolLimits:
     """What one request may take of the public pool: pages, state slots, tokens of a segment request; and
-    tiles for transitions, of which an interior segment takes at most ``segment_tiles``.  Records in
-    ``kept`` have their place beside these limits."""
+    tiles for transitions, of which an interior segment takes at most ``record_tiles``.
+
+    Instances tell routers these numbers under these names.
+    """
 
     pages: int
     slots: int
     page_tokens: int
     max_request_tokens: int
     tiles: int = 0
-    segment_tiles: int = 0
-    kept: frozenset[SegmentKey] = frozenset()
+    record_tiles: int = 0
+
+    def __post_init__(self) -> None:
+        """``ValueError`` for numbers below 0, and pages that hold no token."""
+        for name, value in vars(self).items():
+            least = 1 if name == "page_tokens" else 0
+            if value < least:
+                raise ValueError(f"limits.{name}={value}: expected at least {least}")
 
 
 @dataclass(frozen=True)
@@ -179,8 +187,10 @@ def build_plan(
     limits: PoolLimits,
     *,
     min_segment_tokens: int,
+    kept: Collection[SegmentKey] = (),
 ) -> PromptPlan:
-    """Plan one request.  Changes nothing; depends on its arguments alone.
+    """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
+    place beside ``limits``.
 
     A segment is computed in the stream (exact) when its interior would be shorter than
     ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is
@@ -190,7 +200,7 @@ def build_plan(
     segments: list[CachedSegment] = []
     stream: list[int] = []
     positions: list[int] = []
-    budget = _Budget(limits)
+    budget = _Budget(limits, kept)
     last = len(prompt.pieces) - 1
     lead = prompt.pieces[0]
     anchor = lead.tokens[: min(method.anchor, lead.dependent_from)] if last else ()
@@ -228,16 +238,16 @@ def build_plan(
 class _Budget:
     """Greedy count of what a request's distinct records take of the pool."""
 
-    def __init__(self, limits: PoolLimits) -> None:
+    def __init__(self, limits: PoolLimits, kept: Collection[SegmentKey]) -> None:
         self.limits, self.pages, self.slots, self.tiles = limits, 0, 0, 0
-        self.seen = set(limits.kept)
+        self.seen = set(kept)
 
     def take(self, segment: CachedSegment) -> bool:
         too_long = segment.before + segment.stop > self.limits.max_request_tokens
         if segment.key in self.seen and not too_long:
             return True
         pages = self.pages + -(-segment.columns // self.limits.page_tokens)
-        tiles = self.tiles + (0 if segment.role is Role.LEADING else self.limits.segment_tiles)
+        tiles = self.tiles + (0 if segment.role is Role.LEADING else self.limits.record_tiles)
         if (
             too_long
             or pages > self.limits.pages

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from http_server import STOP_S, HttpServer
@@ -20,6 +21,7 @@ from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.options import link_of_request, tier_of
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
 from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.events import Publisher
 from vllm_hypic.segment_parallel.received import Outcome, Received
 from vllm_hypic.segment_parallel.receiver import Receiver
@@ -147,34 +149,26 @@ class FakeInstance:
 
     # -- the engine ------------------------------------------------------------------------------
 
-    def describe(self) -> dict[str, Any]:
-        limits = self.limits
-        return {
-            "instance": self.instance,
-            "model": list(self.models),
-            "namespace": self.namespace,
-            "landing": self.receiver.url,
-            "events": self.events_url,
-            "separator": SEP,
-            "pdep": PDEP,
-            "pad": PAD,
-            "link": "hypic",
-            "seam_tokens": SEAM,
-            "min_segment_tokens": LEAST,
-            "max_model_len": limits.max_request_tokens + 1,
-            "has_linear": True,
-            "has_attention": True,
-            "deadline_s": self.deadline_s,
-            "shared_tiers": list(self.tiers),
-            "limits": {
-                "pages": limits.pages,
-                "slots": limits.slots,
-                "page_tokens": limits.page_tokens,
-                "max_request_tokens": limits.max_request_tokens,
-                "tiles": limits.tiles,
-                "record_tiles": limits.segment_tiles,
-            },
-        }
+    def describe(self) -> Description:
+        return Description(
+            instance=self.instance,
+            models=self.models,
+            namespace=self.namespace,
+            receiver=self.receiver.url,
+            events=self.events_url,
+            separator=SEP,
+            pdep=PDEP,
+            pad=PAD,
+            link="hypic",
+            seam_tokens=SEAM,
+            min_segment_tokens=LEAST,
+            max_model_len=self.limits.max_request_tokens + 1,
+            has_linear=True,
+            has_attention=True,
+            limits=self.limits,
+            deadline_s=self.deadline_s,
+            shared_tiers=tuple(self.tiers),
+        )
 
     def plan(self, body: dict[str, Any]) -> PromptPlan:
         """As the engine plans."""
@@ -278,7 +272,7 @@ class FakeInstance:
         if seen.path == "/v1/hypic/describe":
             if b.describe_status is not None:
                 return error(b.describe_status, "no description")
-            return JSONResponse(self.describe())
+            return Response(msgspec.json.encode(self.describe()), media_type="application/json")
         if seen.path == "/tokenize":
             if b.tokenize_status is not None:
                 return error(b.tokenize_status, "no tokens")

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
-from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.plan import PoolLimits
-from vllm_hypic.primitives.policies import ModelTraits
 from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.events import InstanceView
 from vllm_hypic.segment_parallel.router import assign
 from vllm_hypic.segment_parallel.router.assign import Decision, Source, decide
-from vllm_hypic.segment_parallel.router.description import Description
 from vllm_hypic.segment_parallel.router.instances import Exclusion, Instance, Pool, State
 from vllm_hypic.segment_parallel.router.plan import Planned, plan_request
 from vllm_hypic.segment_parallel.router.settings import Settings
@@ -23,16 +22,19 @@ from vllm_hypic.segment_parallel.router.settings import Settings
 IDS = PrimitiveIds(100_000, 100_001, 100_002)
 DESCRIPTION = Description(
     models=("m",),
-    namespace=Namespace("a"),
-    landing="tcp://127.0.0.1:7100",
+    namespace="a",
+    receiver="tcp://127.0.0.1:7100",
     events="tcp://127.0.0.1:7101",
     instance="i",
-    primitives=IDS,
+    separator=IDS.sep,
+    pdep=IDS.pdep,
+    pad=IDS.pad,
     link="hypic",
     seam_tokens=2,
     min_segment_tokens=4,
     max_model_len=8192,
-    traits=ModelTraits(True, True),
+    has_linear=True,
+    has_attention=True,
     limits=PoolLimits(10_000, 10_000, 64, 8191, 10_000, 1),
 )
 
@@ -66,7 +68,7 @@ def pool(workers: int, *, equals: bool = False) -> Pool:
     found = Pool(Settings((combine, *prefill) if equals else prefill, (combine,)))
     for i, instance in enumerate(found.instances):
         instance.view, instance.described_boot = View(), "b"
-        instance.description = replace(DESCRIPTION, landing=f"tcp://127.0.0.1:{7000 + i}")
+        instance.description = structs.replace(DESCRIPTION, receiver=f"tcp://127.0.0.1:{7000 + i}")
     found.settle()
     return found
 
@@ -106,7 +108,7 @@ def test_long_segments_weigh_more_than_their_tokens() -> None:
     even = planned([80, 60, 30, 20])
     found = pool(2)
     for quadratic, alone in ((0.0, False), (1.0, True)):
-        weighed = replace(even, description=replace(even.description, quadratic=quadratic))
+        weighed = replace(even, description=structs.replace(even.description, quadratic=quadratic))
         spread = decide(weighed, found.instances[0], found.spreading(), Nothing())
         with_longest = [t for t in spread.tasks if t.worker is spread.tasks[0].worker]
         assert (len(with_longest) == 1) is alone
@@ -211,13 +213,13 @@ def test_failures_together_count_once_and_back_off_grows(monkeypatch: pytest.Mon
 def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
     of = Pool(Settings(("http://w",), tuple(f"http://c{i}" for i in range(3))))
     for i, instance in enumerate(of.instances):
-        instance.description = replace(DESCRIPTION, landing=f"tcp://127.0.0.1:{7000 + i}")
+        instance.description = structs.replace(DESCRIPTION, receiver=f"tcp://127.0.0.1:{7000 + i}")
     assert of.settle() == []
 
     def change(i: int, to: str) -> list[tuple[Instance, Exclusion]]:
         old = of.instances[i].description
         assert old is not None
-        of.instances[i].description = replace(old, namespace=Namespace(to))
+        of.instances[i].description = structs.replace(old, namespace=to)
         return of.settle()
 
     first, _, third, worker = of.instances
@@ -226,5 +228,5 @@ def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
     excluded = change(1, "z")
     assert {i for i, _ in excluded} == {third, worker} and first.state is State.DESCRIBED
     assert change(3, "z") == [] and worker.state is State.DESCRIBED
-    worker.description = replace(DESCRIPTION, landing="tcp://127.0.0.1:7000", namespace=Namespace("z"))
+    worker.description = structs.replace(DESCRIPTION, receiver="tcp://127.0.0.1:7000", namespace="z")
     assert of.settle() == [(worker, Exclusion.LANDING)]

@@ -18,7 +18,7 @@ from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.plan import PromptError, PromptPlan
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveIds
-from vllm_hypic.segment_parallel.router.description import Description, DescriptionError
+from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.router.plan import plan_request
 from vllm_hypic.segment_parallel.router.prompt import CHAT, tokenize_request
 
@@ -39,33 +39,25 @@ def engine(linear: bool, **options: Any) -> SchedulerSide:
 
 def described(side: SchedulerSide, **more: Any) -> Description:
     """What ``GET /v1/hypic/describe`` of this engine says."""
-    limits = side.limits()
-    body = {
-        "instance": "i",
-        "model": ["m"],
-        "namespace": side.namespace.digest,
-        "landing": "tcp://127.0.0.1:7100",
-        "events": "tcp://127.0.0.1:7101",
-        "separator": IDS.sep,
-        "pdep": IDS.pdep,
-        "pad": IDS.pad,
-        "link": side.config.link,
-        "seam_tokens": side.config.seam_tokens,
-        "min_segment_tokens": side.config.min_segment_tokens,
-        "max_model_len": MODEL_LEN,
-        "has_linear": side.traits.has_linear,
-        "has_attention": side.traits.has_attention,
-        "limits": {
-            "pages": limits.pages,
-            "slots": limits.slots,
-            "page_tokens": limits.page_tokens,
-            "max_request_tokens": limits.max_request_tokens,
-            "tiles": limits.tiles,
-            "record_tiles": limits.segment_tiles,
-        },
-        **more,
-    }
-    return Description.parse(msgspec.json.encode(body))
+    description = Description(
+        instance="i",
+        models=("m",),
+        namespace=side.namespace.digest,
+        receiver="tcp://127.0.0.1:7100",
+        events="tcp://127.0.0.1:7101",
+        separator=IDS.sep,
+        pdep=IDS.pdep,
+        pad=IDS.pad,
+        link=side.config.link,
+        seam_tokens=side.config.seam_tokens,
+        min_segment_tokens=side.config.min_segment_tokens,
+        max_model_len=MODEL_LEN,
+        has_linear=side.traits.has_linear,
+        has_attention=side.traits.has_attention,
+        limits=side.limits(),
+    )
+    body = {**msgspec.to_builtins(description), **more}
+    return msgspec.json.decode(msgspec.json.encode(body), type=Description)
 
 
 prompts = st.lists(
@@ -111,7 +103,7 @@ def planned_alike(
         assert warm is not None and warm.warm_only and [s.key for s in warm.segments] == [segment.key]
         assert planned.made_by(description, segment)
         small = dataclasses.replace(description.limits, max_request_tokens=segment.tokens - 1)
-        assert not planned.made_by(dataclasses.replace(description, limits=small), segment)
+        assert not planned.made_by(msgspec.structs.replace(description, limits=small), segment)
     return expected
 
 
@@ -141,12 +133,14 @@ def test_the_longest_segment_that_a_model_takes() -> None:
         ({"pdep": 100}, "must differ"),
         ({"landing": "tcp://nowhere"}, "tcp://ADDRESS:PORT"),
         ({"limits": {}}, "limits"),
+        ({"limits": {"pages": 1, "slots": 1, "page_tokens": 0, "max_request_tokens": 9}}, "page_tokens=0"),
+        ({"limits": {"pages": 1, "slots": -1, "page_tokens": 1, "max_request_tokens": 9}}, "slots=-1"),
         ({"model": []}, "model"),
         ({"has_linear": 1}, "has_linear"),
     ],
 )
 def test_descriptions_that_make_no_sense(change: dict, said: str) -> None:
-    with pytest.raises(DescriptionError, match=said):
+    with pytest.raises(msgspec.ValidationError, match=said):
         described(engine(linear=True), **change)
 
 

@@ -158,6 +158,7 @@ class SchedulerSide:
             self.namespace.scoped(salt=ask.salt, lora=ask.lora),
             self.limits(),
             min_segment_tokens=self.config.min_segment_tokens,
+            kept=self.directory.kept,
         )
 
     @property
@@ -178,7 +179,6 @@ class SchedulerSide:
             self.max_model_len - 1,
             total.tiles - kept.tiles,
             self.geometry.record_tiles,
-            self.directory.kept,
         )
 
     def transfer(self, ask: Ask) -> Transfer:

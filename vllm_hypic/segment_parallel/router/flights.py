@@ -19,7 +19,7 @@ from .notices import Notices
 from .plan import Planned, SegmentAsk
 from .segment_request import Origin, Outcome, Result, longest_s, segment_body, send_segment
 from .settings import Settings
-from .ways import Way, common_tier
+from .ways import Way
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Flight:
 
 def _name(key: str, combine: Instance, origin: Origin) -> FlightName:
     assert combine.description is not None
-    return FlightName(key, combine.description.landing, origin.authorization)
+    return FlightName(key, combine.description.receiver, origin.authorization)
 
 
 class _Shared:
@@ -123,7 +123,7 @@ class _Shared:
     def coming(self, key: str, combine: Instance) -> bool:
         if combine.description is None:
             return False
-        return FlightName(key, combine.description.landing, self._authorization) in self._flights
+        return FlightName(key, combine.description.receiver, self._authorization) in self._flights
 
 
 class Flights:
@@ -371,7 +371,7 @@ class Flights:
             return None
         if worker.description is None or flight.combine.description is None:
             return None
-        return common_tier(worker.description, flight.combine.description)
+        return flight.combine.description.tier_shared_with(worker.description)
 
     async def _send(
         self,

@@ -152,7 +152,7 @@ class Front:
             request.path,
             request.body,
             description.models,
-            description.separator_text,
+            instance.separator_text,
             description.primitives.sep,
         )
         if reason is not None:

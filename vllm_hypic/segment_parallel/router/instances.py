@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ..description import Description
 from ..events import InstanceView
-from .description import Description
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class Instance:
         self.reason = "not reached yet"
         """Why it is not usable."""
         self.description: Description | None = None
+        self.separator_text: str | None = None
+        """The separator in prompts; ``None``: not known, so every text must be tokenised to find it."""
         self.view = InstanceView()
         self.described_boot = ""
         """Boot id of the events when it was last described: another one is a process we know nothing of."""
@@ -255,7 +257,7 @@ class Pool:
                 f"its namespace is {_namespace(instance)[:16]}, the pool's {self.namespace[:16]}: model, "
                 "weights, dtypes and the plugin's version must be the same"
             )
-        landing = instance.description.landing
+        landing = instance.description.receiver
         if (other := landings.setdefault(landing, instance.url)) != instance.url:
             text = f"its records land at {landing} as those of {other}: give each its own `listen`"
             return Exclusion.LANDING, text
@@ -264,4 +266,4 @@ class Pool:
 
 def _namespace(instance: Instance) -> str:
     assert instance.description is not None
-    return instance.description.namespace.digest
+    return instance.description.namespace

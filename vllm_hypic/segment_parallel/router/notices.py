@@ -43,11 +43,11 @@ class Notices:
             return False
         names = [object_name(key) for key in keys]
         try:
-            await tell(description.landing, description.namespace.digest, names, self._secret)
+            await tell(description.receiver, description.namespace, names, self._secret)
         except (OSError, TimeoutError, ValueError, zmq.ZMQError) as e:
-            self._metrics.failures.labels(failure, description.landing).inc()
+            self._metrics.failures.labels(failure, description.receiver).inc()
             log.warning(
-                "%s could not be told that %d records %s: %s", description.landing, len(keys), what, e
+                "%s could not be told that %d records %s: %s", description.receiver, len(keys), what, e
             )
             return False
         return True

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...primitives.keys import Role, SegmentKey
+from ...primitives.keys import Namespace, Role, SegmentKey
 from ...primitives.options import LINK, SEAM, link_of_request
 from ...primitives.plan import CachedSegment, PromptError, PromptPlan, build_plan, parse_prompt
 from ...primitives.policies import LinkError, LinkMethod
 from ...primitives.tokens import PrimitiveIds
-from .description import Description
+from ..description import Description
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt
     return build_plan(
         parse_prompt(ids, description.primitives),
         method,
-        description.namespace.scoped(salt=salt, lora=None),
+        Namespace(description.namespace).scoped(salt=salt, lora=None),
         description.limits,
         min_segment_tokens=description.min_segment_tokens,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx
+import msgspec
 import zmq
 
+from ..description import Description
 from ..events import InstanceView, Subscription
-from .description import Description, DescriptionError
 from .instances import Instance, Pool, State
 from .metrics import RouterMetrics
 from .settings import Settings
@@ -90,19 +90,15 @@ class Watcher:
             await self._without(answer)
             return
         try:
-            found = Description.parse(answer.content)
-        except DescriptionError as e:
-            self._lost(str(e))
+            found = msgspec.json.decode(answer.content, type=Description)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            self._lost(f"its description cannot be used: {e}")
             return
         if before is None or found.instance != before.instance:
             instance.trust()
             sep = found.primitives.sep
-            found = replace(found, separator_text=await text_of(self._http, instance.url, sep, self._headers))
-            log.info(
-                "%s: %s, namespace %s", instance.url, ", ".join(found.models), found.namespace.digest[:16]
-            )
-        else:
-            found = replace(found, separator_text=before.separator_text)
+            instance.separator_text = await text_of(self._http, instance.url, sep, self._headers)
+            log.info("%s: %s, namespace %s", instance.url, ", ".join(found.models), found.namespace[:16])
         instance.description = found
         for excluded, why in self._pool.settle():
             self._metrics.failures.labels(why.value, excluded.url).inc()

@@ -1,0 +1,78 @@
+"""Answers of the cache API: one form for the scheduler that gives them, HTTP that carries them, and clients.
+
+Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+
+from .forms import id_form
+
+Role = Literal["leading", "interior"]
+
+
+class Place(StrEnum):
+    """Where a segment can stand in a prompt."""
+
+    INTERIOR = "interior"
+    """Anywhere."""
+    PROMPT = "prompt"
+    """First in a completion prompt: its tokens include what the tokenizer puts before every text."""
+    CHAT = "chat"
+    """First message of a chat: its tokens include what the chat template puts around it."""
+
+    @property
+    def leading(self) -> bool:
+        return self is not Place.INTERIOR
+
+
+def _says(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A compiled segment.  Times are Unix times; ``expires`` ``None``: it lives until it is deleted."""
+
+    id: Annotated[str, _says("Unguessable; stands for the segment as `<|hypic_segment:ID|>` in prompts.")]
+    role: Role
+    place: Annotated[
+        Place, _says("Where it can stand: anywhere, first in a completion prompt, first in a chat.")
+    ]
+    tokens: Annotated[int, _says("Its length in tokens.")]
+    bytes: Annotated[int, _says("What its record takes of the pool now.")]
+    key: Annotated[
+        str | None,
+        _says("Name of its record; null where it has none, being too short or too long for the pool."),
+    ]
+    created: Annotated[float, _says("Unix time.")]
+    last_used: Annotated[float, _says("Unix time of the last use by id.")]
+    expires: Annotated[float | None, _says("Unix time; null: lives until deleted.")]
+    pinned: bool
+    resident: Annotated[bool, _says("Its record is in the pool now.")]
+    stored: Annotated[bool, _says("A tier below was given its record.")]
+    text: Annotated[str | None, _says("With `content=true`: the text it was compiled from.")] = None
+    token_ids: Annotated[tuple[int, ...] | None, _says("With `content=true`: all its tokens.")] = None
+
+    @property
+    def form(self) -> str:
+        """The text that stands for the segment in prompts and messages."""
+        return id_form(self.id)
+
+
+class SegmentPage(msgspec.Struct, frozen=True):
+    """Segments in the order of their ids."""
+
+    segments: list[Segment]
+    next: Annotated[str | None, _says("`after` of the next page; null: this is the last.")]
+
+
+class CacheStats(msgspec.Struct, frozen=True):
+    """Numbers of the whole engine, all tenants together."""
+
+    tiers: Annotated[dict[str, dict[str, float]], _says("Numbers of each tier by name.")]
+    segments: Annotated[int, _says("Compiled segments.")]
+    catalogue: Annotated[Literal["memory", "file"], _says("`file`: ids survive a restart.")]

@@ -1,0 +1,94 @@
+"""What an instance says of itself (``GET /v1/hypic/describe``), so that a router plans as its engine does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..config.segment_parallel import Address
+from ..primitives.plan import PoolLimits
+from ..primitives.policies import ModelTraits
+from ..primitives.tokens import PrimitiveIds
+from ..store.shared import IDENTITY_DIGITS
+
+_Count = Annotated[int, Meta(ge=0)]
+_Identity = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{IDENTITY_DIGITS}}}\Z")]
+
+
+class Description(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"models": "model", "receiver": "landing"}
+):
+    """One engine process.  What a later version adds is ignored."""
+
+    instance: Annotated[str, Meta(description="Another at every start of the engine.")]
+    models: Annotated[
+        tuple[str, ...],
+        Meta(description="Names under which the model is served, without adapters.", min_length=1),
+    ]
+    namespace: Annotated[
+        str,
+        Meta(
+            description="Instances exchange records only if theirs are equal.", min_length=1, max_length=256
+        ),
+    ]
+    receiver: Annotated[str, Meta(description="Where records are received: `tcp://HOST:PORT`.")]
+    events: Annotated[
+        str, Meta(description="Where changes of what is cached are published: `tcp://HOST:PORT`.")
+    ]
+    separator: _Count
+    pdep: _Count
+    pad: _Count
+    link: str
+    seam_tokens: _Count
+    min_segment_tokens: _Count
+    max_model_len: Annotated[int, Meta(ge=1)]
+    has_linear: bool
+    has_attention: bool
+    limits: PoolLimits
+    deadline_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Longest that a request waits for other instances; null: it does not say."),
+    ] = None
+    quadratic: Annotated[
+        float, Meta(description="Prefilling n tokens takes FLOPs in proportion to n + quadratic * n^2.", ge=0)
+    ] = 0.0
+    shared_tiers: Annotated[
+        tuple[_Identity, ...],
+        Meta(
+            description="Identities of the store's tiers that other instances use, too, fastest first.",
+            max_length=64,
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        """``ValueError`` for addresses that are none, and for primitives that are not three."""
+        for address in (self.receiver, self.events):
+            Address.parse(address)
+        _ = self.primitives
+
+    @property
+    def primitives(self) -> PrimitiveIds:
+        return PrimitiveIds(self.separator, self.pdep, self.pad)
+
+    @property
+    def traits(self) -> ModelTraits:
+        return ModelTraits(self.has_linear, self.has_attention)
+
+    @property
+    def planning(self) -> tuple[object, ...]:
+        """Everything that a plan depends on."""
+        return (
+            self.primitives,
+            self.link,
+            self.seam_tokens,
+            self.traits,
+            self.namespace,
+            self.limits,
+            self.min_segment_tokens,
+        )
+
+    def tier_shared_with(self, worker: Description) -> str | None:
+        """The identity of a tier that both have: the fastest of this instance's."""
+        return next((tier for tier in self.shared_tiers if tier in worker.shared_tiers), None)
