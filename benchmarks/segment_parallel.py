@@ -11,8 +11,9 @@ import click
 import httpx
 from rich.console import Console
 
-from vllm_hypic.demo.asking import Breakdown, Reply, completion, separator_of, uneven, writer
+from vllm_hypic.harness.client import Breakdown, Reply, completion, separator_of
 from vllm_hypic.harness.cluster import Cluster, Setup
+from vllm_hypic.harness.prompts import uneven, writer
 from vllm_hypic.harness.report import (
     check_outputs,
     console,

@@ -31,8 +31,9 @@ from vllm_hypic.cache_api.client import (
 from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.cli import main
 from vllm_hypic.demo.single import make_tasks
+from vllm_hypic.harness.client import ask
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.serving import Server, ask
+from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 from vllm_hypic.segment_parallel.notifier import tell_stored
 
@@ -103,13 +104,13 @@ class TestServer:
         a, b = (cache.compile(document) for document in task.documents)
         prompt = f"<bos> <sys> {task.system}{a.form}{b.form}{task.question}"
         [once] = choices(post(server, {"prompt": prompt}))
-        streamed = ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0})
+        streamed = ask(server.url, "/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0})
         assert streamed.text == once and streamed.cached_tokens == 2 * REUSED
         chat = {
             "messages": [{"role": "user", "content": f"{a.form}{b.form}{task.question}"}],
             "max_tokens": 8,
         }
-        assert ask(server, "/v1/chat/completions", chat).cached_tokens == 2 * REUSED
+        assert ask(server.url, "/v1/chat/completions", chat).cached_tokens == 2 * REUSED
         several = choices(post(server, {"prompt": [prompt, "w1 w2", prompt], "n": 2, "temperature": 0.001}))
         assert [several[i] for i in (0, 1, 4, 5)] == [once] * 4
 

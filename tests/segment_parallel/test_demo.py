@@ -14,8 +14,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from vllm_hypic.demo.asking import Breakdown, Part, Reply
 from vllm_hypic.demo.parallel import Counted, check, main
+from vllm_hypic.harness.client import Breakdown, Part, Reply
 
 ROOT = Path(__file__).parents[2]
 _ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -7,7 +7,7 @@ import math
 import httpx
 import pytest
 
-from vllm_hypic.harness.serving import ask
+from vllm_hypic.harness.client import ask
 
 from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, Client, cached, text
 
@@ -43,7 +43,7 @@ def test_streamed_text_is_the_text(client, question):
         ("/v1/completions", {"prompt": q.prompt()}),
         ("/v1/chat/completions", {"messages": q.messages()}),
     ):
-        answer = ask(client.server, path, {**body, "max_tokens": 8, "temperature": 0})
+        answer = ask(client.server.url, path, {**body, "max_tokens": 8, "temperature": 0})
         assert answer.text.strip() == q.answer
         assert answer.finish_reason == "stop"
         assert 0 < answer.first_token_s <= answer.total_s

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from vllm_hypic.demo import single
-from vllm_hypic.harness.serving import Answer
+from vllm_hypic.harness.client import Answer
 
 from .conftest import ENV
 

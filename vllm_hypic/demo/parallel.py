@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..harness.client import Breakdown, Reply, completion, separator_of
 from ..harness.cluster import FAILURES, Cluster, Setup
 from ..harness.generators import EXAMPLE
-from ..harness.prompts import Writer
+from ..harness.prompts import Writer, uneven, writer
 from ..harness.report import console, percent, seconds, size, table
 from ..harness.serving import Server, ServerError
 from ..harness.sizes import SIZES, random_model
-from .asking import Breakdown, Reply, completion, separator_of, uneven, writer
 
 LENGTHS = (1536, 640, 1152, 320, 960, 832, 448, 1280)
 """Tokens of the segments, the leading one first."""

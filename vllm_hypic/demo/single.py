@@ -24,8 +24,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from ..harness.client import Answer, ask
 from ..harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
-from ..harness.serving import Answer, Server, ServerError, ask
+from ..harness.serving import Server, ServerError
 from ..primitives.builder import build_messages, build_prompt
 from ..primitives.tokens import PrimitiveTexts
 
@@ -201,7 +202,7 @@ def run(server: Server, tasks: Sequence[Task], *, cut: bool) -> list[Result]:
     for turn, (i, task) in itertools.product(range(ORDERS), enumerate(tasks)):
         prompt = Prompt(task, orders(i, len(task.documents))[turn], SURFACES[(i + turn) % len(SURFACES)], cut)
         path, body = prompt.request(token_ids)
-        results.append(Result(prompt, ask(server, path, body)))
+        results.append(Result(prompt, ask(server.url, path, body)))
     return results
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 Document = tuple[int, ...]
 HEAD = 64
@@ -81,3 +82,18 @@ class Writer:
         if n > 1 and order[0] == 0:
             order = [*order[1:], 0]
         return order
+
+
+def writer(model: Path, seed: int) -> Writer:
+    """A writer of documents in the ordinary tokens of the model in this folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    return Writer(sorted(set(tokenizer.get_vocab().values()) - special), seed)
+
+
+def uneven(draw: Writer, lengths: tuple[int, ...], question: int) -> Prompt:
+    """A fresh prompt with segments of these lengths, in tokens; the first is the leading one."""
+    head, *documents = (draw.document(n) for n in lengths)
+    return Prompt(head, tuple(documents), draw.document(question))

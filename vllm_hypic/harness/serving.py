@@ -1,7 +1,7 @@
-"""A real ``vllm serve`` process for demos, tests and benchmarks, and a client that times it.
+"""A real ``vllm serve`` process for demos, tests and benchmarks.
 
     with Server("Qwen/Qwen3.5-0.8B", "--attention-backend", "hypic") as server:
-        answer = ask(server, "/v1/completions", {"prompt": "...", "max_tokens": 8})
+        answer = ask(server.url, "/v1/completions", {"prompt": "...", "max_tokens": 8})
         print(answer.text, answer.first_token_s, server.metrics()["vllm:hypic_tokens_reused_total"])
 
 Needs no vLLM in its own process; imports neither torch nor vllm.
@@ -9,19 +9,16 @@ Needs no vLLM in its own process; imports neither torch nor vllm.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx
 import psutil
@@ -173,59 +170,3 @@ def _session(leader: int) -> list[psutil.Process]:
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A streamed answer.  Times are seconds from sending the request."""
-
-    text: str
-    finish_reason: str | None
-    first_token_s: float
-    total_s: float
-    usage: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return int(self.usage.get("prompt_tokens", 0))
-
-    @property
-    def cached_tokens(self) -> int:
-        """Needs the server's ``--enable-prompt-tokens-details``."""
-        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-
-
-def ask(server: Server, path: str, body: Mapping[str, Any], *, timeout_s: float = 300.0) -> Answer:
-    """Send one completion or chat completion, streamed; raises ``httpx.HTTPStatusError`` when refused.
-
-    ``first_token_s`` is when the first text arrived (the end of the answer, if it has none).
-    """
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    texts: list[str] = []
-    first: float | None = None
-    reason: str | None = None
-    usage: dict[str, Any] = {}
-    begin = time.perf_counter()
-    with httpx.stream("POST", server.url + path, json=body, timeout=timeout_s) as response:
-        if response.is_error:
-            response.read()
-            raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
-        for event in _events(response.iter_lines()):
-            usage = event.get("usage") or usage
-            for choice in event.get("choices", ()):
-                text = choice["text"] if "text" in choice else choice["delta"].get("content")
-                reason = choice.get("finish_reason") or reason
-                if text:
-                    first = time.perf_counter() - begin if first is None else first
-                    texts.append(text)
-    total = time.perf_counter() - begin
-    return Answer("".join(texts), reason, total if first is None else first, total, usage)
-
-
-def _events(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    for line in lines:
-        if (match := re.match(r"data: (\{.*)", line)) is not None:
-            event: dict[str, Any] = json.loads(match.group(1))
-            if "error" in event:
-                raise RuntimeError(f"the server broke off: {event['error']}")
-            yield event

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.services import RedisServer
-from vllm_hypic.demo.asking import separator_of, writer
+from vllm_hypic.harness.client import separator_of
 from vllm_hypic.harness.cluster import Cluster, Setup, resume
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.prompts import Writer
+from vllm_hypic.harness.prompts import Writer, writer
 
 from .redis_tier import COMBINE, WORKER, allow, store_of
 from .stand import Stand

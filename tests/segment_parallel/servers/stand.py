@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import psutil
 
-from vllm_hypic.demo.asking import Reply, completion, uneven
+from vllm_hypic.harness.client import Reply, completion
 from vllm_hypic.harness.cluster import FAILURES, Cluster, Instance
-from vllm_hypic.harness.prompts import Writer
+from vllm_hypic.harness.prompts import Writer, uneven
 from vllm_hypic.harness.serving import Server
 
 LENGTHS = (160, 480, 64, 320, 96, 224, 400, 128)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.services import RedisServer
-from vllm_hypic.demo.asking import Reply, completion
+from vllm_hypic.harness.client import Reply, completion
 from vllm_hypic.harness.cluster import FAILURES, Router
 
 from .redis_tier import COMBINE, WORKER, allow

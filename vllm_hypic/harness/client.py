@@ -1,0 +1,181 @@
+"""A client of the completion routes that times its answers, and reads what a router says of a request.
+
+answer = ask(server.url, "/v1/completions", {"prompt": "...", "max_tokens": 8})
+print(answer.text, answer.first_token_s)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+TOP = 5
+"""Logprobs of each token that :func:`completion` asks for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed answer.  Times are seconds from sending the request."""
+
+    text: str
+    finish_reason: str | None
+    first_token_s: float
+    total_s: float
+    usage: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.usage.get("prompt_tokens", 0))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Needs the server's ``--enable-prompt-tokens-details``."""
+        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One segment of a request that was spread."""
+
+    source: str
+    """``dispatched``, ``joined`` or ``held``."""
+    worker: str | None
+    """URL of the one that delivered it."""
+    tokens: int
+    seconds: float | None
+    """From sending it out until it was delivered."""
+    way: str | None = None
+    """``direct``, or ``tiers``: through a tier that both share."""
+
+
+class Breakdown(msgspec.Struct, frozen=True):
+    """Where a router says that the time of one request went, in seconds."""
+
+    kind: str
+    """``parallel`` or ``whole``."""
+    combine: str
+    """URL of the one that answered."""
+    plan_s: float
+    """Tokenising, planning and assigning."""
+    first_byte_s: float
+    dispatch_s: float | None = None
+    """First segment sent out to last record delivered."""
+    exposed_transfer_s: float | None = None
+    """Of that, when all segments were computed, and records still under way."""
+    combine_s: float | None = None
+    """Last record delivered to the answer's first byte."""
+    local: int = 0
+    """Segments that were left to the combine node."""
+    segments: tuple[Part, ...] | None = ()
+    reason: str | None = None
+    """Why it went whole to one instance."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A streamed answer with its logprobs.  Times are seconds from sending the request."""
+
+    tokens: tuple[str, ...]
+    """As ``token_id:...``."""
+    logprobs: tuple[tuple[tuple[str, float], ...], ...]
+    """The most likely tokens' for each token, as they were sent: equal if and only if their bits are."""
+    first_token_s: float
+    total_s: float
+    breakdown: Breakdown | None
+    """``None`` from others than routers."""
+
+    def same_as(self, other: Reply) -> bool:
+        """Same tokens, and the same logprobs to the last bit."""
+        return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
+
+
+def ask(url: str, path: str, body: Mapping[str, Any], *, timeout_s: float = 300.0) -> Answer:
+    """Send one completion or chat completion; raises ``httpx.HTTPError`` when it is refused or broken off.
+
+    ``first_token_s`` is when the first text arrived (the end of the answer, if it has none).
+    """
+    stream = _Stream(url + path, {**body, "stream_options": {"include_usage": True}}, {}, timeout_s)
+    texts: list[str] = []
+    first: float | None = None
+    reason: str | None = None
+    usage: dict[str, Any] = {}
+    for event in stream.events():
+        usage = event.get("usage") or usage
+        for choice in event.get("choices", ()):
+            text = choice["text"] if "text" in choice else choice["delta"].get("content")
+            reason = choice.get("finish_reason") or reason
+            if text:
+                first = stream.seconds() if first is None else first
+                texts.append(text)
+    total = stream.seconds()
+    return Answer("".join(texts), reason, total if first is None else first, total, usage)
+
+
+def completion(url: str, body: Mapping[str, Any], *, timeout_s: float = 300.0) -> Reply:
+    """Send a greedy completion; raises ``httpx.HTTPError`` when it is refused or broken off."""
+    body = {"temperature": 0, **body, "logprobs": TOP, "return_tokens_as_token_ids": True}
+    stream = _Stream(f"{url}/v1/completions", body, {"x-hypic-breakdown": "1"}, timeout_s)
+    tokens: list[str] = []
+    logprobs: list[tuple[tuple[str, float], ...]] = []
+    first: float | None = None
+    for event in stream.events():
+        for choice in event["choices"]:
+            if found := choice.get("logprobs"):
+                first = stream.seconds() if first is None else first
+                tokens += found["tokens"]
+                logprobs += [tuple(sorted(top.items())) for top in found["top_logprobs"]]
+    total = stream.seconds()
+    if first is None:
+        raise httpx.RemoteProtocolError("the answer has no tokens")
+    told = stream.headers.get("x-hypic-breakdown")
+    breakdown = None if told is None else msgspec.json.decode(told, type=Breakdown)
+    return Reply(tuple(tokens), tuple(logprobs), first, total, breakdown)
+
+
+class _Stream:
+    """One streamed request; its clock starts when its events are first asked for."""
+
+    def __init__(
+        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self._url, self._body, self._sent_headers = url, {**body, "stream": True}, headers
+        self._timeout_s = timeout_s
+        self._begin = 0.0
+        self.headers: Mapping[str, str] = {}
+        """The answer's, once it has begun."""
+
+    def seconds(self) -> float:
+        """Seconds since the request was sent."""
+        return time.perf_counter() - self._begin
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The answer's events up to ``[DONE]``; raises ``httpx.HTTPError`` without it or with an error."""
+        self._begin = time.perf_counter()
+        with httpx.stream(
+            "POST", self._url, json=self._body, headers=self._sent_headers, timeout=self._timeout_s
+        ) as response:
+            if response.is_error:
+                response.read()
+                raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
+            self.headers = response.headers
+            finished = False
+            for line in response.iter_lines():
+                finished = finished or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise httpx.RemoteProtocolError(f"the answer broke off: {event['error']}")
+                    yield event
+        if not finished:
+            raise httpx.RemoteProtocolError("the answer broke off before [DONE]")
+
+
+def separator_of(url: str) -> int:
+    """The id of an instance's separator."""
+    answer = httpx.get(f"{url}/v1/hypic/describe", timeout=30).raise_for_status()
+    return int(answer.json()["separator"])
