@@ -26,12 +26,11 @@ of one prefill it sustains nothing, and the ratio says nothing.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import statistics
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,8 @@ from vllm_hypic.harness.stats import percentile
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from . import trace as traces
-from .client import Client, ClientError, End
+from .bench_serve import BenchError, End
+from .client import Client, ClientError
 from .rates import LoadSettings, Measurement, Point, Result, connect
 from .servers import HYPIC, STOCK, ServeSettings, Spec, serving, token_counter
 from .trace import Trace, TraceError, TraceSettings
@@ -260,8 +260,8 @@ def load(
             else:
                 specs = _named(urls, separators)
             key = os.environ.get(api_key_env) if serve is None else None
-            result = asyncio.run(_measure(specs, trace, settings, console, key))
-    except (ServerError, ClientError, TraceError) as e:
+            result = _measure(specs, trace, settings, console, key)
+    except (ServerError, ClientError, BenchError, TraceError) as e:
         raise click.ClickException(str(e)) from e
     _tell(result, settings, console)
     if json_path is not None:
@@ -289,17 +289,12 @@ def load(
         )
 
 
-async def _measure(
+def _measure(
     specs: Sequence[Spec], trace: Trace, settings: LoadSettings, console: Console, key: str | None
 ) -> Result:
-    async with AsyncExitStack() as stack:
-        targets = []
-        for spec in specs:
-            client = await stack.enter_async_context(
-                Client(spec.url, api_key=key, timeout_s=settings.timeout_s)
-            )
-            targets.append(await connect(spec, client, trace))
-        return await Measurement(targets, trace, settings, console).run()
+    clients = [Client(spec.url, api_key=key, timeout_s=settings.timeout_s) for spec in specs]
+    targets = [connect(spec, client, trace) for spec, client in zip(specs, clients, strict=True)]
+    return Measurement(targets, trace, settings, console).run()
 
 
 def _serve_settings(

@@ -17,13 +17,18 @@ from vllm_hypic.harness.report import seconds
 from vllm_hypic.harness.stats import misses_allowed, percentile
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
-from .client import Client, ClientError, Complete, End, Load, Outcome, run_closed, run_schedule
+from .bench_serve import Bench, End, Outcome, TimedRequest
+from .client import Client, ClientError, Complete, working
 from .search import RateSearch
 from .servers import STOCK, Spec
 from .trace import Trace, TraceRequest
 
 OURS = PrimitiveTexts().sep
 """The plugin's separator."""
+FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
+"""How many requests have had their first token, by a vLLM server's metrics."""
+PUBLISHED_S = 1.0
+"""Longest time until a server's metrics show what it has sent."""
 LATE = 0.05
 """Share of the limit by which the client itself may delay a request before it is told."""
 
@@ -157,6 +162,13 @@ class Target:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def bench(self) -> Bench:
+        return Bench(self.client.url, self.model, self.client.api_key, self.client.timeout_s)
+
+    def timed(self, trace: Trace, request: TraceRequest, at: float = 0.0) -> TimedRequest:
+        return TimedRequest(at, trace.prompt(request, self.separator), request.output_tokens)
+
     def body(self, trace: Trace, request: TraceRequest) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -167,15 +179,15 @@ class Target:
         }
 
 
-async def connect(spec: Spec, client: Client, trace: Trace) -> Target:
+def connect(spec: Spec, client: Client, trace: Trace) -> Target:
     """Ask the server for its model and its separator's id; raises :class:`GateFailed`."""
     separator: int | str | None = spec.separator
     if separator is not None and trace.form == "tokens":
-        ids = await client.tokenize(str(separator))
+        ids = client.tokenize(str(separator))
         if len(ids) != 1:
             raise GateFailed(f"{spec.name}: its tokenizer knows no separator {separator!r}: it gives {ids}")
         [separator] = ids
-    return Target(spec, client, await client.model(), separator)
+    return Target(spec, client, client.model(), separator)
 
 
 class Measurement:
@@ -187,17 +199,17 @@ class Measurement:
         self.targets, self.trace, self.settings, self.console = list(targets), trace, settings, console
         self.points: list[Point] = []
 
-    async def run(self) -> Result:
+    def run(self) -> Result:
         """Raises :class:`GateFailed` when a server's answers are wrong before anything is measured."""
-        passed = await self.check()
-        reached = {target.name: await self.warm_up(target) for target in self.targets}
-        sustained = [] if self.settings.rates else await self.search(reached)
+        passed = self.check()
+        reached = {target.name: self.warm_up(target) for target in self.targets}
+        sustained = [] if self.settings.rates else self.search(reached)
         for i, rate in enumerate(self.settings.rates):
             for target in self._turn(i):
-                await self.measure(target, rate, i)
+                self.measure(target, rate, i)
         metrics = {}
         for target in self.targets:
-            found = await target.client.metrics() or {}
+            found = target.client.metrics() or {}
             if own := {k: v for k, v in found.items() if "hypic" in k and not k.endswith("_created")}:
                 metrics[target.name] = own
         return Result(self.points, sustained, ratios(sustained), reached, metrics, passed)
@@ -206,7 +218,7 @@ class Measurement:
         """The targets, the last first every other time: what drifts hits all alike."""
         return self.targets if i % 2 == 0 else self.targets[::-1]
 
-    async def check(self) -> dict[str, Any]:
+    def check(self) -> dict[str, Any]:
         """The gate: every server answers, all are asked the same, and a server that takes our separator gives
         the same answer bit for bit when its documents were just computed and when they are reused.
 
@@ -222,12 +234,9 @@ class Measurement:
                 for request in requests:
                     body = target.body(self.trace, request)
                     if target.spec.separator != OURS:
-                        outcome = await target.client.stream(Load(0.0, body), time.perf_counter())
-                        if outcome.end is not End.DONE:
-                            raise GateFailed(f"{target.name}: {outcome.error}")
-                        tokens = outcome.prompt_tokens
+                        tokens = _answered(target, body)
                     else:
-                        cold, warm = await _twice(target, body)
+                        cold, warm = _twice(target, body)
                         tokens = warm.prompt_tokens
                         _require_same(target.name, cold, warm)
                         if not warm.cached_tokens:
@@ -240,7 +249,7 @@ class Measurement:
                     cuts = 0 if target.separator is None else len(request.documents) + 1
                     sizes.setdefault(target.name, []).append(tokens - cuts)
                     steps.done()
-                await target.client.idle()
+                target.client.idle()
         # In traces of texts, texts that meet without a separator may be tokenised together.
         if self.trace.form == "tokens" and len({tuple(s) for s in sizes.values()}) > 1:
             raise GateFailed(f"servers count different prompts, separators left out: {sizes}")
@@ -251,7 +260,7 @@ class Measurement:
             "reused": reused,
         }
 
-    async def warm_up(self, target: Target) -> float:
+    def warm_up(self, target: Target) -> float:
         """Send the first requests, a few at a time, and count none.
 
         Returns how many a second of their second half were answered.
@@ -260,10 +269,9 @@ class Measurement:
         if not count:
             return 0.0
         requests = [self.trace.requests[i % len(self.trace.requests)] for i in range(count)]
-        bodies = [target.body(self.trace, r) for r in requests]
-        with report.progress(self.console, count, f"warm-up: {target.name}") as steps:
-            outcomes = await run_closed(
-                target.client, bodies, self.settings.warm_up_at_once, progress=lambda _: steps.done()
+        with self.console.status(f"{target.name}: {count} requests to warm up"):
+            outcomes = target.bench.run(
+                [target.timed(self.trace, r) for r in requests], at_once=self.settings.warm_up_at_once
             )
         if bad := [o for o in outcomes if o.end is not End.DONE]:
             raise GateFailed(f"{target.name}: {len(bad)} of {count} requests failed: {bad[0].error}")
@@ -271,32 +279,26 @@ class Measurement:
         half = count // 2
         return half / (ends[-1] - ends[-1 - half]) if half and ends[-1] > ends[-1 - half] else 0.0
 
-    async def measure(self, target: Target, rate: float, number: int) -> Point:
+    def measure(self, target: Target, rate: float, number: int) -> Point:
         """One point over the trace's window ``number``; it is also kept and told."""
         s = self.settings
         first = s.warm_up + number * s.requests
         window = self.trace.window(first, s.requests, rate)
-        schedule = [Load(at, target.body(self.trace, request)) for at, request in window]
+        schedule = [target.timed(self.trace, request, at) for at, request in window]
+        before = target.client.metrics() or {}
+        overdue = Overdue(target.client, before, schedule, s)
         searching = not s.rates and not s.finish
-        allowed, misses = misses_allowed(s.requests, s.percentile), 0
-
-        def decided(outcome: Outcome) -> bool:
-            nonlocal misses
-            misses += _missed(outcome, s.limit_s)
-            return searching and (misses > allowed or outcome.end is End.FAILED)
-
-        with report.progress(self.console, s.requests, f"{target.name}, {rate:.3g} requests/s") as steps:
-            outcomes = await run_schedule(
-                target.client, schedule, progress=lambda _: steps.done(), decided=decided
-            )
-        await target.client.idle()
+        with self.console.status(f"{target.name}: {s.requests} requests, {rate:.3g} a second"):
+            outcomes = target.bench.run(schedule, decided=overdue if searching else lambda: False)
+        target.client.idle()
         replayed = first + s.requests > len(self.trace.requests)
-        point = make_point(target.name, rate, first, outcomes, s, replayed=replayed)
+        cached = _cached(target.client.metrics() or {}) - _cached(before)
+        point = make_point(target.name, rate, first, outcomes, s, cached=cached, replayed=replayed)
         self.points.append(point)
         self.console.print(_line(point, s), style=None if point.complete else "dim")
         return point
 
-    async def search(self, reached: dict[str, float]) -> list[Sustained]:
+    def search(self, reached: dict[str, float]) -> list[Sustained]:
         """The sustainable rate of every server.
 
         They take turns, each at its own rates; their probes of one number send the same window.
@@ -312,24 +314,55 @@ class Measurement:
             for target in self._turn(i):
                 search = searches[target.name]
                 if (rate := search.next_rate()) is not None:
-                    search.record(rate, (await self.measure(target, rate, i)).within)
+                    search.record(rate, self.measure(target, rate, i).within)
         return [Sustained(name, x.sustained, x.failed, len(x.tried)) for name, x in searches.items()]
 
 
+class Overdue:
+    """Tells while requests are under way that more of them than allowed have missed the limit.
+
+    Counts the first tokens that the server says it gave since ``before``, against the requests whose limit
+    is over.  Servers without vLLM's metrics are never overdue.
+    """
+
+    def __init__(
+        self, client: Client, before: dict[str, float], schedule: Sequence[TimedRequest], s: LoadSettings
+    ) -> None:
+        self._client, self._first_tokens = client, before.get(FIRST_TOKENS, 0.0)
+        self._limits = [request.at - schedule[0].at + s.limit_s + PUBLISHED_S for request in schedule]
+        self._allowed = misses_allowed(s.requests, s.percentile)
+        self._begin: float | None = None
+        """When the first request was seen at the server: not before it was sent."""
+
+    def __call__(self) -> bool:
+        found = self._client.metrics() or {}
+        given, now = found.get(FIRST_TOKENS, 0.0) - self._first_tokens, time.monotonic()
+        if self._begin is None:
+            if not (given or working(found)):
+                return False
+            self._begin = now
+        return sum(limit < now - self._begin for limit in self._limits) - given > self._allowed
+
+
 def make_point(
-    server: str, rate: float, first: int, outcomes: list[Outcome], s: LoadSettings, *, replayed: bool = False
+    server: str,
+    rate: float,
+    first: int,
+    outcomes: list[Outcome],
+    s: LoadSettings,
+    *,
+    cached: int = 0,
+    replayed: bool = False,
 ) -> Point:
     """What the outcomes of one window say; figures only where every request was answered."""
     ends = Counter(o.end.value for o in outcomes)
-    if missing := s.requests - len(outcomes):
-        ends["not sent"] = missing
     complete = ends[End.DONE.value] == s.requests
     misses = sum(_missed(o, s.limit_s) for o in outcomes)
     span = max((o.ended for o in outcomes), default=0.0)
     facts: dict[str, Any] = {}
     if complete:
         ttfts = [o.ttft for o in outcomes if o.ttft is not None]
-        prompt, cached = sum(o.prompt_tokens for o in outcomes), sum(o.cached_tokens for o in outcomes)
+        prompt = sum(o.prompt_tokens for o in outcomes)
         facts = {
             "ttft_s": Times.of(ttfts),
             "gap_s": Times.of([gap for o in outcomes for gap in o.gaps]),
@@ -384,11 +417,23 @@ def _missed(outcome: Outcome, limit_s: float) -> bool:
     return outcome.end is not End.DONE or outcome.ttft is None or outcome.ttft > limit_s
 
 
-async def _twice(target: Target, body: dict[str, Any]) -> tuple[Complete, Complete]:
+def _cached(metrics: dict[str, float]) -> int:
+    return int(metrics.get("vllm:prompt_tokens_cached_total", 0))
+
+
+def _answered(target: Target, body: dict[str, Any]) -> int:
+    """Tokens of the prompt in ``body``, which the server must answer."""
+    try:
+        return target.client.prompt_tokens(body)
+    except ClientError as e:
+        raise GateFailed(f"{target.name}: {e}") from e
+
+
+def _twice(target: Target, body: dict[str, Any]) -> tuple[Complete, Complete]:
     """The same request two times, with log-probabilities."""
     try:
-        first = await target.client.complete({**body, "logprobs": 5})
-        return first, await target.client.complete({**body, "logprobs": 5})
+        first = target.client.complete({**body, "logprobs": 5})
+        return first, target.client.complete({**body, "logprobs": 5})
     except ClientError as e:
         raise GateFailed(f"{target.name}: {e}") from e
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +15,12 @@ from click.testing import CliRunner, Result
 from fake_server import SEPARATOR, Fake
 from one_process import ONE_PROCESS
 
+from benchmarks import bench_serve
 from benchmarks import trace as traces
-from benchmarks.client import End, Outcome
+from benchmarks.bench_serve import Bench, BenchError, End, Outcome, TimedRequest
+from benchmarks.client import Client
 from benchmarks.load import load
-from benchmarks.rates import LoadSettings, Sustained, Times, make_point, ratios
+from benchmarks.rates import LoadSettings, Overdue, Sustained, Times, make_point, ratios
 from benchmarks.trace import TraceSettings, generate
 
 SMALL = ("--documents", "8", "--median-tokens", "70", "--max-tokens", "200", "--per-request", "2", "3")
@@ -93,8 +97,45 @@ def _settings(report: dict[str, Any]) -> TraceSettings:
 # -- small servers -----------------------------------------------------------------------------------
 
 
+class _InThread:
+    """``vllm bench serve`` as :func:`launch` would start it, in this process: it imports vLLM but once."""
+
+    pid = 2**30
+    """More than any process has."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str]) -> None:
+        self.returncode: int | None = None
+        self._key = env.get("OPENAI_API_KEY")
+        self._thread = threading.Thread(target=self._run, args=(command[3:],), daemon=True)
+        self._thread.start()
+
+    def _run(self, arguments: list[str]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("OPENAI_API_KEY", raising=False)
+            if self._key:
+                patch.setenv("OPENAI_API_KEY", self._key)
+            bench_serve.main(arguments)
+        self.returncode = 0
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else self.wait()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        if self.returncode is None and timeout_s is None:
+            return 1  # it was killed
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("vllm bench serve", timeout_s or 0.0)
+        return 1 if self.returncode is None else 0
+
+
 @pytest.fixture
-def two() -> Iterator[tuple[Fake, Fake]]:
+def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_serve, "launch", _InThread)
+
+
+@pytest.fixture
+def two(in_thread: None) -> Iterator[tuple[Fake, Fake]]:
     with ExitStack() as stack:
         yield stack.enter_context(Fake()), stack.enter_context(Fake())
 
@@ -104,7 +145,7 @@ def urls(stock: Fake, hypic: Fake) -> list[str]:
 
 
 GATE = LoadSettings.gate_requests
-"""Requests that a server which does not take our separator gets first."""
+"""Requests that a server which does not take our separator gets first, not streamed."""
 FEW = ("--requests", "4", "--warm-up", "3", *SMALL)
 
 
@@ -123,7 +164,7 @@ def test_both_servers_get_the_same_requests(two: tuple[Fake, Fake], tmp_path: Pa
     trace = generate(_settings(report))
     assert len(trace.requests) == 3 + 2 * 4
     expected = [trace.prompt(r, None) for r in trace.requests]
-    asked = [body["prompt"] for body in stock.streamed[GATE:]]
+    asked = [body["prompt"] for body in stock.streamed]
     marked = [body["prompt"] for body in hypic.streamed]
     # Warm-up first, then a window for each rate; within a window they may overtake each other.
     for window in (slice(0, 3), slice(3, 7), slice(7, 11)):
@@ -159,23 +200,25 @@ def test_texts_take_the_separator_of_their_server(two: tuple[Fake, Fake], tmp_pa
 
 def test_misses_end_a_search_early(tmp_path: Path):
     path = tmp_path / "load.json"
-    with Fake(wait_s=0.4) as slow:
+    with Fake(wait_s=0.1) as slow:
+        slow.slow_down_after = 3  # the warm-up's
         done = bench(
-            *("--url", f"slow={slow.url}", *FEW, "--limit", "0.2", "--probes", "3", "--start-rate", "1"),
+            *("--url", f"slow={slow.url}", *FEW, "--limit", "0.2", "--probes", "2", "--start-rate", "1"),
             *("--warm-up-at-once", "4", "--json", path),
         )
+        assert slow.broken_off >= 2 and slow.first_tokens == 3
     assert done.exit_code == 0, done.output
     results = json.loads(path.read_text())["results"]
-    assert results["sustained"] == [{"server": "slow", "rate": None, "failed_rate": 0.25, "probes": 3}]
-    assert [p["rate"] for p in results["points"]] == [1.0, 0.5, 0.25]
+    assert results["sustained"] == [{"server": "slow", "rate": None, "failed_rate": 0.5, "probes": 2}]
+    assert [p["rate"] for p in results["points"]] == [1.0, 0.5]
     for point in results["points"]:
-        # An answer decided: the rest was given up, and there are no figures.
-        assert 1 <= point["ends"]["done"] < 4 == sum(point["ends"].values())
+        # What was overdue decided: the rest was given up, and there are no figures.
+        assert point["ends"] == {"stopped": 4}
         assert not point["within"] and not point["complete"] and point["ttft_s"] is None
-    assert "slow sustains no rate, not 0.25" in done.output
+    assert "slow sustains no rate, not 0.5" in done.output
 
 
-def test_finish_measures_them_to_the_end(tmp_path: Path):
+def test_finish_measures_them_to_the_end(in_thread: None, tmp_path: Path):
     path = tmp_path / "load.json"
     with Fake(wait_s=0.3) as slow:
         limits = ("--limit", "0.2", "--probes", "1", "--start-rate", "20", "--finish", "--json", path)
@@ -184,21 +227,79 @@ def test_finish_measures_them_to_the_end(tmp_path: Path):
     assert point["complete"] and not point["within"] and point["ttft_s"]["p50"] >= 0.3
 
 
-def test_failures_are_told_and_have_no_figures(tmp_path: Path):
+def test_failures_are_told_and_have_no_figures(in_thread: None, tmp_path: Path):
     path = tmp_path / "load.json"
     with Fake(fails_from=GATE + 5) as server:
         done = bench("--url", f"x={server.url}", *FEW, "--rates", "50", "--json", path)
     assert done.exit_code == 1
-    assert "2 requests failed (x: HTTP 500" in done.output
+    assert "2 requests failed (x: Internal Server Error" in done.output
     [point] = json.loads(path.read_text())["results"]["points"]
     assert point["ends"] == {"done": 2, "failed": 2}
-    assert point["ttft_s"] is None and not point["within"] and "HTTP 500" in point["errors"][0]
+    assert point["ttft_s"] is None and not point["within"] and point["errors"] == ["Internal Server Error"]
 
 
-def test_a_failure_in_the_warm_up_stops_the_run():
+def test_a_failure_in_the_warm_up_stops_the_run(in_thread: None):
     with Fake(fails_from=GATE) as server:
         done = bench("--url", f"x={server.url}", *FEW, "--rates", "50")
-    assert done.exit_code == 1 and "correctness gate: x: 3 of 3 requests failed: HTTP 500" in done.output
+    assert (
+        done.exit_code == 1
+        and "correctness gate: x: 3 of 3 requests failed: Internal Server Error" in done.output
+    )
+
+
+def test_answers_that_end_early_have_failed(in_thread: None):
+    """As they do when an engine dies under them: vLLM's client takes what came for an answer."""
+    with Fake(short=1) as server:
+        [one, other] = Bench(server.url, "fake").run(
+            [TimedRequest(0.0, [5, 6], 4), TimedRequest(0.1, "w", 8)]
+        )
+    assert (one.end, one.error) == (End.FAILED, "3 of 4 tokens came")
+    assert (other.end, other.error) == (End.FAILED, "7 of 8 tokens came")
+
+
+def test_requests_arrive_when_they_are_due(in_thread: None):
+    # A loop that waits for an answer would send the second after two seconds. Machines may be busy.
+    schedule = [TimedRequest(0.5 + 0.1 * i, [7] * (i + 1), 2) for i in range(6)]
+    with Fake(wait_s=2.0) as server:
+        outcomes = Bench(server.url, "fake").run(schedule)
+    assert server.most_working == 6
+    arrived = [at - server.arrived[0][0] for at, _, _ in server.arrived]
+    assert arrived == pytest.approx([request.at - 0.5 for request in schedule], abs=0.8)
+    assert [o.end for o in outcomes] == [End.DONE] * 6 and [o.prompt_tokens for o in outcomes] == [
+        *range(1, 7)
+    ]
+    assert all(0 <= o.late < 0.8 and o.sent == pytest.approx(o.scheduled + o.late) for o in outcomes)
+    assert all(o.ttft >= 2.0 + o.late and o.ended > o.sent + 2.0 and len(o.gaps) == 1 for o in outcomes)
+
+
+def test_a_few_at_a_time(in_thread: None):
+    with Fake(wait_s=0.05) as server:
+        outcomes = Bench(server.url, "fake").run([TimedRequest(0.0, [i], 1) for i in range(7)], at_once=3)
+    assert server.most_working == 3 and [o.end for o in outcomes] == [End.DONE] * 7
+    assert sorted(body["prompt"] for body in server.streamed) == [[i] for i in range(7)]
+    assert all(o.late == 0 for o in outcomes)
+
+
+def test_slow_answers_are_given_up(monkeypatch: pytest.MonkeyPatch, in_thread: None):
+    monkeypatch.setattr(bench_serve, "START_S", 1.0)
+    with Fake(wait_s=6.0) as server:
+        [outcome] = Bench(server.url, "fake", timeout_s=0.5).run([TimedRequest(0.0, [1], 1)])
+    assert outcome.end is End.TIMEOUT and "0.5 s" in outcome.error and outcome.ttft is None
+
+
+def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(bench_serve, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "bench_serve.py").write_text("raise SystemExit('no such client')")
+    with pytest.raises(BenchError, match=r"(?s)ended with exit code 1:.*no such client"):
+        Bench("http://127.0.0.1:9", "x").run([TimedRequest(0.0, [1], 1)])
+
+
+def test_a_server_without_counts_is_never_overdue():
+    settings = LoadSettings(requests=1, limit_s=0.01)
+    assert not Overdue(Client("http://127.0.0.1:9"), {}, [TimedRequest(0.0, [1], 1)], settings)()
 
 
 def test_answers_that_change_stop_the_run():
@@ -212,7 +313,7 @@ def test_answers_that_change_stop_the_run():
 def test_a_server_that_refuses_stops_the_run():
     with Fake(fails_from=0) as server:
         done = bench("--url", f"x={server.url}", *FEW, "--rates", "50")
-    assert done.exit_code == 1 and "correctness gate: x: HTTP 500" in done.output
+    assert done.exit_code == 1 and "/v1/completions: HTTP 500: " in done.output
 
 
 def test_a_separator_that_is_no_single_token_is_refused(two: tuple[Fake, Fake]):
@@ -240,7 +341,7 @@ def test_write_trace_and_send_it(two: tuple[Fake, Fake], tmp_path: Path):
     assert done.exit_code == 0, done.output
     assert [p["replayed"] for p in json.loads(out.read_text())["results"]["points"]] == [False, True]
     assert "started again" in done.output
-    assert sorted(b["prompt"] for b in stock.streamed[GATE : GATE + 3]) == sorted(
+    assert sorted(b["prompt"] for b in stock.streamed[:3]) == sorted(
         trace.prompt(r, None) for r in trace.requests[:3]
     )
 
@@ -284,13 +385,14 @@ def test_the_memory_of_both_servers_is_ours_to_give(monkeypatch: pytest.MonkeyPa
 
 
 def outcome(at: float, ttft: float, *, end: End = End.DONE) -> Outcome:
-    first = at + ttft
-    return Outcome(at, at + 0.001, first + 0.4, end, "", (first, first + 0.1, first + 0.3), 100, 60, 3)
+    return Outcome(at, end, "", at + 0.001, at + ttft + 0.4, ttft, (0.1, 0.2), 100, 3)
 
 
 def test_points_figures():
     settings = LoadSettings(requests=4, limit_s=2.0, percentile=75)
-    point = make_point("x", 2.0, 10, [outcome(i, t) for i, t in enumerate((1.0, 2.5, 0.5, 1.5))], settings)
+    point = make_point(
+        "x", 2.0, 10, [outcome(i, t) for i, t in enumerate((1.0, 2.5, 0.5, 1.5))], settings, cached=240
+    )
     assert point.complete and point.within  # one of four may be late
     assert point.ttft_s == Times(1.0, 2.5, 2.5, pytest.approx(1.375), 2.5)
     assert point.gap_s.p50 == pytest.approx(0.1) and point.gap_s.max == pytest.approx(0.2)
