@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from .check import check
 from .kernels import kernels
 from .model import model
 
@@ -14,7 +13,6 @@ def main() -> None:
     pass
 
 
-main.add_command(check)
 main.add_command(kernels)
 main.add_command(model)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from vllm_hypic.harness import report
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,3 @@ def untouched(t: Tensor, written: Tensor) -> float:
     rest = torch.ones(len(t), dtype=torch.bool, device=t.device)
     rest[written.to(t.device)] = False
     return 0.0 if bool(t[rest].isnan().all()) else float("inf")
-
-
-def findings_table(found: Sequence[Finding]) -> Any:
-    rows = [
-        (f.kernel, f.case, f.dtype, f"{f.error:.1e}", f"{f.tolerance:.0e}", "" if f.passed else "FAILED")
-        for f in found
-    ]
-    return report.table("errors against float64", ("kernel", "case", "dtype", "error", "allowed", " "), rows)

@@ -13,17 +13,21 @@ from vllm_hypic.harness.report import check_outputs, console, output_options, si
 
 from . import gate
 from .aims import Aim, aims_table
-from .check import run_checks
+from .delta_checks import check_delta
 from .delta_rows import delta_rows
 from .device import Facts, device_option
+from .findings import Finding
 from .floors import Rates, measure_rates
 from .operators import Operators, operators_for
 from .plans import PlanTime, measure_plans, plans_table
 from .rows import Row, rows_table
+from .span_checks import check_span
 from .span_rows import DECODE, NO_ROTATION, PREFILL, span_rows
 from .timing import Timer
 
 KERNELS = {"span": span_rows, "delta": delta_rows}
+CHECKS = {"span": check_span, "delta": check_delta}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @click.command(help="Times of every kernel beside the floors of this device and beside PyTorch's own.")
@@ -67,6 +71,21 @@ def kernels(
         _write(json_path, facts, operators, repeats, rates, rows, plans, aims, checked)
     if plot_path is not None:
         _plot(plot_path, [r for some in rows.values() for r in some], facts)
+
+
+def run_checks(
+    operators: Operators, device: torch.device, kernels: Sequence[str], dtypes: Sequence[str]
+) -> list[Finding]:
+    """Errors of the :data:`CHECKS` ``kernels`` against float64, for each of the :data:`DTYPES` ``dtypes``.
+
+    Sizes are as in use on a GPU, small elsewhere.
+    """
+    return [
+        finding
+        for name in kernels
+        for dtype in dtypes
+        for finding in CHECKS[name](operators, device, DTYPES[dtype], device.type != "cpu")
+    ]
 
 
 def _require_right(operators: Operators, device: torch.device, names: Sequence[str]) -> int:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from benchmarks.gpu import check as check_module
 from benchmarks.gpu import gate
 from benchmarks.gpu import kernels as kernels_module
 from benchmarks.gpu.__main__ import main
@@ -20,7 +19,7 @@ from benchmarks.gpu.composed import Composition
 from benchmarks.gpu.device import MEANINGLESS
 from benchmarks.gpu.findings import Finding
 from benchmarks.gpu.model import KINDS, Point, _aims, _marginals
-from benchmarks.gpu.operators import INTERPRET, TorchOperators, operators_for
+from benchmarks.gpu.operators import INTERPRET, operators_for
 from vllm_hypic.backends.ops.gated_delta.program import Mode
 from vllm_hypic.harness.stats import Spread
 
@@ -29,7 +28,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("command", ["check", "kernels", "model"])
+@pytest.mark.parametrize("command", ["kernels", "model"])
 def test_no_gpu_is_a_clear_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = run(command)
@@ -131,48 +130,6 @@ def test_refused_before_anything_runs(arguments: tuple[str, ...], message: str) 
     done = run("model", "--device", "cpu", *arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
-
-
-def test_check_without_a_gpu_runs_in_an_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In another process: this one may have imported triton already."""
-    monkeypatch.delenv(INTERPRET, raising=False)
-    asked: list[tuple[list[str], dict[str, str]]] = []
-
-    def started(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
-        asked.append((command, env))
-        return subprocess.CompletedProcess(command, 7)
-
-    monkeypatch.setattr(check_module.subprocess, "run", started)
-    path = tmp_path / "c.json"
-    assert run("check", "--device", "cpu", "--kernels", "span", "--json", path).exit_code == 7
-    [(command, env)] = asked
-    assert command[1:] == [
-        *("-m", "benchmarks.gpu", "check", "--device", "cpu"),
-        *("--kernels", "span", "--json", str(path)),
-    ]
-    assert env[INTERPRET] == "1"
-
-
-def test_check_fails_when_one_kernel_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(INTERPRET, "1")
-    monkeypatch.setattr(check_module, "operators_for", lambda _: TorchOperators())
-    asked: list[tuple] = []
-
-    def checked(*arguments: object) -> list[Finding]:
-        asked.append(arguments)
-        return found
-
-    monkeypatch.setattr(check_module, "run_checks", checked)
-    good, bad = Finding("merge", "a", "float32", 1e-8, 1e-6), Finding("capture", "b", "float16", 1.0, 1e-3)
-    found = [good]
-    done = run("check", "--device", "cpu")
-    assert done.exit_code == 0 and "All 1 passed." in done.output
-    assert "bfloat16 was left out" in done.output and asked[0][3] == ("float32", "float16")
-    found = [good, bad]
-    done = run("check", "--device", "cpu", "--json", tmp_path / "c.json")
-    assert done.exit_code == 1 and "1 of 2 failed." in done.output and "FAILED" in done.output
-    written = json.loads((tmp_path / "c.json").read_text())["results"]
-    assert [f["kernel"] for f in written["failed"]] == ["capture"]
 
 
 def test_pytorch_serves_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

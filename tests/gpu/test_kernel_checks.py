@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import sdpa
-from benchmarks.gpu.check import DTYPES, KERNELS, run_checks
 from benchmarks.gpu.findings import Finding, difference, untouched, worst
+from benchmarks.gpu.kernels import CHECKS, DTYPES, run_checks
 from benchmarks.gpu.operators import SpanRows, SpanStep, TorchOperators, _TorchSpan
 from benchmarks.gpu.shapes import TINY, AttentionShape
 from benchmarks.gpu.span_cases import SpanCase, SpanRequest
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_right_operators_pass(dtype: str) -> None:
-    found = run_checks(TorchOperators(), CPU, list(KERNELS), [dtype])
+    found = run_checks(TorchOperators(), CPU, list(CHECKS), [dtype])
     assert [f for f in found if not f.passed] == []
     kernels = {f.kernel.strip() for f in found}
     assert {"span attention", "log-sum-exp", "merge", "capture of K and V", "gather, scatter"} <= kernels
