@@ -49,9 +49,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Units(config, log)
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers begin with what takes longest: whatever holds an engine."""
+    """Marks what ``fast`` leaves out.  Workers begin with what takes longest: whatever holds an engine."""
+    slow: dict[str, list[bool]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("fast")) and hasattr(item, "callspec"):
+            left_out = item.callspec.id not in mark.args
+            slow.setdefault(item.nodeid.partition("[")[0], []).append(left_out)
+            if left_out:
+                item.add_marker(pytest.mark.slow)
+    for test, found in slow.items():
+        if len(found) > 1 and all(found):
+            raise pytest.UsageError(f"{test}: no parameter has an id that its mark 'fast' names")
     if hasattr(config, "workerinput"):
         long = {unit(item.nodeid) for item in items if item.get_closest_marker("engine")}
         items.sort(key=lambda item: unit(item.nodeid) not in long)

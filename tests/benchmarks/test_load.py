@@ -34,6 +34,7 @@ def bench(*arguments: object) -> Result:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_serves_searches_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     for name, value in ONE_PROCESS.items():

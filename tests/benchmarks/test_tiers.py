@@ -105,6 +105,7 @@ def test_a_tier_that_seems_sooner_than_the_pool_has_no_rate() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_run_with_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     report, plot, folder = tmp_path / "report.json", tmp_path / "plot.png", tmp_path / "tiers"

@@ -108,6 +108,7 @@ def first_token(engine: Engine, ask: Ask) -> torch.Tensor:
     return torch.tensor([answer.first[i] for i in range(512)])
 
 
+@pytest.mark.fast("qwen3-next-64-grouped", "qwen3.5-vision")
 def test_one_linear_layer_is_full_recompute(engine: Engine) -> None:
     plain = first_token(engine, COMPOSED.plain())
 
@@ -119,6 +120,7 @@ def test_one_linear_layer_is_full_recompute(engine: Engine) -> None:
     assert error(hypic_link="naive") > 6 * BOUND, "leaving T out goes unseen"
 
 
+@pytest.mark.fast("qwen3-next-64-grouped", "qwen3.5-vision")
 def test_cold_and_warm_are_bit_identical(engine: Engine) -> None:
     engine.reset()
     cold, warm = engine.ask_one_by_one(COMPOSED, COMPOSED)
@@ -202,6 +204,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("chosen", REFUSED, ids=str)
+@pytest.mark.fast("window", "mamba2")
 def test_refused(chosen: Refused, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
     save = partial(tiny_models.save, dtype=torch.bfloat16)
     fields = {"num_hidden_layers": 2} | chosen.fields

@@ -164,6 +164,7 @@ def unscaled(table: torch.Tensor, neox: bool) -> tuple[torch.Tensor, bool]:
 # -- tests -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("default", "interleaved-partial", "mrope")
 def test_composed_is_full_recompute(engine: tuple[Engine, Rope]) -> None:
     running, _ = engine
     plain = first_token(running, Ask(COMPOSED).plain())
@@ -177,6 +178,7 @@ def reused(llm: Any) -> float:
     return metrics(llm)["vllm:hypic_tokens_reused"]
 
 
+@pytest.mark.fast("default", "interleaved-partial", "mrope")
 def test_link(engine: tuple[Engine, Rope]) -> None:
     running, chosen = engine
     ((kind, neox, shape),) = running.call(linked)
@@ -188,6 +190,7 @@ def test_link(engine: tuple[Engine, Rope]) -> None:
 
 
 @pytest.mark.parametrize("engine", [r for r in ROPES if r.kind != "NoPE"], ids=str, indirect=True)
+@pytest.mark.fast("default", "interleaved-partial", "mrope")
 def test_planted_faults_are_seen(engine: tuple[Engine, Rope]) -> None:
     """Were K rotated by a wrong table, the bound would be broken by a factor of a thousand."""
     running, chosen = engine
@@ -224,6 +227,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("chosen", REFUSED, ids=str)
+@pytest.mark.fast("longrope")
 def test_refused(chosen: Rope, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
     fields = {"num_hidden_layers": 1} | chosen.fields
     run_apart(tiny_models.save, tmp_path, chosen.model, fields, log=engine_logs / "models.log")

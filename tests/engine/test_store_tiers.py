@@ -44,6 +44,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, A
                 yield {"type": "lmcache", "url": services.enter_context(LMCacheServer(tmp_path)).url}
 
 
+@pytest.mark.fast("redis", "lmcache", "lmcache-server")
 def test_answers_from_a_tier_equal_the_pools(
     tier: dict[str, Any], start_engine: EngineFactory, hybrid_model: Path
 ) -> None:

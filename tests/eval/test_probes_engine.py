@@ -130,6 +130,7 @@ def test_dtypes_are_told_apart_below_the_noise(eyes: Eyes) -> None:
     ],
     ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else "",
 )
+@pytest.mark.fast("drift-")
 def test_commands_write_what_they_show(
     eyes: Eyes,
     model: Path,

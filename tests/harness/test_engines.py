@@ -57,6 +57,7 @@ def test_ttft_segments(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     options = [o for o in TINY if o not in ("--repeats", "2")]
     report = measured(tmp_path, "memory", *options, "--requests", "4", "--segments", "2", "--tokens", "600")
@@ -67,6 +68,7 @@ def test_memory(tmp_path: Path) -> None:
     assert report["results"]["bytes"]["hypic"]["public"] > 0
 
 
+@pytest.mark.slow
 def test_records(tmp_path: Path) -> None:
     """A bound that no transition reaches leaves out all of them, and with them their bytes."""
     options = [o for o in TINY if o not in ("--repeats", "2")]
@@ -79,6 +81,7 @@ def test_records(tmp_path: Path) -> None:
     assert whole["fidelity"]["max_abs_worst"] == 0
 
 
+@pytest.mark.slow
 def test_profile(tmp_path: Path) -> None:
     report = measured(tmp_path, "profile", *TINY, "--segments", "2", "--tokens", "96")
     stages = report["results"]["stages"]

@@ -30,6 +30,7 @@ def right(line: str) -> bool:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("example", "answers"), [("offline.py", 3), ("chat.py", 2), ("async_llm.py", 2)])
+@pytest.mark.fast("offline.py-3")
 def test_example(example, answers):
     lines = run(example)
     assert len(lines) == answers and all(map(right, lines)), lines

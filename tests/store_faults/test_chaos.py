@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
+
 from vllm_hypic.demo.single import Task
 
 from .asking import Clients, ask_right
@@ -15,6 +17,7 @@ CLIENTS = 8
 DEATHS = ("redis", "lmcache", "redis")
 
 
+@pytest.mark.slow
 def test_answers_and_books_hold_while_servers_die_and_come_back(stand: Stand) -> None:
     rng = random.Random(17)
     known = stand.questions.new(16)

@@ -37,6 +37,7 @@ def test_a_full_disk_refuses_records_and_takes_them_again(stand: Stand) -> None:
     stand.recover("disk")
 
 
+@pytest.mark.slow
 def test_a_disk_made_read_only_is_still_read(stand: Stand) -> None:
     disk = stand.disk
     old, before = stand.kept("disk")
@@ -110,6 +111,7 @@ def keep_one_waiting(stand: Stand, spoil: Callable[[Stand], None], mend: Callabl
     ("spoil", "mend"),
     [pytest.param(hang_redis, go_on_redis, id="hangs"), pytest.param(slow_redis, fast_redis, id="slow")],
 )
+@pytest.mark.fast("hangs")
 def test_a_tier_that_keeps_one_waiting(
     stand: Stand, spoil: Callable[[Stand], None], mend: Callable[[Stand], None]
 ) -> None:
@@ -144,6 +146,7 @@ def lmcache_down(stand: Stand) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("tier", "down"), [("redis", redis_down), ("lmcache", lmcache_down)], ids=["redis", "lmcache"]
 )
+@pytest.mark.fast("redis")
 def test_a_server_killed_under_load(stand: Stand, tier: str, down: Callable[[Stand], Iterator[None]]) -> None:
     """Known questions read from the tier, new ones write to it."""
     known = stand.questions.new(6)

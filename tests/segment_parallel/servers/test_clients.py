@@ -70,6 +70,7 @@ def test_openai_client_sees_errors(client: openai.OpenAI):
         )
 
 
+@pytest.mark.slow
 def test_vllm_bench_serve(stand: Stand, tmp_path: Path):
     """Segmented prompts as conversations of the ShareGPT format."""
     prompts = [

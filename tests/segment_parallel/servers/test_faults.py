@@ -78,6 +78,7 @@ def test_a_worker_that_hangs(stand: Stand):
     stand.wait(lambda s: bool(s[UP, worker.url]), "it is back")
 
 
+@pytest.mark.slow
 def test_all_workers_hang(stand: Stand):
     """Nobody is left: the combine node is told so, and computes."""
     prompt = stand.prompt()
@@ -98,6 +99,7 @@ def test_all_workers_hang(stand: Stand):
     stand.expect("segments_unlanded", stand.cluster.combines, len(LENGTHS))
 
 
+@pytest.mark.slow
 def test_a_straggler(stand: Stand):
     """Its engine tells that it is well, and computes nothing: its segments go to another one.
 
@@ -165,6 +167,7 @@ def test_a_router_restarted(stand: Stand):
     stand.settled()
 
 
+@pytest.mark.slow
 def test_one_after_the_other_under_load(stand: Stand):
     """Clients go on asking while workers stop and go on: no request is lost, none is wrong."""
     over = time.monotonic() + 8.0
