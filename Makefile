@@ -15,6 +15,8 @@ READY := $(VENV)/.kernels
 # Test files that run side by side. Two suit two cores and 8 GB.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+# Each of the two keeps one core busy. What they print comes in one piece, and a failure stops the target.
+FIRST := $(MAKE) --no-print-directory -j2 --output-sync=target lint triton
 # The release that vllm_hypic/store/tiers/lmcache.py is written against.
 LMCACHE := lmcache==0.5.6
 # The release that vllm_hypic/segment_parallel/nixl.py is written against.
@@ -58,13 +60,15 @@ demo: $(READY)
 demo-parallel: $(READY)
 	$(BIN)/python -m vllm_hypic.demo.parallel
 
-test: lint triton
+test: $(READY)
+	@$(FIRST)
 	$(PYTEST) -m "not slow" --durations=30
 
 test-slow: $(READY)
 	$(PYTEST) -m slow --durations=30
 
-check: lint triton
+check: $(READY)
+	@$(FIRST)
 	$(PYTEST) -m "not engine and not slow"
 
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.

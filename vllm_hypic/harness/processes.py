@@ -10,15 +10,37 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# The kernel ends the process with the thread that started it, be it by SIGKILL: nothing outlives a dead run.
-# exec keeps the process id and the request; the check closes the gap before it.
+# The kernel signals the process when the thread that started it ends, be it by SIGKILL: nothing outlives a
+# dead run. exec keeps the process id and the request; the check closes the gap before it. A signal may be
+# lost: vLLM drops the one that arrives while its engine starts (`zmq_socket_ctx` swallows KeyboardInterrupt).
+# So a guard, outside the session, ends what is still there when the owner has been dead for a while.
 _LAUNCH = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
-if os.getppid() != int(sys.argv[1]):
+import ctypes, os, select, signal, sys
+owner, number, grace_ms, program = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+ctypes.CDLL(None).prctl(1, number)
+theirs, ours, group = os.pidfd_open(owner), os.pidfd_open(os.getpid()), os.getpid()
+if os.getppid() != owner:
     sys.exit("the parent process is gone")
-os.execv(sys.argv[3], sys.argv[3:])
+if between := os.fork():
+    os.waitpid(between, 0)
+    os.execv(program[0], program)
+if os.fork():
+    os._exit(0)
+os.setsid()
+ends = select.poll()
+ends.register(theirs, select.POLLIN)
+ends.register(ours, select.POLLIN)
+if theirs in dict(ends.poll()):
+    ends.unregister(theirs)
+    ends.poll(grace_ms)
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+os._exit(0)
 """
+GRACE_S = 15.0
+"""Time to end for a process whose owner is gone."""
 _RESERVED: list[socket.socket] = []
 
 
@@ -32,11 +54,18 @@ def launch(
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` (its program as a path) in a session of its own, its output appended to ``log``.
 
-    ``at_the_end``: what the kernel sends it when the thread that called this ends.
+    ``at_the_end``: what the kernel sends it when the thread that called this ends.  Where it lives on for
+    :data:`GRACE_S` after the whole process that called this, it is killed with its process group.
     """
     with log.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-c", _LAUNCH, str(os.getpid()), str(int(at_the_end)), *command],
+            [
+                sys.executable,
+                "-c",
+                _LAUNCH,
+                *map(str, (os.getpid(), int(at_the_end), int(1000 * GRACE_S))),
+                *command,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
