@@ -16,7 +16,7 @@ READY := $(VENV)/.kernels
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Each of the two keeps one core busy. What they print comes in one piece, and a failure stops the target.
-FIRST := $(MAKE) --no-print-directory -j2 --output-sync=target lint triton
+FIRST := echo "Lint, and the Triton kernels in their interpreter, side by side: a minute or so." && $(MAKE) --no-print-directory -j2 --output-sync=target lint triton
 # The release that vllm_hypic/store/tiers/lmcache.py is written against.
 LMCACHE := lmcache==0.5.6
 # The release that vllm_hypic/segment_parallel/nixl.py is written against.
