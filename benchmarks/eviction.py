@@ -35,7 +35,7 @@ MODERATE = (1 / 3, 2 / 3)
 
 
 @dataclass(frozen=True)
-class Row:
+class BudgetResult:
     """One cache size.  Rates are shares of all tokens, or FLOPs, that the trace asks for."""
 
     budget: int
@@ -68,7 +68,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Found:
+class TraceResult:
     """One trace with one model's records.  ``unlimited``: what a cache that evicts nothing saves."""
 
     trace: str
@@ -79,10 +79,10 @@ class Found:
     footprint: int
     asked: Saved
     unlimited: Saved
-    rows: tuple[Row, ...]
+    rows: tuple[BudgetResult, ...]
     tuning: tuple[Tuning, ...]
 
-    def contention(self, row: Row) -> str:
+    def contention(self, row: BudgetResult) -> str:
         share = row.lru.tokens / max(1, self.unlimited.tokens)
         return "tight" if share < MODERATE[0] else "moderate" if share <= MODERATE[1] else "ample"
 
@@ -178,7 +178,7 @@ def measure(
     shape: RecordShape,
     sizes: Sequence[float],
     steps: report.Steps | None = None,
-) -> Found:
+) -> TraceResult:
     """Replay the trace by every policy at every size."""
     accesses = Accesses.of(trace, shape)
     footprint = accesses.footprint
@@ -187,7 +187,7 @@ def measure(
         budget = int(footprint * fraction)
         tuned = FlopAwarePolicy("cache-value", tuner="inline")
         rows.append(
-            Row(
+            BudgetResult(
                 budget=budget,
                 of_footprint=fraction,
                 lru=replay(accesses, budget, LruPolicy()),
@@ -201,7 +201,7 @@ def measure(
         )
         if steps is not None:
             steps.done()
-    return Found(
+    return TraceResult(
         trace=name,
         shape=shape.name,
         requests=len(accesses.requests),
@@ -231,7 +231,7 @@ def tuning_times(accesses: Accesses, budget: int) -> tuple[Tuning, ...]:
     return tuple(found)
 
 
-def _print(to: Console, found: Found) -> None:
+def _print(to: Console, found: TraceResult) -> None:
     asked = found.asked
     to.print(
         f"[bold]{found.trace}[/bold], records of {found.shape}: {found.requests} requests, {found.objects} "
@@ -253,31 +253,31 @@ def _print(to: Console, found: Found) -> None:
     to.print(f"never more than 1 % below lru: {verdict} (least gain {worst:+.1%})\n")
 
 
-def _tokens(found: Found, row: Row) -> tuple[str, ...]:
+def _tokens(found: TraceResult, row: BudgetResult) -> tuple[str, ...]:
     shares = [s.tokens / found.asked.tokens for s in (row.lru, row.flop_aware, row.always, row.greedy)]
     lru, flop_aware, always, greedy = map(percent, shares)
     return _cache(row), found.contention(row), lru, flop_aware, f"{row.gain()[0]:+.1%}", always, greedy
 
 
-def _flops(found: Found, row: Row) -> tuple[str, ...]:
+def _flops(found: TraceResult, row: BudgetResult) -> tuple[str, ...]:
     saved = (row.lru.flops, row.flop_aware.flops, row.always.flops, row.greedy.flops, row.bound_flops)
     lru, flop_aware, always, greedy, bound = (percent(flops / found.asked.flops) for flops in saved)
     setting = f"{row.setting.alpha:g}, {row.setting.patience:g}"
     return _cache(row), lru, flop_aware, f"{row.gain()[1]:+.1%}", always, greedy, bound, setting
 
 
-def _cache(row: Row) -> str:
+def _cache(row: BudgetResult) -> str:
     return f"{size(row.budget)} ({row.of_footprint:.1%})"
 
 
-def _plot(path: Path, found: Sequence[Found]) -> None:
+def _plot(path: Path, found: Sequence[TraceResult]) -> None:
     from vllm_hypic.harness.plots import Axes, Line, plot_lines
 
     panels = []
     for one in found:
         x = [row.budget / 2**30 for row in one.rows]
 
-        def line(label: str, flops: Sequence[float], colour: str, one: Found = one) -> Line:
+        def line(label: str, flops: Sequence[float], colour: str, one: TraceResult = one) -> Line:
             share = [f / one.asked.flops for f in flops]
             return Line(label, [row.budget / 2**30 for row in one.rows], share, colour=colour)
 

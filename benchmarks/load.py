@@ -50,7 +50,7 @@ from vllm_hypic.primitives.tokens import PrimitiveTexts
 from . import trace as traces
 from .bench_serve import BenchError, End
 from .client import Client, ClientError
-from .rates import LoadSettings, Measurement, Point, Result, connect
+from .rates import LoadResult, LoadSettings, Measurement, RatePoint, connect
 from .servers import HYPIC, STOCK, ServeSettings, Spec, serving, token_counter
 from .trace import Trace, TraceError, TraceSettings
 
@@ -291,7 +291,7 @@ def load(
 
 def _measure(
     specs: Sequence[Spec], trace: Trace, settings: LoadSettings, console: Console, key: str | None
-) -> Result:
+) -> LoadResult:
     clients = [Client(spec.url, api_key=key, timeout_s=settings.timeout_s) for spec in specs]
     targets = [connect(spec, client, trace) for spec, client in zip(specs, clients, strict=True)]
     return Measurement(targets, trace, settings, console).run()
@@ -353,8 +353,8 @@ def _vocabulary(model: Path) -> int:
 # -- telling -----------------------------------------------------------------------------------------
 
 
-def _table(points: Sequence[Point], s: LoadSettings) -> Any:
-    def row(p: Point) -> list[str]:
+def _table(points: Sequence[RatePoint], s: LoadSettings) -> Any:
+    def row(p: RatePoint) -> list[str]:
         verdict = "yes" if p.within else "no"
         if p.ttft_s is None:
             done = p.ends.get(End.DONE.value, 0)
@@ -377,7 +377,7 @@ def _table(points: Sequence[Point], s: LoadSettings) -> Any:
     return report.table("load", (*columns, "reused", limit), map(row, ordered))
 
 
-def _tell(result: Result, s: LoadSettings, console: Console) -> None:
+def _tell(result: LoadResult, s: LoadSettings, console: Console) -> None:
     console.print(_table(result.points, s))
     for found in result.sustained:
         rate = "no rate" if found.rate is None else f"{found.rate:.3g} requests/s"
@@ -401,7 +401,7 @@ def _tell(result: Result, s: LoadSettings, console: Console) -> None:
         )
 
 
-def _plot(path: Path, points: Sequence[Point], s: LoadSettings) -> None:
+def _plot(path: Path, points: Sequence[RatePoint], s: LoadSettings) -> None:
     from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
 
     colours = {STOCK: COLOURS["prefix"], HYPIC: COLOURS["warm"]}

@@ -61,7 +61,7 @@ class LoadSettings:
 
 
 @dataclass(frozen=True)
-class Times:
+class Percentiles:
     """Percentiles of one quantity, seconds; each is a measured value."""
 
     p50: float
@@ -71,15 +71,15 @@ class Times:
     max: float
 
     @staticmethod
-    def of(values: list[float]) -> Times | None:
+    def of(values: list[float]) -> Percentiles | None:
         if not values:
             return None
         p50, p90, p99 = (percentile(values, p) for p in (50, 90, 99))
-        return Times(p50, p90, p99, statistics.mean(values), max(values))
+        return Percentiles(p50, p90, p99, statistics.mean(values), max(values))
 
 
 @dataclass(frozen=True)
-class Point:
+class RatePoint:
     """One measurement: a window of the trace at one rate.
 
     Times and throughputs are there only where every request was answered.
@@ -99,10 +99,10 @@ class Point:
     late_s: float
     """The client's own largest delay."""
     seconds: float
-    ttft_s: Times | None = None
-    gap_s: Times | None = None
+    ttft_s: Percentiles | None = None
+    gap_s: Percentiles | None = None
     """Between tokens (events with output)."""
-    tpot_s: Times | None = None
+    tpot_s: Percentiles | None = None
     """Per output token after the first, a mean for each request."""
     output_tokens_per_s: float | None = None
     prompt_tokens_per_s: float | None = None
@@ -138,8 +138,8 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Result:
-    points: list[Point]
+class LoadResult:
+    points: list[RatePoint]
     sustained: list[Sustained]
     ratios: list[Ratio]
     warm_up: dict[str, float]
@@ -197,9 +197,9 @@ class Measurement:
         self, targets: Sequence[Target], trace: Trace, settings: LoadSettings, console: Console
     ) -> None:
         self.targets, self.trace, self.settings, self.console = list(targets), trace, settings, console
-        self.points: list[Point] = []
+        self.points: list[RatePoint] = []
 
-    def run(self) -> Result:
+    def run(self) -> LoadResult:
         """Raises :class:`GateFailed` when a server's answers are wrong before anything is measured."""
         passed = self.check()
         reached = {target.name: self.warm_up(target) for target in self.targets}
@@ -212,7 +212,7 @@ class Measurement:
             found = target.client.metrics() or {}
             if own := {k: v for k, v in found.items() if "hypic" in k and not k.endswith("_created")}:
                 metrics[target.name] = own
-        return Result(self.points, sustained, ratios(sustained), reached, metrics, passed)
+        return LoadResult(self.points, sustained, ratios(sustained), reached, metrics, passed)
 
     def _turn(self, i: int) -> list[Target]:
         """The targets, the last first every other time: what drifts hits all alike."""
@@ -279,7 +279,7 @@ class Measurement:
         half = count // 2
         return half / (ends[-1] - ends[-1 - half]) if half and ends[-1] > ends[-1 - half] else 0.0
 
-    def measure(self, target: Target, rate: float, number: int) -> Point:
+    def measure(self, target: Target, rate: float, number: int) -> RatePoint:
         """One point over the trace's window ``number``; it is also kept and told."""
         s = self.settings
         first = s.warm_up + number * s.requests
@@ -353,7 +353,7 @@ def make_point(
     *,
     cached: int = 0,
     replayed: bool = False,
-) -> Point:
+) -> RatePoint:
     """What the outcomes of one window say; figures only where every request was answered."""
     ends = Counter(o.end.value for o in outcomes)
     complete = ends[End.DONE.value] == s.requests
@@ -364,16 +364,16 @@ def make_point(
         ttfts = [o.ttft for o in outcomes if o.ttft is not None]
         prompt = sum(o.prompt_tokens for o in outcomes)
         facts = {
-            "ttft_s": Times.of(ttfts),
-            "gap_s": Times.of([gap for o in outcomes for gap in o.gaps]),
-            "tpot_s": Times.of([o.tpot for o in outcomes if o.tpot is not None]),
+            "ttft_s": Percentiles.of(ttfts),
+            "gap_s": Percentiles.of([gap for o in outcomes for gap in o.gaps]),
+            "tpot_s": Percentiles.of([o.tpot for o in outcomes if o.tpot is not None]),
             "output_tokens_per_s": sum(o.output_tokens for o in outcomes) / span,
             "prompt_tokens_per_s": prompt / span,
             "prompt_tokens": prompt,
             "cached_tokens": cached,
             "ttfts": ttfts,
         }
-    return Point(
+    return RatePoint(
         server=server,
         rate=rate,
         first_request=first,
@@ -447,7 +447,7 @@ def _require_same(name: str, cold: Complete, warm: Complete) -> None:
             )
 
 
-def _line(point: Point, s: LoadSettings) -> str:
+def _line(point: RatePoint, s: LoadSettings) -> str:
     head = f"{point.server}, {point.rate:.3g} requests/s: "
     if not point.complete:
         ends = ", ".join(f"{n} {end}" for end, n in point.ends.items())

@@ -51,7 +51,7 @@ class Ratios:
 
 
 @dataclass(frozen=True)
-class Parts:
+class TimeShares:
     """Where the time to first token goes, means.  Their sum is the time to first token."""
 
     dispatch_s: float
@@ -75,32 +75,32 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Way:
+class Assignment:
     """One way to spread segments on one number of workers."""
 
     policy: str
     pipelined: bool
     speed_up: Ratios
     """Over one instance alone."""
-    parts: Parts
+    parts: TimeShares
 
 
 @dataclass(frozen=True)
-class Point:
+class WorkerCount:
     workers: int
-    ways: tuple[Way, ...]
+    ways: tuple[Assignment, ...]
     best: Ratios
     """The speed-up that no assignment exceeds: exact makespans where proven, else their lower bound."""
     proven: int
     """Requests whose optimal makespan is proven."""
 
-    def way(self, policy: Policy, pipelined: bool = True) -> Way:
+    def way(self, policy: Policy, pipelined: bool = True) -> Assignment:
         [found] = (way for way in self.ways if way.policy == policy.value and way.pipelined == pipelined)
         return found
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadPoint:
     """One rate of arrivals; times to first token by policy."""
 
     offered: float
@@ -111,7 +111,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SensitivityCell:
     """Speed-up on the goal's number of workers: by number and median length of segments."""
 
     segments: int
@@ -146,10 +146,10 @@ class Results:
     tokens: float
     """Of a request, mean."""
     alone_s: float
-    points: tuple[Point, ...]
-    cells: tuple[Cell, ...]
+    points: tuple[WorkerCount, ...]
+    cells: tuple[SensitivityCell, ...]
     bandwidths: tuple[Bandwidth, ...]
-    loaded: tuple[Loaded, ...]
+    loaded: tuple[LoadPoint, ...]
     sizing: Sizing
     control: Control | None
 
@@ -327,7 +327,7 @@ def scale(
 # -- what is simulated
 
 
-def measure(sample: Sequence[Request], workers: int, costs: Costs) -> Point:
+def measure(sample: Sequence[Request], workers: int, costs: Costs) -> WorkerCount:
     """Each request of the sample by itself on idle workers, in every way."""
     alone = [alone_s(request, costs) for request in sample]
     ways = []
@@ -337,16 +337,16 @@ def measure(sample: Sequence[Request], workers: int, costs: Costs) -> Point:
                 simulate([request], Cluster(workers, policy, pipelined), costs).times[0] for request in sample
             ]
             speed_up = Ratios.of([a / t.ttft_s for a, t in zip(alone, times, strict=True)])
-            ways.append(Way(policy.value, pipelined, speed_up, parts(sample, times, workers)))
+            ways.append(Assignment(policy.value, pipelined, speed_up, parts(sample, times, workers)))
     least = [least_s(request, workers, costs) for request in sample]
     best = Ratios.of([a / time for a, (time, _) in zip(alone, least, strict=True)])
-    return Point(workers, tuple(ways), best, sum(proven for _, proven in least))
+    return WorkerCount(workers, tuple(ways), best, sum(proven for _, proven in least))
 
 
-def parts(sample: Sequence[Request], times: Sequence[Times], workers: int) -> Parts:
+def parts(sample: Sequence[Request], times: Sequence[Times], workers: int) -> TimeShares:
     mean = statistics.fmean
     ideal = mean(request.prefill_s / workers for request in sample)
-    return Parts(
+    return TimeShares(
         dispatch_s=mean(t.begun_s - t.arrival_s for t in times),
         ideal_s=ideal,
         idle_s=mean(t.prefilled_s - t.begun_s for t in times) - ideal,
@@ -355,14 +355,14 @@ def parts(sample: Sequence[Request], times: Sequence[Times], workers: int) -> Pa
     )
 
 
-def sensitivity(n: int, lengths: Lengths, costs: Costs, seed: int) -> list[Cell]:
+def sensitivity(n: int, lengths: Lengths, costs: Costs, seed: int) -> list[SensitivityCell]:
     """Speed-ups on the goal's workers over numbers of segments."""
     found = []
     for segments in COUNTS:
         sample = at_once(n, segments, lengths, costs, seed)
         lpt = [_speed_up(request, Cluster(GOAL_WORKERS, Policy.LPT_TIME), costs) for request in sample]
         best = [alone_s(request, costs) / least_s(request, GOAL_WORKERS, costs)[0] for request in sample]
-        found.append(Cell(segments, lengths.median, statistics.fmean(lpt), statistics.fmean(best)))
+        found.append(SensitivityCell(segments, lengths.median, statistics.fmean(lpt), statistics.fmean(best)))
     return found
 
 
@@ -384,7 +384,7 @@ def _speed_up(request: Request, cluster: Cluster, costs: Costs) -> float:
     return alone_s(request, costs) / simulate([request], cluster, costs).times[0].ttft_s
 
 
-def under_load(crowd: Sequence[Request], offered: float, workers: int, costs: Costs, seed: int) -> Loaded:
+def under_load(crowd: Sequence[Request], offered: float, workers: int, costs: Costs, seed: int) -> LoadPoint:
     """Poisson arrivals at ``offered`` of the workers' capacity, one combine node.
 
     Whole requests get the combine node as one more instance, so that both have the same hardware.
@@ -396,7 +396,7 @@ def under_load(crowd: Sequence[Request], offered: float, workers: int, costs: Co
     }
     times[WHOLE] = simulate_whole(requests, workers + 1, costs)
     ttft = {label: [t.ttft_s for t in found] for label, found in times.items()}
-    return Loaded(
+    return LoadPoint(
         offered,
         per_s,
         {label: percentile(values, 50) for label, values in ttft.items()},
@@ -515,7 +515,7 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
             )
 
 
-def _times(way: Way) -> str:
+def _times(way: Assignment) -> str:
     return f"{way.speed_up.mean:.2f}x"
 
 

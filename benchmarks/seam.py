@@ -40,7 +40,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Row:
+class SeamResult:
     """What was measured of one variant."""
 
     name: str
@@ -125,7 +125,7 @@ def _measure(
     noise_chunk: int,
     repeats: int,
     seed: int,
-) -> tuple[list[Row], dict[str, Any], bool]:
+) -> tuple[list[SeamResult], dict[str, Any], bool]:
     """Rows of stock, its noise and the variants; what the engines are; whether link full is exact."""
     context = needed_context([(shape.segments, shape.tokens)], BESIDE)
     stock, hypic = Engine(engine, context, hypic=False), Engine(engine, context, hypic=True)
@@ -168,13 +168,15 @@ def _measure(
         facts = described(stock, noise, hypic)
     base = Spread.of(times["stock"])
     rows = [
-        Row("stock vLLM", None, base, None, reference.prompt_tokens, None),
-        Row(f"stock vLLM, chunks of {noise_chunk}", None, None, None, None, Fidelity.of(distances["noise"])),
+        SeamResult("stock vLLM", None, base, None, reference.prompt_tokens, None),
+        SeamResult(
+            f"stock vLLM, chunks of {noise_chunk}", None, None, None, None, Fidelity.of(distances["noise"])
+        ),
     ]
     for v in variants:
         spread = Spread.of(times[v.name])
         rows.append(
-            Row(
+            SeamResult(
                 v.name,
                 v.window,
                 spread,
@@ -199,7 +201,7 @@ def _gate(stock: Engine, hypic: Engine, shape: Shape, variants: Sequence[Variant
     return full.tokens == reference.tokens and full.logprobs == reference.logprobs
 
 
-def _table(title: str, measured: Sequence[Row]) -> Any:
+def _table(title: str, measured: Sequence[SeamResult]) -> Any:
     columns = ("", "median", "min", "max", "x stock", "computed", "max |d|", "mean |d|", "KL", "argmax")
     rows = []
     for row in measured:
@@ -220,7 +222,7 @@ def _table(title: str, measured: Sequence[Row]) -> Any:
     return report.table(title, columns, rows)
 
 
-def _plot(path: Path, measured: Sequence[Row], shape: str) -> None:
+def _plot(path: Path, measured: Sequence[SeamResult], shape: str) -> None:
     from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
 
     windows = [r for r in measured if r.window is not None]

@@ -37,7 +37,7 @@ STOCK, POOL = "stock", "pool"
 
 
 @dataclass(frozen=True)
-class Row:
+class RecordPlace:
     """One place where records may be."""
 
     kind: str
@@ -48,25 +48,25 @@ class Row:
     """The tier's files are not in the page cache."""
 
 
-ROWS = (
-    Row(STOCK, "stock vLLM, full recompute"),
-    Row(POOL, "pool"),
-    Row("memory", "memory", "memory"),
-    Row("disk-warm", "disk, page cache warm", "disk"),
-    Row("disk-cold", "disk, page cache cold", "disk", cold_files=True),
-    Row("redis", "Redis server", "redis"),
-    Row("lmcache", "LMCache embedded, memory", "lmcache"),
-    Row("lmcache-fs", "LMCache embedded, disk", "lmcache-fs"),
-    Row("lmcache-server", "LMCache server, memory", "lmcache-server"),
+PLACES = (
+    RecordPlace(STOCK, "stock vLLM, full recompute"),
+    RecordPlace(POOL, "pool"),
+    RecordPlace("memory", "memory", "memory"),
+    RecordPlace("disk-warm", "disk, page cache warm", "disk"),
+    RecordPlace("disk-cold", "disk, page cache cold", "disk", cold_files=True),
+    RecordPlace("redis", "Redis server", "redis"),
+    RecordPlace("lmcache", "LMCache embedded, memory", "lmcache"),
+    RecordPlace("lmcache-fs", "LMCache embedded, disk", "lmcache-fs"),
+    RecordPlace("lmcache-server", "LMCache server, memory", "lmcache-server"),
 )
 """In the table's order."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class TierSetup:
     """Which rows there are, and the tiers for them; ``left_out``: why others are not, by kind."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RecordPlace, ...]
     tiers: tuple[dict[str, Any], ...]
     files: dict[str, tuple[Path, str]]
     """Where tiers keep records as files: a folder, and what matches them in it."""
@@ -74,7 +74,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlaceTimes:
     """One row.  ``over_stock`` and ``over_pool``: how many times sooner, and later, in the same repeat."""
 
     kind: str
@@ -172,7 +172,7 @@ def tiers(
 
 
 @contextmanager
-def _setup(tier_gib: float, folder: Path | None) -> Iterator[Setup]:
+def _setup(tier_gib: float, folder: Path | None) -> Iterator[TierSetup]:
     """Servers up, folders made; what is missing is left out with the reason.
 
     Raises ``click.ClickException`` when a server that is there does not start.
@@ -209,12 +209,12 @@ def _setup(tier_gib: float, folder: Path | None) -> Iterator[Setup]:
         except ServiceError as e:
             raise click.ClickException(str(e)) from e
         names = {tier["name"] for tier in made}
-        rows = [row for row in ROWS if row.tier is None or row.tier in names]
+        rows = [row for row in PLACES if row.tier is None or row.tier in names]
         if (reason := _keeps_pages(top)) is not None:
             rows = [row for row in rows if not row.cold_files]
             missing["disk-cold"] = reason
         files = {"disk": (disk, "*/*/*.hypic"), "lmcache-fs": (below_lmcache, "**/*")}
-        yield Setup(tuple(rows), tuple(made), files, missing)
+        yield TierSetup(tuple(rows), tuple(made), files, missing)
 
 
 def _keeps_pages(folder: Path) -> str | None:
@@ -232,7 +232,7 @@ def _keeps_pages(folder: Path) -> str | None:
 class _Bench:
     """The two engines and what they are asked."""
 
-    def __init__(self, engine: EngineSettings, shape: Shape, seed: int, setup: Setup) -> None:
+    def __init__(self, engine: EngineSettings, shape: Shape, seed: int, setup: TierSetup) -> None:
         self.shape, self.seed, self.setup = shape, seed, setup
         store = {"tiers": list(setup.tiers), "admission": "always", "deadline_s": DEADLINE_S}
         context = needed_context([(shape.segments, shape.tokens)], BESIDE)
@@ -241,7 +241,7 @@ class _Bench:
         self.hypic = Engine(with_store, context, hypic=True)
         self.records = shape.segments + 1
 
-    def measure(self, repeats: int, steps: Steps) -> tuple[list[Measured], Distance]:
+    def measure(self, repeats: int, steps: Steps) -> tuple[list[PlaceTimes], Distance]:
         """All rows, and the first token's distance from stock vLLM's.
 
         The first round warms up and is not counted.  Raises :class:`~.gate.GateFailed` when an answer is
@@ -278,7 +278,7 @@ class _Bench:
     def _ask(self, prompt: Prompt) -> Ask:
         return Ask(prompt.marked(self.hypic.separator))
 
-    def _round(self, writer: Writer, rows: Sequence[Row], found: Mapping[str, _Found]) -> None:
+    def _round(self, writer: Writer, rows: Sequence[RecordPlace], found: Mapping[str, _Found]) -> None:
         """Every row once, on fresh documents that all of them share."""
         first, again = self._prompts(writer)
         self._fill(first)
@@ -317,7 +317,7 @@ class _Bench:
             "records; is --tier-gib too small?"
         )
 
-    def _cached(self, row: Row, prompt: Prompt) -> Answer:
+    def _cached(self, row: RecordPlace, prompt: Prompt) -> Answer:
         """The answer; no segment was computed for it."""
         before = self.hypic.call(own_calls.computed)
         answer = self.hypic.ask(self._ask(prompt))
@@ -326,7 +326,7 @@ class _Bench:
             raise GateFailed(f"{row.label}: {made} segments were computed again")
         return answer
 
-    def _fetched(self, row: Row, tier: str, prompt: Prompt, found: _Found) -> Answer:
+    def _fetched(self, row: RecordPlace, tier: str, prompt: Prompt, found: _Found) -> Answer:
         self.hypic.call(own_calls.empty_pool)
         self.hypic.call(own_calls.ask_first, tier)
         if tier == "lmcache-fs":
@@ -344,7 +344,7 @@ class _Bench:
         found.reads += after.read_seconds
         return answer
 
-    def _prepare_files(self, row: Row, folder: Path, pattern: str) -> None:
+    def _prepare_files(self, row: RecordPlace, folder: Path, pattern: str) -> None:
         files = [path for path in folder.glob(pattern) if path.is_file()]
         if not files:
             raise GateFailed(f"{row.label}: no files {pattern} in {folder}")
@@ -354,16 +354,16 @@ class _Bench:
             raise GateFailed(f"{row.label}: {share:.0%} of the files' pages are still in memory")
 
 
-def _measured(rows: Sequence[Row], found: Mapping[str, _Found]) -> list[Measured]:
+def _measured(rows: Sequence[RecordPlace], found: Mapping[str, _Found]) -> list[PlaceTimes]:
     times = {row.kind: Spread.of([a.first_token_s for a in found[row.kind].answers]) for row in rows}
     return [_row(row, times, found[row.kind]) for row in rows]
 
 
-def _row(row: Row, times: Mapping[str, Spread], found: _Found) -> Measured:
+def _row(row: RecordPlace, times: Mapping[str, Spread], found: _Found) -> PlaceTimes:
     own = times[row.kind]
     longer = [a - b for a, b in zip(own.values, times[POOL].values, strict=True)]
     extra = Spread.of(longer).median
-    return Measured(
+    return PlaceTimes(
         row.kind,
         own,
         times[STOCK].over(own),
@@ -377,7 +377,7 @@ def _row(row: Row, times: Mapping[str, Spread], found: _Found) -> Measured:
 COLUMNS = ("", "median", "min", "max", "x sooner than stock", "x pool", "read", "one read", "MB/s")
 
 
-def _cells(row: Measured) -> list[str]:
+def _cells(row: PlaceTimes) -> list[str]:
     own = row.seconds
     return [
         _label(row.kind),
@@ -391,4 +391,4 @@ def _cells(row: Measured) -> list[str]:
 
 
 def _label(kind: str) -> str:
-    return next(row.label for row in ROWS if row.kind == kind)
+    return next(row.label for row in PLACES if row.kind == kind)

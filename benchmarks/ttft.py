@@ -25,7 +25,7 @@ TOKENS = click.IntRange(SHORTEST, 65536)
 
 
 @dataclass(frozen=True)
-class Marginal:
+class CachedSegmentCost:
     """What one more segment of ``tokens`` tokens costs, in seconds; least squares over the points.
 
     ``*_fit`` are fitted to the medians, the spreads hold the fit of every repeat.
@@ -174,10 +174,10 @@ def _measure(
         return points, Spread.of(times), described(stock, hypic)
 
 
-def _marginal(points: Sequence[ShapeTimes], tokens: int, alone: Spread) -> Marginal:
+def _marginal(points: Sequence[ShapeTimes], tokens: int, alone: Spread) -> CachedSegmentCost:
     x = [float(p.shape.segments) for p in points]
     warm, stock = ([p.seconds[kind] for p in points] for kind in ("warm", "stock"))
-    return Marginal(
+    return CachedSegmentCost(
         tokens,
         warm_fit=slope(x, [s.median for s in warm]),
         warm=slopes(x, warm),
@@ -187,7 +187,7 @@ def _marginal(points: Sequence[ShapeTimes], tokens: int, alone: Spread) -> Margi
     )
 
 
-def _marginal_table(m: Marginal) -> Any:
+def _marginal_table(m: CachedSegmentCost) -> Any:
     def row(name: str, value: float, spread: Spread, share: str) -> list[str]:
         return [name, seconds(value), seconds(spread.min), seconds(spread.max), share]
 

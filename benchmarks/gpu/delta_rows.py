@@ -11,7 +11,7 @@ from vllm_hypic.backends.ops.gated_delta.program import Mode
 from .delta_cases import DeltaCase, Segment, compose_program, segment_program
 from .floors import Rates, compose_work, scan_work
 from .operators import Operators
-from .rows import OURS, Calls, Row
+from .rows import OURS, Calls, KernelTimes
 from .shapes import REAL, TINY, DeltaShape
 from .timing import Timer
 
@@ -22,7 +22,7 @@ WITHOUT_T = "without T"
 CAPTURE = "scan with T (capture)"
 
 
-def delta_rows(operators: Operators, timer: Timer, rates: Rates) -> Iterator[Row]:
+def delta_rows(operators: Operators, timer: Timer, rates: Rates) -> Iterator[KernelTimes]:
     """All heads are alive: the most work that there can be."""
     real = timer.device.type == "cuda"
     shape = REAL.delta if real else TINY.delta
@@ -35,7 +35,7 @@ def delta_rows(operators: Operators, timer: Timer, rates: Rates) -> Iterator[Row
 
 def _capture(
     shape: DeltaShape, segments: int, tokens: int, operators: Operators, timer: Timer, rates: Rates
-) -> Row:
+) -> KernelTimes:
     """A scan that leaves records beside one that leaves none: what a cold segment costs more."""
     device = timer.device
     case = DeltaCase.make(shape, segments * tokens, segments, DTYPE, device, alive=True)
@@ -44,7 +44,7 @@ def _capture(
     layer = case.x, case.weights, case.caches, case.out, case.records
     calls: Calls = {OURS: lambda: captured.run(*layer), WITHOUT_T: lambda: ordinary.run(*layer)}
     work = scan_work(shape, segments * tokens, DTYPE.itemsize, segments)
-    return Row.measure(CAPTURE, f"{segments} x {tokens}", calls, work, timer, rates)
+    return KernelTimes.measure(CAPTURE, f"{segments} x {tokens}", calls, work, timer, rates)
 
 
 def _compose(
@@ -55,7 +55,7 @@ def _compose(
     operators: Operators,
     timer: Timer,
     rates: Rates,
-) -> Row:
+) -> KernelTimes:
     """One request: ``segments`` records, ``seam`` rows before each."""
     rows = max(segments * seam, 1)
     case = DeltaCase.make(shape, rows, segments, DTYPE, timer.device, alive=True)
@@ -64,4 +64,4 @@ def _compose(
     step = operators.compose(*compose_program([request]), timer.device)
     calls: Calls = {OURS: lambda: step.run(case.x, case.weights, case.caches, case.out, case.records)}
     work = compose_work(shape, segments * seam, segments, DTYPE.itemsize)
-    return Row.measure(f"compose, {kernel}", f"{segments} records", calls, work, timer, rates)
+    return KernelTimes.measure(f"compose, {kernel}", f"{segments} records", calls, work, timer, rates)

@@ -20,7 +20,7 @@ from .findings import Finding
 from .floors import Rates, measure_rates
 from .operators import Operators, operators_for
 from .plans import PlanTime, measure_plans, plans_table
-from .rows import Row, rows_table
+from .rows import KernelTimes, rows_table
 from .span_checks import check_span
 from .span_rows import DECODE, NO_ROTATION, PREFILL, span_rows
 from .timing import Timer
@@ -50,7 +50,7 @@ def kernels(
         checked = _require_right(operators, device, names)
         timer = Timer(device, repeats)
         rates = measure_rates(timer)
-        rows: dict[str, list[Row]] = {name: [] for name in names}
+        rows: dict[str, list[KernelTimes]] = {name: [] for name in names}
         for name in names:
             with report.progress(console(), 1, name) as steps:
                 for row in KERNELS[name](operators, timer, rates):
@@ -96,7 +96,7 @@ def _require_right(operators: Operators, device: torch.device, names: Sequence[s
     return len(found)
 
 
-def _aims(rows: Sequence[Row]) -> list[Aim]:
+def _aims(rows: Sequence[KernelTimes]) -> list[Aim]:
     """The worst case of each counts."""
     aims = []
     for kernel in (PREFILL, DECODE):
@@ -115,7 +115,7 @@ def _write(
     operators: Operators,
     repeats: int,
     rates: Rates,
-    rows: dict[str, list[Row]],
+    rows: dict[str, list[KernelTimes]],
     plans: Sequence[PlanTime],
     aims: Sequence[Aim],
     checked: int,
@@ -129,7 +129,7 @@ def _write(
     )
 
 
-def _plot(path: Path, rows: Sequence[Row], facts: Facts) -> None:
+def _plot(path: Path, rows: Sequence[KernelTimes], facts: Facts) -> None:
     from vllm_hypic.harness.plots import plot_bars
 
     bars = {f"{r.kernel}, {r.case}": {"": 100 * r.share} for r in rows if r.share is not None}

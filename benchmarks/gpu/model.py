@@ -36,7 +36,7 @@ ON_CPU = {"segments": (2, 3), "tokens": (48, 96), "query": 8, "chunk": 64, "nois
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelSettings:
     """``chunk``: tokens of a pass of prefill; segments share one as far as they fit."""
 
     segments: tuple[int, ...]
@@ -63,7 +63,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Point:
+class PromptTimes:
     """First tokens of one shape of prompt, in seconds. ``rows``: of the stream, which alone are computed.
 
     Relative distances from full recompute's: ``distance`` of warm logits, ``strange`` of those of full
@@ -86,7 +86,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Marginal:
+class CachedSegmentCost:
     """Seconds that one more cached segment of ``tokens`` tokens costs, least squares over the numbers of
     segments; ``alone``: the prefill of such a segment and nothing else; ``full``: one more, recomputed."""
 
@@ -129,7 +129,7 @@ def model(
     if device.type == "cpu":
         from_default = click.core.ParameterSource.DEFAULT
         given |= {k: v for k, v in ON_CPU.items() if context.get_parameter_source(k) is from_default}
-    settings = Settings(**given)
+    settings = ModelSettings(**given)
     prompts = settings.prompts()
     if settings.graph and device.type != "cuda":
         raise click.UsageError("--graph: CUDA graphs need --device cuda")
@@ -162,12 +162,12 @@ def model(
 
 
 def _measure(
-    settings: Settings,
+    settings: ModelSettings,
     prompts: Sequence[Composition],
     operators: Operators,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[list[Point], list[Marginal], Drift]:
+) -> tuple[list[PromptTimes], list[CachedSegmentCost], Drift]:
     shape = TINY if device.type == "cpu" else REAL
     longest = max(p.tokens for p in prompts)
     stack = Stack.random(shape, longest, dtype, device, settings.seed)
@@ -177,7 +177,7 @@ def _measure(
     tokens = torch.randint(0, shape.vocabulary, (longest,), generator=drawn).to(device)
     # A user waits for the host, too.
     timer = Timer(device, settings.repeats, wall=True)
-    points: list[Point] = []
+    points: list[PromptTimes] = []
     alone: dict[int, Spread] = {}
     with report.progress(console(), len(prompts) + len(settings.tokens) + 1, "first token") as steps:
         for prompt in prompts:
@@ -215,7 +215,7 @@ class _Bench:
     """
 
     def __init__(
-        self, stack: Stack, prompt: Composition, tokens: Tensor, operators: Operators, settings: Settings
+        self, stack: Stack, prompt: Composition, tokens: Tensor, operators: Operators, settings: ModelSettings
     ) -> None:
         self.stack, self.prompt, self.tokens, self.operators = stack, prompt, tokens, operators
         self.settings = settings
@@ -254,7 +254,7 @@ class _Bench:
         return replayed(lambda: planned.run(self.tokens), self.stack.device)
 
 
-def _point(bench: _Bench, timer: Timer) -> Point:
+def _point(bench: _Bench, timer: Timer) -> PromptTimes:
     found = _checked(bench)
     calls: dict[str, Callable[[], object]] = {"full": bench.full, "cold": bench.cold, "warm": bench.warm}
     if bench.settings.graph:
@@ -262,7 +262,7 @@ def _point(bench: _Bench, timer: Timer) -> Point:
     return replace(found, seconds=timer.measure(calls))
 
 
-def _checked(bench: _Bench) -> Point:
+def _checked(bench: _Bench) -> PromptTimes:
     """The point without its times; raises :class:`gate.GateFailed` where answers cannot be right."""
     name = f"{bench.prompt.segments} x {bench.prompt.length}"
     cold = bench.cold()
@@ -284,10 +284,10 @@ def _checked(bench: _Bench) -> Point:
             ),
         ]
     )
-    return Point(bench.prompt, len(bench.prompt.positions()), {}, distance, strange, first)
+    return PromptTimes(bench.prompt, len(bench.prompt.positions()), {}, distance, strange, first)
 
 
-def _marginals(points: Sequence[Point], alone: dict[int, Spread]) -> list[Marginal]:
+def _marginals(points: Sequence[PromptTimes], alone: dict[int, Spread]) -> list[CachedSegmentCost]:
     """Of the lengths that were measured with several numbers of segments."""
     found = []
     for length, one in alone.items():
@@ -297,11 +297,11 @@ def _marginals(points: Sequence[Point], alone: dict[int, Spread]) -> list[Margin
             continue
         warm, full = ([p.seconds[kind] for p in mine] for kind in ("warm", "full"))
         fits = [slope(x, [s.median for s in spreads]) for spreads in (warm, full)]
-        found.append(Marginal(length, fits[0], slopes(x, warm), one, fits[1]))
+        found.append(CachedSegmentCost(length, fits[0], slopes(x, warm), one, fits[1]))
     return found
 
 
-def _aims(points: Sequence[Point], marginals: Sequence[Marginal]) -> list[Aim]:
+def _aims(points: Sequence[PromptTimes], marginals: Sequence[CachedSegmentCost]) -> list[Aim]:
     aims = []
     for p in points:
         if (p.prompt.segments, p.prompt.length) == (4, 4096):
@@ -318,7 +318,7 @@ def _largest(passed: Sequence[gate.Distance]) -> float:
     return max(d.error for d in passed if not d.planted)
 
 
-def _points_table(points: Sequence[Point]) -> Any:
+def _points_table(points: Sequence[PromptTimes]) -> Any:
     with_graph = any(REPLAYED in p.seconds for p in points)
     columns = [
         "segments x tokens",
@@ -342,7 +342,7 @@ def _points_table(points: Sequence[Point]) -> Any:
     return report.table("first token", columns, rows)
 
 
-def _marginal_table(marginals: Sequence[Marginal]) -> Any:
+def _marginal_table(marginals: Sequence[CachedSegmentCost]) -> Any:
     columns = ("one more segment of", "warm", "its prefill alone", "warm / alone", "full", "warm / full")
     rows = [
         (
@@ -372,7 +372,7 @@ def _range(ratio: Spread) -> str:
     return f"{ratio.median:.3g} ({ratio.min:.3g}-{ratio.max:.3g})"
 
 
-def _plot(path: Path, points: Sequence[Point], drift: Drift, title: str) -> None:
+def _plot(path: Path, points: Sequence[PromptTimes], drift: Drift, title: str) -> None:
     from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
 
     names = {"full": "stock", "cold": "cold", "warm": "warm"}

@@ -18,7 +18,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelTimes:
     """A kernel in one case. ``seconds``: of ours and of what it is held against, by name, which ran in turns;
     ``floor`` is ours'."""
 
@@ -29,10 +29,12 @@ class Row:
     floor: Floor | None
 
     @staticmethod
-    def measure(kernel: str, case: str, calls: Calls, work: Work | None, timer: Timer, rates: Rates) -> Row:
+    def measure(
+        kernel: str, case: str, calls: Calls, work: Work | None, timer: Timer, rates: Rates
+    ) -> KernelTimes:
         """``calls``: ours first; without ``work`` there is no floor."""
         floor = None if work is None else Floor.of(work, rates)
-        return Row(kernel, case, timer.measure(calls), work, floor)
+        return KernelTimes(kernel, case, timer.measure(calls), work, floor)
 
     @property
     def share(self) -> float | None:
@@ -44,7 +46,7 @@ class Row:
         return self.seconds[OURS].over(self.seconds[other])
 
 
-def rows_table(title: str, rows: Sequence[Row]) -> Any:
+def rows_table(title: str, rows: Sequence[KernelTimes]) -> Any:
     columns = ("kernel", "case", "median", "floor", "of floor", "beside", "median", "ours / it")
     lines = []
     for row in rows:

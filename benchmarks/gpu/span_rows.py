@@ -13,7 +13,7 @@ from .composed import PAGE, Composition
 from .floors import Rates, copy_work, merge_work, span_work
 from .gate import Distance, require
 from .operators import Operators
-from .rows import OURS, Calls, Row
+from .rows import OURS, Calls, KernelTimes
 from .shapes import REAL, TINY, AttentionShape
 from .span_cases import SpanCase, SpanRequest
 from .timing import Timer
@@ -25,7 +25,7 @@ PREFILL, DECODE = "attention, prefill", "attention, decode"
 NO_ROTATION = "no rotation"
 
 
-def span_rows(operators: Operators, timer: Timer, rates: Rates) -> Iterator[Row]:
+def span_rows(operators: Operators, timer: Timer, rates: Rates) -> Iterator[KernelTimes]:
     real = timer.device.type == "cuda"
     shape = REAL.attention if real else TINY.attention
     length, numbers, queries = (4096, (4, 8, 16), (32, 128, 512)) if real else (64, (2,), (5,))
@@ -62,7 +62,7 @@ def _attention(
     operators: Operators,
     timer: Timer,
     rates: Rates,
-) -> Row:
+) -> KernelTimes:
     """Held against ourselves without a table, and against SDPA; its result must be SDPA's."""
     case = SpanCase.make(shape, requests, DTYPE, timer.device)
     step = operators.span(case.rows, shape, DTYPE)
@@ -78,10 +78,10 @@ def _attention(
         best = timer.fastest(theirs)
         calls[f"SDPA ({best})"] = theirs[best]
     work = span_work(shape, case.rows.seen(), DTYPE.itemsize)
-    return Row.measure(kernel, name, calls, work, timer, rates)
+    return KernelTimes.measure(kernel, name, calls, work, timer, rates)
 
 
-def _merge(shape: AttentionShape, rows: int, operators: Operators, timer: Timer, rates: Rates) -> Row:
+def _merge(shape: AttentionShape, rows: int, operators: Operators, timer: Timer, rates: Rates) -> KernelTimes:
     case = SpanCase.make(shape, [SpanRequest(1, (1,) * rows)], DTYPE, timer.device)
     step = operators.span(case.rows, shape, DTYPE)
     output = torch.zeros_like(case.query)
@@ -89,12 +89,14 @@ def _merge(shape: AttentionShape, rows: int, operators: Operators, timer: Timer,
     other = torch.zeros(rows, shape.heads, shape.size, device=timer.device)
     other_lse = torch.zeros(other.shape[:2], device=timer.device)
     calls: Calls = {OURS: lambda: step.merge_(output, lse, other, other_lse)}
-    return Row.measure("merge", f"{rows} rows", calls, merge_work(shape, rows, DTYPE.itemsize), timer, rates)
+    return KernelTimes.measure(
+        "merge", f"{rows} rows", calls, merge_work(shape, rows, DTYPE.itemsize), timer, rates
+    )
 
 
 def _moves(
     shape: AttentionShape, tokens: int, operators: Operators, timer: Timer, rates: Rates
-) -> Iterator[Row]:
+) -> Iterator[KernelTimes]:
     """Capture, gather, scatter of a segment's K and V, beside PyTorch's indexing."""
     case = SpanCase.make(shape, [SpanRequest.decode(tokens)], DTYPE, timer.device)
     [slots], [positions] = case.rows.column_slots, case.rows.column_positions
@@ -136,4 +138,4 @@ def _moves(
         ),
     ]
     for kernel, calls in named:
-        yield Row.measure(kernel, name, calls, work, timer, rates)
+        yield KernelTimes.measure(kernel, name, calls, work, timer, rates)

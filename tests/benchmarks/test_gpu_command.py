@@ -18,7 +18,7 @@ from benchmarks.gpu.aims import Aim
 from benchmarks.gpu.composed import Composition
 from benchmarks.gpu.device import MEANINGLESS
 from benchmarks.gpu.findings import Finding
-from benchmarks.gpu.model import KINDS, Point, _aims, _marginals
+from benchmarks.gpu.model import KINDS, PromptTimes, _aims, _marginals
 from benchmarks.gpu.operators import INTERPRET, operators_for
 from vllm_hypic.backends.ops.gated_delta.program import Mode
 from vllm_hypic.harness.stats import Spread
@@ -143,7 +143,7 @@ def spread(*values: float) -> Spread:
 
 def test_one_more_segment_and_aims() -> None:
     points = [
-        Point(
+        PromptTimes(
             Composition(n, 4096, 64),
             0,
             {"full": spread(0.05 * n), "cold": spread(0.052 * n), "warm": spread(0.01 + 0.0005 * n)},

@@ -16,7 +16,7 @@ from benchmarks.gpu.floors import (
     scan_work,
     span_work,
 )
-from benchmarks.gpu.rows import OURS, Row
+from benchmarks.gpu.rows import OURS, KernelTimes
 from benchmarks.gpu.shapes import REAL, AttentionShape, DeltaShape
 from benchmarks.gpu.timing import Timer, replayed
 from vllm_hypic.harness.stats import Spread
@@ -79,10 +79,10 @@ def test_the_larger_floor_counts() -> None:
 
 def test_share_and_ratio_of_a_row() -> None:
     times = {OURS: Spread.of([2.0, 4.0, 6.0]), "other": Spread.of([1.0, 1.0, 2.0])}
-    row = Row("kernel", "case", times, Work(1, 1), Floor(1.0, "bytes"))
+    row = KernelTimes("kernel", "case", times, Work(1, 1), Floor(1.0, "bytes"))
     assert row.share == 0.25  # of the median
     assert row.ratio("other").median == 3.0  # of 2, 4, 3
-    assert Row("kernel", "case", times, None, None).share is None
+    assert KernelTimes("kernel", "case", times, None, None).share is None
 
 
 def test_rates_and_times_are_positive_and_calls_take_turns() -> None:

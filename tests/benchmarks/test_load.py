@@ -20,7 +20,7 @@ from benchmarks import trace as traces
 from benchmarks.bench_serve import Bench, BenchError, End, Outcome, TimedRequest
 from benchmarks.client import Client
 from benchmarks.load import load
-from benchmarks.rates import LoadSettings, Overdue, Sustained, Times, make_point, ratios
+from benchmarks.rates import LoadSettings, Overdue, Percentiles, Sustained, make_point, ratios
 from benchmarks.trace import TraceSettings, generate
 
 SMALL = ("--documents", "8", "--median-tokens", "70", "--max-tokens", "200", "--per-request", "2", "3")
@@ -395,7 +395,7 @@ def test_points_figures():
         "x", 2.0, 10, [outcome(i, t) for i, t in enumerate((1.0, 2.5, 0.5, 1.5))], settings, cached=240
     )
     assert point.complete and point.within  # one of four may be late
-    assert point.ttft_s == Times(1.0, 2.5, 2.5, pytest.approx(1.375), 2.5)
+    assert point.ttft_s == Percentiles(1.0, 2.5, 2.5, pytest.approx(1.375), 2.5)
     assert point.gap_s.p50 == pytest.approx(0.1) and point.gap_s.max == pytest.approx(0.2)
     assert point.tpot_s.p50 == pytest.approx(0.15)
     assert point.seconds == pytest.approx(3 + 1.5 + 0.4)

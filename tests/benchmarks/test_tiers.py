@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from benchmarks import page_cache, services, tiers
 from benchmarks.__main__ import main
-from benchmarks.tiers import ROWS, Row
+from benchmarks.tiers import PLACES, RecordPlace
 from vllm_hypic.harness.engine_calls import Answer
 
 
@@ -60,7 +60,7 @@ def test_what_is_missing_is_left_out_with_the_way_to_get_it(tmp_path: Path) -> N
         assert "apt-get install redis-server" in setup.left_out["redis"]
         for kind in ("lmcache", "lmcache-fs", "lmcache-server"):
             assert "lmcache 99.0" in setup.left_out[kind]
-        assert {*kinds, *setup.left_out} == {row.kind for row in ROWS}, "every row is measured or explained"
+        assert {*kinds, *setup.left_out} == {row.kind for row in PLACES}, "every row is measured or explained"
     assert not list(tmp_path.iterdir()), "a folder was left behind"
 
 
@@ -89,7 +89,11 @@ def answers(*times: float) -> tiers._Found:
 def test_ratios_are_taken_repeat_by_repeat() -> None:
     found = {"stock": answers(4, 9), "pool": answers(1, 2), "memory": answers(2, 4)}
     found["memory"].read_bytes = 300
-    rows = [Row("stock", "stock"), Row("pool", "pool"), Row("memory", "memory", "memory")]
+    rows = [
+        RecordPlace("stock", "stock"),
+        RecordPlace("pool", "pool"),
+        RecordPlace("memory", "memory", "memory"),
+    ]
     stock, pool, memory = tiers._measured(rows, found)
     assert stock.over_stock.values == (1, 1) and pool.over_pool.values == (1, 1)
     assert memory.over_stock.values == (2, 2.25) and memory.over_pool.values == (2, 2)
@@ -100,7 +104,11 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
 def test_a_tier_that_seems_sooner_than_the_pool_has_no_rate() -> None:
     found = {"stock": answers(4), "pool": answers(2), "memory": answers(1)}
     found["memory"].read_bytes = 300
-    rows = [Row("stock", "stock"), Row("pool", "pool"), Row("memory", "memory", "memory")]
+    rows = [
+        RecordPlace("stock", "stock"),
+        RecordPlace("pool", "pool"),
+        RecordPlace("memory", "memory", "memory"),
+    ]
     assert tiers._measured(rows, found)[2].bytes_per_s is None
 
 
@@ -119,7 +127,7 @@ def test_a_run_with_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found: dict[str, Any] = json.loads(report.read_text())
     assert found["gate"]["tiers_equal_pool"] is True
     rows = {row["kind"]: row for row in found["results"]["rows"]}
-    assert {*rows, *found["results"]["left_out"]} == {row.kind for row in ROWS}
+    assert {*rows, *found["results"]["left_out"]} == {row.kind for row in PLACES}
     read = {row["read_bytes"] for row in rows.values() if row["read_seconds"] is not None}
     assert len(read) == 1 and read.pop() > 0, "the same records from every tier"
     for kind, row in rows.items():

@@ -16,11 +16,11 @@ from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.criteria import Numbers
 from vllm_hypic.eval.gate.fixed_set import TaskSet
-from vllm_hypic.eval.gate.measure import Measured, MeasureError, Place
+from vllm_hypic.eval.gate.measure import GateMeasurement, MeasureError, Place
 from vllm_hypic.eval.gate.signoff import FOLDER, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
-from vllm_hypic.eval.pool_batches import RoomError
+from vllm_hypic.eval.pool_batches import PoolError
 from vllm_hypic.eval.task import ChatTemplate
 from vllm_hypic.harness.engines import EngineError
 from vllm_hypic.harness.generators import EXAMPLE, Generator
@@ -50,12 +50,12 @@ class Lab:
         chat: bool | None,
         template: ChatTemplate,
         steps: object,
-    ) -> Measured:
+    ) -> GateMeasurement:
         if isinstance(self.found, Exception):
             raise self.found
         self.place, self.sets, self.template = place, make(bool(chat)), template
         planted = {m: self.found.get(m.name, GO) for m in methods}
-        return Measured(subject(), planted, bool(chat), 0, {"max_model_len": place.context})
+        return GateMeasurement(subject(), planted, bool(chat), 0, {"max_model_len": place.context})
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_usage_errors(lab: Lab, arguments: list[str], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "failure", [EngineError("the engine died"), MeasureError("no"), RoomError("no room")]
+    "failure", [EngineError("the engine died"), MeasureError("no"), PoolError("no room")]
 )
 def test_a_gate_that_does_not_finish_signs_nothing(lab: Lab, tmp_path: Path, failure: Exception) -> None:
     lab.found = failure

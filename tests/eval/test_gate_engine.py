@@ -15,7 +15,7 @@ from engine.engines import Engine, EngineError
 from vllm_hypic.cli import main
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FIRST_TOKENS
-from vllm_hypic.eval.gate.measure import Measured, Place
+from vllm_hypic.eval.gate.measure import GateMeasurement, Place
 from vllm_hypic.eval.gate.signoff import SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
@@ -35,14 +35,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Result]:
     """By link method; engines are started once, and measure both."""
-    measured: list[Measured] = []
+    measured: list[GateMeasurement] = []
 
-    def once(place: Place, methods: Sequence[Method], *args: Any, **options: Any) -> Measured:
+    def once(place: Place, methods: Sequence[Method], *args: Any, **options: Any) -> GateMeasurement:
         if not measured:
             measured.append(_measure(place, (HYPIC, NAIVE), *args, **options))
         return replace(measured[0], numbers={m: measured[0].numbers[m] for m in methods})
 
-    _measure: Callable[..., Measured] = command.measure
+    _measure: Callable[..., GateMeasurement] = command.measure
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "measure", once)
         arguments = ["gate", str(MODEL), *SHORT, "--folder", str(folder)]

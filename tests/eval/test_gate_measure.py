@@ -16,7 +16,7 @@ from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.gate import measure as module
 from vllm_hypic.eval.gate.criteria import FAULTS, Limits, judge
 from vllm_hypic.eval.gate.fixed_set import TaskSet
-from vllm_hypic.eval.gate.measure import Measured, MeasureError, Place, measure
+from vllm_hypic.eval.gate.measure import GateMeasurement, MeasureError, Place, measure
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.results import Metric
@@ -115,7 +115,7 @@ def run(
     *,
     methods: tuple[Method, ...] = (HYPIC,),
     sets: list[TaskSet] = SETS,
-) -> Measured:
+) -> GateMeasurement:
     engines = {True: hypic or Model(), False: noise or Model(hypic=False)}
 
     def running(engine: Model) -> AbstractContextManager[None]:
@@ -185,7 +185,7 @@ def test_distributions_against_the_noise_of_another_engine(monkeypatch: pytest.M
     assert 0 < numbers.noise.kl_p90 < 0.01 < 0.3 < numbers.distances.kl_p90
 
 
-def faults(found: Measured, method: Method = HYPIC) -> str:
+def faults(found: GateMeasurement, method: Method = HYPIC) -> str:
     judgement = judge(found.numbers[method], Limits())
     assert judgement.verdict is Verdict.NO_GO
     assert {r.criterion for r in judgement.against} == {FAULTS}

@@ -12,15 +12,14 @@ import torch
 from click.testing import CliRunner
 
 from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
+from vllm_hypic.eval.estimates import relative
 from vllm_hypic.eval.methods import FULL, link_method
 from vllm_hypic.eval.probes import dtype
 from vllm_hypic.eval.probes.__main__ import main
 from vllm_hypic.eval.probes.attention import Profile, _deviation, _Tokens, token_deviation, zones
 from vllm_hypic.eval.probes.drift import aggregate
-from vllm_hypic.eval.probes.engine_calls import Seen
-from vllm_hypic.eval.probes.engine_pair import Look, Looks, Probe, require_long
-from vllm_hypic.eval.probes.norms import relative
-from vllm_hypic.eval.probes.prompts import make_prompts
+from vllm_hypic.eval.probes.engine_calls import Observation
+from vllm_hypic.eval.probes.engine_pair import MethodRun, Probe, PromptRuns, make_prompts, require_long
 from vllm_hypic.harness.fidelity import distance
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import Prompt, Writer
@@ -42,23 +41,25 @@ def test_relative_difference() -> None:
     assert relative(np.zeros(3), np.zeros(3)) == 0
 
 
-def seen(*states: float, computed: int = 10) -> Seen:
-    return Seen({}, 0, computed, [np.full((1, 2, 2), s, dtype=np.float32) for s in states], [np.ones(3)])
+def seen(*states: float, computed: int = 10) -> Observation:
+    return Observation(
+        {}, 0, computed, [np.full((1, 2, 2), s, dtype=np.float32) for s in states], [np.ones(3)]
+    )
 
 
-def look(value: Seen, gap: float = 0.0) -> Look:
+def run(value: Observation, gap: float = 0.0) -> MethodRun:
     reference = {0: math.log(0.6), 1: math.log(0.4)}
-    return Look(value, distance(reference, {0: reference[0] - gap, 1: reference[1]}))
+    return MethodRun(value, distance(reference, {0: reference[0] - gap, 1: reference[1]}))
 
 
 def test_drift_is_told_by_method_and_by_layer() -> None:
     prompt = Prompt((1,), ((2,),), (3,))
-    looked = [
-        Looks(prompt, seen(1, 2), look(seen(1, 2.002)), (look(seen(1.01, 3), 0.25), look(seen(2, 2), 1.0))),
-        Looks(prompt, seen(1, 4), look(seen(1, 4.004)), (look(seen(1.03, 6), 0.75), look(seen(2, 4), 1.0))),
+    prompts_runs = [
+        PromptRuns(prompt, seen(1, 2), run(seen(1, 2.002)), (run(seen(1.01, 3), 0.25), run(seen(2, 2), 1.0))),
+        PromptRuns(prompt, seen(1, 4), run(seen(1, 4.004)), (run(seen(1.03, 6), 0.75), run(seen(2, 4), 1.0))),
     ]
     truths = [np.full((1, 2, 2), 1.0), np.full((1, 2, 2), 2.0)]
-    full, noise, one, other = aggregate(["full", "noise", "one", "other"], looked, truths)
+    full, noise, one, other = aggregate(["full", "noise", "one", "other"], prompts_runs, truths)
     assert [m.value for m in full.states] == [0, 0]
     assert full.truth is not None and full.truth.value == pytest.approx((0 + 0.5) / 2)
     assert [m.value for m in noise.states] == pytest.approx([0, 0.001], abs=1e-6)
@@ -72,7 +73,7 @@ def test_drift_is_told_by_method_and_by_layer() -> None:
 def test_without_linear_layers_there_is_no_drift_of_states() -> None:
     dense = replace(seen(), states=[])
     [full, _] = aggregate(
-        ["full", "noise"], [Looks(Prompt((1,), ((2,),), (3,)), dense, look(dense), ())], None
+        ["full", "noise"], [PromptRuns(Prompt((1,), ((2,),), (3,)), dense, run(dense), ())], None
     )
     assert full.states == () and len(full.hidden) == 1 and full.truth is None
 

@@ -16,12 +16,12 @@ from engine.engines import FIRST_WORD, LAST_WORD, SEP, Engine, run_apart
 from oracle import Oracle
 from oracle.models import save_hybrid_model
 
+from vllm_hypic.eval.estimates import relative
 from vllm_hypic.eval.methods import link_method, noise_name
 from vllm_hypic.eval.probes import attention, drift, dtype, length
 from vllm_hypic.eval.probes.__main__ import main
 from vllm_hypic.eval.probes.engine_calls import layers
-from vllm_hypic.eval.probes.engine_pair import Eyes, Probe
-from vllm_hypic.eval.probes.norms import relative
+from vllm_hypic.eval.probes.engine_pair import EnginePair, Probe
 from vllm_hypic.eval.probes.truth import refusal, true_state
 from vllm_hypic.harness.settings import EngineSettings
 
@@ -51,8 +51,8 @@ def model(logs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def eyes(logs: Path, model: Path) -> Iterator[Eyes]:
-    """As ``open_eyes`` makes them, from engines that start sooner."""
+def pair(logs: Path, model: Path) -> Iterator[EnginePair]:
+    """As ``running_pair`` makes them, from engines that start sooner."""
     settings = EngineSettings(model, threads=1)
     probe = Probe(settings, tuple(map(link_method, METHODS)), prompts=2, seed=0, noise_chunk=100)
     options = {"enable_prefix_caching": False, "max_num_seqs": 4}
@@ -60,12 +60,12 @@ def eyes(logs: Path, model: Path) -> Iterator[Eyes]:
         Named(model, logs / "engine.log", **options) as engine,
         Named(model, logs / "noise.log", max_num_batched_tokens=probe.noise_chunk, **options) as noise,
     ):
-        yield Eyes(probe, engine, noise, engine.call(layers))
+        yield EnginePair(probe, engine, noise, engine.call(layers))
 
 
-def test_drift_tells_a_missing_transition_from_noise(eyes: Eyes) -> None:
-    found = drift.measure(eyes, SEGMENTS, TOKENS, truth=True)
-    full, noise = found.row(drift.FULL_NAME), found.row(noise_name(eyes.probe.noise_chunk))
+def test_drift_tells_a_missing_transition_from_noise(pair: EnginePair) -> None:
+    found = drift.measure(pair, SEGMENTS, TOKENS, truth=True)
+    full, noise = found.row(drift.FULL_NAME), found.row(noise_name(pair.probe.noise_chunk))
     naive, hypic = found.row("naive-8"), found.row("hypic-8")
     assert full.truth is not None and hypic.truth is not None and naive.truth is not None
     # First layer: reuse is as near to the truth as full recompute; without T it is nowhere near.
@@ -79,18 +79,18 @@ def test_drift_tells_a_missing_transition_from_noise(eyes: Eyes) -> None:
     assert hypic.computed.value == SEGMENTS * 16 + 32
 
 
-def test_the_true_state_is_the_oracles(eyes: Eyes, model: Path) -> None:
+def test_the_true_state_is_the_oracles(pair: EnginePair, model: Path) -> None:
     """The oracle reads the checkpoint, the probe what vLLM made of it."""
-    assert eyes.engine.call(refusal) is None
-    [prompt, _] = eyes.prompts(SEGMENTS, TOKENS)
+    assert pair.engine.call(refusal) is None
+    [prompt, _] = pair.prompts(SEGMENTS, TOKENS)
     expected = next(s.S for s in Oracle(model).full_state(prompt.plain()) if s is not None)
-    assert relative(eyes.engine.call(true_state, prompt.plain()), np.asarray(expected)) < 1e-9
+    assert relative(pair.engine.call(true_state, prompt.plain()), np.asarray(expected)) < 1e-9
 
 
-def test_attention_finds_deviations_at_heads_and_none_in_seams(eyes: Eyes) -> None:
-    found = attention.measure(eyes, SEGMENTS, TOKENS)
-    layer = eyes.layers.attention[0]
-    noise, block = found.row(noise_name(eyes.probe.noise_chunk), layer), found.row("block", layer)
+def test_attention_finds_deviations_at_heads_and_none_in_seams(pair: EnginePair) -> None:
+    found = attention.measure(pair, SEGMENTS, TOKENS)
+    layer = pair.layers.attention[0]
+    noise, block = found.row(noise_name(pair.probe.noise_chunk), layer), found.row("block", layer)
     epic, hypic = found.row("epic-16", layer), found.row("hypic-8", layer)
     seam = found.zones.index("4-7")
     for part in ("key", "value"):
@@ -108,8 +108,8 @@ def test_attention_finds_deviations_at_heads_and_none_in_seams(eyes: Eyes) -> No
     assert found.weights[layer].middle.value == pytest.approx(1, abs=0.5)
 
 
-def test_dtypes_are_told_apart_below_the_noise(eyes: Eyes) -> None:
-    found = {r.name: r for r in dtype.measure(eyes, SEGMENTS, TOKENS, 8)}
+def test_dtypes_are_told_apart_below_the_noise(pair: EnginePair) -> None:
+    found = {r.name: r for r in dtype.measure(pair, SEGMENTS, TOKENS, 8)}
     fp32, fp16, bf16 = (
         found[f"exact, T {t}, S float32"].error.value for t in ("float32", "float16", "bfloat16")
     )
@@ -132,14 +132,14 @@ def test_dtypes_are_told_apart_below_the_noise(eyes: Eyes) -> None:
 )
 @pytest.mark.fast("drift-")
 def test_commands_write_what_they_show(
-    eyes: Eyes,
+    pair: EnginePair,
     model: Path,
     module: ModuleType,
     arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "open_eyes", lambda probe, shapes: nullcontext(replace(eyes, probe=probe)))
+    monkeypatch.setattr(module, "open_eyes", lambda probe, shapes: nullcontext(replace(pair, probe=probe)))
     name = module.__name__.rpartition(".")[2]
     found, plot = tmp_path / "found.json", tmp_path / "found.png"
     files = ["--json", str(found), "--plot", str(plot)]

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, PREFIX_SAME, is_noise, link_method, noise_name
 from vllm_hypic.eval.pareto import Panel, panels, plot
-from vllm_hypic.eval.pool_batches import RoomError, groups
+from vllm_hypic.eval.pool_batches import PoolError, pool_batches
 from vllm_hypic.eval.results import Cell, FamilyResult, Metric, cell, overall
 from vllm_hypic.eval.runner import Outcome
 from vllm_hypic.eval.scores import Scores
@@ -198,11 +198,11 @@ def example(documents: int, tokens: int) -> Example:
     ],
 )
 def test_prompts_that_fit_the_pool_together(limits: PoolLimits | None, sizes: list[int]) -> None:
-    found = list(groups([example(3, 100)] * 7, limits, 4))
+    found = list(pool_batches([example(3, 100)] * 7, limits, 4))
     assert [len(part) for part in found] == sizes
     assert [i for part in found for i in part] == list(range(7))
 
 
 def test_a_prompt_that_does_not_fit_the_pool_is_refused() -> None:
-    with pytest.raises(RoomError, match=r"family 'big', 315 tokens in 3 segments.*raise --kv-gib"):
-        list(groups([example(1, 10), example(3, 100)], PoolLimits(6, 99, 64, 999, 999, 12), 4))
+    with pytest.raises(PoolError, match=r"family 'big', 315 tokens in 3 segments.*raise --kv-gib"):
+        list(pool_batches([example(1, 10), example(3, 100)], PoolLimits(6, 99, 64, 999, 999, 12), 4))

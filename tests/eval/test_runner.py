@@ -10,7 +10,7 @@ from vllm_hypic.eval.answers_file import writing_answers
 from vllm_hypic.eval.first_token import first_token_times
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_method
-from vllm_hypic.eval.pool_batches import RoomError
+from vllm_hypic.eval.pool_batches import PoolError
 from vllm_hypic.eval.runner import evaluate
 from vllm_hypic.eval.study import Study, refused
 from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
@@ -161,7 +161,7 @@ def test_a_small_pool_makes_smaller_batches() -> None:
     booking = BookingEngine(pages=7)
     evaluate(as_engine(booking), encode(as_engine(booking), TASKS, chat=False), [])
     assert [len(b) for b in booking.batches] == [2, 2, 1]
-    with pytest.raises(RoomError):
+    with pytest.raises(PoolError):
         evaluate(as_engine(BookingEngine(pages=2)), encode(as_engine(booking), TASKS, chat=False), [])
 
 

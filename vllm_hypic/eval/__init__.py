@@ -2,5 +2,5 @@
 
 tasks -> examples (token ids of every segment) -> outcomes of each method -> scores -> tables and plots
 
-Imports neither torch nor vLLM: engines run in processes of their own (``bench/engines.py``).
+Imports neither torch nor vLLM: engines run in processes of their own (``harness/engines.py``).
 """

@@ -22,7 +22,7 @@ from .fitting import TasksError, needed_context
 from .methods import DEFAULT, FULL, Method, link_method, noise_name
 from .names import JsonObject, Names
 from .noise import SEQUENCES, noise_engine
-from .pool_batches import RoomError
+from .pool_batches import PoolError
 from .results import Metric, overall
 from .selection import Settings, family_names, make_tasks
 from .study import Keep, Study, refused
@@ -240,7 +240,7 @@ def _measure(
         for family, tasks in made.items():
             try:
                 study.add(family, tasks)
-            except (TasksError, RoomError) as e:
+            except (TasksError, PoolError) as e:
                 raise click.ClickException(str(e)) from e
             steps.done(len(reasons) * (len(tasks) + settings.ttft_repeats))
             show(study)

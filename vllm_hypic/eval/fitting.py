@@ -1,4 +1,4 @@
-"""Tasks as prompts for which an engine's context has room."""
+"""Tasks as prompts that fit an engine's context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPARE = 32
 CHARACTERS_PER_TOKEN = 2
 """Few in any language that is written with letters or digits."""
 CHAT_TOKENS = 512
-"""Room for what a chat template writes, and to spare."""
+"""Tokens for what a chat template writes, and to spare."""
 
 
 class TasksError(ValueError):

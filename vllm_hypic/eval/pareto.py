@@ -31,7 +31,7 @@ OTHERS = ("#ff7f0e", "#e377c2", "#bcbd22", "#000000")
 
 
 @dataclass(frozen=True)
-class Point:
+class ParetoPoint:
     """One method: ``x`` is what its first token costs, ``y`` its difference to full recompute in points."""
 
     method: str
@@ -53,7 +53,7 @@ class Point:
 class Panel:
     title: str
     x_label: str
-    points: tuple[Point, ...]
+    points: tuple[ParetoPoint, ...]
     noise: Estimate | None
     """Difference of full recompute to itself on another engine."""
 
@@ -76,7 +76,7 @@ def _of_family(result: FamilyResult, metric: Metric) -> Panel:
         x = 100 * c.computed_share
         if full.first_token is not None:
             x = 1000 * c.first_token.median if c.first_token is not None else x
-        points.append(Point(c.method, x, c.score(metric).difference))
+        points.append(ParetoPoint(c.method, x, c.score(metric).difference))
     title = f"{result.family}: full recompute {full.score(metric).mean.value:.1f} %"
     label = "computed, % of the prompt" if full.first_token is None else "warm time to first token, ms"
     return _panel(title, label, points)
@@ -85,7 +85,7 @@ def _of_family(result: FamilyResult, metric: Metric) -> Panel:
 def _of_all(over: Sequence[Overall]) -> Panel:
     timed = over[0].first_token_speedup is not None
     points = [
-        Point(
+        ParetoPoint(
             o.method,
             100 / o.first_token_speedup if o.first_token_speedup is not None else 100 * o.computed_share,
             o.difference,
@@ -96,7 +96,7 @@ def _of_all(over: Sequence[Overall]) -> Panel:
     return _panel(f"mean: full recompute {over[0].mean.value:.1f} %", label, points)
 
 
-def _panel(title: str, x_label: str, points: Sequence[Point]) -> Panel:
+def _panel(title: str, x_label: str, points: Sequence[ParetoPoint]) -> Panel:
     """Noise was not timed, and is a band instead of a point."""
     noise = next((p.y for p in points if is_noise(p.method)), None)
     return Panel(title, x_label, tuple(p for p in points if not is_noise(p.method)), noise)
@@ -120,12 +120,14 @@ def plot(path: Path, drawn: Sequence[Panel], *, title: str, metric: Metric) -> N
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
     # One for all panels, below them: inside it would hide points.
-    shown = {
+    labelled = {
         label: handle
         for axis in axes
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2 * columns, fontsize=8)
+    figure.legend(
+        labelled.values(), labelled.keys(), loc="outside lower center", ncols=2 * columns, fontsize=8
+    )
     figure.savefig(path, dpi=120, format="png")
 
 

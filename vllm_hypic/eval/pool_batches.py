@@ -17,7 +17,7 @@ from ..primitives.policies import ModelTraits
 from .task import Example
 
 
-class RoomError(ValueError):
+class PoolError(ValueError):
     """A prompt that the pool cannot hold."""
 
 
@@ -31,10 +31,10 @@ def traits(engine: Engine) -> ModelTraits:
     return engine.call(_traits)
 
 
-def groups(examples: Sequence[Example], limits: PoolLimits | None, most: int) -> Iterator[range]:
+def pool_batches(examples: Sequence[Example], limits: PoolLimits | None, most: int) -> Iterator[range]:
     """Neighbouring examples, by index: at most ``most``, and no more than the pool holds at once.
 
-    Raises :class:`RoomError` for an example that alone does not fit.
+    Raises :class:`PoolError` for an example that alone does not fit.
     """
     begin = 0
     while begin < len(examples):
@@ -48,7 +48,7 @@ def groups(examples: Sequence[Example], limits: PoolLimits | None, most: int) ->
             end += 1
         if end == begin:
             example = examples[begin]
-            raise RoomError(
+            raise PoolError(
                 f"a prompt of the family {example.task.family!r}, {len(example.prompt)} tokens in "
                 f"{len(example.prompt.documents)} segments, does not fit the public pool: raise --kv-gib, or "
                 "pool_bytes or pool_fraction in --hypic"

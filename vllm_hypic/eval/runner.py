@@ -11,7 +11,7 @@ from ..harness.engines import Engine
 from ..harness.fidelity import top
 from ..harness.prompts import Prompt, Writer
 from .methods import FULL, PREFIX, Method
-from .pool_batches import groups, pool_limits
+from .pool_batches import pool_batches, pool_limits
 from .task import Example
 
 BATCH = 16
@@ -50,17 +50,17 @@ def evaluate(
     """Outcomes of each method, in the order of ``examples``; full recompute is always among the methods.
 
     What a method reuses is computed before its requests and dropped after them: what was computed for one
-    method must not serve another.  Requests run ``batch`` at a time, or as many as the pool has room for;
-    raises ``RoomError`` where it has none for one.  ``done`` is told how many (example, method) pairs were
-    finished since the last time.  ``references``: full recompute's outcomes on another engine, whose most
-    likely tokens are compared instead of this one's.
+    method must not serve another.  Requests run ``batch`` at a time, or as many as the pool holds;
+    raises ``PoolError`` where it does not hold one.  ``done`` is told how many (example, method) pairs
+    were finished since the last time.  ``references``: full recompute's outcomes on another engine, whose
+    most likely tokens are compared instead of this one's.
     """
     limits = pool_limits(engine)
     found: dict[Method, list[Outcome]] = {}
     for method in dict.fromkeys((FULL, *methods)):
         compared = references or found.get(FULL)
         outcomes: list[Outcome] = []
-        for part in groups(examples, limits, batch):
+        for part in pool_batches(examples, limits, batch):
             group = [examples[i] for i in part]
             wanted = [None if compared is None else top(compared[i].logprobs) for i in part]
             outcomes += _answers(engine, method, group, wanted)

@@ -28,7 +28,7 @@ class Scores:
     first_divergence: int | None
     """Output token, from 0, where it leaves full recompute's answer; ``None``: it never does."""
     kl: float
-    """Of the first token, in nats: see :class:`..bench.fidelity.Distance`."""
+    """Of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
     """The most likely first token is full recompute's."""
 

@@ -45,7 +45,7 @@ class Study:
     def add(self, family: str, tasks: Sequence[Task]) -> None:
         """Run and score one family.
 
-        Raises ``TasksError`` when no prompt fits the context, ``RoomError`` when one does not fit the
+        Raises ``TasksError`` when no prompt fits the context, ``PoolError`` when one does not fit the
         pool.
         """
         self.steps.show(f"{family}: accuracy")

@@ -70,7 +70,7 @@ def encode(
 def _token_ids(
     llm: object, texts: Sequence[str | list[dict[str, str]]], template: ChatTemplate
 ) -> list[list[int]]:
-    """Runs beside the engine."""
+    """Render a chat; runs in the engine's process."""
     tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
 
     def of_messages(messages: list[dict[str, str]]) -> list[int]:

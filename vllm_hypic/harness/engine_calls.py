@@ -1,4 +1,4 @@
-"""Functions that run beside an engine, in its process: see ``engines.py``.
+"""Engine calls: functions that run in an engine's process (see ``engines.py``).
 
 Their first argument is the engine's ``vllm.LLM``. vLLM and torch are imported when they run, never before:
 the process that only tells engines what to do loads neither.
@@ -36,7 +36,7 @@ class Answer:
     tokens: tuple[int, ...]
     token_s: tuple[float, ...]
     logprobs: dict[int, float]
-    """Of the first token."""
+    """The first token's, by id."""
     prompt_tokens: int
     """As the front end counts them: separators included."""
     cached: int
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a benchmark must know of a running engine."""
+    """What reports and prompts need to know of a running engine."""
 
     separator: int
     vocabulary: list[int]

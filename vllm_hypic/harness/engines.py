@@ -1,11 +1,11 @@
-"""Engines of a benchmark, each in a process of its own.
+"""Engines for evaluation and benchmarks, each in a process of its own.
 
 Layers are replaced per process, so a stock engine never shares one with the plugin; a stock engine's
 process does not even load it. The engine core runs in the same process as ``LLM`` (an idle engine then
 sleeps on a pipe and takes no time from the one that is measured), with the OpenMP environment that vLLM
 gives its worker processes.
 
-Work is done by functions that run beside the engine: ``engine.call(function, *args)`` runs
+Work is done by functions that run in the engine's process: ``engine.call(function, *args)`` runs
 ``function(llm, *args)`` there. Functions must be importable, arguments and results picklable.
 """
 
@@ -55,7 +55,7 @@ class Engine:
         self.hypic, self.timeout_s = hypic, settings.timeout_s
         self.seam_tokens = settings.seam_tokens
         arguments = settings.arguments(context, hypic=hypic, **more)
-        descriptor, log = tempfile.mkstemp(prefix=f"vllm-hypic-bench-{self.name}-", suffix=".log")
+        descriptor, log = tempfile.mkstemp(prefix=f"vllm-hypic-{self.name}-", suffix=".log")
         os.close(descriptor)
         self.log = Path(log)
         spawn = multiprocessing.get_context("spawn")
@@ -79,7 +79,7 @@ class Engine:
         self.described = facts.described
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Run ``function(llm, *args)`` beside the engine."""
+        """Run ``function(llm, *args)`` in the engine's process and return its result."""
         try:
             self._pipe.send((function, args))
         except OSError:

@@ -24,13 +24,13 @@ from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
 from ..fitting import TasksError, needed_context
 from ..methods import Method
 from ..names import JsonObject
-from ..pool_batches import RoomError
+from ..pool_batches import PoolError
 from ..task import ChatTemplate
 from ..tasks.longbench import DataError
 from .criteria import Limits, judge
 from .fixed_set import TaskSet, data_set, fixed_set
 from .identity import reads_seam
-from .measure import Measured, MeasureError, Place, measure
+from .measure import GateMeasurement, MeasureError, Place, measure
 from .rendering import numbers_table, reasons_text
 from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
 from .verdict import Verdict
@@ -324,17 +324,17 @@ def _check_writable(folder: Path, model: Path) -> None:
 
 def _measure(
     place: Place, methods: tuple[Method, ...], tasks: _Tasks, chat: bool | None, template: ChatTemplate
-) -> Measured:
+) -> GateMeasurement:
     total = sum(len(one.tasks) for one in tasks.sets(chat=False)) * (len(methods) + PAIR_EXTRA)
     try:
         with progress(console(), total, "starting engines") as steps:
             return measure(place, methods, tasks.sets, chat=chat, template=template, steps=steps)
-    except (EngineError, MeasureError, RoomError, TasksError) as e:
+    except (EngineError, MeasureError, PoolError, TasksError) as e:
         raise click.ClickException(f"the gate did not finish: {e}") from e
 
 
 def _evidence(
-    measured: Measured, method: Method, tasks: _Tasks, place: Place, template: ChatTemplate
+    measured: GateMeasurement, method: Method, tasks: _Tasks, place: Place, template: ChatTemplate
 ) -> dict[str, Any]:
     sets = [
         {"name": s.name, "metric": s.metric.value, "prompts": len(s.tasks)} for s in tasks.sets(measured.chat)

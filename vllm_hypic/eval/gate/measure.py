@@ -49,7 +49,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Measured:
+class GateMeasurement:
     subject: Subject
     """With the link options of the engine."""
     numbers: dict[Method, Numbers]
@@ -67,12 +67,12 @@ def measure(
     chat: bool | None,
     template: ChatTemplate,
     steps: Steps,
-) -> Measured:
+) -> GateMeasurement:
     """``make(chat)`` makes the tasks; ``chat=None``: through the chat template where the model has one.
 
     ``steps`` are told of (task, method) pairs; full recompute and the noise count as methods.  Raises
-    ``EngineError`` when an engine does not start or dies, ``TasksError`` and ``RoomError`` where prompts fit
-    neither context nor pool, and :class:`MeasureError`.
+    ``EngineError`` when an engine does not start or dies, ``TasksError`` and ``PoolError`` where prompts
+    fit neither context nor pool, and :class:`MeasureError`.
     """
     steps.show("starting vLLM with hypic")
     with running(engine := place.hypic()):
@@ -110,7 +110,7 @@ def measure(
             reuse=_reuse(method, examples, found, minimum),
             distances=Distances.of(full, found),
         )
-    return Measured(subject, numbers, chat, left_out, described)
+    return GateMeasurement(subject, numbers, chat, left_out, described)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _reuse(method: Method, examples: Sequence[Example], found: Sequence[Outcome]
     return Reuse(sum(o.cached for o in found), reusable)
 
 
-# -- functions that run beside the engine ------------------------------------------------------------
+# -- functions that run in the engine's process ------------------------------------------------------
 
 
 def _has_chat_template(llm: Any) -> bool:

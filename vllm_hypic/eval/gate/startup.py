@@ -76,8 +76,9 @@ def find(folder: str | None, subject: Subject) -> Found:
     if sign_off.by is not None:
         says += f" by {sign_off.by}"
     usual = dataclasses.asdict(Limits())
-    if chosen := [f"{name} {limit:g}" for name, limit in sign_off.limits.items() if usual.get(name) != limit]:
-        says += f", with limits of its own ({', '.join(chosen)})"
+    own = [f"{name} {limit:g}" for name, limit in sign_off.limits.items() if usual.get(name) != limit]
+    if own:
+        says += f", with limits of its own ({', '.join(own)})"
     if against := judgement.against:
         says += f": {'; '.join(reason.says for reason in against)}"
     return Found(sign_off, f"{says} ({path})")

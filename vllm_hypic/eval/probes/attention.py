@@ -20,12 +20,11 @@ from ...harness import gate, report
 from ...harness.prompts import Shape
 from ...harness.report import check_outputs, output_options
 from ...harness.settings import SHORTEST, model_name
-from ..estimates import Estimate, mean
+from ..estimates import Estimate, mean, mean_and_interval
 from ..methods import is_noise, noise_name
 from ..tables import wide_console
-from .engine_calls import SeenAttention
-from .engine_pair import Eyes, Looks, Probe, open_eyes, require_long
-from .norms import shown
+from .engine_calls import AttentionObservation
+from .engine_pair import EnginePair, Probe, PromptRuns, require_long, running_pair
 from .options import facts, probe_options, write
 
 EDGE = 64
@@ -116,25 +115,25 @@ class AttentionReport:
 
 
 def measure(
-    eyes: Eyes, segments: int, tokens: int, *, done: Callable[[], None] = lambda: None
+    pair: EnginePair, segments: int, tokens: int, *, done: Callable[[], None] = lambda: None
 ) -> AttentionReport:
     """Look at every prompt, ``done`` after each.  The model must have full-attention layers."""
-    names = [noise_name(eyes.probe.noise_chunk), *(m.name for m in eyes.probe.methods)]
-    found: list[list[list[_Tokens]]] = [[[] for _ in eyes.layers.attention] for _ in names]
-    weights: list[list[np.ndarray]] = [[] for _ in eyes.layers.attention]
-    for prompt in eyes.prompts(segments, tokens):
-        looks = eyes.look(prompt, kv=True)
-        for layer, full in enumerate(looks.full.attention):
-            weights[layer].append(_cut(full.weights * len(prompt), looks))
-            for row, look in zip(found, (looks.noise, *looks.methods), strict=True):
-                row[layer].append(_Tokens.of(look.seen.attention[layer], full, looks))
+    names = [noise_name(pair.probe.noise_chunk), *(m.name for m in pair.probe.methods)]
+    found: list[list[list[_Tokens]]] = [[[] for _ in pair.layers.attention] for _ in names]
+    weights: list[list[np.ndarray]] = [[] for _ in pair.layers.attention]
+    for prompt in pair.prompts(segments, tokens):
+        runs = pair.run(prompt, kv=True)
+        for layer, full in enumerate(runs.full.attention):
+            weights[layer].append(_cut(full.weights * len(prompt), runs))
+            for row, run in zip(found, (runs.noise, *runs.methods), strict=True):
+                row[layer].append(_Tokens.of(run.seen.attention[layer], full, runs))
         done()
     rows = [
         _deviation(name, layer, found[i][j])
         for i, name in enumerate(names)
-        for j, layer in enumerate(eyes.layers.attention)
+        for j, layer in enumerate(pair.layers.attention)
     ]
-    shares = {n: Profile.of(w) for n, w in zip(eyes.layers.attention, weights, strict=True)}
+    shares = {n: Profile.of(w) for n, w in zip(pair.layers.attention, weights, strict=True)}
     return AttentionReport(tuple(map(str, zones(tokens))), shares, tuple(rows))
 
 
@@ -147,12 +146,12 @@ class _Tokens:
     seen: np.ndarray
 
     @staticmethod
-    def of(other: SeenAttention, full: SeenAttention, looks: Looks) -> _Tokens:
+    def of(other: AttentionObservation, full: AttentionObservation, runs: PromptRuns) -> _Tokens:
         value = token_deviation(other.value, full.value)
         return _Tokens(
-            _cut(token_deviation(other.key, full.key), looks),
-            _cut(value, looks),
-            _cut(value * full.weights, looks),
+            _cut(token_deviation(other.key, full.key), runs),
+            _cut(value, runs),
+            _cut(value * full.weights, runs),
         )
 
 
@@ -163,10 +162,10 @@ def token_deviation(other: np.ndarray, reference: np.ndarray) -> np.ndarray:
     return found
 
 
-def _cut(values: np.ndarray, looks: Looks) -> np.ndarray:
+def _cut(values: np.ndarray, runs: PromptRuns) -> np.ndarray:
     """Values of a prompt's tokens as ``[segments, tokens]`` of its documents."""
-    documents = looks.prompt.documents
-    first, tokens = len(looks.prompt.head), len(documents[0])
+    documents = runs.prompt.documents
+    first, tokens = len(runs.prompt.head), len(documents[0])
     return values[first : first + len(documents) * tokens].reshape(len(documents), tokens)
 
 
@@ -198,13 +197,13 @@ def attention(
     to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
-        open_eyes(probe, [Shape(segments, tokens)]) as eyes,
+        running_pair(probe, [Shape(segments, tokens)]) as pair,
     ):
-        if not eyes.layers.attention:
+        if not pair.layers.attention:
             raise click.UsageError("this model has no full-attention layers: there are no K and V to compare")
         steps.show("prompts")
-        found = measure(eyes, segments, tokens, done=steps.done)
-        described = facts(eyes)
+        found = measure(pair, segments, tokens, done=steps.done)
+        described = facts(pair)
     title = f"{model_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
     for layer in found.weights:
         to.print(_table(f"{title}; {layer}", found, layer))
@@ -223,7 +222,7 @@ def _table(title: str, found: AttentionReport, layer: str) -> Any:
         [f"{z} from the tail", *(f"{p.tail[i].value:.2g}" for p in profiles)]
         for i, z in reversed(_each(found))
     ]
-    lines.append(["seen by the question", "", *(shown(r.seen) for r in rows)])
+    lines.append(["seen by the question", "", *(mean_and_interval(r.seen) for r in rows)])
     lines.append(["  in heads' quarters", "", *(report.percent(r.seen_head.value) for r in rows)])
     lines.append(["  in tails' quarters", "", *(report.percent(r.seen_tail.value) for r in rows)])
     columns = ["deviation of V", "attention", *(r.method for r in rows)]

@@ -14,12 +14,11 @@ from ...harness import gate, report
 from ...harness.prompts import Shape
 from ...harness.report import check_outputs, output_options
 from ...harness.settings import SHORTEST, model_name
-from ..estimates import Estimate, mean, share
+from ..estimates import Estimate, mean, mean_and_interval, relative, share
 from ..methods import is_noise, noise_name
 from ..tables import wide_console
-from .engine_calls import Layers, Seen
-from .engine_pair import Eyes, Looks, Probe, open_eyes, require_long
-from .norms import relative, shown
+from .engine_calls import Layers, Observation
+from .engine_pair import EnginePair, Probe, PromptRuns, require_long, running_pair
 from .options import facts, probe_options, write
 from .truth import refusal, true_state
 
@@ -28,7 +27,7 @@ NOT_ASKED = "not asked for"
 
 
 @dataclass(frozen=True)
-class Drift:
+class MethodDrift:
     """One method against full recompute on the same engine.  Relative Frobenius differences, by layer."""
 
     method: str
@@ -53,43 +52,45 @@ class DriftReport:
     """``rows``: full recompute itself, the noise floor, then the methods."""
 
     layers: Layers
-    rows: tuple[Drift, ...]
+    rows: tuple[MethodDrift, ...]
     no_truth: str | None
     """Why there is no truth of the first layer."""
 
-    def row(self, method: str) -> Drift:
+    def row(self, method: str) -> MethodDrift:
         return next(r for r in self.rows if r.method == method)
 
 
 def measure(
-    eyes: Eyes, segments: int, tokens: int, *, truth: bool, done: Callable[[], None] = lambda: None
+    pair: EnginePair, segments: int, tokens: int, *, truth: bool, done: Callable[[], None] = lambda: None
 ) -> DriftReport:
     """Look at every prompt, ``done`` after each; ``truth``: also compute the first layer in float64."""
-    looked: list[Looks] = []
+    prompts_runs: list[PromptRuns] = []
     truths: list[np.ndarray] = []
-    no_truth = eyes.engine.call(refusal) if truth else NOT_ASKED
-    for prompt in eyes.prompts(segments, tokens):
-        looked.append(eyes.look(prompt))
+    no_truth = pair.engine.call(refusal) if truth else NOT_ASKED
+    for prompt in pair.prompts(segments, tokens):
+        prompts_runs.append(pair.run(prompt))
         if no_truth is None:
-            truths.append(eyes.engine.call(true_state, prompt.plain()))
+            truths.append(pair.engine.call(true_state, prompt.plain()))
         done()
-    names = [FULL_NAME, noise_name(eyes.probe.noise_chunk), *(m.name for m in eyes.probe.methods)]
-    return DriftReport(eyes.layers, aggregate(names, looked, truths if no_truth is None else None), no_truth)
+    names = [FULL_NAME, noise_name(pair.probe.noise_chunk), *(m.name for m in pair.probe.methods)]
+    return DriftReport(
+        pair.layers, aggregate(names, prompts_runs, truths if no_truth is None else None), no_truth
+    )
 
 
 def aggregate(
-    names: Sequence[str], looked: Sequence[Looks], truths: Sequence[np.ndarray] | None
-) -> tuple[Drift, ...]:
+    names: Sequence[str], prompts_runs: Sequence[PromptRuns], truths: Sequence[np.ndarray] | None
+) -> tuple[MethodDrift, ...]:
     """Rows ``names``: full recompute, the noise, the methods."""
     rows = []
     for i, name in enumerate(names):
-        seen = [_column(looks, i) for looks in looked]
-        distances = [_distance(looks, i) for looks in looked]
+        seen = [_column(runs, i) for runs in prompts_runs]
+        distances = [_distance(runs, i) for runs in prompts_runs]
         rows.append(
-            Drift(
+            MethodDrift(
                 name,
-                _by_layer([(s.states, x.full.states) for s, x in zip(seen, looked, strict=True)]),
-                _by_layer([(s.hidden, x.full.hidden) for s, x in zip(seen, looked, strict=True)]),
+                _by_layer([(s.states, x.full.states) for s, x in zip(seen, prompts_runs, strict=True)]),
+                _by_layer([(s.hidden, x.full.hidden) for s, x in zip(seen, prompts_runs, strict=True)]),
                 None
                 if truths is None
                 else mean([relative(s.states[0], t) for s, t in zip(seen, truths, strict=True)]),
@@ -102,14 +103,14 @@ def aggregate(
     return tuple(rows)
 
 
-def _column(looks: Looks, i: int) -> Seen:
-    return looks.full if i == 0 else (looks.noise, *looks.methods)[i - 1].seen
+def _column(runs: PromptRuns, i: int) -> Observation:
+    return runs.full if i == 0 else (runs.noise, *runs.methods)[i - 1].seen
 
 
-def _distance(looks: Looks, i: int) -> tuple[float, float, bool]:
+def _distance(runs: PromptRuns, i: int) -> tuple[float, float, bool]:
     if i == 0:
         return 0.0, 0.0, True
-    d = (looks.noise, *looks.methods)[i - 1].distance
+    d = (runs.noise, *runs.methods)[i - 1].distance
     return d.kl, d.max_abs, d.same_argmax
 
 
@@ -136,11 +137,11 @@ def drift(
     to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
-        open_eyes(probe, [Shape(segments, tokens)]) as eyes,
+        running_pair(probe, [Shape(segments, tokens)]) as pair,
     ):
         steps.show("prompts")
-        found = measure(eyes, segments, tokens, truth=truth, done=steps.done)
-        described = facts(eyes)
+        found = measure(pair, segments, tokens, truth=truth, done=steps.done)
+        described = facts(pair)
     title = f"{model_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
     to.print(_table(title, found))
     for note in _notes(found):
@@ -159,8 +160,17 @@ def _table(title: str, found: DriftReport) -> Any:
     for r in found.rows:
         cells = [r.method]
         if found.layers.linear:
-            cells += ["" if r.truth is None else shown(r.truth), shown(r.states[0]), shown(r.states[-1])]
-        cells += [shown(r.hidden[-1]), shown(r.kl), shown(r.max_abs), report.percent(r.agreement.value)]
+            cells += [
+                "" if r.truth is None else mean_and_interval(r.truth),
+                mean_and_interval(r.states[0]),
+                mean_and_interval(r.states[-1]),
+            ]
+        cells += [
+            mean_and_interval(r.hidden[-1]),
+            mean_and_interval(r.kl),
+            mean_and_interval(r.max_abs),
+            report.percent(r.agreement.value),
+        ]
         rows.append([*cells, f"{r.computed.value:.0f}"])
     return report.table(f"{title}: relative differences, mean ± 95 %", columns, rows)
 
@@ -176,7 +186,7 @@ def _notes(found: DriftReport) -> list[str]:
 def _plot(path: Path, title: str, found: DriftReport) -> None:
     from ...harness.plots import COLOURS, Axes, Line, plot_lines
 
-    def lines(values: Callable[[Drift], Sequence[Estimate]]) -> list[Line]:
+    def lines(values: Callable[[MethodDrift], Sequence[Estimate]]) -> list[Line]:
         return [
             Line(
                 r.method,

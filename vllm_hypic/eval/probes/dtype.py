@@ -22,12 +22,11 @@ from ...harness.prompts import Prompt, Shape
 from ...harness.report import check_outputs, output_options
 from ...harness.settings import SHORTEST, model_name
 from ...primitives.policies import parse_link
-from ..estimates import Estimate, mean
+from ..estimates import Estimate, mean, mean_and_interval, relative
 from ..methods import link_method, noise_name
 from ..tables import wide_console
 from .engine_calls import answered, layers
-from .engine_pair import Eyes, Probe, open_eyes, require_long
-from .norms import relative, shown
+from .engine_pair import EnginePair, Probe, require_long, running_pair
 from .options import facts, probe_options, write
 from .truth import first_layer, refusal
 
@@ -60,7 +59,7 @@ class Rounding:
 
 
 def errors(llm: Any, ask: Ask, prompt: Prompt, head: int, tail: int) -> dict[str, tuple[float, int | None]]:
-    """Error and record bytes by name, of one prompt whose records are resident.  Runs beside the engine."""
+    """Error and record bytes by name, for a prompt with resident records; an engine call."""
     import torch
 
     inputs = first_layer(llm, prompt.plain())
@@ -92,7 +91,7 @@ def errors(llm: Any, ask: Ask, prompt: Prompt, head: int, tail: int) -> dict[str
 
 
 def full_error(llm: Any, ask: Ask, plain: list[int]) -> float:
-    """Error of the engine's own full recompute.  Runs beside the engine."""
+    """Error of the engine's own full recompute.  Runs in the engine's process."""
     truth = first_layer(llm, plain).state().numpy()
     with answered(llm, ask) as live:
         return relative(live.state(layers(llm).linear[0]), truth)
@@ -117,7 +116,7 @@ def compose(
 
 
 def measure(
-    eyes: Eyes, segments: int, tokens: int, seam: int, *, done: Callable[[], None] = lambda: None
+    pair: EnginePair, segments: int, tokens: int, seam: int, *, done: Callable[[], None] = lambda: None
 ) -> list[Rounding]:
     """All roundings, over all prompts, ``done`` after each.  The first layer must have a truth."""
     method = link_method(f"hypic-{seam}")
@@ -125,16 +124,16 @@ def measure(
     link = parse_link(method.link, method.seam)
     found: dict[str, list[float]] = {}
     sizes: dict[str, int | None] = {}
-    for prompt in eyes.prompts(segments, tokens):
-        eyes.warm(method, prompt)
-        ask = method.ask(prompt, eyes.engine.separator, max_tokens=1, logprobs_of=None)
-        for name, (error, size) in eyes.engine.call(errors, ask, prompt, link.head, link.tail).items():
+    for prompt in pair.prompts(segments, tokens):
+        pair.warm(method, prompt)
+        ask = method.ask(prompt, pair.engine.separator, max_tokens=1, logprobs_of=None)
+        for name, (error, size) in pair.engine.call(errors, ask, prompt, link.head, link.tail).items():
             found.setdefault(name, []).append(error)
             sizes[name] = size
         plain = Ask(prompt.plain())
         for name, engine in (
-            ("engine, full recompute", eyes.engine),
-            (noise_name(eyes.probe.noise_chunk), eyes.noise),
+            ("engine, full recompute", pair.engine),
+            (noise_name(pair.probe.noise_chunk), pair.noise),
         ):
             found.setdefault(name, []).append(engine.call(full_error, plain, plain.tokens))
         done()
@@ -157,16 +156,17 @@ def dtype(
     to = wide_console()
     with (
         report.progress(to, probe.prompts, "starting engines") as steps,
-        open_eyes(probe, [Shape(segments, tokens)]) as eyes,
+        running_pair(probe, [Shape(segments, tokens)]) as pair,
     ):
-        if reason := eyes.engine.call(refusal):
+        if reason := pair.engine.call(refusal):
             raise click.UsageError(f"nothing to measure storage types on: {reason}")
         steps.show("prompts")
-        found = measure(eyes, segments, tokens, seam, done=steps.done)
-        described = facts(eyes)
+        found = measure(pair, segments, tokens, seam, done=steps.done)
+        described = facts(pair)
     title = f"{model_name(probe.engine.model)}, {segments} x {tokens} tokens, {probe.prompts} prompts"
     rows = [
-        [r.name, shown(r.error), "" if r.record_bytes is None else report.size(r.record_bytes)] for r in found
+        [r.name, mean_and_interval(r.error), "" if r.record_bytes is None else report.size(r.record_bytes)]
+        for r in found
     ]
     columns = ["state of the first layer", "relative error, mean ± 95 %", "T and S of a segment"]
     to.print(report.table(title, columns, rows))

@@ -1,4 +1,4 @@
-"""Looking into an engine: functions that run beside it, in its process (see ``bench/engines.py``).
+"""Engine calls that observe: functions that run in an engine's process (see ``harness/engines.py``).
 
 They only read.  What a layer computes is seen through PyTorch's own forward hooks, which stay for one
 request; recurrent states are read where vLLM keeps them, reused K and V in the public pool.
@@ -29,7 +29,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class SeenAttention:
+class AttentionObservation:
     """One full-attention layer after a prompt; positions are those of the whole prompt, in order.
 
     ``key`` (its rotation undone) and ``value [positions, kv_heads * head_size]`` as the tokens that follow
@@ -43,11 +43,11 @@ class SeenAttention:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What a request left.  By layer, in order."""
 
     logprobs: dict[int, float]
-    """Of the first token."""
+    """The first token's, by id."""
     cached: int
     """Prompt tokens that came from records."""
     computed: int
@@ -55,7 +55,7 @@ class Seen:
     """Recurrent states ``[heads, K, V]`` float32 after the prompt."""
     hidden: list[np.ndarray]
     """What the last token of the prompt carries on from each decoder layer, float32."""
-    attention: list[SeenAttention] = field(default_factory=list)
+    attention: list[AttentionObservation] = field(default_factory=list)
 
 
 def layers(llm: Any) -> Layers:
@@ -72,7 +72,7 @@ def _index(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
-def observe(llm: Any, ask: Ask, question: int, kv: bool) -> Seen:
+def observe(llm: Any, ask: Ask, question: int, kv: bool) -> Observation:
     """Answer one request, whose records must be resident, and look at what it left.
 
     ``question``: tokens at the end of the prompt; ``kv``: look at full attention, too.  Raises
@@ -86,7 +86,7 @@ def observe(llm: Any, ask: Ask, question: int, kv: bool) -> Seen:
                 f"layers were seen to compute {sorted(set(taps.rows.values()))} tokens, the request has "
                 f"{computed}: a compiled model cannot be observed (enforce_eager)"
             )
-        return Seen(
+        return Observation(
             live.logprobs,
             live.prompt - computed,
             computed,
@@ -103,7 +103,7 @@ class Live:
     llm: Any
     internal: str
     logprobs: dict[int, float]
-    """Of the first token."""
+    """The first token's, by id."""
     prompt: int
     """Tokens without separators."""
     stream: np.ndarray
@@ -214,7 +214,9 @@ def loaded_model(worker: Any) -> Any:
     return worker.model_runner.get_model()
 
 
-def _attention(layer: Any, chunks: list[tuple[Any, Any, Any]], live: Live, question: int) -> SeenAttention:
+def _attention(
+    layer: Any, chunks: list[tuple[Any, Any, Any]], live: Live, question: int
+) -> AttentionObservation:
     """Put computed and reused K and V in the order of the prompt, and attend to them from the question."""
     import torch
 
@@ -235,7 +237,7 @@ def _attention(layer: Any, chunks: list[tuple[Any, Any, Any]], live: Live, quest
     raw, value = raw[order], value[order]
     rotated = rotate(raw, None if table is None else table[: len(raw)], link.neox)
     weights = _weights(query[-question:], rotated, layer.impl.scale)
-    return SeenAttention(raw.flatten(1).numpy(), value.flatten(1).numpy(), weights.numpy())
+    return AttentionObservation(raw.flatten(1).numpy(), value.flatten(1).numpy(), weights.numpy())
 
 
 def _weights(query: Any, key: Any, scale: float) -> Any:

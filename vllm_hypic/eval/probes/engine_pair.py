@@ -1,26 +1,27 @@
-"""The two engines of a probe, and one prompt through every method."""
+"""The two engines of a probe, the prompts that it looks at, and one prompt through every method."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ...config.engine import HypicConfig
-from ...harness import engine_calls as bench_beside
+from ...harness import engine_calls as engine_calls
 from ...harness.engines import Engine, running
 from ...harness.fidelity import Distance, top
 from ...harness.gate import GateFailed, checked_distance
-from ...harness.prompts import Prompt, Shape
+from ...harness.generators import FIRST_SEED, Generator, find_generator
+from ...harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
 from ...harness.settings import EngineSettings
 from ...primitives.policies import parse_link
 from ..methods import FULL, Method
 from ..pool_batches import traits
-from .engine_calls import Layers, Seen, layers, observe
-from .prompts import make_prompts
+from .engine_calls import Layers, Observation, layers, observe
 
 SPARE = 192
 """Context of a prompt beside its documents: system prompt, question, an answer."""
@@ -46,25 +47,25 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Look:
+class MethodRun:
     """One method on one prompt; ``distance``: of its first token from full recompute's."""
 
-    seen: Seen
+    seen: Observation
     distance: Distance
 
 
 @dataclass(frozen=True)
-class Looks:
+class PromptRuns:
     """One prompt: full recompute, full recompute with other chunks, and the methods in their order."""
 
     prompt: Prompt
-    full: Seen
-    noise: Look
-    methods: tuple[Look, ...]
+    full: Observation
+    noise: MethodRun
+    methods: tuple[MethodRun, ...]
 
 
 @dataclass(frozen=True)
-class Eyes:
+class EnginePair:
     """Running engines."""
 
     probe: Probe
@@ -78,30 +79,30 @@ class Eyes:
             probe.engine.model, self.engine.vocabulary, probe.prompts, segments, tokens, probe.seed
         )
 
-    def look(self, prompt: Prompt, *, kv: bool = False) -> Looks:
+    def run(self, prompt: Prompt, *, kv: bool = False) -> PromptRuns:
         """Raises :class:`~vllm_hypic.harness.gate.GateFailed` where less was reused than the method says."""
-        full = self._see(self.engine, FULL, prompt, None, kv)
+        full = self._observe(self.engine, FULL, prompt, None, kv)
         wanted = top(full.logprobs)
-        noise = self._see(self.noise, FULL, prompt, wanted, kv)
+        noise = self._observe(self.noise, FULL, prompt, wanted, kv)
         methods = []
         for method in self.probe.methods:
-            seen = self._see(self.engine, method, prompt, wanted, kv)
-            methods.append(Look(seen, checked_distance(full.logprobs, seen.logprobs, method.name)))
-        return Looks(
+            seen = self._observe(self.engine, method, prompt, wanted, kv)
+            methods.append(MethodRun(seen, checked_distance(full.logprobs, seen.logprobs, method.name)))
+        return PromptRuns(
             prompt,
             full,
-            Look(noise, checked_distance(full.logprobs, noise.logprobs, "noise")),
+            MethodRun(noise, checked_distance(full.logprobs, noise.logprobs, "noise")),
             tuple(methods),
         )
 
     def warm(self, method: Method, prompt: Prompt) -> None:
         """Answer once, so that the prompt's records are there."""
         ask = method.ask(prompt, self.engine.separator, max_tokens=1, logprobs_of=None)
-        self.engine.call(bench_beside.generate, [ask])
+        self.engine.call(engine_calls.generate, [ask])
 
-    def _see(
+    def _observe(
         self, engine: Engine, method: Method, prompt: Prompt, wanted: list[int] | None, kv: bool
-    ) -> Seen:
+    ) -> Observation:
         ask = method.ask(prompt, engine.separator, max_tokens=1, logprobs_of=wanted)
         if method.link is not None:
             self.warm(method, prompt)
@@ -113,6 +114,23 @@ class Eyes:
                 "small (--kv-gib, --hypic)?"
             )
         return seen
+
+
+def make_prompts(
+    model: Path, vocabulary: Sequence[int], count: int, segments: int, tokens: int, seed: int
+) -> list[Prompt]:
+    """``count`` prompts over ``segments`` documents of ``tokens`` tokens; the same seed, the same prompts."""
+    if (generator := find_generator(model)) is not None:
+        return [_question(generator, seed + i, segments, tokens) for i in range(count)]
+    writer = Writer(vocabulary, seed)
+    return [writer.prompt(segments, tokens, head=HEAD, question=QUESTION) for _ in range(count)]
+
+
+def _question(generator: Generator, seed: int, segments: int, tokens: int) -> Prompt:
+    kinds = generator.LEARNED if segments > 1 else generator.LEARNED[:1]
+    kind = kinds[seed % len(kinds)]
+    parts = generator.prompt(FIRST_SEED + seed, segments, tokens, kind, facts=generator.FACTS)
+    return Prompt(tuple(parts["system"]), tuple(map(tuple, parts["docs"])), tuple(parts["question"]))
 
 
 def require_long(probe: Probe, tokens: int) -> None:
@@ -129,7 +147,7 @@ def require_long(probe: Probe, tokens: int) -> None:
 
 
 @contextmanager
-def open_eyes(probe: Probe, shapes: Sequence[Shape]) -> Iterator[Eyes]:
+def running_pair(probe: Probe, shapes: Sequence[Shape]) -> Iterator[EnginePair]:
     """The engines of ``probe``, up, for prompts with documents of these ``shapes``."""
     # Observing needs the model uncompiled; without the prefix cache nothing else is reused, and the state
     # after the prompt lies in one place.
@@ -141,7 +159,7 @@ def open_eyes(probe: Probe, shapes: Sequence[Shape]) -> Iterator[Eyes]:
     noise = Engine(settings, context, hypic=True, name="noise", **options)
     with running(engine, noise):
         _require_honoured(probe, engine)
-        yield Eyes(probe, engine, noise, engine.call(layers))
+        yield EnginePair(probe, engine, noise, engine.call(layers))
 
 
 def _require_honoured(probe: Probe, engine: Engine) -> None:

@@ -13,17 +13,16 @@ from ...harness import gate, report
 from ...harness.prompts import Shape
 from ...harness.report import check_outputs, output_options
 from ...harness.settings import SHORTEST, Numbers, model_name
-from ..estimates import Estimate
+from ..estimates import Estimate, mean_and_interval
 from ..tables import wide_console
-from .drift import FULL_NAME, Drift, measure
-from .engine_pair import Probe, open_eyes, require_long
-from .norms import shown
+from .drift import FULL_NAME, MethodDrift, measure
+from .engine_pair import Probe, require_long, running_pair
 from .options import facts, probe_options, write
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method at one shape: what :class:`~.drift.Drift` says of the last layers and the first token."""
+class LengthRow:
+    """One method at one shape: the last layers and the first token of a :class:`~.drift.MethodDrift`."""
 
     method: str
     state: Estimate | None
@@ -35,18 +34,18 @@ class Row:
     computed: Estimate
 
     @staticmethod
-    def of(drift: Drift) -> Row:
+    def of(drift: MethodDrift) -> LengthRow:
         state = drift.states[-1] if drift.states else None
         hidden, last = drift.hidden[-1], (drift.agreement, drift.computed)
-        return Row(drift.method, state, hidden, drift.kl, drift.max_abs, *last)
+        return LengthRow(drift.method, state, hidden, drift.kl, drift.max_abs, *last)
 
 
 @dataclass(frozen=True)
-class Point:
+class ShapeDrifts:
     """One shape: the noise floor, then the methods."""
 
     shape: Shape
-    rows: tuple[Row, ...]
+    rows: tuple[LengthRow, ...]
 
 
 @click.command(help="Drift and first-token error over the number and the length of segments.")
@@ -81,18 +80,20 @@ def length(
     to = wide_console()
     with (
         report.progress(to, probe.prompts * len(shapes), "starting engines") as steps,
-        open_eyes(probe, shapes) as eyes,
+        running_pair(probe, shapes) as pair,
     ):
         points = {}
         for shape in shapes:
             steps.show(str(shape))
-            found = measure(eyes, shape.segments, shape.tokens, truth=False, done=steps.done)
-            points[shape] = Point(shape, tuple(Row.of(r) for r in found.rows if r.method != FULL_NAME))
-        described = facts(eyes)
+            found = measure(pair, shape.segments, shape.tokens, truth=False, done=steps.done)
+            points[shape] = ShapeDrifts(
+                shape, tuple(LengthRow.of(r) for r in found.rows if r.method != FULL_NAME)
+            )
+        described = facts(pair)
     title = f"{model_name(probe.engine.model)}, {probe.prompts} prompts a cell, mean ± 95 %"
     for name, value in QUANTITIES.items():
         to.print(_table(f"{title}: {name}", list(points.values()), value))
-    if not eyes.layers.linear:
+    if not pair.layers.linear:
         to.print("This model has no linear-attention layers: there are no recurrent states to drift.")
     results = {"segments": [points[s] for s in more], "lengths": [points[s] for s in longer]}
     write(
@@ -110,25 +111,25 @@ def length(
         _plot(plot_path, title, [points[s] for s in more], [points[s] for s in longer])
 
 
-QUANTITIES: dict[str, Callable[[Row], Estimate | None]] = {
+QUANTITIES: dict[str, Callable[[LengthRow], Estimate | None]] = {
     "drift of the deepest state": lambda r: r.state,
     "KL of the first token, nats": lambda r: r.kl,
     "max |dlogp| of the first token": lambda r: r.max_abs,
 }
 
 
-def _table(title: str, points: Sequence[Point], value: Callable[[Row], Estimate | None]) -> Any:
+def _table(title: str, points: Sequence[ShapeDrifts], value: Callable[[LengthRow], Estimate | None]) -> Any:
     rows = []
     for i, first in enumerate(points[0].rows):
         cells = [value(p.rows[i]) for p in points]
-        rows.append([first.method, *("" if c is None else shown(c) for c in cells)])
+        rows.append([first.method, *("" if c is None else mean_and_interval(c) for c in cells)])
     return report.table(title, ["", *(str(p.shape) for p in points)], rows)
 
 
-def _plot(path: Path, title: str, more: Sequence[Point], longer: Sequence[Point]) -> None:
+def _plot(path: Path, title: str, more: Sequence[ShapeDrifts], longer: Sequence[ShapeDrifts]) -> None:
     from ...harness.plots import COLOURS, Axes, Line, plot_lines
 
-    def panel(points: Sequence[Point], x: Sequence[int], label: str, name: str) -> Axes:
+    def panel(points: Sequence[ShapeDrifts], x: Sequence[int], label: str, name: str) -> Axes:
         lines = []
         for i, first in enumerate(points[0].rows):
             cells = [c for p in points if (c := QUANTITIES[name](p.rows[i])) is not None]

@@ -16,7 +16,7 @@ from ...harness.settings import EngineSettings, HypicOptions, model_name, with_o
 from ...harness.sizes import SIZES, random_model
 from ...primitives.policies import LinkError
 from ..methods import Method, link_method
-from .engine_pair import Eyes, Probe
+from .engine_pair import EnginePair, Probe
 
 METHODS = "naive-8,block,epic-0,epic-4,epic-16,hypic-8,hypic-16,seam-4-0+16"
 
@@ -154,6 +154,6 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
-def facts(eyes: Eyes) -> dict[str, Any]:
+def facts(pair: EnginePair) -> dict[str, Any]:
     """What the report says of the engines."""
-    return described(eyes.engine, eyes.noise)
+    return described(pair.engine, pair.noise)

@@ -1,7 +1,7 @@
 """The first linear layer in float64, token by token, from the model's own weights.
 
 Its inputs are embeddings: they do not depend on how the prompt was put together, so the state behind a
-prompt has one true value, and so have T and S of each of its segments.  Runs beside the engine.
+prompt has one true value, and so have T and S of each of its segments.  Runs in the engine's process.
 """
 
 from __future__ import annotations
