@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
 
-from ..errors import ConfigError
+from pydantic import Field, PlainValidator, StrictInt
+
+from .schema import Expected, PathText, Seconds, Section, expected, options, refuse
 
 _URL = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9._-]{1,253})):(?P<port>[0-9]{1,5})"
@@ -77,55 +76,63 @@ class Address:
             return None
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
+def _parsed(url: Any) -> str:
+    try:
+        Address.parse(url)
+    except ValueError as e:
+        raise expected(str(e).removeprefix(f"{url!r}: expected ")) from e
+    return str(url)
+
+
+Url = Annotated[str, PlainValidator(_parsed)]
+
+
+@options
+class ParallelConfig(Section):
     """The section ``segment_parallel`` of :class:`~vllm_hypic.config.engine.HypicConfig`."""
 
-    listen: str
+    section = "segment_parallel"
+    missing = "expected tcp://ADDRESS:PORT"
+
+    listen: Url
     """``tcp://ADDRESS:PORT``, where records of other instances land."""
-    events: str
+    events: Url
     """``tcp://ADDRESS:PORT``, where changes of what is cached here are published."""
-    advertise: str | None = None
+    advertise: Url | None = None
     """What others are told instead of ``listen``: behind NAT, or bound to all interfaces."""
-    advertise_events: str | None = None
+    advertise_events: Url | None = None
     """What others are told instead of ``events``."""
-    secret_file: str | None = None
+    secret_file: PathText | None = None
     """File with a secret that all instances and routers share.  Without, only loopback is served."""
-    deadline_s: float = 120.0
+    deadline_s: Seconds = 120.0
     """Longest that a request waits for remote segments when it names no other time, in seconds."""
-    transport: str = "tcp"
+    transport: Annotated[Literal["tcp", "nixl"], Expected("tcp or nixl")] = "tcp"
     """``tcp``, or ``nixl``: records travel over NIXL between instances that both say so."""
-    nixl_bytes: int = 256 << 20
+    nixl_bytes: Annotated[
+        StrictInt,
+        Field(ge=1 << 20, le=1 << 40),
+        Expected("a number of bytes from 1048576 to 1099511627776"),
+    ] = 256 << 20
     """Of each of the two buffers that NIXL reads from and into; longer records travel over TCP."""
 
     def __post_init__(self) -> None:
-        if self.secret_file is not None and (not isinstance(self.secret_file, str) or not self.secret_file):
-            _refuse("secret_file", self.secret_file, "a path, or null")
         listen = self._served("listen", self.listen, "advertise", self.advertise)
         events = self._served("events", self.events, "advertise_events", self.advertise_events)
         if listen.port == events.port and (listen.host == events.host or listen.wildcard or events.wildcard):
-            _refuse("events", self.events, f"another port than that of listen={self.listen!r}")
-        seconds = self.deadline_s
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            _refuse("deadline_s", seconds, "a number of seconds > 0")
-        if self.transport not in ("tcp", "nixl"):
-            _refuse("transport", self.transport, "tcp or nixl")
-        nbytes = self.nixl_bytes
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not 1 << 20 <= nbytes <= 1 << 40:
-            _refuse("nixl_bytes", nbytes, "a number of bytes from 1048576 to 1099511627776")
+            refuse("events", self.events, f"another port than that of listen={self.listen!r}")
 
-    def _served(self, field: str, bound: object, told_field: str, told: object) -> Address:
+    def _served(self, field: str, bound: str, told_field: str, told: str | None) -> Address:
         """The address bound, once it and what others are told of it are found to be in order."""
-        address = _address(field, bound)
+        address = Address.parse(bound)
         if not address.numeric:
-            _refuse(field, bound, "an IP address of this machine (or localhost), not a name")
+            refuse(field, bound, "an IP address of this machine (or localhost), not a name")
         if not address.loopback and self.secret_file is None:
-            _refuse(field, bound, "a loopback address such as tcp://127.0.0.1:7100, or set secret_file")
+            refuse(field, bound, "a loopback address such as tcp://127.0.0.1:7100, or set secret_file")
         if told is not None:
-            if _address(told_field, told).wildcard:
-                _refuse(told_field, told, "an address that others can connect to")
+            if Address.parse(told).wildcard:
+                refuse(told_field, told, "an address that others can connect to")
         elif address.wildcard:
-            _refuse(field, bound, f"one interface's address, or set {told_field} to what others connect to")
+            refuse(field, bound, f"one interface's address, or set {told_field} to what others connect to")
         return address
 
     @property
@@ -137,36 +144,3 @@ class ParallelConfig:
     def events_url(self) -> str:
         """What others are told of ``events``."""
         return self.advertise_events if self.advertise_events is not None else self.events
-
-    @staticmethod
-    def from_mapping(options: Mapping[str, Any]) -> ParallelConfig:
-        """Build from plain JSON-like options; :class:`ConfigError` names the first that is not allowed."""
-        if not isinstance(options, Mapping):
-            raise ConfigError(f"hypic config: segment_parallel={options!r}: expected an object")
-        fields = {f.name: f for f in dataclasses.fields(ParallelConfig)}
-        if unknown := sorted(set(options) - set(fields), key=str):
-            raise ConfigError(
-                f"hypic config: segment_parallel: unknown option {unknown[0]!r}; "
-                f"expected one of {', '.join(sorted(fields))}"
-            )
-        for name in fields:
-            if fields[name].default is dataclasses.MISSING and name not in options:
-                raise ConfigError(
-                    f"hypic config: segment_parallel.{name} is missing: expected tcp://ADDRESS:PORT"
-                )
-        return ParallelConfig(**options)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Plain JSON-like options: the inverse of :meth:`from_mapping`."""
-        return dataclasses.asdict(self)
-
-
-def _address(field: str, value: object) -> Address:
-    try:
-        return Address.parse(value)  # type: ignore[arg-type]
-    except ValueError as e:
-        raise ConfigError(f"hypic config: segment_parallel.{field}={e}") from e
-
-
-def _refuse(field: str, value: object, expected: str) -> NoReturn:
-    raise ConfigError(f"hypic config: segment_parallel.{field}={value!r}: expected {expected}")

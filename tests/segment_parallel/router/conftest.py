@@ -15,8 +15,8 @@ import pytest
 from http_server import STOP_S, HttpServer
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_hypic.config.router import RouterConfig
 from vllm_hypic.segment_parallel.router.app import build_app
-from vllm_hypic.segment_parallel.router.settings import Settings
 from vllm_hypic.segment_parallel.secret import Secret
 
 from .fake import FakeInstance
@@ -50,7 +50,7 @@ class Caller:
 class RunningRouter:
     """A router in a thread of its own."""
 
-    def __init__(self, settings: Settings, secret: Secret | None = None) -> None:
+    def __init__(self, settings: RouterConfig, secret: Secret | None = None) -> None:
         app = build_app(settings, secret)
         options = {"date_header": False, "server_header": False, "ws": "none"}
         self._server = HttpServer(app, timeout_graceful_shutdown=1, **options)
@@ -110,7 +110,7 @@ class Site:
         ready: bool = True,
         **options: Any,
     ) -> RunningRouter:
-        settings = Settings(tuple(f.url for f in prefill), tuple(f.url for f in combine), **options)
+        settings = RouterConfig(tuple(f.url for f in prefill), tuple(f.url for f in combine), **options)
         self.routers.append(RunningRouter(settings, secret))
         if ready:
             self.routers[-1].ready(*prefill, *combine)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from vllm_hypic.config.router import RouterConfig
 from vllm_hypic.primitives.plan import PoolLimits
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
@@ -17,7 +18,6 @@ from vllm_hypic.segment_parallel.router import assign
 from vllm_hypic.segment_parallel.router.assign import Decision, Source, decide
 from vllm_hypic.segment_parallel.router.instances import Exclusion, Instance, Pool, State
 from vllm_hypic.segment_parallel.router.plan import Planned, plan_request
-from vllm_hypic.segment_parallel.router.settings import Settings
 
 IDS = PrimitiveIds(100_000, 100_001, 100_002)
 DESCRIPTION = Description(
@@ -65,7 +65,7 @@ def pool(workers: int, *, equals: bool = False) -> Pool:
     """A combine node, then workers."""
     prefill = tuple(f"http://w{i}" for i in range(workers))
     combine = "http://c"
-    found = Pool(Settings((combine, *prefill) if equals else prefill, (combine,)))
+    found = Pool(RouterConfig((combine, *prefill) if equals else prefill, (combine,)))
     for i, instance in enumerate(found.instances):
         instance.view, instance.described_boot = View(), "b"
         instance.description = structs.replace(DESCRIPTION, receiver=f"tcp://127.0.0.1:{7000 + i}")
@@ -211,7 +211,7 @@ def test_failures_together_count_once_and_back_off_grows(monkeypatch: pytest.Mon
 
 
 def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
-    of = Pool(Settings(("http://w",), tuple(f"http://c{i}" for i in range(3))))
+    of = Pool(RouterConfig(("http://w",), tuple(f"http://c{i}" for i in range(3))))
     for i, instance in enumerate(of.instances):
         instance.description = structs.replace(DESCRIPTION, receiver=f"tcp://127.0.0.1:{7000 + i}")
     assert of.settle() == []

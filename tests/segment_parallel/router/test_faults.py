@@ -10,10 +10,10 @@ import time
 import httpx
 import pytest
 
+from vllm_hypic.config.router import RouterConfig
 from vllm_hypic.primitives.plan import PoolLimits
 from vllm_hypic.segment_parallel.router import front
 from vllm_hypic.segment_parallel.router.flights import Flights
-from vllm_hypic.segment_parallel.router.settings import Settings
 from vllm_hypic.segment_parallel.secret import Secret
 
 from .conftest import Caller, RunningRouter, Site, wait_for
@@ -370,7 +370,7 @@ def test_an_instance_under_two_names_counts_once(site: Site) -> None:
     worker, combine = site.fake(), site.fake()
     again = combine.url.replace("127.0.0.1", "localhost")
     router = site.router([worker], [combine])
-    settings = Settings((worker.url, again), (combine.url,))
+    settings = RouterConfig((worker.url, again), (combine.url,))
     site.routers.append(RunningRouter(settings))
     router = site.routers[-1]
     wait_for(

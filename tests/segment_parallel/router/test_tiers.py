@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 
+from vllm_hypic.config.router import Way
 from vllm_hypic.segment_parallel.router import front, notices
-from vllm_hypic.segment_parallel.router.ways import Way
 
 from .conftest import RunningRouter, Site, wait_for
 from .fake import FakeInstance

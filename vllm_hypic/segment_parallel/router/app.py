@@ -14,13 +14,13 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from ...config.router import RouterConfig
 from .flights import Flights
 from .front import Front
 from .health import health
 from .instances import Pool
 from .metrics import RouterMetrics
 from .notices import Notices
-from .settings import Settings
 from .watch import Watcher
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _KEEP_ALIVE_S = 2.0
 """Below vLLM's 5 s: a connection that an instance is about to close must not be used again."""
 
 
-def build_app(settings: Settings, secret: Secret | None) -> FastAPI:
+def build_app(settings: RouterConfig, secret: Secret | None) -> FastAPI:
     """Routes of its own: ``/healthcheck`` and ``/metrics``.  Everything else goes to an instance."""
     pool = Pool(settings)
     metrics = RouterMetrics(pool.instances)

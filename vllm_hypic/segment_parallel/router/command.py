@@ -7,11 +7,10 @@ import logging
 import click
 import uvicorn
 
+from ...config.router import RouterConfig, Way
 from ...errors import ConfigError
 from ..secret import Secret
 from .app import build_app
-from .settings import Settings
-from .ways import Way
 
 
 @click.command("router")
@@ -31,21 +30,21 @@ from .ways import Way
 @click.option("--deadline-s", type=float, help="Longest wait for segments.  [default: the instances' own]")
 @click.option(
     "--min-gain",
-    default=Settings.min_gain,
+    default=RouterConfig.min_gain,
     show_default=True,
     help="Least share of its prefill saved; -1: spread always.",
 )
-@click.option("--segments-per-worker", default=Settings.segments_per_worker, show_default=True)
-@click.option("--straggler-factor", default=Settings.straggler_factor, show_default=True)
-@click.option("--straggler-min-s", default=Settings.straggler_min_s, show_default=True)
+@click.option("--segments-per-worker", default=RouterConfig.segments_per_worker, show_default=True)
+@click.option("--straggler-factor", default=RouterConfig.straggler_factor, show_default=True)
+@click.option("--straggler-min-s", default=RouterConfig.straggler_min_s, show_default=True)
 @click.option(
     "--through",
-    default=Settings.through.value,
+    default=RouterConfig.through.value,
     show_default=True,
     type=click.Choice([way.value for way in Way]),
     help="Which way records take where worker and combine node share a tier of their stores.",
 )
-@click.option("--silence-s", default=Settings.silence_s, show_default=True)
+@click.option("--silence-s", default=RouterConfig.silence_s, show_default=True)
 @click.option(
     "--log-level",
     default="info",
@@ -77,7 +76,7 @@ def router(
     if pool and (prefill or combine):
         raise click.UsageError("--pool URL stands alone: its instances do what --prefill and --combine do")
     try:
-        settings = Settings(
+        settings = RouterConfig(
             prefill=tuple(url.rstrip("/") for url in pool or prefill),
             combine=tuple(url.rstrip("/") for url in pool or combine),
             api_key=api_key,

@@ -11,6 +11,7 @@ from enum import Enum
 
 import httpx
 
+from ...config.router import RouterConfig, Way
 from ...primitives.options import TIER
 from .assign import Decision, Source, Task, Traffic
 from .instances import Instance, Pool
@@ -18,8 +19,6 @@ from .metrics import RouterMetrics
 from .notices import Notices
 from .plan import Planned, SegmentAsk
 from .segment_request import Origin, Outcome, Result, longest_s, segment_body, send_segment
-from .settings import Settings
-from .ways import Way
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Flights:
     def __init__(
         self,
         pool: Pool,
-        settings: Settings,
+        settings: RouterConfig,
         http: httpx.AsyncClient,
         notices: Notices,
         metrics: RouterMetrics,

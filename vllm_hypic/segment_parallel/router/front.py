@@ -15,6 +15,7 @@ import httpx
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ...config.router import RouterConfig, Way
 from ...primitives.options import REMOTE, REMOTE_DEADLINE
 from .assign import Decision, Traffic, decide, missing
 from .breakdown import HEADER, Breakdown
@@ -26,10 +27,8 @@ from .notices import Notices
 from .plan import Planned, SegmentAsk, plan_request
 from .prompt import PATHS, Whole, tokenize_request, whole_reason
 from .segment_request import Origin
-from .settings import Settings
 from .tokens import NoAnswer, tokens_of
 from .upstream import Answer, Ask, UpstreamFailed, open_answer, request_headers
-from .ways import Way
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class Front:
     def __init__(
         self,
         pool: Pool,
-        settings: Settings,
+        settings: RouterConfig,
         http: httpx.AsyncClient,
         flights: Flights,
         notices: Notices,

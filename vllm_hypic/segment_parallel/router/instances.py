@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ...config.router import RouterConfig
 from ..description import Description
 from ..events import InstanceView
-from .settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Roles:
 class Instance:
     """One instance.  ``watch.py`` writes what it says of itself, flights and answers what they find out."""
 
-    def __init__(self, url: str, roles: Roles, settings: Settings) -> None:
+    def __init__(self, url: str, roles: Roles, settings: RouterConfig) -> None:
         self.url, self.roles = url, roles
         self.state = State.UNKNOWN
         self.reason = "not reached yet"
@@ -179,7 +179,7 @@ def _note(keys: dict[str, float], key: str) -> None:
 class Pool:
     """All instances, those that answer clients first, in the order of the command line."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RouterConfig) -> None:
         self.instances = [
             Instance(url, Roles(url in settings.prefill, url in settings.combine), settings)
             for url in settings.urls

@@ -11,11 +11,11 @@ import httpx
 import msgspec
 import zmq
 
+from ...config.router import RouterConfig
 from ..description import Description
 from ..events import InstanceView, Subscription
 from .instances import Instance, Pool, State
 from .metrics import RouterMetrics
-from .settings import Settings
 from .tokens import text_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Watcher:
         self,
         instance: Instance,
         pool: Pool,
-        settings: Settings,
+        settings: RouterConfig,
         http: httpx.AsyncClient,
         secret: Secret | None,
         metrics: RouterMetrics,
