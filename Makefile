@@ -16,7 +16,7 @@ READY := $(VENV)/.kernels
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Each of the two keeps one core busy. What they print comes in one piece, and a failure stops the target.
-FIRST := echo "Lint, and the Triton kernels in their interpreter, side by side: a minute or so." && $(MAKE) --no-print-directory -j2 --output-sync=target lint triton
+FIRST := echo "Lint, and the Triton kernels in their interpreter, side by side: a minute or so." && $(MAKE) --no-print-directory -j2 --output-sync=target lint triton OF_TRITON="not slow"
 # The release that vllm_hypic/store/tiers/lmcache.py is written against.
 LMCACHE := lmcache==0.5.6
 # The release that vllm_hypic/segment_parallel/nixl.py is written against.
@@ -65,6 +65,7 @@ test: $(READY)
 	$(PYTEST) -m "not slow" --durations=30
 
 test-slow: $(READY)
+	@$(MAKE) --no-print-directory triton OF_TRITON=slow
 	$(PYTEST) -m slow --durations=30
 
 check: $(READY)
@@ -73,7 +74,7 @@ check: $(READY)
 
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.
 triton: $(READY)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(OF_TRITON)" tests/triton
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -36,9 +36,9 @@ def fp16_tolerances(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        (Shape(2, 4, 16, 16, bias=False), torch.float32),
+        pytest.param(Shape(2, 4, 16, 16, bias=False), torch.float32, marks=pytest.mark.slow),
         (Shape(1, 1, 128, 16, taps=2), torch.float32),
-        (Shape(1, 2, 64, 64), torch.bfloat16),
+        pytest.param(Shape(1, 2, 64, 64), torch.bfloat16, marks=pytest.mark.slow),
         (Shape(1, 2, 16, 64, taps=3), torch.float16),
     ],
     ids=str,
