@@ -87,7 +87,7 @@ class Stand:
         deadline = time.monotonic() + BOUND_S
         router = self.cluster.router
         while True:
-            health = httpx.get(f"{router.url}/healthcheck", timeout=10).json()
+            health = httpx.get(f"{router.url}/healthcheck", timeout=BOUND_S).json()
             alive = [i for i in self.cluster.instances if i.processes()]
             numbers = {i.url: _hypic(i) for i in alive}
             held = {u: (n.get("pinned", 0), n.get("waiting", 0)) for u, n in numbers.items()}
@@ -116,7 +116,7 @@ def kill(server: Server) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    _, left = psutil.wait_procs(processes, timeout=10)
+    _, left = psutil.wait_procs(processes, timeout=BOUND_S)
     assert not left, left
 
 
