@@ -64,7 +64,7 @@ class HttpServer:
         self._end(self._server.over.set)
 
     def kill(self) -> None:
-        """As SIGKILL: all connections break off."""
+        """End as by SIGKILL: all connections break off."""
         self._server.force_exit = True
         self._end(self._abort)
 

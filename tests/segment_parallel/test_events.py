@@ -136,7 +136,7 @@ async def test_a_gap_brings_a_new_snapshot():
             await until(lambda: holds(view, keys(1)), "the first")
             assert subscription.snapshots == 1
             # As if a message had been dropped: the thread has nothing to send now.
-            publisher._states[key(2)] = wire.State.RESIDENT
+            publisher._states[key(2)] = wire.Presence.RESIDENT
             publisher._seq += 1
             await until(lambda: holds(view, keys(1, 2)), "what was missed")
             assert subscription.snapshots == 2

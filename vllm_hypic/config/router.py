@@ -12,11 +12,11 @@ from pydantic import AfterValidator, Field, PlainValidator, StrictInt
 from .schema import Expected, Loc, Number, Section, expected, options, refuse
 
 
-class Way(Enum):
-    """A value of ``--through`` is the way that is tried first."""
+class RecordRoute(Enum):
+    """How a record gets from a worker to the combine node; ``--through`` names the route to try first."""
 
     DIRECT = "direct"
-    """From worker to combine node."""
+    """The worker sends it to the combine node."""
     TIERS = "tiers"
     """The worker leaves it in a tier that both share, and the combine node reads it there."""
 
@@ -60,7 +60,7 @@ class RouterConfig(Section):
     combine: Urls
     """Base URLs of instances that answer clients."""
     api_key: str | None = None
-    """For the router's own questions to instances; requests carry their client's."""
+    """The key of the router's own questions to instances; requests carry their client's."""
     deadline_s: Above0 | None = None
     """Longest that a request waits for segments of others; ``None``: as long as its instance lets it."""
     min_gain: Annotated[Number, AfterValidator(_gain), Expected("a share, 0 to 1, or -1")] = 0.1
@@ -72,8 +72,8 @@ class RouterConfig(Section):
     """Multiple of its predicted time after which a segment goes to another worker too."""
     straggler_min_s: Above0 = 3.0
     """No segment counts as late before so many seconds."""
-    through: Way = Way.DIRECT
-    """Which way records are to take where worker and combine node share a tier; others go directly."""
+    through: RecordRoute = RecordRoute.DIRECT
+    """The route of records where worker and combine node share a tier; others go directly."""
     silence_s: Annotated[Number, Field(ge=2, lt=math.inf), Expected("a finite number >= 2")] = 10.0
     """A combine node whose events are silent for so long is given up, and its requests with it."""
 

@@ -31,8 +31,8 @@ from .events_wire import (
     Changes,
     Heartbeat,
     Message,
+    Presence,
     Snapshot,
-    State,
     asked_snapshot,
     batches,
     decode,
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUEUED_MESSAGES = 512
-"""That wait for one subscriber or in one; what comes on top is dropped."""
+"""Messages that may wait for one subscriber, or in one; what comes on top is dropped."""
 SILENCE_S = 2.0
 """A view that was not known to be right for so long counts as unknown."""
 _ASK_AGAIN_S = 0.5
 _SNAPSHOT_SHARE = 0.1
-"""Of the publisher's time that snapshots may take, however many are asked for."""
+"""Share of the publisher's time that snapshots may take, however many are asked for."""
 _MOST_ASKED = 1024
 """Subscribers whose snapshots wait; the others ask again."""
 _CLOSE_S = 5.0
@@ -71,12 +71,12 @@ class Publisher:
         self._socket = self._context.socket(zmq.XPUB)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # around what `change` leaves for the thread
-        self._changed: dict[str, State] = {}
+        self._changed: dict[str, Presence] = {}
         self._load = (0, 0)
         self._awake = False
         self._closing = False
         # From here on the thread's own.
-        self._states: dict[str, State] = {}
+        self._states: dict[str, Presence] = {}
         self._told_load = (0, 0)
         self._seq = 0
         self._asked: set[bytes] = set()
@@ -111,7 +111,11 @@ class Publisher:
         ``load_tokens``: prompt tokens still to be prefilled; ``waiting``: requests that wait.
         """
         with self._lock:
-            for state, names in ((State.RESIDENT, resident), (State.PENDING, pending), (State.GONE, gone)):
+            for state, names in (
+                (Presence.RESIDENT, resident),
+                (Presence.PENDING, pending),
+                (Presence.GONE, gone),
+            ):
                 for name in names:
                     self._changed[name] = state
             self._load = (load_tokens, waiting)
@@ -172,7 +176,7 @@ class Publisher:
             self._seq += 1
             self._publish(Changes(self.boot, self._seq, batch.resident, batch.pending, batch.gone, *load))
         for name, state in changed.items():
-            if state is State.GONE:
+            if state is Presence.GONE:
                 self._states.pop(name, None)
             else:
                 self._states[name] = state
@@ -263,7 +267,7 @@ class Subscription:
         self.ignored = 0
         """Messages that were none, or not for us."""
         self.snapshots = 0
-        """That were applied."""
+        """Snapshots that were applied."""
         self._secret, self._on_change = secret, on_change
         self._seq: int | None = None  # None: a snapshot is needed
         self._topic = b""
@@ -288,7 +292,7 @@ class Subscription:
         socket.connect(self.url)
 
     async def run(self) -> None:
-        """Forever; cancel it to stop.  Afterwards the view grows old."""
+        """Keep the view right until cancelled.  Afterwards it grows old."""
         # One context, thus one thread, for however many instances.
         with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
             self._connect(socket)

@@ -23,9 +23,9 @@ _SNAPSHOT = re.compile(rb"snap:[0-9a-f]{16}")
 HEARTBEAT_S = 0.25
 NAMES_AT_ONCE = 4096
 MOST_NAMES = 1 << 22
-"""Of one instance.  More are no instance's: a view that grows beyond is given up."""
+"""Most names of one instance.  More are no instance's: a view that grows beyond is given up."""
 MOST_BYTES = 1 << 20
-"""Of a frame; larger ones close the connection before they are read."""
+"""Largest frame; a larger one closes the connection before it is read."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Names = Annotated[list[_Name], msgspec.Meta(max_length=NAMES_AT_ONCE)]
@@ -99,7 +99,7 @@ def asked_snapshot(frame: bytes) -> bytes | None:
     return topic if frame[:1] == b"\x01" and _SNAPSHOT.fullmatch(topic) else None
 
 
-class State(Enum):
+class Presence(Enum):
     """What became of a record."""
 
     RESIDENT = "resident"
@@ -108,7 +108,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Batch:
+class NameBatch:
     """Names by state, as many as fit one message."""
 
     resident: list[str]
@@ -116,11 +116,11 @@ class Batch:
     gone: list[str]
 
 
-def batches(states: Mapping[str, State]) -> Iterator[Batch]:
+def batches(states: Mapping[str, Presence]) -> Iterator[NameBatch]:
     """``states`` in batches; none when there are no names."""
     names = iter(states)
     while taken := list(itertools.islice(names, NAMES_AT_ONCE)):
-        by: dict[State, list[str]] = {state: [] for state in State}
+        by: dict[Presence, list[str]] = {state: [] for state in Presence}
         for name in taken:
             by[states[name]].append(name)
-        yield Batch(by[State.RESIDENT], by[State.PENDING], by[State.GONE])
+        yield NameBatch(by[Presence.RESIDENT], by[Presence.PENDING], by[Presence.GONE])

@@ -67,7 +67,7 @@ class RunningRouter:
         return next((i for i in self.health()["instances"] if i["url"] == fake.url), {})
 
     def ready(self, *fakes: FakeInstance) -> None:
-        """Until it has heard of all of them."""
+        """Wait until it has heard of all of them."""
         wait_for(
             lambda: all(self.instance(f).get("up") for f in fakes),
             "all instances known",
@@ -136,7 +136,7 @@ def running() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Site]:
-    """For tests that leave no trace in it."""
+    """A site for tests that leave no trace in it."""
     with running() as found:
         yield found
 

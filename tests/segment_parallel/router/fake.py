@@ -135,7 +135,7 @@ class FakeInstance:
         self.url = self._http.url
 
     def kill(self) -> None:
-        """As SIGKILL: all connections break off."""
+        """End as by SIGKILL: all connections break off."""
         if self._http.alive:
             self._http.kill()
             self.publisher.close()
@@ -171,7 +171,7 @@ class FakeInstance:
         )
 
     def plan(self, body: dict[str, Any]) -> PromptPlan:
-        """As the engine plans."""
+        """The plan that an engine would make."""
         extra = body.get("vllm_xargs") or {}
         method = link_of_request(extra, default_link="hypic", default_seam=SEAM)
         prompt = body.get("prompt")
@@ -182,7 +182,7 @@ class FakeInstance:
         return build_plan(parse_prompt(ids, IDS), method, namespace, self.limits, min_segment_tokens=LEAST)
 
     def have(self, *keys: str) -> None:
-        """From now on these are cached here."""
+        """Have these cached from now on."""
         self.resident.update(keys)
         self.publisher.change(keys, [], [], self.load)
 
@@ -218,7 +218,7 @@ class FakeInstance:
             self._sent.update({s.ticket: s.delivered for s in self.sender.poll()})
         return self._sent.pop(ticket)
 
-    async def _land(self, key: str, tokens: int, seconds: float) -> None:
+    async def _receive(self, key: str, tokens: int, seconds: float) -> None:
         """Wait for a record of another instance; compute it when it does not come."""
         name = object_name(key)
         if key in self.resident:
@@ -316,7 +316,7 @@ class FakeInstance:
         waits = {}
         for segment in plan.segments if plan is not None else ():
             if segment.key not in waits:
-                make = self._land(segment.key, segment.stop, seconds) if segment.key in remote else None
+                make = self._receive(segment.key, segment.stop, seconds) if segment.key in remote else None
                 waits[segment.key] = make or self._make(segment.key, segment.stop)
         await asyncio.gather(*waits.values())
         if not body.get("stream"):

@@ -15,8 +15,8 @@ from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.events import InstanceView
 from vllm_hypic.segment_parallel.router import assign
-from vllm_hypic.segment_parallel.router.assign import Decision, Source, decide
-from vllm_hypic.segment_parallel.router.instances import Exclusion, Instance, Pool, State
+from vllm_hypic.segment_parallel.router.assign import Decision, RecordSource, decide
+from vllm_hypic.segment_parallel.router.instances import Exclusion, Instance, InstancePool, InstanceState
 from vllm_hypic.segment_parallel.router.plan import Planned, plan_request
 
 IDS = PrimitiveIds(100_000, 100_001, 100_002)
@@ -61,11 +61,11 @@ class Nothing:
         return key in self.on_the_way
 
 
-def pool(workers: int, *, equals: bool = False) -> Pool:
+def pool(workers: int, *, equals: bool = False) -> InstancePool:
     """A combine node, then workers."""
     prefill = tuple(f"http://w{i}" for i in range(workers))
     combine = "http://c"
-    found = Pool(RouterConfig((combine, *prefill) if equals else prefill, (combine,)))
+    found = InstancePool(RouterConfig((combine, *prefill) if equals else prefill, (combine,)))
     for i, instance in enumerate(found.instances):
         instance.view, instance.described_boot = View(), "b"
         instance.description = structs.replace(DESCRIPTION, receiver=f"tcp://127.0.0.1:{7000 + i}")
@@ -82,7 +82,7 @@ def planned(lengths: Sequence[int]) -> Planned:
     return found
 
 
-def decided(of: Pool, request: Planned, traffic: Nothing | None = None) -> Decision:
+def decided(of: InstancePool, request: Planned, traffic: Nothing | None = None) -> Decision:
     return decide(request, of.instances[0], of.spreading(), traffic or Nothing())
 
 
@@ -140,7 +140,7 @@ def test_what_others_make_is_joined_even_where_spreading_gains_nothing() -> None
     decision = decided(of, request)
     assert decision.gain < 0 and decision.joins
     alone = decision.only_joining()
-    assert [(t.ask.key, t.worker, t.source) for t in alone.tasks] == [(keys[0], one, Source.JOINED)]
+    assert [(t.ask.key, t.worker, t.source) for t in alone.tasks] == [(keys[0], one, RecordSource.JOINED)]
     assert [s.key for s in alone.local] == keys[1:]
     assert alone.combine is combine
 
@@ -163,7 +163,7 @@ def test_one_segment_that_nobody_has_is_not_sent_out() -> None:
     assert decided(of, request).gain == 0
     of.instances[2].view.resident.add(request.segments[0].key)
     decision = decided(of, request)
-    assert decision.gain > 0.8 and [t.source for t in decision.tasks] == [Source.HELD]
+    assert decision.gain > 0.8 and [t.source for t in decision.tasks] == [RecordSource.HELD]
 
 
 def test_a_combine_node_takes_part_only_in_a_pool_of_equals() -> None:
@@ -211,7 +211,7 @@ def test_failures_together_count_once_and_back_off_grows(monkeypatch: pytest.Mon
 
 
 def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
-    of = Pool(RouterConfig(("http://w",), tuple(f"http://c{i}" for i in range(3))))
+    of = InstancePool(RouterConfig(("http://w",), tuple(f"http://c{i}" for i in range(3))))
     for i, instance in enumerate(of.instances):
         instance.description = structs.replace(DESCRIPTION, receiver=f"tcp://127.0.0.1:{7000 + i}")
     assert of.settle() == []
@@ -226,7 +226,7 @@ def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
     assert change(0, "z") == [(first, Exclusion.NAMESPACE)]
     assert of.settle() == []  # counted once
     excluded = change(1, "z")
-    assert {i for i, _ in excluded} == {third, worker} and first.state is State.DESCRIBED
-    assert change(3, "z") == [] and worker.state is State.DESCRIBED
+    assert {i for i, _ in excluded} == {third, worker} and first.state is InstanceState.DESCRIBED
+    assert change(3, "z") == [] and worker.state is InstanceState.DESCRIBED
     worker.description = structs.replace(DESCRIPTION, receiver="tcp://127.0.0.1:7000", namespace="z")
-    assert of.settle() == [(worker, Exclusion.LANDING)]
+    assert of.settle() == [(worker, Exclusion.RECEIVER)]

@@ -12,8 +12,8 @@ import pytest
 
 from vllm_hypic.config.router import RouterConfig
 from vllm_hypic.primitives.plan import PoolLimits
-from vllm_hypic.segment_parallel.router import front
-from vllm_hypic.segment_parallel.router.flights import Flights
+from vllm_hypic.segment_parallel.router import notifier
+from vllm_hypic.segment_parallel.router.transfers import InFlightTransfers
 from vllm_hypic.segment_parallel.secret import Secret
 
 from .conftest import Caller, RunningRouter, Site, wait_for
@@ -32,9 +32,11 @@ def in_background(*calls: object) -> list[threading.Thread]:
 
 def only_late(monkeypatch: pytest.MonkeyPatch, slow: FakeInstance) -> None:
     """Nobody else is ever late, however busy this machine is."""
-    real = Flights._late_after_s
+    real = InFlightTransfers._late_after_s
     monkeypatch.setattr(
-        Flights, "_late_after_s", lambda self, a: real(self, a) if a.worker.url == slow.url else 1000.0
+        InFlightTransfers,
+        "_late_after_s",
+        lambda self, a: real(self, a) if a.worker.url == slow.url else 1000.0,
     )
 
 
@@ -91,7 +93,7 @@ def test_a_worker_is_asked_again_once_it_is_well(site: Site) -> None:
 def test_no_segment_is_asked_twice_of_one_worker_and_in_the_end_the_combine_node_computes(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "_REMIND_S", 1000.0)  # told at once, not when reminded
+    monkeypatch.setattr(notifier, "_REMIND_S", 1000.0)  # told at once, not when reminded
     workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
     router = site.router(workers, [combine])
     for worker in workers:
@@ -116,7 +118,7 @@ def test_a_combine_node_that_reads_its_request_after_the_withdrawal(site: Site) 
     answers: list[httpx.Response] = []
     threads = in_background(lambda: answers.append(router.complete(cold(LENGTHS))))
     wait_for(lambda: router.counted("hypic_router_segments_total", "local") == 8, "all are given up")
-    wait_for(lambda: router.health()["flights"] == 0, "and withdrawn")
+    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "and withdrawn")
     combine.behaviour.hold = False
     ended(threads)
     assert answers[0].status_code == 200 and len(combine.computed) == 8
@@ -124,7 +126,7 @@ def test_a_combine_node_that_reads_its_request_after_the_withdrawal(site: Site) 
 
 def test_records_that_were_delivered_and_are_not_there(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when they were found no longer wanted, for a request that has left."""
-    monkeypatch.setattr(front, "_REMIND_S", 0.2)
+    monkeypatch.setattr(notifier, "_REMIND_S", 0.2)
     workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
     router = site.router(workers, [combine])
     workers[0].behaviour.segments_lost = workers[1].behaviour.segments_lost = True
@@ -144,7 +146,7 @@ def test_a_straggler_is_helped_out(site: Site, monkeypatch: pytest.MonkeyPatch) 
     assert combine.computed == []
     late = router.counted("hypic_router_segments_total", "redispatched")
     assert late >= 1 and late == router.counted("hypic_router_failures_total", "segment", slow.url)
-    wait_for(lambda: router.health()["flights"] == 0, "no flight is left")
+    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "no transfer is left")
     assert router.instance(slow)["suspect"]  # nothing new is sent there
     wait_for(lambda: router.instance(slow)["load_tokens"] == 0, "its load is forgotten")
     before = len(slow.segment_requests)
@@ -297,7 +299,7 @@ def test_a_client_that_leaves_cancels_its_requests(site: Site, stream: bool) -> 
     wait_for(lambda: [len(w.segment_requests) for w in workers] == [2, 2], "the workers have theirs")
     caller.leave()
     wait_for(lambda: combine.cancelled == 1, "the combine node is told")
-    wait_for(lambda: router.health()["flights"] == 0, "nothing is left of it")
+    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "nothing is left of it")
     wait_for(lambda: sum(w.cancelled for w in workers) == 4, "so are the workers, two requests each")
     for worker in workers:
         assert router.instance(worker)["load_tokens"] == 0 and not router.instance(worker)["suspect"]

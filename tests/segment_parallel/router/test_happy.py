@@ -14,7 +14,7 @@ from .prompts import cold
 LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
 
 
-def test_segments_go_to_the_workers_and_land_before_the_answer(site: Site) -> None:
+def test_segments_go_to_the_workers_and_arrive_before_the_answer(site: Site) -> None:
     workers, combine = [site.fake(), site.fake()], site.fake()
     router = site.router(workers, [combine])
     prompt = cold(LENGTHS)
@@ -52,7 +52,7 @@ def test_the_same_again_goes_whole(site: Site) -> None:
     router = site.router(workers, [combine])
     prompt = cold(LENGTHS)
     assert router.complete(prompt).status_code == 200
-    wait_for(lambda: router.instance(combine)["resident"] == 8, "events of the landing")
+    wait_for(lambda: router.instance(combine)["resident"] == 8, "events of the receiver")
     again = router.complete(prompt, headers={"x-hypic-breakdown": "1"})
     assert json.loads(again.headers["x-hypic-breakdown"])["reason"] == "no_gain"
     assert "hypic_remote" not in combine.composed[-1].extra
@@ -259,7 +259,7 @@ def test_many_requests_at_once_compute_everything_once_and_leave_nothing_behind(
     assert len(set(computed)) == len(documents)
     assert len(computed) <= len(documents) + 2  # two asked in the same moment of two workers, before events
     assert router.counted("hypic_router_failures_total") == 0
-    wait_for(lambda: router.health()["flights"] == 0, "no flight is left")
+    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "no transfer is left")
     for fake in site.fakes:
         wait_for(lambda f=fake: router.instance(f)["load_tokens"] == 0, "no load is left")
         assert router.instance(fake)["open_requests"] == 0

@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 
-from vllm_hypic.config.router import Way
-from vllm_hypic.segment_parallel.router import front, notices
+from vllm_hypic.config.router import RecordRoute
+from vllm_hypic.segment_parallel.router import notifier
 
 from .conftest import RunningRouter, Site, wait_for
 from .fake import FakeInstance
@@ -19,7 +19,7 @@ LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
 FAST, SLOW = "0" * 16, "1" * 16
 
 
-def ways(answer: httpx.Response) -> list[str | None]:
+def routes(answer: httpx.Response) -> list[str | None]:
     return [s["way"] for s in json.loads(answer.headers["x-hypic-breakdown"])["segments"]]
 
 
@@ -40,33 +40,35 @@ def counted(router: RunningRouter) -> tuple[float, float]:
 
 
 def test_what_both_share_takes_the_records(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "_REMIND_S", 1000.0)  # told at once, not when reminded
+    monkeypatch.setattr(notifier, "_REMIND_S", 1000.0)  # told at once, not when reminded
     fast: dict[str, set[str]] = {FAST: set()}
     shared = {SLOW: set[str](), **fast}
     workers, combine = [site.fake(tiers=shared), site.fake(tiers=fast)], site.fake(tiers={**fast, **shared})
-    router = site.router(workers, [combine], through=Way.TIERS)
+    router = site.router(workers, [combine], through=RecordRoute.TIERS)
     answer = ask(router, cold(LENGTHS))
-    assert ways(answer) == ["tiers"] * 8 and counted(router) == (8, 0)
+    assert routes(answer) == ["tiers"] * 8 and counted(router) == (8, 0)
     assert destinations(*workers) == {f"tier:{FAST}"}, "the combine node's fastest"
     assert sorted(combine.fetched) == sorted(fast[FAST]) and len(combine.fetched) == 8
     assert combine.computed == [] and combine.receiver.counts().taken == 0
     assert router.counted("hypic_router_failures_total") == 0
     # Another combine node takes them from there, too; nobody computes anything again.
     other = site.fake(tiers=fast)
-    second = site.router(workers, [other], through=Way.TIERS)
+    second = site.router(workers, [other], through=RecordRoute.TIERS)
     [composed] = combine.composed
     wait_for(lambda: sum(second.instance(w)["resident"] for w in workers) == 8, "what the workers hold")
-    assert ways(ask(second, composed.json["prompt"])) == ["tiers"] * 8 and other.computed == []
+    assert routes(ask(second, composed.json["prompt"])) == ["tiers"] * 8 and other.computed == []
     assert len(workers[0].computed + workers[1].computed) == 8
 
 
-@pytest.mark.parametrize("through", Way)
-def test_where_nothing_is_shared_or_direct_is_wanted_they_go_directly(site: Site, through: Way) -> None:
+@pytest.mark.parametrize("through", RecordRoute)
+def test_where_nothing_is_shared_or_direct_is_wanted_they_go_directly(
+    site: Site, through: RecordRoute
+) -> None:
     mine, other = {FAST: set[str]()}, {SLOW: set[str]()}
     combine = site.fake(tiers=mine)
-    workers = [site.fake(tiers=mine if through is Way.DIRECT else other), site.fake()]
+    workers = [site.fake(tiers=mine if through is RecordRoute.DIRECT else other), site.fake()]
     router = site.router(workers, [combine], through=through)
-    assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and counted(router) == (0, 8)
+    assert routes(ask(router, cold(LENGTHS))) == ["direct"] * 8 and counted(router) == (0, 8)
     assert destinations(*workers) == {combine.receiver.url} and not mine[FAST]
 
 
@@ -74,11 +76,11 @@ def test_a_tier_that_takes_nothing(site: Site) -> None:
     """Its worker sends the record itself; nothing is computed twice, and nobody is left out for it."""
     tiers = {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=Way.TIERS)
+    router = site.router(workers, [combine], through=RecordRoute.TIERS)
     workers[0].behaviour.tier_status = 500
     answer = ask(router, cold(LENGTHS))
-    assert set(ways(answer)) == {"tiers", "direct"} and combine.computed == []
-    direct = ways(answer).count("direct")
+    assert set(routes(answer)) == {"tiers", "direct"} and combine.computed == []
+    direct = routes(answer).count("direct")
     assert direct == len(workers[0].computed) and counted(router) == (8 - direct, direct)
     assert router.counted("hypic_router_failures_total", "tier", workers[0].url) == direct
     assert router.counted("hypic_router_failures_total") == direct
@@ -89,17 +91,17 @@ def test_a_tier_that_the_worker_knows_no_more(site: Site) -> None:
     """It refuses (400), as an engine does that was restarted with another store."""
     tiers = {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=Way.TIERS)
+    router = site.router(workers, [combine], through=RecordRoute.TIERS)
     for worker in workers:
         worker.behaviour.tier_status = 400
-    assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
+    assert routes(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
 
 
 def test_a_tier_that_hangs_at_one_worker(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late segments go to another worker, and from there directly: the tier may be what takes so long."""
     tiers = {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=Way.TIERS, straggler_min_s=0.5)
+    router = site.router(workers, [combine], through=RecordRoute.TIERS, straggler_min_s=0.5)
     only_late(monkeypatch, workers[0])
     workers[0].behaviour.tier_hangs = True
     answer = ask(router, cold(LENGTHS))
@@ -118,52 +120,52 @@ def test_a_combine_node_that_cannot_be_told(site: Site, monkeypatch: pytest.Monk
     async def in_vain(*told: object) -> None:
         raise TimeoutError("it did not answer")
 
-    monkeypatch.setattr(notices, "atell_stored", in_vain)
+    monkeypatch.setattr(notifier, "atell_stored", in_vain)
     tiers = {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=Way.TIERS)
-    assert ways(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
+    router = site.router(workers, [combine], through=RecordRoute.TIERS)
+    assert routes(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
     assert router.counted("hypic_router_failures_total", "stored", combine.receiver.url) == 8
 
 
 def test_a_worker_that_dies_between_storing_and_answering(site: Site) -> None:
     tiers = {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=Way.TIERS)
+    router = site.router(workers, [combine], through=RecordRoute.TIERS)
     workers[0].behaviour.die_after_storing = True
     answer = ask(router, cold(LENGTHS))
     assert combine.computed == [], "the other worker has sent what the dead one had stored"
     assert {s["worker"] for s in json.loads(answer.headers["x-hypic-breakdown"])["segments"]} == {
         workers[1].url
     }
-    assert ways(answer).count("direct") >= 1, "a second worker trusts no tier"
+    assert routes(answer).count("direct") >= 1, "a second worker trusts no tier"
 
 
 def test_a_record_that_left_the_tier_is_computed(site: Site) -> None:
     tiers, emptied = {FAST: set[str]()}, {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=emptied)
-    router = site.router(workers, [combine], through=Way.TIERS)
-    assert ways(ask(router, cold(LENGTHS))) == ["tiers"] * 8
+    router = site.router(workers, [combine], through=RecordRoute.TIERS)
+    assert routes(ask(router, cold(LENGTHS))) == ["tiers"] * 8
     assert len(combine.computed) == 8 and combine.fetched == []
 
 
 def test_a_combine_node_that_reads_its_request_late_is_told_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "_REMIND_S", 0.3)
+    monkeypatch.setattr(notifier, "_REMIND_S", 0.3)
     tiers = {FAST: set[str]()}
     workers = [site.fake(tiers=tiers), site.fake(tiers=tiers)]
     combine = site.fake(tiers=tiers, deadline_s=300.0)
     combine.receiver._machine._stored._age_s = 0.05  # forgets what it was told before its engine asks
-    router = site.router(workers, [combine], through=Way.TIERS)
+    router = site.router(workers, [combine], through=RecordRoute.TIERS)
     combine.behaviour.hold = True
 
     def let_go() -> bool:
-        combine.behaviour.hold = counted(router)[0] < 8 or router.health()["flights"] > 0
+        combine.behaviour.hold = counted(router)[0] < 8 or router.health()["in_flight_transfers"] > 0
         return not combine.behaviour.hold
 
     answers: list[httpx.Response] = []
     threads = in_background(lambda: answers.append(ask(router, cold(LENGTHS))))
     wait_for(let_go, "all are stored")
     ended(threads)
-    assert len(combine.fetched) == 8 and combine.computed == [] and ways(answers[0]) == ["tiers"] * 8
+    assert len(combine.fetched) == 8 and combine.computed == [] and routes(answers[0]) == ["tiers"] * 8

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,12 +15,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ...config.router import RouterConfig
-from .flights import Flights
+from .completions import Completions
 from .front import Front
-from .health import health
-from .instances import Pool
+from .instances import Instance, InstancePool, InstanceState
 from .metrics import RouterMetrics
-from .notices import Notices
+from .notifier import ReceiverNotifier
+from .transfers import InFlightTransfers
 from .watch import Watcher
 
 if TYPE_CHECKING:
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 2.0
-"""Below vLLM's 5 s: a connection that an instance is about to close must not be used again."""
+"""Less than vLLM's 5 s: a connection that an instance is about to close must not be used again."""
 
 
 def build_app(settings: RouterConfig, secret: Secret | None) -> FastAPI:
     """Routes of its own: ``/healthcheck`` and ``/metrics``.  Everything else goes to an instance."""
-    pool = Pool(settings)
+    pool = InstancePool(settings)
     metrics = RouterMetrics(pool.instances)
     http = _client(settings.urls)
-    notices = Notices(secret, metrics)
-    flights = Flights(pool, settings, http, notices, metrics)
-    front = Front(pool, settings, http, flights, notices, metrics)
+    notifier = ReceiverNotifier(secret, metrics)
+    transfers = InFlightTransfers(pool, settings, http, notifier, metrics)
+    completions = Completions(pool, settings, http, transfers, notifier, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         watchers = [Watcher(i, pool, settings, http, secret, metrics) for i in pool.instances]
         tasks = [asyncio.create_task(w.run()) for w in watchers]
-        tasks.append(asyncio.create_task(flights.watch()))
+        tasks.append(asyncio.create_task(transfers.watch()))
         for task in tasks:
             task.add_done_callback(_report)
         try:
             yield
         finally:
-            await front.close()
-            await flights.close()
+            await completions.close()
+            await transfers.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -62,14 +62,14 @@ def build_app(settings: RouterConfig, secret: Secret | None) -> FastAPI:
 
     @app.get("/healthcheck")
     async def healthcheck() -> JSONResponse:
-        status, body = health(pool, flights)
+        status, body = _health(pool, transfers)
         return JSONResponse(body, status)
 
     @app.get("/metrics")
     async def numbers() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    app.mount("/", front)
+    app.mount("/", Front(pool, http, completions, metrics))
     return app
 
 
@@ -85,6 +85,45 @@ def _client(urls: Sequence[str]) -> httpx.AsyncClient:
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """What runs for ever has ended by a fault of ours: not in silence."""
+    """Log that a task which should run for ever ended, by a fault of ours."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a background task of the router ended", exc_info=error)
+
+
+def _health(pool: InstancePool, transfers: InFlightTransfers) -> tuple[int, dict[str, Any]]:
+    """Status and body; 503 when no instance can answer clients."""
+    well = any(i.answers for i in pool.combiners())
+    return 200 if well else 503, {
+        "status": "ok" if well else "no combine instance is usable",
+        "namespace": pool.namespace,
+        "in_flight_transfers": len(transfers),
+        "flights": len(transfers),  # its name until the next release
+        "instances": [_instance(i) for i in pool.instances],
+    }
+
+
+def _unheard(instance: Instance) -> str:
+    if instance.state is not InstanceState.DESCRIBED or instance.view.known:
+        return ""
+    return "its events are not heard: not reachable, another secret_file, or its engine hangs"
+
+
+def _instance(instance: Instance) -> dict[str, Any]:
+    view = instance.view
+    return {
+        "url": instance.url,
+        "prefill": instance.roles.prefill,
+        "combine": instance.roles.combine,
+        "state": instance.state.value,
+        "reason": instance.reason or _unheard(instance),
+        "up": instance.up,
+        "answers": instance.answers,
+        "suspect": instance.suspect,
+        "events_known": view.known,
+        "load_tokens": instance.load,
+        "resident": len(view.resident),
+        "pending": len(view.pending),
+        "open_requests": instance.open_requests,
+        "models": list(instance.description.models) if instance.description is not None else [],
+        "boot": view.boot,
+    }

@@ -14,10 +14,10 @@ from .plan import Planned, SegmentAsk
 MOST_REMOTE = 4096
 """Records of others that an engine lets one request wait for."""
 HELD_COST = 0.05
-"""Of a segment's tokens: what sending a record costs beside computing it."""
+"""Sending a record costs this share of what computing its tokens does."""
 
 
-class Source(Enum):
+class RecordSource(Enum):
     """How a missing record gets to the combine node."""
 
     DISPATCHED = "dispatched"
@@ -29,12 +29,12 @@ class Source(Enum):
 
 
 @dataclass(frozen=True)
-class Task:
+class Assignment:
     """One record that ``worker`` is to send.  ``cost``: tokens that it has to compute for it."""
 
     ask: SegmentAsk
     worker: Instance
-    source: Source
+    source: RecordSource
     cost: int
 
 
@@ -43,9 +43,9 @@ class Decision:
     """How one request is spread.  ``tasks``: longest first; ``local``: what the combine node computes."""
 
     combine: Instance
-    tasks: tuple[Task, ...]
+    tasks: tuple[Assignment, ...]
     coming: tuple[SegmentAsk, ...]
-    """On their way to this combine node already, for other requests of ours."""
+    """Records that are on their way to this combine node already, for other requests of ours."""
     local: tuple[SegmentAsk, ...]
     gain: float
     """Prefill that the first token does not wait for, against the best single instance, as a share of what
@@ -53,14 +53,14 @@ class Decision:
 
     def only_joining(self) -> Decision:
         """Nobody computes for it what nobody computes anyway: that is left to the combine node."""
-        joined = tuple(t for t in self.tasks if t.source is Source.JOINED)
-        others = (t.ask for t in self.tasks if t.source is not Source.JOINED)
+        joined = tuple(t for t in self.tasks if t.source is RecordSource.JOINED)
+        others = (t.ask for t in self.tasks if t.source is not RecordSource.JOINED)
         return replace(self, tasks=joined, local=(*self.local, *others))
 
     @property
     def joins(self) -> bool:
         """Whether it waits for what is computed or sent for other requests."""
-        return bool(self.coming) or any(t.source is Source.JOINED for t in self.tasks)
+        return bool(self.coming) or any(t.source is RecordSource.JOINED for t in self.tasks)
 
 
 class Traffic(Protocol):
@@ -74,7 +74,7 @@ class Traffic(Protocol):
 
 
 def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[SegmentAsk]:
-    """What it does not have and nobody makes or sends for it."""
+    """Records of a request that ``instance`` does not have and nobody makes or sends for it."""
     return [
         s
         for s in planned.segments
@@ -93,7 +93,7 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
     loads = {i: float(i.load) for i in instances}
     loads[combine] = float(combine.load)
     alone = loads[combine] + sum(a.tokens for a in wanted) + planned.stream_tokens
-    tasks: list[Task] = []
+    tasks: list[Assignment] = []
     rest: list[SegmentAsk] = []
     for ask in wanted:
         found = _known_source(ask, others, loads, traffic)
@@ -101,7 +101,7 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
             rest.append(ask)
             continue
         worker, source = found
-        tasks.append(Task(ask, worker, source, 0))
+        tasks.append(Assignment(ask, worker, source, 0))
         loads[worker] += HELD_COST * ask.tokens
     local: list[SegmentAsk] = []
     for group, machines in _groups(planned, combine, others, rest):
@@ -112,18 +112,18 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
             if worker is combine:
                 local.append(ask)
             else:
-                tasks.append(Task(ask, worker, Source.DISPATCHED, ask.tokens))
+                tasks.append(Assignment(ask, worker, RecordSource.DISPATCHED, ask.tokens))
     tasks.sort(key=lambda t: -t.ask.tokens)
     coming = tuple(s for s in planned.segments if traffic.coming(s.key, combine))[:MOST_REMOTE]
     most = MOST_REMOTE - len(coming)
     tasks, local = tasks[:most], [*local, *(t.ask for t in tasks[most:])]
     # Who has a record, or will, sends it beside what else there is to do: no queue is waited for.
-    held = HELD_COST * sum(t.ask.tokens for t in tasks if t.source is Source.HELD)
-    ends = [loads[t.worker] for t in tasks if t.source is Source.DISPATCHED]
+    held = HELD_COST * sum(t.ask.tokens for t in tasks if t.source is RecordSource.HELD)
+    ends = [loads[t.worker] for t in tasks if t.source is RecordSource.DISPATCHED]
     spread = max([loads[combine] + held, *ends]) + planned.stream_tokens
     work = sum(a.tokens for a in wanted) + planned.stream_tokens
     # One segment that somebody must compute is computed where it is wanted.
-    useful = len(wanted) > 1 or any(t.source is not Source.DISPATCHED for t in tasks)
+    useful = len(wanted) > 1 or any(t.source is not RecordSource.DISPATCHED for t in tasks)
     return Decision(
         combine,
         tuple(tasks),
@@ -143,15 +143,15 @@ def _known_source(
     others: Sequence[Instance],
     loads: dict[Instance, float],
     traffic: Traffic,
-) -> tuple[Instance, Source] | None:
+) -> tuple[Instance, RecordSource] | None:
     holders = [i for i in others if i.holds(ask.key)]
     if holders:
-        return min(holders, key=loads.__getitem__), Source.HELD
+        return min(holders, key=loads.__getitem__), RecordSource.HELD
     busy = traffic.computing(ask.key)
     if busy is not None and busy in others:
-        return busy, Source.JOINED
+        return busy, RecordSource.JOINED
     pending = [i for i in others if i.makes(ask.key)]
-    return (min(pending, key=loads.__getitem__), Source.JOINED) if pending else None
+    return (min(pending, key=loads.__getitem__), RecordSource.JOINED) if pending else None
 
 
 def _groups(

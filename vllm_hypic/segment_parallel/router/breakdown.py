@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 
 from .assign import Decision
-from .flights import Flight
 from .instances import Instance
 from .metrics import RouterMetrics
+from .transfers import InFlightTransfer
 
 HEADER = b"x-hypic-breakdown"
 _MOST_BYTES = 6000
-"""Of the header; a client's limit is often 8 KiB."""
+"""Longest header; a client's limit is often 8 KiB."""
 _ENDS_S = 0.05
 """How long the header waits for workers' answers: a combine node may be faster than their last one."""
 
 
-class Breakdown:
-    """Of one request.  Times are of ``time.monotonic()``."""
+class RequestBreakdown:
+    """The times of one request, as ``time.monotonic()`` tells them."""
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
@@ -30,31 +30,31 @@ class Breakdown:
         self.first_byte_at: float | None = None
         self.reason: str | None = None
         self.decision: Decision | None = None
-        self.flights: Sequence[Flight] = ()
+        self.transfers: Sequence[InFlightTransfer] = ()
 
     def whole(self, reason: str) -> None:
-        """It goes whole to one instance."""
+        """Note that it goes whole to one instance."""
         self.planned_at = time.monotonic()
-        self.reason, self.decision, self.flights = reason, None, ()
+        self.reason, self.decision, self.transfers = reason, None, ()
 
-    def parallel(self, decision: Decision, flights: Sequence[Flight]) -> None:
-        """Its segments were sent out."""
+    def parallel(self, decision: Decision, transfers: Sequence[InFlightTransfer]) -> None:
+        """Note that its segments were sent out."""
         self.planned_at = time.monotonic()
-        self.reason, self.decision, self.flights = None, decision, flights
+        self.reason, self.decision, self.transfers = None, decision, transfers
 
     @property
     def dispatched_s(self) -> tuple[float, float] | None:
         """First segment request sent, last record delivered; ``None``: some are still under way."""
-        sent = [f.sent_at for f in self.flights if f.sent_at is not None]
-        over = [f.delivered_at for f in self.flights]
+        sent = [t.sent_at for t in self.transfers if t.sent_at is not None]
+        over = [t.delivered_at for t in self.transfers]
         if not sent or None in over:
             return None
         return min(sent), max(t for t in over if t is not None)
 
     @property
     def exposed_s(self) -> float | None:
-        """From when all were computed to when all were delivered; ``None``: not known."""
-        times = [(f.computed_at, f.delivered_at) for f in self.flights if not f.given_up]
+        """Seconds between the last record computed and the last one delivered; ``None``: not known."""
+        times = [(t.computed_at, t.delivered_at) for t in self.transfers if not t.given_up]
         if not times or any(over is None for _, over in times):
             return None
         # A worker's event may come after its answer: then nothing of the transfer was exposed.
@@ -62,7 +62,7 @@ class Breakdown:
         return max(o for _, o in times if o is not None) - computed
 
     def observe(self, metrics: RouterMetrics) -> None:
-        """Into the histograms, once the answer has begun and the flights are over."""
+        """Count it in the histograms, once the answer has begun and the transfers are over."""
         dispatched = self.dispatched_s
         if dispatched is not None and self.first_byte_at is not None:
             metrics.dispatch_s.observe(dispatched[1] - dispatched[0])
@@ -71,9 +71,9 @@ class Breakdown:
                 metrics.exposed_s.observe(self.exposed_s)
 
     async def header(self, instance: Instance) -> tuple[bytes, bytes]:
-        """For the answer; waits a moment for the last of the workers' answers."""
-        if self.flights:
-            waits = [asyncio.ensure_future(f.over.wait()) for f in self.flights]
+        """The answer's header; waits a moment for the last of the workers' answers."""
+        if self.transfers:
+            waits = [asyncio.ensure_future(t.over.wait()) for t in self.transfers]
             await asyncio.wait(waits, timeout=_ENDS_S)
             for wait in waits:
                 wait.cancel()
@@ -84,7 +84,7 @@ class Breakdown:
         return HEADER, text
 
     def summary(self, instance: Instance) -> dict[str, Any]:
-        """As JSON; seconds, rounded to microseconds."""
+        """The breakdown as JSON would have it, in seconds rounded to microseconds."""
         dispatched = self.dispatched_s
         first = self.first_byte_at
         found: dict[str, Any] = {
@@ -100,23 +100,23 @@ class Breakdown:
             "dispatch_s": None if dispatched is None else _s(dispatched[1] - dispatched[0]),
             "combine_s": None if dispatched is None or first is None else _s(max(0.0, first - dispatched[1])),
             "exposed_transfer_s": None if self.exposed_s is None else _s(self.exposed_s),
-            "local": len(self.decision.local) + sum(f.given_up for f in self.flights),
-            "segments": [_segment(f) for f in self.flights],
+            "local": len(self.decision.local) + sum(t.given_up for t in self.transfers),
+            "segments": [_segment(t) for t in self.transfers],
         }
 
 
-def _segment(flight: Flight) -> dict[str, Any]:
+def _segment(transfer: InFlightTransfer) -> dict[str, Any]:
     seconds = None
-    if flight.sent_at is not None and flight.delivered_at is not None:
-        seconds = _s(flight.delivered_at - flight.sent_at)
+    if transfer.sent_at is not None and transfer.delivered_at is not None:
+        seconds = _s(transfer.delivered_at - transfer.sent_at)
     return {
-        "key": flight.name.key[:12],
-        "source": flight.source.value,
-        "worker": None if flight.delivered_by is None else flight.delivered_by.url,
-        "way": None if flight.taken_way is None else flight.taken_way.value,
+        "key": transfer.key[:12],
+        "source": transfer.source.value,
+        "worker": None if transfer.delivered_by is None else transfer.delivered_by.url,
+        "way": None if transfer.taken_route is None else transfer.taken_route.value,
         "seconds": seconds,
-        "tokens": flight.ask.tokens,
-        "requests": len(flight.workers),
+        "tokens": transfer.ask.tokens,
+        "requests": len(transfer.workers),
     }
 
 

@@ -7,7 +7,7 @@ import logging
 import click
 import uvicorn
 
-from ...config.router import RouterConfig, Way
+from ...config.router import RecordRoute, RouterConfig
 from ...errors import ConfigError
 from ..secret import Secret
 from .app import build_app
@@ -41,8 +41,8 @@ from .app import build_app
     "--through",
     default=RouterConfig.through.value,
     show_default=True,
-    type=click.Choice([way.value for way in Way]),
-    help="Which way records take where worker and combine node share a tier of their stores.",
+    type=click.Choice([route.value for route in RecordRoute]),
+    help="The route of records where worker and combine node share a tier of their stores.",
 )
 @click.option("--silence-s", default=RouterConfig.silence_s, show_default=True)
 @click.option(
@@ -85,7 +85,7 @@ def router(
             segments_per_worker=segments_per_worker,
             straggler_factor=straggler_factor,
             straggler_min_s=straggler_min_s,
-            through=Way(through),
+            through=RecordRoute(through),
             silence_s=silence_s,
         )
         app = build_app(settings, Secret.read(secret_file))

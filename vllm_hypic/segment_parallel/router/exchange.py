@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from starlette.types import Receive, Scope, Send
 
-from .upstream import Answer, Headers, UpstreamFailed, error_body
+from .instances import Instance
+from .upstream import Headers, UpstreamAnswer, UpstreamFailed, error_body
 
 REQUEST_ID = b"x-request-id"
 _MOST_ID = 256
@@ -15,6 +16,10 @@ _MOST_ID = 256
 
 class ClientGone(Exception):
     """The client closed its connection before its request was complete."""
+
+
+class BrokenOff(Exception):
+    """An answer ended too early and cannot say so: the connection is closed, so that the client notices."""
 
 
 class Exchange:
@@ -55,7 +60,7 @@ class Exchange:
                 yield message["body"]
 
     async def body(self) -> bytes:
-        """The whole of it."""
+        """The whole body.  Raises :class:`ClientGone`."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def gone(self) -> None:
@@ -64,7 +69,7 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def relay(self, answer: Answer, extra: Headers) -> None:
+    async def relay(self, answer: UpstreamAnswer, extra: Headers) -> None:
         """Send the answer on, byte for byte.  Raises :class:`UpstreamFailed` when it breaks off."""
         given = {k.lower() for k, _ in answer.headers}
         added = [(k, v) for k, v in extra if k.lower() not in given]
@@ -84,6 +89,20 @@ class Exchange:
         await self._start(status, headers)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
+    async def no_answer(
+        self, instances: Iterable[Instance], request_id: str, last: UpstreamFailed | None
+    ) -> None:
+        """No instance answered: relay what the last one said, or say so in the router's own words."""
+        if last is not None and last.answer is not None:
+            await self.relay(last.answer, [(REQUEST_ID, request_id.encode())])
+        elif last is not None:
+            message = f"no instance could answer; the last one: {last}"
+            await self.refuse(502, message, "BadGatewayError", request_id)
+        else:
+            why = "; ".join(f"{i.url}: {i.reason or 'not usable'}" for i in instances)
+            message = f"no instance that answers clients is usable ({why})"
+            await self.refuse(503, message, "ServiceUnavailableError", request_id)
+
     async def end_stream(self, message: str) -> None:
         """End an event stream that broke off, as vLLM does when its engine fails."""
         body = error_body(500, message, "InternalServerError")
@@ -100,6 +119,3 @@ def good_request_id(text: object) -> str | None:
     """``text`` if it may stand in a header and in a log line."""
     fine = isinstance(text, str) and 0 < len(text) <= _MOST_ID and text.isascii() and text.isprintable()
     return text if isinstance(text, str) and fine else None
-
-
-__all__ = ["REQUEST_ID", "ClientGone", "Exchange", "UpstreamFailed", "good_request_id"]

@@ -22,11 +22,11 @@ LONGEST_BACK_OFF_S = 30.0
 FRESH_S = 1.0
 """How long we know better than an instance's events what it has and makes."""
 ASSUMED_S_PER_TOKEN = 0.002
-"""Until a segment was timed: slow, so that nobody is called late without reason."""
+"""Assumed until a segment was timed: slow, so that nobody is called late without reason."""
 _SMOOTHING = 0.3
 
 
-class State(Enum):
+class InstanceState(Enum):
     """Whether an instance may be given work."""
 
     UNKNOWN = "unknown"
@@ -35,14 +35,14 @@ class State(Enum):
     """Answers requests whole; it takes no part in segment parallelism."""
     DESCRIBED = "described"
     EXCLUDED = "excluded"
-    """Of another namespace than the pool, or described as another one is."""
+    """It has another namespace than the pool, or is described as another one is."""
 
 
 class Exclusion(Enum):
     """Why an instance is excluded."""
 
     NAMESPACE = "namespace"
-    LANDING = "landing"
+    RECEIVER = "landing"
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Roles:
 
 
 class Instance:
-    """One instance.  ``watch.py`` writes what it says of itself, flights and answers what they find out."""
+    """One instance.  ``watch.py`` writes what it says of itself, transfers and answers what they find out."""
 
     def __init__(self, url: str, roles: Roles, settings: RouterConfig) -> None:
         self.url, self.roles = url, roles
-        self.state = State.UNKNOWN
+        self.state = InstanceState.UNKNOWN
         self.reason = "not reached yet"
         """Why it is not usable."""
         self.description: Description | None = None
@@ -70,11 +70,11 @@ class Instance:
         self._silence_s = settings.silence_s
         self.slots = asyncio.Semaphore(settings.segments_per_worker)
         self.queued_tokens = 0
-        """Of our segment requests that wait for a slot here."""
+        """Tokens of our segment requests that wait for a slot here."""
         self.sent_tokens = 0
-        """Of our requests that are open here and not computed yet."""
+        """Tokens of our requests that are open here and not computed yet."""
         self.open_requests = 0
-        """Of clients."""
+        """Clients' requests that are open here."""
         self.last_chosen = 0
         self._s_per_token: float | None = None
         self._last_done = 0.0
@@ -92,7 +92,7 @@ class Instance:
             return False
         if time.monotonic() < self._suspect_until:
             return True
-        return self.state is State.DESCRIBED and not self.view.known
+        return self.state is InstanceState.DESCRIBED and not self.view.known
 
     def fail(self, reason: str) -> None:
         """A request to it failed for reasons that are its own: nothing new is sent there for a while.
@@ -106,30 +106,30 @@ class Instance:
         log.warning("%s is left out for %.0f s: %s", self.url, self._back_off_s, reason)
 
     def trust(self) -> None:
-        """It did what it was asked, or it is a new process."""
+        """End its back-off: it did what it was asked, or is a new process."""
         self._back_off_s = self._suspect_until = 0.0
 
     @property
     def spreads(self) -> bool:
         """Whether it may take part in segment parallelism now."""
         known = self.view.known and self.view.boot == self.described_boot
-        return self.state is State.DESCRIBED and known and not self.suspect
+        return self.state is InstanceState.DESCRIBED and known and not self.suspect
 
     @property
     def up(self) -> bool:
         """Whether it does all that it is there for."""
-        return self.spreads if self.state is State.DESCRIBED else self.answers
+        return self.spreads if self.state is InstanceState.DESCRIBED else self.answers
 
     @property
     def answers(self) -> bool:
         """Whether clients' requests may go to it now."""
-        able = self.state in (State.DESCRIBED, State.PLAIN)
+        able = self.state in (InstanceState.DESCRIBED, InstanceState.PLAIN)
         return self.roles.combine and able and not self.suspect and not self.silent
 
     @property
     def silent(self) -> bool:
         """Whether its engine should have been heard of for long."""
-        return self.state is State.DESCRIBED and self._silence_s < self.view.age_s
+        return self.state is InstanceState.DESCRIBED and self._silence_s < self.view.age_s
 
     # -- records ---------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Instance:
         return self.queued_tokens + max(self.sent_tokens, self.view.load_tokens)
 
     def timed(self, tokens: int, sent_at: float) -> None:
-        """It computed and delivered a segment that was sent at ``sent_at``."""
+        """Learn its speed: it computed and delivered a segment that was sent at ``sent_at``."""
         now = time.monotonic()
         found = (now - max(sent_at, self._last_done)) / max(1, tokens)
         self._last_done = now
@@ -165,7 +165,7 @@ class Instance:
 
     @property
     def s_per_token(self) -> float | None:
-        """Smoothed; ``None``: nothing was timed yet."""
+        """Seconds a token, smoothed; ``None``: nothing was timed yet."""
         return self._s_per_token
 
 
@@ -176,7 +176,7 @@ def _note(keys: dict[str, float], key: str) -> None:
     keys[key] = now + FRESH_S
 
 
-class Pool:
+class InstancePool:
     """All instances, those that answer clients first, in the order of the command line."""
 
     def __init__(self, settings: RouterConfig) -> None:
@@ -190,19 +190,19 @@ class Pool:
         self._turn = itertools.count(1)
 
     def spreading(self) -> list[Instance]:
-        """Whose records are known now, whatever their role."""
+        """Instances whose records are known now, whatever their role."""
         return [i for i in self.instances if i.spreads]
 
     def combiners(self, without: Iterable[Instance] = ()) -> list[Instance]:
-        """That may answer clients now; where all have failed lately, those: one may be well again."""
+        """Instances that may answer clients now; all that failed lately where no other is left."""
         left = [i for i in self.instances if i.roles.combine and i not in set(without)]
         # What a plain one serves cannot be checked: it is better than nothing only.
-        described = [i for i in left if i.state is State.DESCRIBED]
-        able = described or [i for i in left if i.state is State.PLAIN]
+        described = [i for i in left if i.state is InstanceState.DESCRIBED]
+        able = described or [i for i in left if i.state is InstanceState.PLAIN]
         return [i for i in able if i.answers] or able
 
     def cheapest(self, candidates: Sequence[Instance], missing: Sequence[int]) -> Instance:
-        """Which would begin to answer first: ``missing`` tokens would have to be prefilled at each.
+        """The instance that would answer first: ``missing`` tokens would have to be prefilled at each.
 
         Among equals the one with the fewest clients' requests, then the one not chosen for the longest time.
         """
@@ -221,7 +221,7 @@ class Pool:
         return sum(known) / len(known) if known else ASSUMED_S_PER_TOKEN
 
     def settle(self) -> list[tuple[Instance, Exclusion]]:
-        """Exclude described instances of another namespace than the pool's, or with another one's landing;
+        """Exclude described instances of another namespace than the pool's, or with another one's receiver;
         take back those that match.
 
         The pool's is that of most instances that answer clients; among equals it stays what it was, then that
@@ -236,31 +236,31 @@ class Pool:
         if self.namespace not in most:
             self.namespace = most[0]
         excluded = []
-        landings: dict[str, str] = {}
+        receivers: dict[str, str] = {}
         for instance in described:
-            refusal = self._refusal(instance, landings)
+            refusal = self._refusal(instance, receivers)
             if refusal is None:
-                instance.state, instance.reason = State.DESCRIBED, ""
+                instance.state, instance.reason = InstanceState.DESCRIBED, ""
                 continue
             kind, reason = refusal
-            if instance.state is not State.EXCLUDED:
+            if instance.state is not InstanceState.EXCLUDED:
                 log.error("%s is excluded: %s", instance.url, reason)
                 excluded.append((instance, kind))
-            instance.state, instance.reason = State.EXCLUDED, reason
+            instance.state, instance.reason = InstanceState.EXCLUDED, reason
         return excluded
 
-    def _refusal(self, instance: Instance, landings: dict[str, str]) -> tuple[Exclusion, str] | None:
-        """Why it takes no part, if so; ``landings``: those of the others so far, with their URLs."""
+    def _refusal(self, instance: Instance, receivers: dict[str, str]) -> tuple[Exclusion, str] | None:
+        """Why it takes no part, if so; ``receivers``: those of the others so far, with their URLs."""
         assert instance.description is not None and self.namespace is not None
         if _namespace(instance) != self.namespace:
             return Exclusion.NAMESPACE, (
                 f"its namespace is {_namespace(instance)[:16]}, the pool's {self.namespace[:16]}: model, "
                 "weights, dtypes and the plugin's version must be the same"
             )
-        landing = instance.description.receiver
-        if (other := landings.setdefault(landing, instance.url)) != instance.url:
-            text = f"its records land at {landing} as those of {other}: give each its own `listen`"
-            return Exclusion.LANDING, text
+        receiver = instance.description.receiver
+        if (other := receivers.setdefault(receiver, instance.url)) != instance.url:
+            text = f"it receives records at {receiver} as {other} does: give each its own `listen`"
+            return Exclusion.RECEIVER, text
         return None
 
 

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...config.router import Way
-from .instances import Instance, State
+from ...config.router import RecordRoute
+from .instances import Instance, InstanceState
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
@@ -78,12 +78,12 @@ class RouterMetrics:
             self.requests.labels(kind)
         for outcome in ("dispatched", "joined", "held", "local", "failed", "redispatched"):
             self.segments.labels(outcome)
-        for way in Way:
-            self.records.labels(way.value)
+        for route in RecordRoute:
+            self.records.labels(route.value)
         registry.register(_Instances(tuple(instances)))
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """All numbers in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -110,7 +110,7 @@ class _Instances(Collector):
         for i in self._instances:
             label = [i.url]
             up.add_metric(label, float(i.up))
-            excluded.add_metric(label, float(i.state is State.EXCLUDED))
+            excluded.add_metric(label, float(i.state is InstanceState.EXCLUDED))
             load.add_metric(label, i.load)
             resident.add_metric(label, len(i.view.resident))
             clients.add_metric(label, i.open_requests)

@@ -22,7 +22,7 @@ class SegmentAsk:
     key: SegmentKey
     prompt: tuple[int, ...]
     tokens: int
-    """That must be computed for it."""
+    """Tokens that must be computed for it."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from .plan import Planned, SegmentAsk
 from .prompt import COMPLETIONS
 
 _LONGEST_S = 120.0
-"""Where neither the router nor the instance names a deadline."""
+"""The deadline where neither the router nor the instance names one."""
 _ANSWER_S = 5.0
-"""Beyond its deadline, for the answer that says so."""
+"""Seconds past the deadline, for the answer that says so."""
 
 
-class Outcome(Enum):
+class SegmentOutcome(Enum):
     """How a segment request ended."""
 
     DELIVERED = "delivered"
@@ -39,7 +39,7 @@ class Origin:
     request_id: str
     model: str | None
     headers: tuple[tuple[str, str], ...]
-    """Of the client, that instances must see: its Authorization."""
+    """Headers of the client that instances must see: its Authorization."""
     priority: int = 0
 
     @property
@@ -48,15 +48,15 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Result:
-    outcome: Outcome
+class SegmentResult:
+    outcome: SegmentOutcome
     reason: str = ""
     answered: bool = False
     """The worker itself said so."""
 
 
 def longest_s(worker: Instance, deadline_s: float | None) -> float:
-    """After so many seconds a segment request has no answer any more."""
+    """Seconds after which a segment request has no answer any more."""
     return (_deadline_s(worker, deadline_s) or _LONGEST_S) + _ANSWER_S
 
 
@@ -100,7 +100,7 @@ async def send_segment(
     origin: Origin,
     name: str,
     seconds: float,
-) -> Result:
+) -> SegmentResult:
     """Send it and wait for its end, at most ``seconds``.  ``name``: its request id."""
     request = httpx.Request(
         "POST",
@@ -112,10 +112,10 @@ async def send_segment(
     try:
         answer = await http.send(request)
     except httpx.TimeoutException as e:
-        return Result(Outcome.FAILED, f"timed out ({type(e).__name__})")
+        return SegmentResult(SegmentOutcome.FAILED, f"timed out ({type(e).__name__})")
     except httpx.TransportError as e:
-        return Result(Outcome.FAILED, f"{type(e).__name__}: {e}")
+        return SegmentResult(SegmentOutcome.FAILED, f"{type(e).__name__}: {e}")
     if answer.status_code == 200:
-        return Result(Outcome.DELIVERED, answered=True)
-    outcome = Outcome.FAILED if answer.status_code >= 500 else Outcome.REFUSED
-    return Result(outcome, f"status {answer.status_code}: {answer.text[:300]}", answered=True)
+        return SegmentResult(SegmentOutcome.DELIVERED, answered=True)
+    outcome = SegmentOutcome.FAILED if answer.status_code >= 500 else SegmentOutcome.REFUSED
+    return SegmentResult(outcome, f"status {answer.status_code}: {answer.text[:300]}", answered=True)

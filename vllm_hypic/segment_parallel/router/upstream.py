@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ import httpx
 import msgspec
 
 from .instances import Instance
+from .metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -36,7 +40,7 @@ class _ErrorEvent(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Ask:
+class UpstreamRequest:
     """A client's request as it goes to an instance."""
 
     method: str
@@ -52,7 +56,7 @@ class Ask:
 
 
 @dataclass
-class Answer:
+class UpstreamAnswer:
     """An instance's answer from its first byte on; read it to its end or close it."""
 
     status: int
@@ -86,12 +90,22 @@ class Answer:
 class UpstreamFailed(Exception):
     """The instance did not answer, or only to say that it cannot; ``answer``: what it said, if anything."""
 
-    def __init__(self, reason: str, answer: Answer | None = None) -> None:
+    def __init__(self, reason: str, answer: UpstreamAnswer | None = None) -> None:
         super().__init__(reason)
         self.answer = answer
 
 
-async def open_answer(http: httpx.AsyncClient, instance: Instance, ask: Ask) -> Answer:
+def count_failure(
+    metrics: RouterMetrics, what: str, instance: Instance, request_id: str, error: UpstreamFailed
+) -> None:
+    """Count and log it; an instance that said nothing at all is left out for a while."""
+    metrics.failures.labels(what, instance.url).inc()
+    log.warning("request %s: %s failed at %s: %s", request_id, what, instance.url, error)
+    if error.answer is None:  # else it lives: the next request may be none of those that fail there
+        instance.fail(str(error))
+
+
+async def open_answer(http: httpx.AsyncClient, instance: Instance, ask: UpstreamRequest) -> UpstreamAnswer:
     """Send ``ask`` and wait for the answer's first byte.  Raises :class:`UpstreamFailed`."""
     request = httpx.Request(
         ask.method,
@@ -108,12 +122,12 @@ def _target(base: str, target: bytes) -> httpx.URL:
     return url.copy_with(raw_path=url.raw_path.rstrip(b"/") + target)
 
 
-async def _first_byte(http: httpx.AsyncClient, instance: Instance, request: httpx.Request) -> Answer:
+async def _first_byte(http: httpx.AsyncClient, instance: Instance, request: httpx.Request) -> UpstreamAnswer:
     response = await http.send(request, stream=True)
     try:
         rest = response.aiter_raw()
         headers = [(k, v) for k, v in response.headers.raw if k.lower() not in _HOP_BY_HOP]
-        answer = Answer(response.status_code, headers, await _next(rest), instance, rest, response)
+        answer = UpstreamAnswer(response.status_code, headers, await _next(rest), instance, rest, response)
         fault = None
         if answer.status in _FAILED:
             fault = f"status {answer.status}: {answer.first[:300]!r}"

@@ -14,7 +14,7 @@ import zmq
 from ...config.router import RouterConfig
 from ..description import Description
 from ..events import InstanceView, Subscription
-from .instances import Instance, Pool, State
+from .instances import Instance, InstancePool, InstanceState
 from .metrics import RouterMetrics
 from .tokens import text_of
 
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 DESCRIBE = "/v1/hypic/describe"
 _TICK_S = 0.1
 _TIMEOUT_S = 10.0
-_AGAIN_S = {State.UNKNOWN: 1.0, State.PLAIN: 10.0, State.EXCLUDED: 10.0}
-"""After how long an instance in such a state is asked again."""
+_AGAIN_S = {InstanceState.UNKNOWN: 1.0, InstanceState.PLAIN: 10.0, InstanceState.EXCLUDED: 10.0}
+"""Seconds after which an instance in such a state is asked again."""
 _SILENT_AGAIN_S = 3.0
-"""After how long one is asked again that is silent: its events may have moved."""
+"""Seconds after which a silent instance is asked again: its events may have moved."""
 
 
 class Watcher:
@@ -38,7 +38,7 @@ class Watcher:
     def __init__(
         self,
         instance: Instance,
-        pool: Pool,
+        pool: InstancePool,
         settings: RouterConfig,
         http: httpx.AsyncClient,
         secret: Secret | None,
@@ -54,7 +54,7 @@ class Watcher:
         self._asked_at = 0.0
 
     async def run(self) -> None:
-        """Forever; cancel it to stop."""
+        """Watch the instance until cancelled."""
         try:
             await self._describe()
             while True:
@@ -70,7 +70,7 @@ class Watcher:
             return since > _SILENT_AGAIN_S
         if instance.view.known and instance.view.boot != instance.described_boot:
             return True
-        if instance.state is State.DESCRIBED:
+        if instance.state is InstanceState.DESCRIBED:
             return not instance.view.known and since > _SILENT_AGAIN_S
         return since > _AGAIN_S[instance.state]
 
@@ -105,29 +105,30 @@ class Watcher:
         await self._subscribe(found.events)
 
     def _lost(self, reason: str) -> None:
-        """It does not describe itself: what it said before does not count while its events are silent too."""
-        if self._instance.state is State.DESCRIBED and self._instance.view.known:
+        """Note that it does not describe itself: what it said last counts only while its events are heard."""
+        if self._instance.state is InstanceState.DESCRIBED and self._instance.view.known:
             return
-        self._set(State.UNKNOWN, reason)
+        self._set(InstanceState.UNKNOWN, reason)
 
     async def _without(self, answer: httpx.Response) -> None:
-        """It answers, and does not describe itself."""
+        """Note why it answers and does not describe itself."""
         text = answer.text[:300]
         if answer.status_code in (401, 403):
             self._set(
-                State.UNKNOWN, f"it refuses the router ({answer.status_code}): give its key with --api-key"
+                InstanceState.UNKNOWN,
+                f"it refuses the router ({answer.status_code}): give its key with --api-key",
             )
         elif answer.status_code == 404:
             reason = "it has no /v1/hypic routes: start it with VLLM_PLUGINS=hypic,hypic_cache"
-            self._set(State.PLAIN, reason)
+            self._set(InstanceState.PLAIN, reason)
         elif answer.status_code == 501:
-            self._set(State.PLAIN, f"it takes no part in segment parallelism: {text}")
+            self._set(InstanceState.PLAIN, f"it takes no part in segment parallelism: {text}")
         else:
             self._lost(f"status {answer.status_code}: {text}")
             return
         await self._unsubscribe()
 
-    def _set(self, state: State, reason: str) -> None:
+    def _set(self, state: InstanceState, reason: str) -> None:
         instance = self._instance
         if (state, reason) != (instance.state, instance.reason):
             log.warning("%s is %s: %s", instance.url, state.value, reason)
