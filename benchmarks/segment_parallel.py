@@ -25,6 +25,7 @@ from vllm_hypic.harness.report import (
     write_json,
 )
 from vllm_hypic.harness.serving import ServerError
+from vllm_hypic.harness.settings import model_context
 from vllm_hypic.harness.sizes import SIZES, random_model
 from vllm_hypic.harness.stats import Spread
 
@@ -236,7 +237,7 @@ def _share(found: Spread | None) -> str:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A model's folder.  Default: a random model.",
 )
-@click.option("--size", type=click.Choice(list(SIZES)), default="150m", show_default=True, help="Of that.")
+@click.option("--size", type=click.Choice(list(SIZES)), help="Size of the random model.  Default: 150m.")
 @click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Of each server.")
 @click.option("--compile/--eager", "compiled", default=False, show_default=True, help="Compile the model.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True)
@@ -244,7 +245,7 @@ def _share(found: Spread | None) -> str:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def segment_parallel(
     model: Path | None,
-    size: str,
+    size: str | None,
     threads: int,
     compiled: bool,
     repeats: int,
@@ -252,10 +253,14 @@ def segment_parallel(
     json_path: Path | None,
 ) -> None:
     check_outputs(json_path, None)
+    if model is not None and size is not None:
+        raise click.UsageError("--model and --size: give one of the two")
+    if model is not None:
+        model_context(model)  # refuses a folder without a model
     out = console()
     if (cores := len(os.sched_getaffinity(0)) // threads) < 2:
         out.print(f"[bold yellow]{cores} core for two workers: they share it, and the ratios say nothing.[/]")
-    setup = Setup(model or random_model(size), threads=threads, eager=not compiled, context=CONTEXT)
+    setup = Setup(model or random_model(size or "150m"), threads=threads, eager=not compiled, context=CONTEXT)
     try:
         with Cluster(setup) as cluster:
             measure(cluster, setup, repeats=repeats, seed=seed, json_path=json_path, out=out)

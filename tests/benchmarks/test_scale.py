@@ -1,4 +1,4 @@
-"""``bench scale``: the simulator against closed forms and hand computation; its constants."""
+"""``scale``: the simulator against closed forms and hand computation; its constants."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from benchmarks import scale as command
 from benchmarks.eviction_shapes import SHAPES
-from benchmarks.scale import GOAL, GOAL_WORKERS, measure, scale, under_load
+from benchmarks.scale import measure, scale, under_load
 from benchmarks.scale_control import CLIENTS, control_plane
 from benchmarks.scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
+from benchmarks.scale_results import GOAL, GOAL_WORKERS
 from benchmarks.scale_sim import Cluster, Policy, alone_s, least_s, simulate, simulate_whole
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
