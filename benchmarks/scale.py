@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -22,10 +22,8 @@ from vllm_hypic.harness.stats import percentile
 
 from .scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
 from .scale_results import (
-    COUNTS,
     GOAL_WORKERS,
     LOADED,
-    MEDIANS,
     WHOLE,
     Assignment,
     Bandwidth,
@@ -41,9 +39,8 @@ from .scale_results import (
 )
 from .scale_sim import Cluster, Policy, Times, alone_s, least_s, simulate, simulate_whole
 
-if TYPE_CHECKING:
-    pass
-
+COUNTS = (8, 16, 32, 64, 128)
+MEDIANS = (350, 700, 1340, 2700)
 BANDWIDTHS = (0.125e9, 1.25e9, 5e9, 12.5e9, 50e9, 200e9)
 
 

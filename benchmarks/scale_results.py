@@ -26,8 +26,6 @@ LEAST_PIPELINING = 0.05
 """Of the dispatch phase: what may be left of the transfers to be seen."""
 
 
-COUNTS = (8, 16, 32, 64, 128)
-MEDIANS = (350, 700, 1340, 2700)
 LOADED = (
     ("lpt by time", Policy.LPT_TIME),
     ("lpt by tokens", Policy.LPT),
@@ -199,13 +197,14 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
         )
     )
     cells = {(cell.segments, cell.median): cell for cell in results.cells}
+    counts, medians = (list(dict.fromkeys(x)) for x in zip(*cells, strict=True))
     to.print(
         report.table(
             f"{GOAL_WORKERS} workers, lpt by time (no better than), over median length in tokens",
-            ("segments", *map(str, MEDIANS)),
+            ("segments", *map(str, medians)),
             [
-                (str(k), *(f"{cells[k, x].lpt:.2f}x ({cells[k, x].best:.2f})" for x in MEDIANS))
-                for k in COUNTS
+                (str(k), *(f"{cells[k, x].lpt:.2f}x ({cells[k, x].best:.2f})" for x in medians))
+                for k in counts
             ],
         )
     )
