@@ -72,7 +72,7 @@ class Outcome:
     sent: float = 0.0
     ended: float = 0.0
     ttft: float | None = None
-    """From the scheduled arrival to the first output; ``None`` where there was none."""
+    """Time from the scheduled arrival to the first output; ``None`` where there was none."""
     gaps: tuple[float, ...] = ()
     """Between events with output: inter-token latencies where a server sends token by token."""
     prompt_tokens: int = 0

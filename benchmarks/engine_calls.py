@@ -201,7 +201,7 @@ CLEAR_S = 30.0
 
 @dataclass(frozen=True)
 class TierCounts:
-    """Of one tier since the engine's start.  ``read_seconds``: single reads since the last look."""
+    """Counts of one tier since the engine's start.  ``read_seconds``: single reads since the last look."""
 
     hits: int
     stored: int
@@ -221,7 +221,7 @@ def tier_counts(llm: Any) -> dict[str, TierCounts]:
 
 
 def report_here_only(llm: Any) -> None:
-    """From now on the store reports to :func:`tier_counts` alone: who looks first gets the latencies."""
+    """Have the store report to :func:`tier_counts` alone: who looks first gets the latencies."""
     _link(llm)._reported_at = math.inf
 
 

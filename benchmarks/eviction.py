@@ -27,9 +27,9 @@ from .trace import TraceError
 
 TUNED_ACCESSES = 10_000
 LEAST_GAIN = -0.01
-"""Over LRU: what flop-aware must have in every row."""
+"""Gain over LRU that flop-aware must have in every row."""
 REPEATS = 5
-"""Of a search whose time is taken."""
+"""Repeats of a search whose time is taken."""
 MODERATE = (1 / 3, 2 / 3)
 """Contention is moderate when LRU's hit rate is between these shares of an unlimited cache's."""
 
@@ -52,7 +52,7 @@ class BudgetResult:
     tunings: int
 
     def gain(self) -> tuple[float, float]:
-        """Of flop-aware over LRU: tokens and FLOPs, as ratios minus 1."""
+        """Gain of flop-aware over LRU: tokens and FLOPs, as ratios minus 1."""
         return self.flop_aware.tokens / max(1, self.lru.tokens) - 1, self.flop_aware.flops / max(
             1.0, self.lru.flops
         ) - 1

@@ -193,7 +193,7 @@ def offline_greedy(accesses: Accesses, budget: int) -> Saved:
 
 
 def _next_uses(requests: Sequence[Sequence[int]], objects: int) -> list[list[float]]:
-    """For every object of every request, the number of the next request that asks for it, or infinity."""
+    """The number, for every object of every request, of the next request that asks for it, or infinity."""
     later = [np.inf] * objects
     found: list[list[float]] = []
     for at in range(len(requests) - 1, -1, -1):

@@ -26,7 +26,7 @@ class RecordShape:
     token_bytes: int
     state_bytes: int
     transition_bytes: int
-    """Of all heads; those that died out are left out."""
+    """Bytes of all heads; those that died out are left out."""
 
     def value(self, tokens: int) -> CacheValue:
         lengths, shares = zip(*LIVE_HEADS, strict=True)

@@ -44,7 +44,7 @@ class ShapeTimes:
     """Stock over each kind, repeat by repeat."""
     cached: dict[str, int]
     distance: Distance
-    """Of the warm first token from stock vLLM's."""
+    """Distance of the warm first token from stock vLLM's."""
 
 
 def measure(

@@ -50,7 +50,7 @@ class LoadSettings:
     start_rate: float | None = None
     """Where the search starts; ``None``: half of what the warm-up reached."""
     finish: bool = False
-    """Also measure to the end what has missed the limit already."""
+    """Measure to the end even what has missed the limit already."""
     gate_requests: int = 2
     timeout_s: float = 600.0
 
@@ -109,7 +109,7 @@ class RatePoint:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttfts: list[float] = field(default_factory=list)
-    """Of every request, in order of arrival."""
+    """First-token times of all requests, in order of arrival."""
 
     @property
     def failed(self) -> int:

@@ -134,7 +134,7 @@ def _memory(names: int) -> float:
 
 
 def _postings(posts: int, at_once: Sequence[int], workers: int) -> tuple[Posting, ...]:
-    """To a server in a process of its own."""
+    """Posts to a server in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -25,7 +25,7 @@ class Costs:
     dispatch_s: float
     """Router, once a segment sent out."""
     admit_s: float
-    """From the router until an idle worker computes; overlaps with the worker's other segments."""
+    """Time from the router until an idle worker computes; overlaps with the worker's other segments."""
     prefill_token_s: float
     """A worker's prefill of n tokens: ``prefill_token_s * n + prefill_pair_s * n**2 + prefill_segment_s``."""
     prefill_pair_s: float
@@ -116,7 +116,7 @@ class Piece:
     tokens: int
     prefill_s: float
     nbytes: int
-    """Of its record."""
+    """Bytes of its record."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of segments: log-normal, cut off at both ends as documents are."""
+    """Lengths of segments: log-normal, cut off at both ends as documents are."""
 
     median: float
     sigma: float

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GOAL_WORKERS, GOAL = 8, 7.0
 PUBLISHED = {4: "HYPIC's release: 3.6x by LPT, 2.4x by round robin", 8: "HYPIC's paper: 6.1x"}
 LEAST_PIPELINING = 0.05
-"""Of the dispatch phase: what may be left of the transfers to be seen."""
+"""Share of the dispatch phase that transfers may take and count as hidden."""
 
 
 LOADED = (
@@ -44,7 +44,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """Over the requests of a sample: mean, 5th and 95th percentile."""
+    """A ratio over the requests of a sample: mean, 5th and 95th percentile."""
 
     mean: float
     low: float
@@ -60,13 +60,13 @@ class TimeShares:
     """Where the time to first token goes, means.  Their sum is the time to first token."""
 
     dispatch_s: float
-    """Until the first segment has reached a worker."""
+    """Time until the first segment has reached a worker."""
     ideal_s: float
     """All prefill, over the number of workers."""
     idle_s: float
     """The rest until the last segment is computed: workers with nothing to do, or waiting for a transfer."""
     transfer_s: float
-    """From then until the last record has landed: transfers that computation does not hide."""
+    """Time from then until the last record has landed: transfers that computation does not hide."""
     combine_s: float
 
     @property
@@ -86,7 +86,7 @@ class Assignment:
     policy: str
     pipelined: bool
     speed_up: Ratios
-    """Over one instance alone."""
+    """Speed-up over one instance alone."""
     parts: TimeShares
 
 
@@ -127,7 +127,7 @@ class SensitivityCell:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of links and of the combine node's way in."""
+    """Bandwidth of links and of the combine node's way in."""
 
     bytes_s: float
     pipelined: float
@@ -149,7 +149,7 @@ class Sizing:
 @dataclass(frozen=True)
 class Results:
     tokens: float
-    """Of a request, mean."""
+    """Tokens of a request, mean."""
     alone_s: float
     points: tuple[WorkerCount, ...]
     cells: tuple[SensitivityCell, ...]

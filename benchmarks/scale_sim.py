@@ -25,7 +25,7 @@ from vllm_hypic.segment_parallel.lpt import assign, lower_bound, optimal_makespa
 from .scale_model import Costs, Piece, Request
 
 PROOF_STEPS = 100_000
-"""Of the optimum for one request, before its lower bound has to do."""
+"""Steps of the search for one request's optimum, before its lower bound has to do."""
 
 
 class Policy(Enum):
@@ -38,9 +38,9 @@ class Policy(Enum):
     LPT_TIME = "lpt by time"
     """The same by prefill times, in which attention's square is counted."""
     LPT_BLIND = "lpt, loads unknown"
-    """By tokens, as if all workers were idle."""
+    """LPT by tokens, as if all workers were idle."""
     ROUND_ROBIN = "round robin"
-    """In the prompt's order, going on where the last request ended."""
+    """Round robin in the prompt's order, going on where the last request ended."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one request, on the simulation's clock."""
+    """Times of one request, on the simulation's clock."""
 
     arrival_s: float
     begun_s: float
@@ -78,7 +78,7 @@ class Times:
 @dataclass(frozen=True)
 class Outcome:
     times: tuple[Times, ...]
-    """In the order of the requests."""
+    """Times in the order of the requests."""
     busy_s: tuple[float, ...]
     """What every worker has computed."""
     combining_s: tuple[float, ...]

@@ -45,7 +45,7 @@ class Arm:
     first_token: Spread
     dispatch: Spread | None
     exposed: Spread | None
-    """As a share of ``dispatch``."""
+    """The exposed transfer as a share of ``dispatch``."""
     combine: Spread | None
 
 

@@ -43,7 +43,7 @@ class ServeSettings:
     eager: bool
     cache_bytes: int
     pool_bytes: int
-    """Of ``cache_bytes``, with the plugin."""
+    """Part of ``cache_bytes`` that the pool takes with the plugin."""
     hypic: dict[str, Any]
     """The plugin's other options."""
 

@@ -32,7 +32,7 @@ from .options import needed_context, repeat_options
 from .services import LMCacheServer, RedisServer, ServiceError, ServiceMissing, require_lmcache
 
 DEADLINE_S = 60.0
-"""Of a fetch: a tier that is slow here is measured, not given up."""
+"""Deadline of a fetch: a tier that is slow here is measured, not given up."""
 STOCK, POOL = "stock", "pool"
 
 
@@ -59,7 +59,7 @@ PLACES = (
     RecordPlace("lmcache-fs", "LMCache embedded, disk", "lmcache-fs"),
     RecordPlace("lmcache-server", "LMCache server, memory", "lmcache-server"),
 )
-"""In the table's order."""
+"""Places in the table's order."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class PlaceTimes:
     over_stock: Spread
     over_pool: Spread
     read_bytes: int = 0
-    """Of one request, from the tier."""
+    """Bytes of one request, from the tier."""
     bytes_per_s: float | None = None
-    """Those over what the request takes longer than from the pool; ``None``: it takes no longer."""
+    """Read bytes over what the request takes longer than from the pool; ``None``: it takes no longer."""
     read_seconds: Spread | None = None
     """Single reads, one record each."""
 

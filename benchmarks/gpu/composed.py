@@ -77,7 +77,7 @@ class Composition:
         return (self.length * torch.arange(self.segments)[:, None] + inside).flatten()
 
     def operations(self, mode: Mode = Mode.TRANSITION) -> list[ComposeOp]:
-        """Of a stream that begins at row 0, record i in slot i."""
+        """Operations of a stream that begins at row 0, record i in slot i."""
         counts = torch.bincount(self.composed_before(), minlength=self.segments + 1).tolist()
         operations, first = [], 0
         for i, count in enumerate(counts):

@@ -31,7 +31,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device: bytes a second, read and written, of a copy; operations a second of a bf16 product."""
+    """One device: bytes a second, read and written, of a copy; operations a second of a bf16 product."""
 
     copy: float
     matmul: float

@@ -152,7 +152,7 @@ class Stack:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the last row of ``x [rows, hidden]``, [vocabulary]: what the first token is sampled from."""
+        """Logits [vocabulary] of the last row of ``x [rows, hidden]``, which give the first token."""
         return F.linear(F.rms_norm(x[-1], x.shape[-1:], self.norm, self.shape.eps), self.embedding)
 
 

@@ -288,7 +288,7 @@ def _checked(bench: _Bench) -> PromptTimes:
 
 
 def _marginals(points: Sequence[PromptTimes], alone: dict[int, Spread]) -> list[CachedSegmentCost]:
-    """Of the lengths that were measured with several numbers of segments."""
+    """Costs for the lengths that were measured with several numbers of segments."""
     found = []
     for length, one in alone.items():
         mine = [p for p in points if p.prompt.length == length]

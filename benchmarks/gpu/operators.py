@@ -113,7 +113,7 @@ class Operators(Protocol):
     def cache_lse(
         self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
     ) -> Tensor:
-        """As the package ``backends/ops/span_attention`` says."""
+        """See the package ``backends/ops/span_attention``."""
         ...
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -20,7 +20,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """For tiny shapes: all scores at once, in float32."""
+    """Attention for tiny shapes: all scores at once, in float32."""
     rows, group = len(query), query.shape[1] // key.shape[1]
     k, v = (t.float().repeat_interleave(group, 1) for t in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.float(), k) * scale

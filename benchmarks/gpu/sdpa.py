@@ -33,7 +33,7 @@ class Part:
 
 
 def parts_of(case: SpanCase) -> list[Part]:
-    """Of requests that are all alike; raises ``ValueError`` for others. Copies K and V once."""
+    """Parts of requests that are all alike; raises ``ValueError`` for others. Copies K and V once."""
     seen = case.rows.seen()
     if any(rows != seen[0] for rows in seen):
         raise ValueError("the baseline needs requests that see alike")

@@ -32,7 +32,7 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k, v."""
+        """Channels of the convolution: q, k, v."""
         return 2 * self.key_heads * self.K + self.heads * self.V
 
 
@@ -62,4 +62,4 @@ TINY = StackShape(
     intermediate=192,
     vocabulary=256,
 )
-"""With head sizes that every kernel serves."""
+"""A stack with head sizes that every kernel serves."""

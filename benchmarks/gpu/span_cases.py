@@ -95,7 +95,7 @@ class SpanCase:
         return SpanCase(shape, query, key, value, table, rows, neox)
 
     def rotated_copies(self) -> tuple[Tensor, Tensor]:
-        """Of requests with equally many columns: K, rotated, and V, each [requests, kv_heads, columns, size]
+        """K, rotated, and V of requests with equally many columns, each [requests, kv_heads, columns, size]
         and contiguous. What a cache without sharing would hold."""
         from vllm_hypic.backends.ops.span_attention.torch import rotate
 

@@ -20,7 +20,7 @@ from .timing import Timer
 
 DTYPE = torch.bfloat16
 APART = 3e-2
-"""From SDPA's result, relative: both round to bf16 twice on the way."""
+"""Allowed distance from SDPA's result, relative: both round to bf16 twice on the way."""
 PREFILL, DECODE = "attention, prefill", "attention, decode"
 NO_ROTATION = "no rotation"
 

@@ -249,7 +249,7 @@ def test_a_failure_in_the_warm_up_stops_the_run(in_thread: None):
 
 
 def test_answers_that_end_early_have_failed(in_thread: None):
-    """As they do when an engine dies under them: vLLM's client takes what came for an answer."""
+    """Answers end early when an engine dies under them: vLLM's client takes what came for an answer."""
     with Fake(short=1) as server:
         [one, other] = Bench(server.url, "fake").run(
             [TimedRequest(0.0, [5, 6], 4), TimedRequest(0.1, "w", 8)]

@@ -27,7 +27,7 @@ def answers(prompts: int = 96, right: int = 92, *, name: str = "fixed set", **ch
 
 
 def numbers(**changed: Any) -> Numbers:
-    """Of a go, but for what is changed."""
+    """Numbers of a go, but for what is changed."""
     go = Numbers(answers=(answers(),), reuse=Reuse(3000, 3000), distances=FINE, noise=NOISE)
     return replace(go, **changed)
 

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Result]:
-    """By link method; engines are started once, and measure both."""
+    """Measurements by link method; engines are started once, and measure both."""
     measured: list[GateMeasurement] = []
 
     def once(place: Place, methods: Sequence[Method], *args: Any, **options: Any) -> GateMeasurement:

@@ -52,7 +52,7 @@ def model(logs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(logs: Path, model: Path) -> Iterator[EnginePair]:
-    """As ``running_pair`` makes them, from engines that start sooner."""
+    """Engines as ``running_pair`` makes them, from engines that start sooner."""
     settings = EngineSettings(model, threads=1)
     probe = Probe(settings, tuple(map(link_method, METHODS)), prompts=2, seed=0, noise_chunk=100)
     options = {"enable_prefix_caching": False, "max_num_seqs": 4}

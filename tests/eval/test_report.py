@@ -1,4 +1,4 @@
-"""From scores to cells, tables and the plot; and how many prompts the pool takes at once."""
+"""Scores become cells, tables and the plot; and how many prompts the pool takes at once."""
 
 import struct
 from collections.abc import Sequence

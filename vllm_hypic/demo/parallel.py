@@ -40,7 +40,7 @@ class Counted:
     landed: int
     """Records that the combine node took from others."""
     unlanded: int
-    """That it awaited in vain."""
+    """Records that it awaited in vain."""
     computed: int
     """Segments that it computed itself."""
     record_bytes: int

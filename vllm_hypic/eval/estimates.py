@@ -14,7 +14,7 @@ BOUNDS = (2.5, 97.5)
 """The same as percentiles of a bootstrap."""
 RESAMPLES = 2000
 SEED = 20
-"""Of the resampling: the same values give the same interval."""
+"""Seed of the resampling: the same values give the same interval."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Estimate:
     n: int
 
     def times(self, factor: float) -> Estimate:
-        """In another unit; ``factor`` is positive."""
+        """The estimate in another unit; ``factor`` is positive."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.n)
 
 

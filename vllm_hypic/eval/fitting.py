@@ -28,7 +28,7 @@ class TasksError(ValueError):
 def fitting(
     engine: Engine, name: str, tasks: Sequence[Task], *, chat: bool, template: ChatTemplate
 ) -> list[Example]:
-    """Those of ``tasks`` that fit; ``name`` is what errors call them.
+    """The ``tasks`` that fit; ``name`` is what errors call them.
 
     Raises :class:`TasksError` when none does, and for a task that has other segments once it is tokenised.
     """

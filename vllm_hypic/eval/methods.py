@@ -48,7 +48,7 @@ PREFIX = Method("prefix caching")
 PREFIX_SAME = Method("prefix caching, same order")
 """They were asked about in the same order: full recompute's noise where the cache has most of the prompt."""
 PLAIN = {"full": FULL, "prefix": PREFIX, "prefix-same": PREFIX_SAME}
-"""By what the command line calls them."""
+"""Methods by what the command line calls them."""
 _OTHER_CHUNKS = f"{FULL.name}, chunks of "
 
 

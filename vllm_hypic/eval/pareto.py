@@ -132,7 +132,7 @@ def plot(path: Path, drawn: Sequence[Panel], *, title: str, metric: Metric) -> N
 
 
 def _colours(drawn: Sequence[Panel]) -> dict[str, str]:
-    """By line, the same in all panels."""
+    """Colours by line, the same in all panels."""
     lines = dict.fromkeys(p.line for panel in drawn for p in panel.points)
     others = itertools.cycle(OTHERS)
     return {line: COLOUR_OF.get(line) or next(others) for line in lines}

@@ -27,7 +27,7 @@ def pool_limits(engine: Engine) -> PoolLimits | None:
 
 
 def traits(engine: Engine) -> ModelTraits:
-    """Of a hypic engine's model."""
+    """What link methods must know of a hypic engine's model."""
     return engine.call(_traits)
 
 

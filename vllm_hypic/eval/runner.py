@@ -23,13 +23,13 @@ class Outcome:
     """What one method made of one example."""
 
     text: str
-    """Without special tokens."""
+    """The answer without special tokens."""
     tokens: tuple[int, ...]
     """Ends with the end-of-sequence token, unless the answer was cut off."""
     logprobs: dict[int, float]
-    """Of the first token: for the most likely ones of full recompute."""
+    """The first token's, for the most likely ones of full recompute."""
     prompt_tokens: int
-    """Without separators."""
+    """Tokens of the prompt without separators."""
     cached: int
     """Prompt tokens that were not computed: read from vLLM's prefix cache or from records."""
 

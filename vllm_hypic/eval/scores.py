@@ -22,13 +22,13 @@ class Scores:
     exact: bool
     """The answer, or its first line where the model went on, has the words of a right one in their order."""
     f1: float
-    """Of the words, as SQuAD counts it: 0 to 1."""
+    """F1 of the words, as SQuAD counts it: 0 to 1."""
     rouge_l: float
     """F-measure of the longest common subsequence of words: 0 to 1."""
     first_divergence: int | None
     """Output token, from 0, where it leaves full recompute's answer; ``None``: it never does."""
     kl: float
-    """Of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
+    """KL divergence of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
     """The most likely first token is full recompute's."""
 

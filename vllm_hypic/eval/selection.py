@@ -33,7 +33,7 @@ class Settings:
     facts: int | None
     seed: int
     shapes: dict[str, tuple[int, int]]
-    """By family: documents, and tokens of each, about."""
+    """Documents and tokens of each, about, by family."""
     chat: bool
     chat_template: Path | None
     chat_template_kwargs: dict[str, Any]

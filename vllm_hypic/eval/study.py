@@ -40,7 +40,7 @@ class Study:
     """Methods that the model refuses, as sentences."""
     results: list[FamilyResult] = field(default_factory=list)
     scores: dict[str, dict[str, list[Scores]]] = field(default_factory=dict)
-    """By family and method, in the order of the tasks."""
+    """Scores of every prompt by family and method, in the order of the tasks."""
 
     def add(self, family: str, tasks: Sequence[Task]) -> None:
         """Run and score one family.
@@ -71,7 +71,7 @@ class Study:
         self.scores[family] = scores
 
     def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[Outcome]]:
-        """By name: full recompute, its noise, the other methods."""
+        """Outcomes by name: full recompute, its noise, the other methods."""
         found = evaluate(self.engine, examples, self.methods, done=self.steps.done)
         full = found[FULL]
         named = {FULL.name: full}

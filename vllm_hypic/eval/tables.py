@@ -119,6 +119,6 @@ def with_interval(e: Estimate, sign: str = "") -> str:
 
 
 def _plain(found: Table) -> Table:
-    """Without lines between columns: there are many."""
+    """A table without lines between columns: there are many."""
     found.box = SIMPLE_HEAD
     return found

@@ -48,7 +48,7 @@ class Part(msgspec.Struct, frozen=True):
     """URL of the one that delivered it."""
     tokens: int
     seconds: float | None
-    """From sending it out until it was delivered."""
+    """Time from sending it out until it was delivered."""
     way: str | None = None
     """``direct``, or ``tiers``: through a tier that both share."""
 
@@ -66,7 +66,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     dispatch_s: float | None = None
     """First segment sent out to last record delivered."""
     exposed_transfer_s: float | None = None
-    """Of that, when all segments were computed, and records still under way."""
+    """Part of it after all segments were computed, with records still under way."""
     combine_s: float | None = None
     """Last record delivered to the answer's first byte."""
     local: int = 0
@@ -81,7 +81,7 @@ class Reply:
     """A streamed answer with its logprobs.  Times are seconds from sending the request."""
 
     tokens: tuple[str, ...]
-    """As ``token_id:...``."""
+    """Each is ``token_id:...``."""
     logprobs: tuple[tuple[tuple[str, float], ...], ...]
     """The most likely tokens' for each token, as they were sent: equal if and only if their bits are."""
     first_token_s: float

@@ -44,14 +44,14 @@ class Setup:
     workers: int = 2
     combines: int = 1
     threads: int = 1
-    """OpenMP threads of each."""
+    """OpenMP threads of each server."""
     eager: bool = True
     context: int = 16384
     """Longest prompt and answer, in tokens."""
     cache_bytes: int = 2**30
     """vLLM's own KV cache."""
     pool_bytes: int = 2**30
-    """Records, beside it."""
+    """The pool of records, in addition to it."""
     at_once: int = 1
     """Requests that are computed together (``--max-num-seqs``).  1: every segment is prefilled alone, so that
     its record is the same bit for bit wherever it is computed."""
@@ -267,7 +267,7 @@ class Cluster:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _on_signals(self) -> None:
-        """By default these end a process without a word to its context managers."""
+        """Turn signals into an exit: by default they end a process without a word to its context managers."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
                 self._handlers[number] = signal.signal(number, _leave)

@@ -38,7 +38,7 @@ class Answer:
     logprobs: dict[int, float]
     """The first token's, by id."""
     prompt_tokens: int
-    """As the front end counts them: separators included."""
+    """Tokens as the front end counts them: separators included."""
     cached: int
     """Prompt tokens read from vLLM's prefix cache or from records."""
 

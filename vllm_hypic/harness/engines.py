@@ -134,7 +134,7 @@ class Engine:
 
 
 def described(*engines: Engine) -> dict[str, dict[str, Any]]:
-    """For reports: what each engine is."""
+    """What each engine is, for reports."""
     return {engine.name: engine.described for engine in engines}
 
 

@@ -31,7 +31,7 @@ class Generator(Protocol):
     KINDS: Container[str]
     """Kinds of question."""
     LEARNED: Sequence[str]
-    """Those that the model answers."""
+    """Kinds that the model answers."""
     FACTS: int | None
     """Facts of a document that the model can hold; ``None``: as many as ``prompt`` gives it."""
 

@@ -39,11 +39,11 @@ class Prompt:
     question: Document
 
     def plain(self) -> list[int]:
-        """For stock vLLM: everything end to end."""
+        """Token ids for stock vLLM: everything end to end."""
         return [*self.head, *(t for d in self.documents for t in d), *self.question]
 
     def marked(self, separator: int) -> list[int]:
-        """With a separator after the leading segment and after every document."""
+        """Token ids with a separator after the leading segment and after every document."""
         tokens = [*self.head, separator]
         for document in self.documents:
             tokens += [*document, separator]

@@ -52,7 +52,7 @@ PAIR_EXTRA = 2
 class Exit(IntEnum):
     GO = 0
     NO_GO = 1
-    """Also when the gate did not finish."""
+    """Exit code, also when the gate did not finish."""
     USAGE = 2
     CANNOT_TELL = 3
 

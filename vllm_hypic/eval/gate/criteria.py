@@ -1,4 +1,4 @@
-"""From what was measured to a verdict.  docs/gate.md says why the limits are what they are."""
+"""Criteria: what was measured becomes a verdict.  docs/gate.md says why the limits are what they are."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Reuse:
 
     reused: int
     reusable: int
-    """Of the segments that are long enough, without their seams."""
+    """Tokens of the segments that are long enough, without their seams."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ ENGLISH = ("needle", "keyvalue", "variables")
 DOCUMENTS = 8
 ENGLISH_TOKENS = 128
 DEMO_TOKENS = 64
-"""In a document: short ones, since seams cost answers, and long documents have no more of them."""
+"""Facts in a document: short ones, since seams cost answers, and long documents have no more of them."""
 DATA_WORDS = 384
 """Most in a segment of the user's data."""
 

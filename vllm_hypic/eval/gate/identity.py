@@ -36,13 +36,13 @@ class Subject:
     quantization: str | None
     rope: str
     overrides: str
-    """Of the model's configuration, as given to vLLM (``--hf-overrides``)."""
+    """Overrides of the model's configuration, as given to vLLM (``--hf-overrides``)."""
     kv_dtype: str
-    """Of stored K and V."""
+    """Type of stored K and V."""
     state_dtype: str
-    """Of the recurrent states in vLLM's own cache."""
+    """Type of the recurrent states in vLLM's own cache."""
     record_dtypes: str
-    """Of stored transitions and states."""
+    """Types of stored transitions and states."""
     plugin: str
     vllm: str
     options: dict[str, Any]

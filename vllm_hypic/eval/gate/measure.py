@@ -1,4 +1,4 @@
-"""From a model to numbers: two engines, one after the other, so that memory holds one at a time."""
+"""Measures a model: two engines, one after the other, so that memory holds one at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Place:
 @dataclass(frozen=True)
 class GateMeasurement:
     subject: Subject
-    """With the link options of the engine."""
+    """The subject, with the link options of the engine."""
     numbers: dict[Method, Numbers]
     chat: bool
     left_out: int

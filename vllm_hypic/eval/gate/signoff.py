@@ -38,7 +38,7 @@ class SignOff:
     subject: Subject
     judgement: Judgement
     limits: Mapping[str, float]
-    """Of the verdict: :class:`~.criteria.Limits`."""
+    """The verdict's: :class:`~.criteria.Limits`."""
     by: str | None
     """Who answers for it, as given on the command line."""
     time: str

@@ -55,7 +55,7 @@ class Rounding:
     name: str
     error: Estimate
     record_bytes: int | None
-    """Of T and S of one segment in one layer, dead heads included; ``None``: no record is read."""
+    """Bytes of T and S of one segment in one layer, dead heads included; ``None``: no record is read."""
 
 
 def errors(llm: Any, ask: Ask, prompt: Prompt, head: int, tail: int) -> dict[str, tuple[float, int | None]]:

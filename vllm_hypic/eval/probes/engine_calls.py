@@ -210,7 +210,7 @@ def _tapped(llm: Any, names: Layers, kv: bool) -> Iterator[_Taps]:
 
 
 def loaded_model(worker: Any) -> Any:
-    """For ``collective_rpc``: the engine core runs in this process, so the model itself comes back."""
+    """The worker's model itself, through ``collective_rpc``: the engine core runs in this process."""
     return worker.model_runner.get_model()
 
 

@@ -9,7 +9,7 @@ from ..task import Task
 
 MOST_DOCUMENTS = 100
 MOST_FACTS = 1500
-"""In all documents. Generators draw until they find names that are not taken: these leave enough."""
+"""Facts in all documents. Generators draw until they find names that are not taken: these leave enough."""
 FACT_TOKENS, HEADER_TOKENS = 5, 7
 """Most tokens of a fact, and of what stands beside the facts."""
 

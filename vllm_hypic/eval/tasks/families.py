@@ -21,7 +21,7 @@ class Source:
     """What tasks are made of."""
 
     generator: Generator | None
-    """Of the demo model; ``None``: tasks are English."""
+    """The demo model's; ``None``: tasks are English."""
     chat: bool = False
     """Prompts go through the chat template."""
     facts: int | None = None

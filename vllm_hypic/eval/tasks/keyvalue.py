@@ -9,13 +9,13 @@ FAMILY = "keyvalue"
 KIND = "one"
 """The demo models' question that is like it."""
 TOKENS_PER_FACT = 20
-"""In the demo model's words: facts are four or five tokens."""
+"""Tokens of text for each fact, in the demo model's words; a fact is four or five."""
 WORDS_PER_KEY = 32
-"""In English: statements are eight words."""
+"""Words of text for each key in English; a statement is eight."""
 
 
 def facts(documents: int, tokens: int) -> int:
-    """In each of a demo model's documents: about a quarter of the text."""
+    """Facts in each of a demo model's documents: about a quarter of the text."""
     return max(1, min(tokens // TOKENS_PER_FACT, demo.MOST_FACTS // documents))
 
 

@@ -113,6 +113,6 @@ def _segments(context: str, words: int, where: str) -> tuple[str, ...]:
 
 
 def _pieces(paragraph: str, words: int) -> list[str]:
-    """At most ``words`` words each, with the white space after them."""
+    """Parts of at most ``words`` words each, with the white space after them."""
     found = re.findall(r"\s*\S+\s*|\s+", paragraph)
     return ["".join(found[i : i + words]) for i in range(0, len(found), words)]

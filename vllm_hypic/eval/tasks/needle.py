@@ -11,7 +11,7 @@ KIND = "one"
 
 
 def facts(documents: int, tokens: int) -> int:
-    """In each of a demo model's documents, which cannot be without one."""
+    """Facts in each of a demo model's documents, which cannot be without one."""
     return 1
 
 

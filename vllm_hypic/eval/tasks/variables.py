@@ -17,7 +17,7 @@ LINKS = 2
 
 
 def facts(documents: int, tokens: int) -> int:
-    """In each of a demo model's documents: few beside the two that are asked for."""
+    """Facts in each of a demo model's documents: few beside the two that are asked for."""
     return 1
 
 
