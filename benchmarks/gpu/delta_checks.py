@@ -17,8 +17,9 @@ from .operators import Operators
 from .shapes import REAL, DeltaShape
 
 STATE = {torch.float32: 1e-5, torch.float16: 2e-4, torch.bfloat16: 5e-4}
-"""Allowed error of a head's state, relative. Inputs are exact, but the convolution hands on its result in their
-dtype, and an element where float32 and float64 stand on two sides of a rounding edge differs by a whole step."""
+"""Allowed error of a head's state, relative. Inputs are exact, but the convolution hands on its result in
+their dtype, and an element where float32 and float64 stand on two sides of a rounding edge differs by a whole
+step."""
 OUT = {torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 """Allowed error of an output vector, relative to at least a tenth of the longest: q and the
 state cancel in single ones."""

@@ -17,8 +17,8 @@ from .shapes import REAL, AttentionShape
 from .span_cases import SpanCase, SpanRequest
 
 OUT = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
-"""Allowed error of an output vector, relative: K is rounded once after its rotation, probabilities once before
-they weigh V: three roundings of the dtype's step at worst. Products of float32 keep at least 2^-20."""
+"""Allowed error of an output vector, relative: K is rounded once after its rotation, probabilities once
+before they weigh V: three roundings of the dtype's step at worst. Products of float32 keep at least 2^-20."""
 LSE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 """Allowed error of a log-sum-exp, absolute: scores have a standard deviation of one and the error of
 K's rounding."""
