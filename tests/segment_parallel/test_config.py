@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_hypic.config.segment_parallel import Address, ParallelConfig
+from vllm_hypic.config.router import RouterConfig
+from vllm_hypic.config.segment_parallel import Address, SegmentParallelConfig
 from vllm_hypic.errors import ConfigError
 
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "segment-parallel.md").read_text()
 GOOD = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"}
 
 
@@ -23,21 +29,21 @@ def test_survives_a_round_trip() -> None:
         "transport": "nixl",
         "nixl_bytes": 1 << 30,
     }
-    config = ParallelConfig.from_mapping(options)
+    config = SegmentParallelConfig.from_mapping(options)
     assert config.to_mapping() == options
-    assert ParallelConfig.from_mapping(config.to_mapping()) == config
+    assert SegmentParallelConfig.from_mapping(config.to_mapping()) == config
     assert (config.landing_url, config.events_url) == (options["advertise"], options["advertise_events"])
 
 
 def test_others_are_told_what_is_bound_when_nothing_else_is_said() -> None:
-    config = ParallelConfig.from_mapping(GOOD)
+    config = SegmentParallelConfig.from_mapping(GOOD)
     assert (config.landing_url, config.events_url) == (GOOD["listen"], GOOD["events"])
     assert config.deadline_s == 120.0 and config.secret_file is None and config.transport == "tcp"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "[::1]"])
 def test_loopback_needs_no_secret(host: str) -> None:
-    ParallelConfig.from_mapping({"listen": f"tcp://{host}:7100", "events": f"tcp://{host}:7101"})
+    SegmentParallelConfig.from_mapping({"listen": f"tcp://{host}:7100", "events": f"tcp://{host}:7101"})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,7 @@ def test_loopback_needs_no_secret(host: str) -> None:
 )
 def test_a_refusal_names_the_value_and_what_is_allowed(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        ParallelConfig.from_mapping({**GOOD, **change})
+        SegmentParallelConfig.from_mapping({**GOOD, **change})
     assert str(refusal.value).startswith("hypic config: segment_parallel")
     assert says in str(refusal.value)
 
@@ -84,13 +90,13 @@ def test_a_refusal_names_the_value_and_what_is_allowed(change: dict[str, Any], s
 @pytest.mark.parametrize("options", [None, "tcp://127.0.0.1:7100", ["listen"]])
 def test_the_section_is_an_object(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"segment_parallel=.*: expected an object"):
-        ParallelConfig.from_mapping(options)
+        SegmentParallelConfig.from_mapping(options)
 
 
 @pytest.mark.parametrize("missing", ["listen", "events"])
 def test_addresses_are_not_guessed(missing: str) -> None:
     with pytest.raises(ConfigError, match=f"segment_parallel.{missing} is missing"):
-        ParallelConfig.from_mapping({k: v for k, v in GOOD.items() if k != missing})
+        SegmentParallelConfig.from_mapping({k: v for k, v in GOOD.items() if k != missing})
 
 
 @pytest.mark.parametrize(
@@ -109,3 +115,26 @@ def test_an_address_has_one_form(url: str, plain: str) -> None:
 @pytest.mark.parametrize("url", ["tcp://127.1:1", "tcp://0x7f000001:1", "tcp://2130706433:1", "tcp://node:1"])
 def test_what_may_stand_for_another_machine_is_no_loopback(url: str) -> None:
     assert not Address.parse(url).loopback
+
+
+@pytest.mark.parametrize(
+    ("heading", "config"),
+    [
+        ("## Options of the router", RouterConfig),
+        ("Options of the servers, in `segment_parallel`:", SegmentParallelConfig),
+    ],
+)
+def test_the_document_has_every_option_with_its_default(heading: str, config: type) -> None:
+    table = DOCUMENT.partition(f"{heading}\n\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+    told = {
+        name.replace("-", "_"): row[1].strip("`")
+        for row in rows
+        for name in re.findall(r"`(?:--)?([a-z_-]+)", row[0])
+    }
+    for f in dataclasses.fields(config):
+        default = f.default.value if isinstance(f.default, Enum) else f.default
+        if default is None or default is dataclasses.MISSING:
+            assert f.name in told
+        else:
+            assert told[f.name] == (default if isinstance(default, str) else f"{default:.12g}"), f.name

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.config.segment_parallel import ParallelConfig
+from vllm_hypic.config.segment_parallel import SegmentParallelConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.segment_parallel import nixl, wire
 from vllm_hypic.segment_parallel.nixl import Exporter, Puller, open_nixl
@@ -337,7 +337,7 @@ def test_malformed_messages_are_not_understood(message: list[object]) -> None:
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    config = ParallelConfig("tcp://127.0.0.1:7100", "tcp://127.0.0.1:7101", transport="nixl")
+    config = SegmentParallelConfig("tcp://127.0.0.1:7100", "tcp://127.0.0.1:7101", transport="nixl")
     with pytest.raises(ConfigError, match=r"NIXL cannot be imported .* `pip install nixl=="):
         open_nixl(config)
 

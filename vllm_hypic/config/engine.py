@@ -10,8 +10,8 @@ from pydantic import Field, PlainValidator, SkipValidation
 from ..primitives.policies import parse_link
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 from .gate import GateConfig
-from .schema import Expected, Natural, Number, Positive, Section, options
-from .segment_parallel import ParallelConfig
+from .schema import Allowed, ConfigSection, Natural, Number, Positive, options
+from .segment_parallel import SegmentParallelConfig
 from .store import StoreConfig
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SECTION = "hypic"
 CONNECTOR = "HypicConnector"
 """Name of our KV connector in ``--kv-transfer-config``."""
 
-Share = Annotated[Number, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
+Share = Annotated[Number, Field(ge=0, lt=1), Allowed("a number from 0 to below 1")]
 
 
 def _texts(given: Any) -> PrimitiveTexts:
@@ -37,7 +37,7 @@ def _ids(given: Any) -> PrimitiveIds:
 
 
 @options
-class HypicConfig(Section):
+class HypicConfig(ConfigSection):
     """Options of one engine.
 
     Set them with ``--additional-config '{"hypic": {...}}'`` or with
@@ -55,13 +55,11 @@ class HypicConfig(Section):
     """Tokens in one page of the public pool."""
     pool_bytes: Positive | None = None
     """Bytes of the public pool per worker; ``None``: ``pool_fraction`` of the KV memory."""
-    pool_fraction: Annotated[Number, Field(gt=0, lt=1), Expected("a number between 0 and 1")] = 0.25
+    pool_fraction: Annotated[Number, Field(gt=0, lt=1), Allowed("a number between 0 and 1")] = 0.25
     """Share of the KV memory that the public pool takes when ``pool_bytes`` is not given."""
     expected_segment_tokens: Positive = 1024
     """Segment length at which pages and state slots of the pool run out together."""
-    expected_live_heads: Annotated[Number, Field(gt=0, le=1), Expected("a number above 0 and at most 1")] = (
-        0.5
-    )
+    expected_live_heads: Annotated[Number, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")] = 0.5
     """Share of linear-attention heads whose transition has not died out by a segment's end, at which its
     storage runs out together with pages and slots: long segments and forgetful models have fewer."""
     dead_transition: Share = 2.0**-25
@@ -71,9 +69,9 @@ class HypicConfig(Section):
     """Tiers behind the pool, and what leaves pool and tiers first: see :class:`.store.StoreConfig`."""
     max_pinned_fraction: Share = 0.5
     """Share of the pool that pinned records may take."""
-    segment_parallel: ParallelConfig | None = None
+    segment_parallel: SegmentParallelConfig | None = None
     """Where records of other instances land, and who may send them: see
-    :class:`.segment_parallel.ParallelConfig`; ``None``: this engine neither takes nor gives any."""
+    :class:`.segment_parallel.SegmentParallelConfig`; ``None``: this engine neither takes nor gives any."""
     gate: GateConfig = field(default_factory=GateConfig)
     """What is asked of the model's sign-off when the engine starts: see :class:`.gate.GateConfig`."""
     tokens: Annotated[PrimitiveTexts, PlainValidator(_texts)] = field(default_factory=PrimitiveTexts)

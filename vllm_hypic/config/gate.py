@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from .schema import Expected, PathText, Section, options
+from .schema import Allowed, ConfigSection, PathText, options
 
 
 @options
-class GateConfig(Section):
+class GateConfig(ConfigSection):
     """The section ``gate`` of :class:`~vllm_hypic.config.engine.HypicConfig`."""
 
     section = "gate"
 
-    require: Annotated[Literal["off", "warn", "go"], Expected()] = "warn"
+    require: Annotated[Literal["off", "warn", "go"], Allowed()] = "warn"
     """``warn``: one line of the log tells when the model has no sign-off, or one that is no go; ``go``: such
     a model is not served; ``off``: nobody looks."""
     folder: PathText | None = None

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PlainValidator, StrictInt
 
-from .schema import Expected, Loc, Number, Section, expected, options, refuse
+from .schema import Allowed, ConfigSection, Loc, Number, expected, options, refuse
 
 
 class RecordRoute(Enum):
@@ -48,11 +48,11 @@ def _gain(share: float) -> float:
 
 
 Urls = Annotated[tuple[Annotated[str, PlainValidator(_base_url)], ...], AfterValidator(_different)]
-Above0 = Annotated[Number, Field(gt=0, lt=math.inf), Expected("a finite number > 0")]
+Above0 = Annotated[Number, Field(gt=0, lt=math.inf), Allowed("a finite number > 0")]
 
 
 @options
-class RouterConfig(Section):
+class RouterConfig(ConfigSection):
     """What ``vllm-hypic router`` was told.  An instance may be in ``prefill`` and in ``combine``."""
 
     prefill: Urls
@@ -63,18 +63,18 @@ class RouterConfig(Section):
     """The key of the router's own questions to instances; requests carry their client's."""
     deadline_s: Above0 | None = None
     """Longest that a request waits for segments of others; ``None``: as long as its instance lets it."""
-    min_gain: Annotated[Number, AfterValidator(_gain), Expected("a share, 0 to 1, or -1")] = 0.1
+    min_gain: Annotated[Number, AfterValidator(_gain), Allowed("a share, 0 to 1, or -1")] = 0.1
     """Share of a request's own prefill that its first token must be spared by spreading it; -1: it is spread
     whatever that gains, for measurements."""
-    segments_per_worker: Annotated[StrictInt, Field(ge=1, le=64), Expected("1 to 64")] = 2
+    segments_per_worker: Annotated[StrictInt, Field(ge=1, le=64), Allowed("1 to 64")] = 2
     """Segment requests open at one worker: one travels while the next is computed."""
-    straggler_factor: Annotated[Number, Field(ge=1, lt=math.inf), Expected("a finite number >= 1")] = 3.0
+    straggler_factor: Annotated[Number, Field(ge=1, lt=math.inf), Allowed("a finite number >= 1")] = 3.0
     """Multiple of its predicted time after which a segment goes to another worker too."""
     straggler_min_s: Above0 = 3.0
     """No segment counts as late before so many seconds."""
     through: RecordRoute = RecordRoute.DIRECT
     """The route of records where worker and combine node share a tier; others go directly."""
-    silence_s: Annotated[Number, Field(ge=2, lt=math.inf), Expected("a finite number >= 2")] = 10.0
+    silence_s: Annotated[Number, Field(ge=2, lt=math.inf), Allowed("a finite number >= 2")] = 10.0
     """A combine node whose events are silent for so long is given up, and its requests with it."""
 
     def __post_init__(self) -> None:

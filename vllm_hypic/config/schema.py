@@ -31,7 +31,7 @@ Loc = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Expected:
+class Allowed:
     """What a field may hold, in the words of a refusal; a ``Literal`` needs none."""
 
     text: str = ""
@@ -42,13 +42,13 @@ class Expected:
         return core_schema.custom_error_schema(schema, "expected", custom_error_message=text)
 
 
-Natural = Annotated[StrictInt, Field(ge=0), Expected("an integer >= 0")]
-Positive = Annotated[StrictInt, Field(ge=1), Expected("an integer >= 1")]
+Natural = Annotated[StrictInt, Field(ge=0), Allowed("an integer >= 0")]
+Positive = Annotated[StrictInt, Field(ge=1), Allowed("an integer >= 1")]
 Number = StrictInt | StrictFloat
 """An integer stays one: options are part of keys and digests."""
-Seconds = Annotated[Number, Field(gt=0, lt=math.inf), Expected("a number of seconds > 0")]
-Text = Annotated[StrictStr, Field(min_length=1), Expected("a non-empty string")]
-PathText = Annotated[StrictStr, Field(min_length=1), Expected("a path, or null")]
+Seconds = Annotated[Number, Field(gt=0, lt=math.inf), Allowed("a number of seconds > 0")]
+Text = Annotated[StrictStr, Field(min_length=1), Allowed("a non-empty string")]
+PathText = Annotated[StrictStr, Field(min_length=1), Allowed("a path, or null")]
 
 
 def expected(text: str) -> PydanticCustomError:
@@ -98,7 +98,7 @@ def checked(cls: type, options: object, missing: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """Options that stand together.  Whether they are made of a mapping or in Python, they are checked."""
 
     section: ClassVar[str] = ""
@@ -149,7 +149,7 @@ def plain(value: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def options(cls: type[T]) -> type[T]:
-    """Make a :class:`Section` of ``cls``: its constructor raises :class:`ConfigError`."""
+    """Make a :class:`ConfigSection` of ``cls``: its constructor raises :class:`ConfigError`."""
     made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     init: Callable[..., None] = made.__init__
 

@@ -1,4 +1,4 @@
-"""ParallelConfig: the options of segment parallelism, typed, frozen, validated once."""
+"""SegmentParallelConfig: the options of segment parallelism, typed, frozen, validated once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, StrictInt
 
-from .schema import Expected, PathText, Seconds, Section, expected, options, refuse
+from .schema import Allowed, ConfigSection, PathText, Seconds, expected, options, refuse
 
 _URL = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9._-]{1,253})):(?P<port>[0-9]{1,5})"
@@ -88,7 +88,7 @@ Url = Annotated[str, PlainValidator(_parsed)]
 
 
 @options
-class ParallelConfig(Section):
+class SegmentParallelConfig(ConfigSection):
     """The section ``segment_parallel`` of :class:`~vllm_hypic.config.engine.HypicConfig`."""
 
     section = "segment_parallel"
@@ -106,12 +106,12 @@ class ParallelConfig(Section):
     """File with a secret that all instances and routers share.  Without, only loopback is served."""
     deadline_s: Seconds = 120.0
     """Longest that a request waits for remote segments when it names no other time, in seconds."""
-    transport: Annotated[Literal["tcp", "nixl"], Expected("tcp or nixl")] = "tcp"
+    transport: Annotated[Literal["tcp", "nixl"], Allowed("tcp or nixl")] = "tcp"
     """``tcp``, or ``nixl``: records travel over NIXL between instances that both say so."""
     nixl_bytes: Annotated[
         StrictInt,
         Field(ge=1 << 20, le=1 << 40),
-        Expected("a number of bytes from 1048576 to 1099511627776"),
+        Allowed("a number of bytes from 1048576 to 1099511627776"),
     ] = 256 << 20
     """Of each of the two buffers that NIXL reads from and into; longer records travel over TCP."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, StrictStr
 
-from .schema import Expected, Seconds, Section, Text, adapter, checked, expected, options, plain, refuse
+from .schema import Allowed, ConfigSection, Seconds, Text, adapter, checked, expected, options, plain, refuse
 
 _UNITS = {
     unit + suffix: factor
@@ -37,10 +37,10 @@ def _bytes(size: object) -> int:
 Size = Annotated[int, PlainValidator(_bytes)]
 Shared = Annotated[
     StrictBool | Annotated[StrictStr, Field(pattern=_LABEL)],
-    Expected(f"true, false, or what all engines call the tier: {_LABEL_FORM}"),
+    Allowed(f"true, false, or what all engines call the tier: {_LABEL_FORM}"),
 ]
 Adapters = Annotated[
-    tuple[Mapping[str, Any], ...], Expected("a list of objects, LMCache's options of each adapter")
+    tuple[Mapping[str, Any], ...], Allowed("a list of objects, LMCache's options of each adapter")
 ]
 
 
@@ -71,7 +71,7 @@ class DiskConfig(TierConfig):
     type: ClassVar[str] = "disk"
     path: Text
     bytes: Size
-    durable: Annotated[StrictBool, Expected("true or false")] = True
+    durable: Annotated[StrictBool, Allowed("true or false")] = True
     """Survive a power cut, not only a killed process."""
     shared: Shared = False
     """See :attr:`RedisConfig.shared`.  Also what other engines write there from now on is found: every
@@ -142,7 +142,7 @@ def _listed(tiers: object) -> tuple[object, ...]:
 
 
 @options
-class StoreConfig(Section):
+class StoreConfig(ConfigSection):
     """Options of the store: the section ``store`` of :class:`~vllm_hypic.config.engine.HypicConfig`.
 
     Sizes may be strings with a unit: ``"20GB"`` (10^9), ``"512MiB"`` (2^20).
@@ -152,11 +152,11 @@ class StoreConfig(Section):
 
     tiers: Annotated[tuple[Annotated[TierConfig, PlainValidator(_tier)], ...], BeforeValidator(_listed)] = ()
     """Fastest first.  None: records live in the pool alone."""
-    eviction: Annotated[Literal["flop-aware", "lru"], Expected()] = "flop-aware"
+    eviction: Annotated[Literal["flop-aware", "lru"], Allowed()] = "flop-aware"
     """What leaves a full tier first."""
     admission: Annotated[
         Literal["cache-value", "always"],
-        Expected(),
+        Allowed(),
         BeforeValidator(lambda given: "cache-value" if given == "worth" else given),
     ] = "cache-value"
     """``cache-value``: a record that is worth less than what would have to leave is not kept.  ``worth``, its

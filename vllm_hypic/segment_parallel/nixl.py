@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..config.segment_parallel import ParallelConfig
+from ..config.segment_parallel import SegmentParallelConfig
 from ..errors import ConfigError
 from ..store.record import aligned_buffer
 from . import wire
@@ -288,7 +288,7 @@ class Puller:
             self._agent.nixl.remove_remote_agent(source.name)
 
 
-def open_nixl(config: ParallelConfig) -> tuple[Exporter, Puller]:
+def open_nixl(config: SegmentParallelConfig) -> tuple[Exporter, Puller]:
     """Both halves, for an instance.  :class:`ConfigError`: NIXL does not work here."""
     loopback = config.secret_file is None
     if not loopback and _DEVICES not in os.environ:
