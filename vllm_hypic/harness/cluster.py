@@ -103,7 +103,8 @@ class Instance(Server):
             log=log,
             start_timeout_s=600.0,
         )
-        self.port = port or free_port()
+        if port is not None:
+            self.port = port
 
 
 class Router(Server):
@@ -124,7 +125,8 @@ class Router(Server):
         where += [*(w for url in combine for w in ("--combine", url))]
         super().__init__("", *where, *options, log=log, start_timeout_s=60.0)
         self.name = "router"
-        self.port = port or free_port()
+        if port is not None:
+            self.port = port
 
     @property
     def command(self) -> list[str]:
