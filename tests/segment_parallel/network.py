@@ -6,6 +6,7 @@ Does what ``Sender`` and ``Receiver`` do with their sockets, one message at a ti
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_hypic.segment_parallel import wire
@@ -54,7 +55,7 @@ class Leaving:
     done: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class End:
     """A sender and its connection.  What was said and not heard yet is in the two queues."""
 
@@ -82,6 +83,8 @@ class Network:
         """Names of which the owner waits for an end."""
         self.reads: dict[Grant, End] = {}
         """Reads over NIXL that have begun, and whose memory they read."""
+        self.meanwhile: Callable[[str], None] = lambda name: None
+        """What the owner does while the next record is read."""
         self._pull, self._peers, self._tickets = pull, 0, 0
         self.ends = [self._end(i, Memory() if has else None) for i, has in enumerate(nixl)]
         self.receiver = self._receiver()
@@ -197,7 +200,9 @@ class Network:
         if expected is None:
             return
         assert expected.name == grant.name and expected.name in self.expected
-        assert len(data) <= expected.limit
+        assert len(data) == grant.nbytes <= expected.limit
+        meanwhile, self.meanwhile = self.meanwhile, lambda name: None
+        meanwhile(grant.name)
         verdict = self.verdict if data[:99] == bytes_of(grant.name, 99) else Verdict.DAMAGED  # as digests do
         if verdict is Verdict.TAKEN:
             self.taken[grant.name, data[99]] += 1
@@ -248,6 +253,11 @@ class Network:
                 del end.open[transfer.ticket]
                 end.sent[transfer.ticket] = transfer.outcome
             end.machine.ended.clear()
+
+    def carries_bytes(self, i: int) -> bool:
+        """Whether a record of sender ``i`` is on its way, or being read."""
+        end = self.ends[i]
+        return any(payload for _, payload, _ in end.said) or end in self.reads.values()
 
     def run(self, seconds: float = 0.0) -> None:
         """Connect everybody, deliver everything in order, end all reads; then let time pass, and again."""
