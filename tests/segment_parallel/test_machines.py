@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm_hypic.segment_parallel import wire
 from vllm_hypic.segment_parallel.received import Outcome
 from vllm_hypic.segment_parallel.receiver_machine import REMEMBER_S, SEND_S, WITHDRAWAL_S
-from vllm_hypic.segment_parallel.sender_machine import RENEW_S
+from vllm_hypic.segment_parallel.sender_machine import RENEW_S, Next
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
@@ -300,3 +300,73 @@ def test_a_read_that_fails_is_asked_for_over_tcp_once() -> None:
     network.run()
     assert network.ends[0].sent[ticket].delivered
     assert network.received[-1].route is Route.TCP and network.receiver.counts.unpulled == 1
+
+
+def test_what_is_read_for_an_expectation_that_is_gone_reaches_no_reader() -> None:
+    """Not even when the same name is expected anew, of the same peer: the bytes may be others by now."""
+    network = Network((True,))
+
+    def begin() -> int:
+        network.expect(A)
+        ticket = network.send(0, A)
+        network.connect(0)
+        before = len(network.reads)
+        while len(network.reads) == before:
+            network.to_sender(0)
+            network.to_receiver(0)
+        return ticket
+
+    gone = begin()
+    network.withdraw(A)
+    while network.ends[0].answers:
+        network.to_sender(0)
+    assert network.ends[0].sent[gone].reason == "not needed"
+    again = begin()
+    late, current = network.reads
+    network.read(late)
+    assert A in network.expected and not network.taken and network.receiver.counts.late == 1
+    network.read(current)
+    network.run()
+    assert network.ends[0].sent[again].reason == "" and sum(network.taken.values()) == 1
+
+
+def test_other_bytes_than_offered_are_refused_and_the_next_is_cleared(network: Network) -> None:
+    network.expect(A)
+    network.send(0, A)
+    network.connect(0)
+    while not network.carries_bytes(0):
+        network.to_sender(0)
+        network.to_receiver(0)
+    peer = network.ends[0].peer
+    assert peer is not None
+    network.hear(peer, wire.Data(A), b"short", None)
+    assert network.receiver.counts.refused == 1 and not network.taken
+    other = network.send(1, A)
+    network.run()
+    assert network.ends[1].sent[other].reason == "" and A not in network.expected
+
+
+def test_bytes_that_have_not_left_at_the_deadline_cut_the_connection(network: Network) -> None:
+    network.expect(A)
+    ticket = network.send(0, A, deadline_s=5.0)
+    network.connect(0)
+    while not network.carries_bytes(0):
+        network.to_sender(0)
+        network.to_receiver(0)
+    end = network.ends[0]
+    transfer = end.open[ticket]
+    assert not transfer.released and end.machine.tick(network.now + 4.9) is Next.KEEP
+    network.pass_time(5.0)
+    assert transfer.released and end.peer is None
+    assert end.sent[ticket].reason == "sent, not acknowledged within 5 s"
+
+
+def test_a_clearance_that_nobody_waits_for_is_retracted(network: Network) -> None:
+    network.run()
+    end = network.ends[0]
+    end.answers.append(network.codec.encode(wire.ClearToSend(A)))
+    network.to_sender(0)
+    assert network.codec.request(end.said[0][0]) == wire.Retract(A)
+    for answer in (wire.Withdrawn(), wire.Noted()):
+        with pytest.raises(wire.Malformed):
+            end.machine.handle(answer, network.now)

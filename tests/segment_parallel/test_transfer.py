@@ -204,17 +204,6 @@ def test_a_destination_that_is_out_of_order_delays_no_other() -> None:
         assert outgoing.sender.pending_bytes() == 0
 
 
-def test_an_offer_past_its_deadline_is_retracted() -> None:
-    with Owner() as owner, Outgoing() as early, Outgoing() as later:
-        given_up = early.send(A, DATA, owner.url, 2.0)
-        until(lambda: owner.receiver.counts().offers == 1)
-        assert not early.wait_for(given_up).delivered
-        ticket = later.send(A, DATA, owner.url)
-        until(lambda: owner.receiver.counts().offers == 2)
-        owner.expect(A)
-        assert later.wait_for(ticket).delivered, "the sender that has given up was told to go"
-
-
 def test_a_destination_may_come_up_later() -> None:
     url = closed_port()
     with Outgoing() as outgoing:
