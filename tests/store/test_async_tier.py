@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 
-from vllm_hypic.store.async_tier import AsyncTier
+from vllm_hypic.store.async_tier import AsyncTier, Item
 from vllm_hypic.store.cache_value import CacheValue
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tasks import Future
@@ -20,8 +21,8 @@ from .awkward_tiers import AwkwardTier, full, name
 from .conftest import ManualClock
 
 
-def opened(tier: AwkwardTier, clock: ManualClock) -> AsyncTier:
-    opened = AsyncTier(tier, StoreSettings(), threading.RLock(), clock=clock, wall=clock)
+def opened(tier: AwkwardTier, clock: ManualClock, **settings: Any) -> AsyncTier:
+    opened = AsyncTier(tier, StoreSettings(**settings), threading.RLock(), clock, clock)
     assert opened.open_once()
     return opened
 
@@ -32,7 +33,13 @@ def run_all(tier: AsyncTier) -> None:
 
 
 def put(tier: AsyncTier, i: int, expires: float | None = None) -> Future[str]:
-    return tier.put(name(i), memoryview(b"abc"), CacheValue(1, 1.0, 3), expires)
+    with tier._lock:
+        return tier.put(Item(name(i), memoryview(b"abc"), CacheValue(1, 1.0, 3), expires))
+
+
+def delete(tier: AsyncTier, i: int) -> None:
+    with tier._lock:
+        tier.delete(name(i))
 
 
 def test_it_knows_what_will_be_there(clock: ManualClock) -> None:
@@ -41,10 +48,11 @@ def test_it_knows_what_will_be_there(clock: ManualClock) -> None:
     first = put(tier, 1)
     run_all(tier)
     assert first.done and tier.holds(name(1))
-    tier.delete(name(1))
+    delete(tier, 1)
     assert name(1) in blocking.objects and not tier.may_hold(name(1)), "as good as deleted"
     second = put(tier, 2)
-    tier.clear()
+    with tier._lock:
+        tier.clear()
     assert not tier.may_hold(name(2))
     run_all(tier)
     assert blocking.objects == {} and second._value == "it was deleted or has expired"
@@ -72,7 +80,7 @@ def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
     tier = opened(blocking, clock)
     run_all(tier)
     blocking.fail("delete")
-    tier.delete(name(1))
+    delete(tier, 1)
     for _ in range(20):
         run_all(tier)
         clock.advance(60.0)
@@ -82,6 +90,52 @@ def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
     put(tier, 2)
     run_all(tier)
     assert name(2) in blocking.objects, "others go on"
+
+
+def test_a_control_that_fails_keeps_its_place(clock: ManualClock) -> None:
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock)
+    run_all(tier)
+    blocking.fail("delete")
+    delete(tier, 1)
+    with tier._lock:
+        tier.pin(name(1))
+    for _ in range(3):
+        run_all(tier)
+        clock.advance(60.0)
+    assert blocking.calls == ["open", "used", "delete", "delete", "delete"]
+    blocking.recover()
+    run_all(tier)
+    assert blocking.calls[5:7] == ["delete", "pin"] and tier.stats.errors == 0, "done in the end"
+
+
+def test_a_deletion_that_hangs_is_the_next_to_be_tried(clock: ManualClock) -> None:
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock, most_hung=9)
+    run_all(tier)
+    patience_s = StoreSettings().write_deadline_s
+
+    def hangs() -> None:
+        clock.advance(patience_s)
+        tier.expire(clock())
+
+    blocking.before.update(delete=hangs, pin=hangs)
+    with tier._lock:
+        tier.delete(name(1))
+        tier.pin(name(1))
+    for _ in range(2):
+        run_all(tier)
+        clock.advance(60.0)
+    blocking.recover()
+    run_all(tier)
+    assert blocking.calls[2:6] == ["delete", "delete", "delete", "pin"] and tier.stats.timeouts == 0
+    blocking.before["pin"] = hangs
+    with tier._lock:
+        tier.pin(name(2))
+    run_all(tier)
+    clock.advance(60.0)
+    run_all(tier)
+    assert blocking.calls.count("pin") == 2 and tier.stats.timeouts == 1, "a pin is not tried again then"
 
 
 def test_an_object_that_expired_in_the_queue_is_not_written(clock: ManualClock) -> None:
@@ -127,7 +181,8 @@ def test_a_refused_object_does_not_wait_for_the_garbage_collector(clock: ManualC
     gc.collect()
     gc.disable()
     try:
-        ended = tier.put(name(1), memoryview(array), CacheValue(1, 1.0, 80), None)
+        with tier._lock:
+            ended = tier.put(Item(name(1), memoryview(array), CacheValue(1, 1.0, 80), None))
         del array
         run_all(tier)
         assert ended._value == "TierFull: full" and gone() is None

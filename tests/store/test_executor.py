@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from vllm_hypic.store.circuit_breaker import CircuitBreaker, State
 from vllm_hypic.store.executor import Dropped, Failed, IoTask, TimedOut, WatchdogExecutor
+from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tasks import Future, Task, Unavailable
 from vllm_hypic.store.tiers.base import TierError, TierFull
 
@@ -125,13 +126,13 @@ def test_failures_of_what_was_under_way_do_not_double() -> None:
 # -- executors
 
 
-def executor_of(clock: ManualClock, size: int = 1, most_hung: int = 1) -> WatchdogExecutor:
-    lock = threading.RLock()
-    return WatchdogExecutor("test", size, lock, CircuitBreaker(1.0, 8.0), clock=clock, most_hung=most_hung)
+def executor_of(clock: ManualClock, most_hung: int = 1) -> WatchdogExecutor:
+    settings = StoreSettings(back_off_s=1.0, most_back_off_s=8.0, most_hung=most_hung)
+    return WatchdogExecutor("test", 1, threading.RLock(), settings, clock)
 
 
 class Notes(list[str]):
-    """Submits operations and notes what becomes of them."""
+    """Submits calls and notes what becomes of them."""
 
     def __init__(self, executor: WatchdogExecutor) -> None:
         super().__init__()
@@ -143,8 +144,8 @@ class Notes(list[str]):
         *,
         error: Exception | None = None,
         hang: Callable[[], None] | None = None,
-        tries: int = 1,
-        again_after_timeout: bool = False,
+        stays: bool = False,
+        first: bool = False,
     ) -> IoTask[None]:
         def call() -> None:
             self.append(f"{what} works")
@@ -153,32 +154,49 @@ class Notes(list[str]):
             if error:
                 raise error
 
-        task = IoTask(what, call, 5.0, tries=tries, again_after_timeout=again_after_timeout)
+        task = IoTask(what, call, 5.0, stays=stays)
         with self._executor._lock:
-            Task(self._note(task))
+            Task(self._note(task, first))
         return task
 
-    async def _note(self, task: IoTask[None]) -> None:
+    async def _note(self, task: IoTask[None], first: bool) -> None:
         try:
-            await self._executor.submit(task)
+            await self._executor.submit(task, first=first)
             self.append(f"{task.what} done")
         except Dropped as e:
             self.append(f"{task.what} dropped: {e}")
         except Failed as e:
-            self.append(f"{task.what} failed: {e}")
+            self.append(f"{task.what} {type(e).__name__.lower()}: {e}")
         except TimedOut as e:
             self.append(f"{task.what} {e}")
             await e.returned
             self.append(f"{task.what} late")
 
 
-def test_operations_run_in_order_and_a_failure_drops_the_rest(clock: ManualClock) -> None:
+@pytest.fixture
+def started(clock: ManualClock) -> Iterator[Callable[..., WatchdogExecutor]]:
+    executors: list[WatchdogExecutor] = []
+
+    def start(most_hung: int = 1) -> WatchdogExecutor:
+        executor = executor_of(clock, most_hung)
+        executors.append(executor)
+        with executor._lock:
+            executor.start()
+        return executor
+
+    yield start
+    for executor in executors:
+        with executor._lock:
+            executor.stop()
+
+
+def test_calls_run_in_order_and_a_failure_drops_the_rest(clock: ManualClock) -> None:
     executor = executor_of(clock)
     notes = Notes(executor)
     notes.submit("first")
     notes.submit("second", error=TierError("broken"))
     notes.submit("third")
-    notes.submit("kept", tries=2)
+    notes.submit("kept", stays=True)
     assert executor.run_one() and executor.run_one()
     assert notes == [
         *("first works", "first done", "second works"),
@@ -193,28 +211,26 @@ def test_operations_run_in_order_and_a_failure_drops_the_rest(clock: ManualClock
 def test_a_refusal_is_no_failure(clock: ManualClock) -> None:
     executor = executor_of(clock)
     notes = Notes(executor)
-    notes.submit("first", error=TierFull("full"), tries=3)
+    notes.submit("first", error=TierFull("full"))
     notes.submit("second")
     assert executor.run_one() and executor.run_one() and executor.up
-    assert notes == ["first works", "first failed: TierFull: full", "second works", "second done"]
+    assert notes == ["first works", "first refused: TierFull: full", "second works", "second done"]
 
 
-def test_an_operation_with_tries_left_keeps_its_place(clock: ManualClock) -> None:
+def test_what_goes_first_overtakes(clock: ManualClock) -> None:
     executor = executor_of(clock)
     notes = Notes(executor)
-    notes.submit("stubborn", error=TierError("broken"), tries=3)
-    notes.submit("after", tries=3)
-    for _ in range(3):
-        assert executor.run_one() and not executor.run_one()
-        clock.advance(10.0)
-    assert notes == ["stubborn works"] * 3 + ["stubborn failed: TierError: broken"]
-    assert executor.run_one() and notes[-1] == "after done"
+    notes.submit("after")
+    notes.submit("before", first=True)
+    assert executor.run_one() and executor.run_one()
+    assert notes == ["before works", "before done", "after works", "after done"]
 
 
-def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(clock: ManualClock) -> None:
-    executor = executor_of(clock, most_hung=2)
+def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(
+    clock: ManualClock, started: Callable[..., WatchdogExecutor]
+) -> None:
+    executor = started(most_hung=2)
     notes, hang = Notes(executor), Hang()
-    executor.start()
     notes.submit("stuck", hang=hang)
     hang.wait_until_entered()
     clock.advance(4.9)
@@ -222,72 +238,50 @@ def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(clock: ManualC
     assert notes == ["stuck works"]
     clock.advance(0.1)
     executor.expire(clock())
-    assert notes == ["stuck works", "stuck took longer than 5 s"] and not executor.up
+    assert notes == ["stuck works", "stuck it took longer than 5 s"] and not executor.up
     clock.advance(1.0)
     notes.submit("next")
-    wait_for(executor.idle, "the next operation")
+    wait_for(executor.idle, "the next call")
     assert notes[2:] == ["next works", "next done"] and executor.up
     hang.release()
     wait_for(lambda: "stuck late" in notes, "the return")
     assert "stuck done" not in notes
     notes.submit("last")
-    wait_for(executor.idle, "the last operation")
-    assert notes[-1] == "last done"
-    executor.stop()
+    wait_for(executor.idle, "the last call")
+    assert notes[-1] == "last done" and (executor._working, executor._hung) == (1, 0)
 
 
-def test_what_hangs_and_may_be_tried_again_is_the_next_to_run(clock: ManualClock) -> None:
-    executor = executor_of(clock, most_hung=2)
-    notes, hangs = Notes(executor), [Hang(), Hang()]
-    executor.start()
-    notes.submit(
-        "stuck", hang=lambda: hangs[notes.count("stuck works") - 1](), tries=2, again_after_timeout=True
-    )
-    notes.submit("after", tries=2)
-    for hang in hangs:
-        hang.wait_until_entered()
-        clock.advance(5.0)
-        executor.expire(clock())
-        clock.advance(2.0)
-        with executor._lock:
-            executor._wake.notify_all()
-    assert notes[:3] == ["stuck works", "stuck works", "stuck took longer than 5 s"]
-    for hang in hangs:
-        hang.release()
-    wait_for(lambda: "after done" in notes, "the operation after it")
-    wait_for(lambda: "stuck late" in notes, "its return")
-    executor.stop()
-
-
-def test_when_too_many_hang_nothing_starts_until_one_returns(clock: ManualClock) -> None:
-    executor = executor_of(clock, most_hung=1)
+def test_when_too_many_hang_nothing_starts_until_one_returns(
+    clock: ManualClock, started: Callable[..., WatchdogExecutor]
+) -> None:
+    executor = started(most_hung=1)
     notes, hang = Notes(executor), Hang()
-    executor.start()
     notes.submit("stuck", hang=hang)
     hang.wait_until_entered()
     clock.advance(5.0)
     executor.expire(clock())
     clock.advance(100.0)
-    notes.submit("waiting", tries=2)
+    notes.submit("waiting", stays=True)
     assert not executor.accepts() and not executor.run_one()
     hang.release()
-    wait_for(lambda: "waiting done" in notes, "the waiting operation")
+    wait_for(lambda: "waiting done" in notes, "the waiting call")
     assert executor.up
-    executor.stop()
 
 
 def test_a_stopped_executor_drops_what_it_has_and_takes_nothing(clock: ManualClock) -> None:
     executor = executor_of(clock)
     notes = Notes(executor)
-    notes.submit("kept", tries=2)
-    executor.stop()
+    notes.submit("kept", stays=True)
+    with executor._lock:
+        executor.stop()
     notes.submit("new")
     assert notes == ["kept dropped: the tier is closed", "new dropped: the tier is closed"]
     assert not executor.accepts() and not executor.run_one()
 
 
-def test_a_queue_is_bounded(clock: ManualClock) -> None:
-    executor = WatchdogExecutor("test", 1, threading.RLock(), CircuitBreaker(), clock=clock, most_queued=2)
+def test_a_queue_is_bounded(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_hypic.store.executor.MOST_QUEUED", 2)
+    executor = executor_of(clock)
     notes = Notes(executor)
     for i in range(3):
         assert executor.accepts() == (i < 2)
@@ -295,16 +289,22 @@ def test_a_queue_is_bounded(clock: ManualClock) -> None:
     assert notes == ["2 dropped: the queue is full"]
 
 
-def test_what_is_withdrawn_never_runs(clock: ManualClock) -> None:
+def test_what_waits_can_be_withdrawn_and_what_runs_cannot(clock: ManualClock) -> None:
     executor = executor_of(clock)
     notes = Notes(executor)
-    task = notes.submit()
-    assert executor.withdraw(task) and not executor.withdraw(task)
-    assert notes == ["task dropped: it was withdrawn"] and not executor.run_one()
+    waiting = notes.submit("waiting")
+    executor.withdraw(waiting)
+    executor.withdraw(waiting)
+    assert notes == ["waiting it waited in vain"] and not executor.run_one() and executor.up
+    running = notes.submit("running", hang=lambda: executor.withdraw(running))
+    assert executor.run_one() and notes[1:] == ["running works", "running done"]
 
 
-def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(clock: ManualClock) -> None:
-    executor, threads, hang = executor_of(clock), [], Hang()
+def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(
+    clock: ManualClock, started: Callable[..., WatchdogExecutor]
+) -> None:
+    executor, hang = started(), Hang()
+    threads: list[int] = []
     ended = Future[None]()
 
     def call() -> None:
@@ -323,7 +323,6 @@ def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(clock: Manua
         ended.set(None)
         return seven
 
-    executor.start()
     with executor._lock:
         reading = Task(read())
     hang.wait_until_entered()
@@ -334,11 +333,10 @@ def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(clock: Manua
     wait_for(executor.idle, "the end")
     assert len(threads) == 3 and len(set(threads)) == 1
     assert reading.done and reading._value == 7
-    executor.stop()
 
 
 def test_a_fault_in_what_follows_is_logged_and_ends_no_thread(
-    clock: ManualClock, caplog: pytest.LogCaptureFixture
+    started: Callable[..., WatchdogExecutor], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def faulty() -> None:
         await executor.submit(IoTask("faulty", lambda: None, 5.0))
@@ -349,9 +347,8 @@ def test_a_fault_in_what_follows_is_logged_and_ends_no_thread(
         await executor.submit(task)
         await task.follow(lambda: 1 / 0)
 
-    executor = executor_of(clock)
+    executor = started()
     notes = Notes(executor)
-    executor.start()
     with executor._lock:
         Task(faulty())
         Task(fails_aside())
@@ -359,11 +356,10 @@ def test_a_fault_in_what_follows_is_logged_and_ends_no_thread(
     wait_for(executor.idle, "all of them")
     assert notes[-1] == "next done" and executor.up
     assert "our own fault" in caplog.text and "division by zero" in caplog.text
-    executor.stop()
 
 
 def test_an_operation_that_failed_keeps_nothing_alive(clock: ManualClock) -> None:
-    """What a record's tiers refuse is large: it does not wait for the garbage collector."""
+    """What a tier refuses is large: it does not wait for the garbage collector."""
     executor = executor_of(clock)
     notes = Notes(executor)
     array = np.zeros(10)
@@ -382,7 +378,8 @@ def test_an_operation_that_failed_keeps_nothing_alive(clock: ManualClock) -> Non
     gc.collect()
     gc.disable()
     try:
-        Task(put(data))
+        with executor._lock:
+            Task(put(data))
         del array, data
         assert executor.run_one() and notes == ["TierFull: full"]
         assert gone() is None

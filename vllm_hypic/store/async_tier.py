@@ -11,18 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from .cache_value import CacheValue, ObjectName
-from .circuit_breaker import CircuitBreaker
-from .executor import Clock, Dropped, Failed, IoTask, TimedOut, WatchdogExecutor
+from .executor import Clock, Dropped, Failed, IoTask, Refused, TimedOut, WatchdogExecutor
 from .protocol import Presence, TierStats
 from .settings import StoreSettings
 from .tasks import Future, Task, Unavailable
-from .tiers.base import Tier, TierFull
+from .tiers.base import Tier
 from .tiers.capacity_index import Counts
 
 logger = logging.getLogger("vllm.hypic.store")
@@ -38,22 +36,14 @@ _LATENCIES_KEPT = 10_000
 _REFRESH_S = 1.0
 
 
-class TimeOver(Unavailable):
-    """Whoever asks has no more time."""
+@dataclass(frozen=True)
+class Item:
+    """An object to be written; it expires at a Unix time, or never."""
 
-
-class Aside(Protocol):
-    """Runs a function on the thread that brought an object, unwatched and without the lock."""
-
-    def __call__(self, call: Callable[[], T], /) -> Future[T]: ...
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A tier that counts what left it."""
-
-    @property
-    def counts(self) -> Counts: ...
+    name: ObjectName
+    data: memoryview
+    value: CacheValue
+    expires: float | None
 
 
 @dataclass
@@ -65,9 +55,10 @@ class _Intent:
 
 
 class AsyncTier:
-    """Everything the store does with one tier.  No method but :meth:`open_once` and :meth:`close` blocks.
+    """Everything the store does with one tier.
 
-    ``lock`` is the store's.  Coroutines are run with it held (``tasks.py``).
+    ``lock`` is the store's.  All methods are called with it held, but for :meth:`open_once`, :meth:`close`
+    and those that are a call to the tier: these block.
     """
 
     def __init__(
@@ -75,35 +66,20 @@ class AsyncTier:
         tier: Tier,
         settings: StoreSettings,
         lock: threading.RLock,
-        *,
-        clock: Clock = time.monotonic,
-        wall: Clock = time.time,
+        clock: Clock,
+        wall: Clock,
     ) -> None:
-        self.name = tier.name
-        self.tier = tier
+        self.name, self.tier = tier.name, tier
         self.stats = TierStats()
-        self._settings = settings
-        self._lock = lock
-        self._clock = clock
-        self._wall = wall
-        self.reads = self._executor("reads", settings.readers)
-        self.writes = self._executor("writes", 1)
         self.opened = False
-        self._tells = False
-        self._failing = False
-        self._closing = False
+        self._settings, self._lock, self._clock, self._wall = settings, lock, clock, wall
+        self.reads = WatchdogExecutor(f"{tier.name} (reads)", settings.readers, lock, settings, clock)
+        self.writes = WatchdogExecutor(f"{tier.name} (writes)", 1, lock, settings, clock)
+        self._tells = self._failing = self._closing = self._threaded = self._refreshing = False
         self._reopen = threading.Condition(lock)
-        self._threaded = False
         self._intents: dict[ObjectName, _Intent] = {}
         self._clears = 0
-        self._probing = False
-        self._refreshing = False
         self._refreshed_at = -float("inf")
-
-    def _executor(self, what: str, size: int) -> WatchdogExecutor:
-        breaker = CircuitBreaker(self._settings.back_off_s, self._settings.most_back_off_s)
-        name, most_hung = f"{self.name} ({what})", self._settings.most_hung
-        return WatchdogExecutor(name, size, self._lock, breaker, clock=self._clock, most_hung=most_hung)
 
     # -- life
 
@@ -113,7 +89,7 @@ class AsyncTier:
         threading.Thread(target=self._keep_opening, name=f"hypic-{self.name} (open)", daemon=True).start()
 
     def open_once(self) -> bool:
-        """Blocks on the tier.  Whether it is open now."""
+        """Whether the tier is open now."""
         try:
             self.tier.open()
             tells = not self.tier.may_hold(UNHELD)
@@ -122,21 +98,20 @@ class AsyncTier:
             with self._lock:
                 self.stats.errors += 1
                 if not self._failing:
-                    logger.warning(
-                        "tier %s: bypassed, cannot be opened: %s: %s", self.name, type(e).__name__, e
-                    )
+                    fault = f"{type(e).__name__}: {e}"
+                    logger.warning("tier %s: bypassed, cannot be opened: %s", self.name, fault)
                 self._failing = True
             return False
         with self._lock:
             if self._failing:
                 logger.info("tier %s: open now", self.name)
             self.opened, self._failing, self._tells = True, False, tells
-            closed = self._closing
+            closing = self._closing
             self._refresh()
             if self._threaded:
                 self.reads.start()
                 self.writes.start()
-        if closed:  # while it was opening
+        if closing:  # while it was opening
             self.close()
         return True
 
@@ -161,14 +136,12 @@ class AsyncTier:
 
     def stop(self) -> None:
         """Drop what is queued, start nothing more."""
-        with self._lock:
-            self._closing = True
-            self._reopen.notify_all()
-            self.reads.stop()
-            self.writes.stop()
+        self._closing = True
+        self._reopen.notify_all()
+        self.reads.stop()
+        self.writes.stop()
 
     def close(self) -> None:
-        """Blocks on the tier."""
         try:
             self.tier.close()
         except Exception as e:
@@ -179,28 +152,19 @@ class AsyncTier:
     @property
     def settled(self) -> bool:
         """Opened, or known to fail: nothing to wait for."""
-        with self._lock:
-            return self.opened or self._failing
-
-    @property
-    def up(self) -> bool:
-        with self._lock:
-            return self.opened and self.reads.up and self.writes.up
+        return self.opened or self._failing
 
     @property
     def readable(self) -> bool:
         """Not bypassed for reading."""
-        with self._lock:
-            return self.opened and self.reads.up
+        return self.opened and self.reads.up
 
     def may_hold(self, name: ObjectName) -> bool:
         """False when the object is certainly absent, or will be once the queue is worked off."""
-        with self._lock:
-            if not self.opened or self._closing:
-                return False
-            intent = self._intents.get(name)
-            if not intent.present if intent else self._clears > 0:
-                return False
+        intent = self._intents.get(name)
+        leaving = not intent.present if intent else self._clears > 0
+        if not self.opened or self._closing or leaving:
+            return False
         try:
             return self.tier.may_hold(name)
         except Exception:
@@ -213,13 +177,11 @@ class AsyncTier:
 
     def idle(self) -> bool:
         """Nothing to be written any more, or no way to write it."""
-        with self._lock:
-            return not self.opened or not self.writes.up or self.writes.idle()
+        return not self.opened or not self.writes.up or self.writes.idle()
 
     def at_rest(self) -> bool:
         """Opened, and nothing to watch."""
-        with self._lock:
-            return self.opened and self.reads.idle() and self.writes.idle()
+        return self.opened and self.reads.idle() and self.writes.idle()
 
     def expire(self, now: float) -> None:
         """Give up operations that outlasted their patience at ``now``."""
@@ -228,51 +190,41 @@ class AsyncTier:
 
     def report(self) -> TierStats:
         """Counts so far, and levels as the tier's threads last saw them; forgets the latencies."""
-        with self._lock:
-            seen = replace(self.stats, up=self.up)
-            self.stats.read_seconds, self.stats.write_seconds = [], []
-            return seen
+        seen = replace(self.stats, up=self.readable and self.writes.up)
+        self.stats.read_seconds, self.stats.write_seconds = [], []
+        return seen
 
     # -- reading
 
-    async def get(self, name: ObjectName, limit: int, patience_s: float) -> tuple[memoryview | None, Aside]:
-        """What the tier has, and its thread.  :class:`Unavailable`: it is bypassed, or failed, or hangs.
+    async def get(self, name: ObjectName, limit: int, patience_s: float) -> IoTask[memoryview | None]:
+        """Read the object: the task that brought it, or that found none.
 
-        A caller whose time is over waits no longer; what the tier still does is counted all the same.
+        :class:`Unavailable`: the tier is bypassed, failed or hangs.  A caller whose time is over may be
+        interrupted; what the tier still does is counted all the same.
         """
         if not self.readable:
             raise Unavailable(_BYPASSED)
-        io = IoTask(f"get {name}", partial(_timed, self.tier.get, name, limit), patience_s)
+        io = self.reads.submit(IoTask(f"get {name}", partial(self.tier.get, name, limit), patience_s))
         try:
-            return await Task(self._read(self.reads.submit(io))), io.follow
-        except TimeOver:
-            if self.reads.withdraw(io):
-                self.stats.timeouts += 1  # its whole time went by in the queue
+            await self._read(io)
+        except Unavailable:
+            if not io.done:  # the caller's time is over
+                self.reads.withdraw(io)
+                Task(self._read(io))
             raise
+        return io
 
-    async def _read(self, io: IoTask[tuple[memoryview | None, float]]) -> memoryview | None:
-        data, seconds = await self._counted(io)
+    async def _read(self, io: IoTask[memoryview | None]) -> None:
+        data = await self._counted(io)
         if data is not None:
             self.stats.read_bytes += data.nbytes
-            _keep(self.stats.read_seconds, seconds)
-        return data
-
-    def discard(self, name: ObjectName) -> None:
-        """What :meth:`get` gave is no sound object."""
-        self.delete(name)
+            _keep(self.stats.read_seconds, io.seconds)
 
     def probe(self, name: ObjectName, limit: int, patience_s: float) -> None:
         """If reading is bypassed and may be tried again: read the object for nobody, so that nobody waits."""
-        with self._lock:
-            if self.opened and not self.readable and not self._probing and self.reads.accepts():
-                io = IoTask(f"get {name}", partial(self.tier.get, name, limit), patience_s)
-                self._probing = True
-                Task(self._probe(io))
-
-    async def _probe(self, io: IoTask[memoryview | None]) -> None:
-        with suppress(Unavailable):
-            await self._counted(self.reads.submit(io))
-        self._probing = False
+        if self.opened and not self.readable and not self.reads.backlog() and self.reads.accepts():
+            io = IoTask(f"get {name}", partial(self.tier.get, name, limit), patience_s)
+            Task(self._counted(self.reads.submit(io)))
 
     async def look(self, name: ObjectName) -> tuple[Presence, str]:
         """Whether the tier has the object, after the writes that have ended, and why it cannot say."""
@@ -288,133 +240,121 @@ class AsyncTier:
             return Presence.FAILED, f"it did not answer within {io.patience_s:.3g} s"
         except Unavailable as e:
             return Presence.FAILED, str(e)
-        return (Presence.THERE if there else Presence.ABSENT), ""
+        return Presence.THERE if there else Presence.ABSENT, ""
 
     async def _counted(self, io: IoTask[T]) -> T:
         try:
             return await io
-        except TimedOut:
+        except Unavailable as e:
+            self._count(e)
+            raise
+
+    def _count(self, fault: Unavailable) -> None:
+        if isinstance(fault, TimedOut):
             self.stats.timeouts += 1
-            raise
-        except Failed:
+        elif isinstance(fault, Failed):
             self.stats.errors += 1
-            raise
 
     # -- writing
 
-    def put(
-        self, name: ObjectName, data: memoryview, value: CacheValue, expires: float | None
-    ) -> Future[str]:
-        """Write the object.  Ends when ``data`` is no longer needed, with why the tier has not got it, or
+    def put(self, item: Item) -> Future[str]:
+        """Write the object.  Ends when its bytes are no longer needed, with why the tier has not got it, or
         with nothing."""
         ended: Future[str] = Future()
-        with self._lock:
-            if self.opened and self.writes.accepts():
-                self._intend(name, present=True)
-                Task(self._put(name, data, value, expires, ended))
-            else:
-                self.stats.refused += 1
-                ended.set(_BYPASSED)
+        if self.opened and self.writes.accepts():
+            self._intend(item.name, present=True)
+            Task(self._put(item, ended))
+        else:
+            self.stats.refused += 1
+            ended.set(_BYPASSED)
         return ended
 
-    async def _put(
-        self,
-        name: ObjectName,
-        data: memoryview,
-        value: CacheValue,
-        expires: float | None,
-        ended: Future[str],
-    ) -> None:
-        stored, fault, returned = False, "", None
-        call = partial(self._put_now, name, data, value, expires)
+    async def _put(self, item: Item, ended: Future[str]) -> None:
+        name, call, patience_s = item.name, partial(self._put_now, item), self._settings.write_deadline_s
+        seconds, fault, returned = None, "", None
         try:
-            seconds = await self.writes.submit(IoTask(f"put {name}", call, self._settings.write_deadline_s))
-            if seconds is None:
-                fault = "it was deleted or has expired"
-            else:
-                stored = True
-                self.stats.stored += 1
-                self.stats.written_bytes += data.nbytes
-                _keep(self.stats.write_seconds, seconds)
-        except TimedOut as e:
-            self.stats.timeouts += 1
-            fault, returned = f"writing {e}", e.returned
-        except Failed as e:
-            if isinstance(e.error, TierFull):
+            # The task gets no name here: its error would keep it, and the object, for the garbage collector.
+            seconds = await self.writes.submit(IoTask(f"put {name}", call, patience_s))
+            fault = "it was deleted or has expired" if seconds is None else ""
+        except Unavailable as e:
+            fault, returned = str(e), e.returned if isinstance(e, TimedOut) else None
+            if isinstance(e, (Dropped, Refused)):
                 self.stats.refused += 1
             else:
-                self.stats.errors += 1
-            fault = str(e)
-        except Dropped as e:
-            self.stats.refused += 1
-            fault = str(e)
-        del data, call
+                self._count(e)
+        if seconds is not None:
+            self.stats.stored += 1
+            self.stats.written_bytes += item.data.nbytes
+            _keep(self.stats.write_seconds, seconds)
         if returned is None:
-            self._over(name, stored=stored)
+            self._over(name, stored=seconds is not None)
         ended.set(fault)
         self._refresh_soon()
         if returned is not None:
             await returned  # perhaps with the object in the tier
-            if not self._wanted(name):
+            if not self._intents[name].present:
                 self.delete(name)
             self._over(name)
 
-    def _put_now(
-        self, name: ObjectName, data: memoryview, value: CacheValue, expires: float | None
-    ) -> float | None:
-        """Blocks on the tier.  Returns the seconds that it took; ``None``: the object is no longer wanted."""
-        if not self._wanted(name) or (expires is not None and expires <= self._wall()):
-            return None
+    def _put_now(self, item: Item) -> float | None:
+        """A call to the tier.  The seconds that it took; ``None``: the object is no longer wanted."""
+        with self._lock:
+            expired = item.expires is not None and item.expires <= self._wall()
+            if expired or not self._intents[item.name].present:
+                return None
         started = time.perf_counter()
-        self.tier.put(name, data, value)
-        if expires is not None:
-            self.tier.expire(name, expires)
+        self.tier.put(item.name, item.data, item.value)
+        if item.expires is not None:
+            self.tier.expire(item.name, item.expires)
         return time.perf_counter() - started
 
     def delete(self, name: ObjectName) -> None:
         """Wins over every put before it, also over one that is running or hanging."""
-        with self._lock:
-            self._intend(name, present=False)
-            Task(self._delete(name))
+        self._intend(name, present=False)
+        Task(self._delete(name))
 
     async def _delete(self, name: ObjectName) -> None:
-        await self._control(f"delete {name}", partial(self.tier.delete, name), again=True)
+        await self._control(f"delete {name}", partial(self.tier.delete, name), again_after_timeout=True)
         self._over(name)
 
     def clear(self) -> None:
         """Wins over every put before it."""
-        with self._lock:
-            for intent in self._intents.values():
-                intent.present = False
-            self._clears += 1
-            Task(self._clear())
+        for intent in self._intents.values():
+            intent.present = False
+        self._clears += 1
+        Task(self._clear())
 
     async def _clear(self) -> None:
-        await self._control("clear", self.tier.clear, again=True)
+        await self._control("clear", self.tier.clear, again_after_timeout=True)
         self._clears -= 1
 
     def pin(self, name: ObjectName) -> None:
-        self._manage(f"pin {name}", partial(self.tier.pin, name))
+        Task(self._control(f"pin {name}", partial(self.tier.pin, name)))
 
     def unpin(self, name: ObjectName) -> None:
-        self._manage(f"unpin {name}", partial(self.tier.unpin, name))
+        Task(self._control(f"unpin {name}", partial(self.tier.unpin, name)))
 
     def set_expiry(self, name: ObjectName, at: float | None) -> None:
-        self._manage(f"expire {name}", partial(self.tier.expire, name, at))
+        Task(self._control(f"expire {name}", partial(self.tier.expire, name, at)))
 
-    def _manage(self, what: str, call: Callable[[], object]) -> None:
-        with self._lock:
-            Task(self._control(what, call, again=False))
-
-    async def _control(self, what: str, call: Callable[[], object], *, again: bool) -> None:
-        """Kept while the tier is bypassed, tried again when it fails."""
-        patience_s = self._settings.write_deadline_s
-        io = IoTask(what, call, patience_s, tries=_CONTROL_TRIES, again_after_timeout=again)
-        try:
-            await self._counted(self.writes.submit(io))
-        except Unavailable as e:
-            if not self._closing or again:
-                logger.error("tier %s: gave up: %s: %s", self.name, what, e)
+    async def _control(
+        self, what: str, call: Callable[[], object], again_after_timeout: bool = False
+    ) -> None:
+        """Waits while the tier is bypassed; what fails is tried again, before all others."""
+        for tries in range(1, _CONTROL_TRIES + 1):
+            io = IoTask(what, call, self._settings.write_deadline_s, stays=True)
+            try:
+                await self.writes.submit(io, first=tries > 1)
+                break
+            except Unavailable as e:
+                again = isinstance(e, Failed) and not isinstance(e, Refused)
+                again |= isinstance(e, TimedOut) and again_after_timeout
+                if again and tries < _CONTROL_TRIES:
+                    continue
+                self._count(e)
+                if not self._closing or again_after_timeout:
+                    logger.error("tier %s: gave up: %s: %s", self.name, what, e)
+                break
         self._refresh_soon()
 
     # -- order for each name
@@ -423,10 +363,6 @@ class AsyncTier:
         intent = self._intents.setdefault(name, _Intent(present))
         intent.present = present
         intent.operations += 1
-
-    def _wanted(self, name: ObjectName) -> bool:
-        with self._lock:
-            return self._intents[name].present
 
     def _over(self, name: ObjectName, *, stored: bool = True) -> None:
         intent = self._intents[name]
@@ -451,25 +387,21 @@ class AsyncTier:
 
     async def _look_how_full(self) -> None:
         io = IoTask("look how full it is", self._levels, self._settings.write_deadline_s)
-        with suppress(Unavailable):
-            used, budget, objects, counts = await self._counted(self.writes.submit(io))
-            self.stats.bytes_used, self.stats.bytes_budget, self.stats.objects = used, budget or 0, objects
-            if counts is not None:
-                self.stats.evictions, self.stats.expired = counts.evicted, counts.expired
-            self._refreshed_at = self._clock()
+        try:
+            (used, budget), objects, counts = await self._counted(self.writes.submit(io))
+        except Unavailable:
+            self._refreshing = False
+            return
+        self.stats.bytes_used, self.stats.bytes_budget, self.stats.objects = used, budget or 0, objects
+        if counts is not None:
+            self.stats.evictions, self.stats.expired = counts.evicted, counts.expired
+        self._refreshed_at = self._clock()
         self._refreshing = False
 
-    def _levels(self) -> tuple[int, int | None, int, Counts | None]:
-        """Blocks on the tier."""
+    def _levels(self) -> tuple[tuple[int, int | None], int, Counts | None]:
+        """A call to the tier."""
         objects = sum(1 for _ in self.tier.held() or ()) if self._tells else 0
-        return (*self.tier.used(), objects, self.tier.counts if isinstance(self.tier, Counting) else None)
-
-
-def _timed(
-    get: Callable[[ObjectName, int], memoryview | None], name: ObjectName, limit: int
-) -> tuple[memoryview | None, float]:
-    started = time.perf_counter()
-    return get(name, limit), time.perf_counter() - started
+        return self.tier.used(), objects, getattr(self.tier, "counts", None)
 
 
 def _keep(latencies: list[float], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Threads for a tier's blocking operations, and what happens when one of them does not come back."""
+"""Threads for a tier's blocking calls, and what happens when one of them does not come back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .circuit_breaker import CircuitBreaker
+from .settings import StoreSettings
 from .tasks import Future, Unavailable
 from .tiers.base import TierFull
 
@@ -22,13 +23,15 @@ S = TypeVar("S")
 Clock = Callable[[], float]
 """Monotonic seconds."""
 
+MOST_QUEUED = 65536
+
 
 class Dropped(Unavailable):
-    """The operation never ran to its end, and will not: its tier is bypassed, or the executor stopped."""
+    """The call was never made, and will not be: its tier is bypassed, or the executor stopped."""
 
 
 class TimedOut(Unavailable):
-    """The operation was given up.  It may still be running: ``returned`` ends when it comes back."""
+    """The call was given up.  It may still be running: ``returned`` ends when it comes back."""
 
     def __init__(self, reason: str, returned: Future[None]) -> None:
         super().__init__(reason)
@@ -36,67 +39,47 @@ class TimedOut(Unavailable):
 
 
 class Failed(Unavailable):
-    """The operation raised ``error``, for the last time."""
+    """The call raised."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.error = error.with_traceback(None)  # whose frames hold the object
+
+class Refused(Failed):
+    """The call raised :class:`TierFull`: the tier is well."""
 
 
 class IoTask(Future[T]):
-    """One operation: what ``call`` returns, or :class:`Dropped`, :class:`TimedOut` or :class:`Failed`.
-
-    ``call`` runs on a thread of the executor and may block.  ``what`` names it in the log.  One that may be
-    tried again when it failed (``tries`` > 1; ``again_after_timeout``: also when it hangs) keeps its place,
-    and is not dropped while its tier is bypassed.
-    """
+    """One blocking call: ends with what it returns, or with :class:`Dropped`, :class:`TimedOut`, or
+    :class:`Failed`.  ``what`` names it in the log; one that ``stays`` is kept while its tier is bypassed."""
 
     def __init__(
-        self,
-        what: str,
-        call: Callable[[], T],
-        patience_s: float = math.inf,
-        *,
-        tries: int = 1,
-        again_after_timeout: bool = False,
+        self, what: str, call: Callable[[], T], patience_s: float = math.inf, *, stays: bool = False
     ) -> None:
         super().__init__()
-        self.what = what
-        self.call = call
-        self.patience_s = patience_s
-        self.tries = tries
-        self.again_after_timeout = again_after_timeout
+        self.what, self.call, self.patience_s, self.stays = what, call, patience_s, stays
+        self.started = self.seconds = 0.0
+        """On the executor's clock; how long the call took."""
+        self.watched = True
+        self.returned: Future[None] | None = None
         self.next: tuple[Callable[[], Any], Future[Any]] | None = None
 
     def follow(self, call: Callable[[], S]) -> Future[S]:
-        """Have the operation's thread, before it does anything else, run ``call``, which is not watched.
+        """Have the task's thread, before it does anything else, run ``call``: unwatched, without the lock.
 
-        For the task that was just brought the operation's value, before it waits for anything else.
+        For the coroutine that was just brought the task's value, before it waits for anything else.
         """
         ended: Future[S] = Future()
         self.next = call, ended
         return ended
 
 
-class _Run:
-    """One try of an operation."""
-
-    def __init__(self, task: IoTask[Any], started: float) -> None:
-        self.task = task
-        self.started = started
-        self.watched = True
-        self.abandoned: Future[None] | None = None
-        """Of one that was given up: ends when it comes back."""
-
-
 class WatchdogExecutor:
     """``size`` daemon threads with one queue, first in, first out.
 
-    A thread whose operation outlasts its patience is abandoned and replaced.  When ``most_hung`` of them
-    hang, none is replaced and nothing starts until one returns.  The breaker decides whether an operation may
-    start.  All state is guarded by ``lock``, which is shared with the owner; calls run outside of it.
+    A thread whose call outlasts its patience is abandoned and replaced.  When ``most_hung`` of them hang,
+    none is replaced and nothing starts until one returns.  The breaker decides whether a call may start.
 
-    Without :meth:`start` there are no threads: then :meth:`run_one` does what they would do.
+    ``lock`` is the owner's: calls run without it, methods are called with it held, but for :meth:`run_one`,
+    :meth:`idle` and :meth:`expire`, which take it.  Without :meth:`start` there are no threads: then
+    :meth:`run_one` does what they would do.
     """
 
     def __init__(
@@ -104,66 +87,56 @@ class WatchdogExecutor:
         name: str,
         size: int,
         lock: threading.RLock,
-        breaker: CircuitBreaker,
-        *,
-        clock: Clock = time.monotonic,
-        most_hung: int = 4,
-        most_queued: int = 65536,
+        settings: StoreSettings,
+        clock: Clock,
     ) -> None:
-        self.name = name
-        self.breaker = breaker
-        self._size = size
-        self._lock = lock
+        self.name, self._size, self._lock, self._clock = name, size, lock, clock
+        self.breaker = CircuitBreaker(settings.back_off_s, settings.most_back_off_s)
+        self._most_hung = settings.most_hung
         self._wake = threading.Condition(lock)
-        self._clock = clock
-        self._most_hung = most_hung
-        self._most_queued = most_queued
         self._queue: deque[IoTask[Any]] = deque()
-        self._running: list[_Run] = []
-        self._hung = 0
-        self._working = 0
-        self._started = False
-        self._stopped = False
-
-    # -- the owner's side
+        self._running: list[IoTask[Any]] = []
+        self._working = self._hung = 0
+        """Threads: those that work or wait, and those that were abandoned."""
+        self._started = self._stopped = False
 
     def start(self) -> None:
         """Start the threads; what was queued before runs now."""
-        with self._lock:
-            self._started = True
-            self._recruit()
+        self._started = True
+        self._recruit()
 
-    def accepts(self) -> bool:
-        """Whether there is room, and a task submitted now would wait for no back-off.  Changes nothing."""
-        with self._lock:
-            room = not self._stopped and len(self._queue) < self._most_queued
-            return room and self._hung < self._most_hung and self.breaker.allows(self._clock())
+    def stop(self) -> None:
+        """Drop what is queued; threads end when their call does."""
+        self._stopped = True
+        self._drop("the tier is closed", lambda task: True)
+        self._wake.notify_all()
 
     @property
     def up(self) -> bool:
-        with self._lock:
-            return self.breaker.closed and self._hung < self._most_hung
+        """Not bypassed."""
+        return self.breaker.closed and self._hung < self._most_hung
 
-    def submit(self, task: IoTask[T]) -> IoTask[T]:
-        """Queue ``task``; one that cannot be queued is dropped at once."""
-        with self._lock:
-            if self._stopped:
-                task.fail(Dropped("the tier is closed"))
-            elif len(self._queue) >= self._most_queued:
-                task.fail(Dropped("the queue is full"))
-            else:
-                self._queue.append(task)
-                self._wake.notify()
-            return task
+    def accepts(self) -> bool:
+        """Whether there is room, and a task submitted now would wait for no back-off."""
+        room = not self._stopped and len(self._queue) < MOST_QUEUED
+        return room and self._hung < self._most_hung and self.breaker.allows(self._clock())
 
-    def withdraw(self, task: IoTask[Any]) -> bool:
-        """Drop ``task`` if it still waits.  False: it does not."""
-        with self._lock:
-            if task not in self._queue:
-                return False
+    def submit(self, task: IoTask[T], *, first: bool = False) -> IoTask[T]:
+        """Queue ``task``; drop it if there is no room."""
+        if self._stopped:
+            task.fail(Dropped("the tier is closed"))
+        elif len(self._queue) >= MOST_QUEUED:
+            task.fail(Dropped("the queue is full"))
+        else:
+            (self._queue.appendleft if first else self._queue.append)(task)
+            self._wake.notify()
+        return task
+
+    def withdraw(self, task: IoTask[Any]) -> None:
+        """Give ``task`` up if it still waits."""
+        if not task.done and task in self._queue:
             self._queue.remove(task)
-            task.fail(Dropped("it was withdrawn"))
-            return True
+            task.fail(TimedOut("it waited in vain", Future()))
 
     def idle(self) -> bool:
         """Nothing queued, nothing running but what was given up."""
@@ -172,68 +145,57 @@ class WatchdogExecutor:
 
     def backlog(self) -> int:
         """Number of tasks that wait."""
-        with self._lock:
-            return len(self._queue)
+        return len(self._queue)
 
     def expire(self, now: float) -> None:
         """Give up what outlasted its patience at ``now``."""
         with self._lock:
-            hanging = [r for r in self._running if r.watched and now - r.started >= r.task.patience_s]
-            for run in hanging:
-                returned: Future[None] = Future()
-                run.abandoned = returned
-                self._running.remove(run)
-                self._hung += 1
-                self._working -= 1
-                task = run.task
-                reason = f"took longer than {task.patience_s:.3g} s"
-                self._fell(f"{task.what} {reason}", run.started)
-                if not task.again_after_timeout or not self._try_again(task):
-                    task.fail(TimedOut(reason, returned))
-                self._recruit()
-
-    def stop(self) -> None:
-        """Drop what is queued; threads end when their operation does."""
-        with self._lock:
-            self._stopped = True
-            queued, self._queue = self._queue, deque()
-            for task in queued:
-                task.fail(Dropped("the tier is closed"))
-            self._wake.notify_all()
-
-    # -- the threads' side
+            for task in list(self._running):
+                if task.watched and now - task.started >= task.patience_s:
+                    self._running.remove(task)
+                    self._hung += 1
+                    self._working -= 1
+                    reason = f"it took longer than {task.patience_s:.3g} s"
+                    self._failed(task, f"{task.what}: {reason}")
+                    task.returned = Future()
+                    task.fail(TimedOut(reason, task.returned))
+                    self._recruit()
 
     def run_one(self) -> bool:
-        """Run the next operation here, if one may start now."""
+        """Make the next call here, if one may be made now."""
         with self._lock:
-            run = self._take()
-            if run is None:
+            task = self._take()
+            if task is None:
                 return False
             self._working += 1
-        self._perform(run)
-        with self._lock:
-            if run.abandoned is None:
+        if self._perform(task):
+            with self._lock:
                 self._working -= 1
         return True
 
+    # -- the threads
+
     def _recruit(self) -> None:
-        if not self._started or self._stopped:
-            return
-        while self._working < self._size and self._hung < self._most_hung:
+        while (
+            self._started
+            and not self._stopped
+            and self._working < self._size
+            and self._hung < self._most_hung
+        ):
             self._working += 1
             threading.Thread(target=self._work, name=f"hypic-{self.name}", daemon=True).start()
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                while (run := self._take()) is None:
+                while (task := self._take()) is None:
                     if self._stopped:
                         self._working -= 1
                         return
                     self._wake.wait(self._until_probe())
-            if not self._perform(run):
+            if not self._perform(task):
                 return
-            del run  # it holds the object
+            del task  # it holds the object
 
     def _until_probe(self) -> float | None:
         """Seconds until a queued task may start without anybody's doing."""
@@ -242,70 +204,48 @@ class WatchdogExecutor:
         wait = self.breaker.retry_at - self._clock()
         return wait if wait > 0 else None
 
-    def _take(self) -> _Run | None:
+    def _take(self) -> IoTask[Any] | None:
         now = self._clock()
         if not self._queue or self._hung >= self._most_hung or not self.breaker.allows(now):
             return None
         self.breaker.starts()
-        run = _Run(self._queue.popleft(), now)
-        self._running.append(run)
-        return run
+        task = self._queue.popleft()
+        task.started = now
+        self._running.append(task)
+        return task
 
-    def _perform(self, run: _Run) -> bool:
+    def _perform(self, task: IoTask[Any]) -> bool:
         """Whether this thread should go on."""
-        task, value, error = run.task, None, None
-        try:
-            value = task.call()
-        except Exception as e:
-            error = e
+        began = time.perf_counter()
+        value, error = _attempt(task.call)
+        task.seconds = time.perf_counter() - began
         with self._lock:
-            if run.abandoned is not None:
-                return self._came_back(run.abandoned)
-            self._end(run, value, error)
-        while task.next is not None:
-            (call, ended), task.next = task.next, None
-            self._follow(call, ended)
-        with self._lock:
-            self._running.remove(run)
-        return True
-
-    def _end(self, run: _Run, value: Any, error: Exception | None) -> None:
-        task = run.task
-        if error is None or isinstance(error, TierFull):
-            if self.breaker.succeeded(self._clock()):
+            if task.returned is not None:
+                return self._came_back(task.returned)
+            task.watched = False  # what follows is not the tier's doing; idle() waits for it nevertheless
+            reason = f"{type(error).__name__}: {error}"
+            well = error is None or isinstance(error, TierFull)
+            if not well:
+                self._failed(task, f"{task.what}: {reason}")
+            elif self.breaker.succeeded(self._clock()):
                 logger.info("tier %s: works again", self.name)
                 self._wake.notify_all()
-        else:
-            self._fell(f"{task.what}: {type(error).__name__}: {error}", run.started)
-            if self._try_again(task):
-                run.watched = False
-                return
-        run.watched = False  # what follows is not the tier's doing; idle() waits for it nevertheless
-        if error is None:
-            task.set(value)
-        else:
-            task.fail(Failed(error))
-
-    def _follow(self, call: Callable[[], Any], ended: Future[Any]) -> None:
-        try:
-            value = call()
-        except Exception as e:
+            if error is None:
+                task.set(value)
+            else:
+                task.fail(Refused(reason) if well else Failed(reason))
+        del value, error
+        while task.next is not None:
+            (call, ended), task.next = task.next, None
+            value, error = _attempt(call)
             with self._lock:
-                ended.fail(e)
-        else:
-            with self._lock:
-                ended.set(value)
-
-    def _try_again(self, task: IoTask[Any]) -> bool:
-        if task.tries <= 1:
-            return False
-        task.tries -= 1
-        self._queue.appendleft(task)
-        self._wake.notify_all()
+                ended.set(value) if error is None else ended.fail(error)
+        with self._lock:
+            self._running.remove(task)
         return True
 
     def _came_back(self, returned: Future[None]) -> bool:
-        """An abandoned thread came back: it goes on if it was not replaced."""
+        """An abandoned thread goes on if it was not replaced."""
         self._hung -= 1
         returned.set(None)
         self._wake.notify_all()
@@ -314,15 +254,25 @@ class WatchdogExecutor:
             return True
         return False
 
-    def _fell(self, reason: str, started: float) -> None:
-        """An operation failed or hangs: if that leaves the tier bypassed, drop what is tried only once."""
+    def _failed(self, task: IoTask[Any], reason: str) -> None:
+        """Tell the breaker; if that leaves the tier bypassed, drop what does not stay."""
         now = self._clock()
-        if self.breaker.failed(now, started):
+        if self.breaker.failed(now, task.started):
             wait = self.breaker.retry_at - now
             logger.warning("tier %s: bypassed, next try in %.3g s: %s", self.name, wait, reason)
         if not self.breaker.closed:
-            queued, self._queue = self._queue, deque(t for t in self._queue if t.tries > 1)
-            for task in queued:
-                if task.tries <= 1:
-                    task.fail(Dropped("the tier is bypassed"))
+            self._drop("the tier is bypassed", lambda task: not task.stays)
         self._wake.notify_all()
+
+    def _drop(self, reason: str, which: Callable[[IoTask[Any]], bool]) -> None:
+        dropped = [task for task in self._queue if which(task)]
+        self._queue = deque(task for task in self._queue if not which(task))
+        for task in dropped:
+            task.fail(Dropped(reason))
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return call(), None
+    except Exception as e:
+        return None, e

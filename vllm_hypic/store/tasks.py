@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Generator
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger("vllm.hypic.store")
@@ -23,6 +22,7 @@ class Unavailable(Exception):
 class Future(Generic[T]):
     """A value, or an error, that is there or will come; the first one counts.  Any number of tasks wait."""
 
+    __slots__ = ("_error", "_value", "_waiting", "done")
     _value: T
 
     def __init__(self) -> None:
@@ -66,26 +66,28 @@ class Task(Future[T]):
     logged, and ends nothing but the task.
     """
 
+    __slots__ = ("_awaited", "_coroutine")
+
     def __init__(self, coroutine: Coroutine[Future[Any], None, T]) -> None:
         super().__init__()
         self._coroutine = coroutine
         self._awaited: Future[Any] | None = None
-        self._run(partial(coroutine.send, None))
+        self._run(coroutine.send, None)
 
     def run_on(self, awaited: Future[Any]) -> None:
         """Go on if the task still waits for ``awaited``, which has ended."""
         if self._awaited is awaited:
-            self._run(partial(self._coroutine.send, None))
+            self._run(self._coroutine.send, None)
 
     def interrupt(self, error: Exception) -> None:
         """Raise ``error`` where the task waits.  No effect on one that has ended."""
         if self._awaited is not None:
-            self._run(partial(self._coroutine.throw, error))
+            self._run(self._coroutine.throw, error)
 
-    def _run(self, resume: Callable[[], Future[Any]]) -> None:
+    def _run(self, resume: Callable[[Any], Future[Any]], what: Exception | None) -> None:
         self._awaited = None
         try:
-            awaited = resume()
+            awaited = resume(what)
         except StopIteration as end:
             self.set(end.value)
         except Exception as e:

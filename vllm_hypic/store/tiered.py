@@ -9,45 +9,34 @@ only, never during an operation of a tier.  Fetches and writes are coroutines (`
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from .async_tier import Aside, AsyncTier, TimeOver
+from .async_tier import AsyncTier, Item
 from .cache_value import CacheValue, ObjectName
 from .executor import Clock
-from .protocol import Fetched, Located, Presence, Reader, Reservation, StoreStats, TierStats, Verdict
+from .protocol import Fetched, Located, Presence, Reader, Reservation, StoreStats, Verdict
 from .settings import StoreSettings
 from .tasks import Task, Unavailable
 from .tiers.base import Tier
-from .write_behind import WriteBehind
+from .write_behind import WriteBehind, Writing
 
 logger = logging.getLogger("vllm.hypic.store")
 
-_DRAIN_STEP_S = 0.01
+_STEP_S = 0.01
 _EXPIRIES_KEPT = 100_000
 
 Appraise = Callable[[memoryview], CacheValue | None]
 """An object's cache value, from its bytes; ``None`` if they do not say."""
 
 
-class Source(Protocol):
-    """Where an object may be: a tier, or the write queue."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def stats(self) -> TierStats: ...
-
-    async def get(
-        self, name: ObjectName, limit: int, patience_s: float
-    ) -> tuple[memoryview | None, Aside]: ...
-
-    def discard(self, name: ObjectName) -> None: ...
+Source = AsyncTier | Writing
+"""Where an object may be."""
 
 
 @dataclass
@@ -69,14 +58,7 @@ class _Fetch:
     def expire(self, now: float) -> None:
         """Leave a source whose time is over at ``now``."""
         if self.give_up_at is not None and now >= self.give_up_at:
-            self.task.interrupt(TimeOver())
-
-    def stop(self) -> bool:
-        """End now.  False while the reader runs."""
-        if self.give_up_at is not None:
-            self.deadline = -float("inf")
-            self.task.interrupt(TimeOver())
-        return self.ended is not None
+            self.task.interrupt(Unavailable("its time is over"))
 
     def read(self, data: memoryview) -> Verdict | None:
         """On the thread that brought the object.  ``None``: the reader failed."""
@@ -104,46 +86,41 @@ class TieredStore:
         if len(set(names)) < len(names) or "queue" in names:
             raise ValueError(f"names of tiers {names}: expected different ones, and none called 'queue'")
         self._settings = settings or StoreSettings()
-        self._appraise = appraise
-        self._clock = clock
-        self._wall = wall
+        self._appraise, self._clock, self._wall = appraise, clock, wall
         self._lock = threading.RLock()
-        self._work = threading.Condition(self._lock)
-        self._tiers = [AsyncTier(tier, self._settings, self._lock, clock=clock, wall=wall) for tier in tiers]
-        self._writes = WriteBehind(self._tiers, self._settings, self._lock, clock=clock)
+        self._begun = threading.Condition(self._lock)
+        """Something that may need watching."""
+        self._tiers = [AsyncTier(tier, self._settings, self._lock, clock, wall) for tier in tiers]
+        self._writes = WriteBehind(self._tiers, self._settings, self._lock, clock)
         self._fetches: dict[ObjectName, _Fetch] = {}
         self._expiries: dict[ObjectName, float | None] = {}
         self._located: list[Located] = []
         self._tickets = 0
-        self._threaded = False
-        self._closed = False
+        self._threaded = self._closed = False
 
     # -- life
 
     def open(self) -> None:
         """Start the threads and wait for the tiers to open, for a bounded time; others join when they can."""
         self._threaded = True
-        self._writes.start()
+        with self._lock:
+            self._writes.start()
         for tier in self._tiers:
             tier.start()
         threading.Thread(target=self._watch, name="hypic-store (deadlines)", daemon=True).start()
         open_s = self._settings.open_s
-        end = time.monotonic() + open_s
-        while time.monotonic() < end and not all(tier.settled for tier in self._tiers):
-            time.sleep(_DRAIN_STEP_S)
+        _wait_until(lambda: all(tier.settled for tier in self._tiers), open_s)
         for tier in self._tiers:
             if not tier.settled:
                 logger.warning("tier %s: bypassed, not open after %.3g s, still opening", tier.name, open_s)
 
     def drain(self, timeout_s: float) -> bool:
-        end = time.monotonic() + timeout_s
-        while True:
-            self.tick()
-            if self._writes.idle() and all(tier.idle() for tier in self._tiers):
-                return True
-            if time.monotonic() >= end:
-                return False
-            time.sleep(min(_DRAIN_STEP_S, max(0.0, end - time.monotonic())))
+        return _wait_until(self._drained, timeout_s)
+
+    def _drained(self) -> bool:
+        self.tick()
+        with self._lock:
+            return self._writes.idle() and all(tier.idle() for tier in self._tiers)
 
     def close(self) -> None:
         """Write what is queued, for ``close_s`` at most; then close the tiers, for as long at most."""
@@ -157,10 +134,9 @@ class TieredStore:
             self._writes.stop()
             for tier in self._tiers:
                 tier.stop()
-            self._work.notify_all()
+            self._begun.notify_all()
         end = time.monotonic() + close_s
-        while time.monotonic() < end and not self._stop_fetches():
-            time.sleep(_DRAIN_STEP_S)
+        _wait_until(self._fetches_stopped, close_s)
         closers = [
             threading.Thread(target=tier.close, name=f"hypic-{tier.name} (close)", daemon=True)
             for tier in self._tiers
@@ -172,6 +148,14 @@ class TieredStore:
             if closer.is_alive():
                 logger.warning("tier %s: not closed after %.3g s: left", tier.name, close_s)
 
+    def _fetches_stopped(self) -> bool:
+        """End all fetches whose reader does not run.  Whether all have ended."""
+        with self._lock:
+            for fetch in self._fetches.values():
+                fetch.deadline = -math.inf
+                fetch.expire(math.inf)
+            return all(fetch.ended for fetch in self._fetches.values())
+
     # -- writing
 
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
@@ -179,28 +163,29 @@ class TieredStore:
 
     def commit(self, reservation: Reservation, finish: Callable[[memoryview], None] | None = None) -> None:
         expires = self._latest()
-        if self._writes.commit(reservation, finish, expires):
-            self._remember_expiry(reservation.name, expires)
-        self._busy()
+        with self._lock:
+            if self._writes.commit(reservation, finish, expires):
+                self._remember_expiry(reservation.name, expires)
+            self._begun.notify_all()
 
     def abort(self, reservation: Reservation) -> None:
-        self._writes.abort(reservation)
+        with self._lock:
+            self._writes.abort(reservation)
 
     # -- reading
 
     def prefetch(self, name: ObjectName, limit: int, reader: Reader) -> bool:
         """As the protocol says.  ``ValueError`` while an earlier fetch of ``name`` was not reported."""
-        if name in self._fetches:
-            raise ValueError(f"{name}: a fetch of it was not reported yet")
-        if self._closed or not (sources := self._sources(name, limit)):
-            return False
         with self._lock:
+            if name in self._fetches:
+                raise ValueError(f"{name}: a fetch of it was not reported yet")
+            if self._closed or not (sources := self._sources(name, limit)):
+                return False
             now = self._clock()
-            fetch = _Fetch(name, limit, reader, now, now + self._settings.deadline_s)
-            self._fetches[name] = fetch
+            fetch = self._fetches[name] = _Fetch(name, limit, reader, now, now + self._settings.deadline_s)
             fetch.task = Task(self._fetch(fetch, sources))
-            self._work.notify_all()
-        return True
+            self._begun.notify_all()
+            return True
 
     def _sources(self, name: ObjectName, limit: int) -> list[Source]:
         writing = self._writes.find(name)
@@ -211,8 +196,7 @@ class TieredStore:
             elif tier.may_hold(name):
                 sources.append(tier)
             elif not sources:
-                with self._lock:
-                    tier.stats.misses += 1
+                tier.stats.misses += 1
         return sources
 
     async def _fetch(self, fetch: _Fetch, sources: Sequence[Source]) -> None:
@@ -225,37 +209,39 @@ class TieredStore:
             share = (fetch.deadline - now) / (len(sources) - i)
             fetch.give_up_at = now + share
             try:
-                data, aside = await source.get(fetch.name, fetch.limit, share)
+                io = await source.get(fetch.name, fetch.limit, share)
             except Unavailable:
                 continue
             finally:
                 fetch.give_up_at = None
+            data = await io
             if data is None:
                 source.stats.misses += 1
                 continue
-            verdict = await aside(partial(fetch.read, data))
+            verdict = await io.follow(partial(fetch.read, data))
+            if verdict is None:
+                break
             if verdict is Verdict.TAKEN:
                 source.stats.hits += 1
                 found = source, data
-            if verdict is Verdict.TAKEN or verdict is None:
                 break
             logger.warning("%s in %s is %s: deleted", fetch.name, source.name, verdict.value)
             source.stats.corrupt += 1
-            source.discard(fetch.name)
+            source.delete(fetch.name)
         seconds = self._clock() - fetch.started
         fetch.ended = Fetched(fetch.name, found[0].name if found else None, seconds)
         if found and fetch.current:
             self._promote(fetch.name, *found)
 
     def _promote(self, name: ObjectName, source: Source, data: memoryview) -> None:
-        """Into the tiers above the one that had it."""
-        if not isinstance(source, AsyncTier):
+        """Copy the object into the tiers above the one that had it."""
+        if isinstance(source, Writing):
             return
         above = [tier for tier in self._tiers[: self._tiers.index(source)] if tier.opened]
         if above:
             value = self._appraise(data) if self._appraise else None
             value = value or CacheValue(data.nbytes, float(data.nbytes), data.nbytes)
-            self._writes.promote(name, data, value, self._expiries.get(name, self._latest()), above)
+            self._writes.promote(Item(name, data, value, self._expiries.get(name, self._latest())), above)
 
     def poll(self) -> list[Fetched]:
         self.tick()
@@ -266,7 +252,8 @@ class TieredStore:
             return ended
 
     def holds(self, name: ObjectName) -> bool:
-        return self._writes.find(name) is not None or any(tier.holds(name) for tier in self._tiers)
+        with self._lock:
+            return self._writes.find(name) is not None or any(tier.holds(name) for tier in self._tiers)
 
     def locate(self, name: ObjectName, tier: str) -> int:
         asked = next((t for t in self._tiers if t.name == tier), None)
@@ -275,7 +262,7 @@ class TieredStore:
         with self._lock:
             self._tickets += 1
             Task(self._locate(self._tickets, name, asked))
-            self._work.notify_all()
+            self._begun.notify_all()
             return self._tickets
 
     async def _locate(self, ticket: int, name: ObjectName, tier: AsyncTier) -> None:
@@ -299,8 +286,6 @@ class TieredStore:
 
     def delete(self, name: ObjectName) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._expiries.pop(name, None)
             self._writes.withdraw(name)
             if fetch := self._fetches.get(name):
@@ -315,16 +300,13 @@ class TieredStore:
 
     def expire(self, name: ObjectName, at: float | None) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._remember_expiry(name, at)
-            self._writes.set_expiry(name, at)
+            if writing := self._writes.find(name):
+                writing.expires = at
             self._tell_tiers(AsyncTier.set_expiry, name, at)
 
     def clear(self) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._expiries.clear()
             self._writes.withdraw_all()
             for fetch in self._fetches.values():
@@ -333,10 +315,9 @@ class TieredStore:
 
     def _tell_tiers(self, control: Callable[..., None], *about: Any) -> None:
         with self._lock:
-            if not self._closed:
-                for tier in self._tiers:
-                    control(tier, *about)
-                self._work.notify_all()
+            for tier in self._tiers if not self._closed else ():
+                control(tier, *about)
+            self._begun.notify_all()
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -371,24 +352,22 @@ class TieredStore:
             for fetch in self._fetches.values():
                 fetch.expire(now)
 
-    def _stop_fetches(self) -> bool:
-        with self._lock:
-            return all([fetch.stop() for fetch in self._fetches.values()])
-
-    def _busy(self) -> None:
-        with self._lock:
-            self._work.notify_all()
-
     def _watch(self) -> None:
         beat = min(1.0, max(0.005, min(self._settings.deadline_s, self._settings.write_deadline_s) / 20))
         with self._lock:
             while not self._closed:
                 self.tick()
-                self._work.wait(None if self._at_rest() else beat)
+                at_rest = self._writes.idle() and all(tier.at_rest() for tier in self._tiers)
+                at_rest = at_rest and all(fetch.ended for fetch in self._fetches.values())
+                self._begun.wait(None if at_rest else beat)
 
-    def _at_rest(self) -> bool:
-        return (
-            self._writes.idle()
-            and all(f.ended is not None for f in self._fetches.values())
-            and all(tier.at_rest() for tier in self._tiers)
-        )
+
+def _wait_until(fact: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether ``fact()`` was true before time was over."""
+    end = time.monotonic() + timeout_s
+    while not fact():
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(_STEP_S, left))
+    return True

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
-from .async_tier import Aside, AsyncTier, TimeOver
+from .async_tier import AsyncTier, Item
 from .cache_value import CacheValue, ObjectName
-from .circuit_breaker import CircuitBreaker
 from .executor import Clock, IoTask, WatchdogExecutor
 from .protocol import Reservation, TierStats
 from .settings import StoreSettings
@@ -26,35 +24,31 @@ class Writing:
     """An object that was committed and is not yet in every tier; a source of fetches meanwhile."""
 
     name = "queue"
+    stats = TierStats()
+    """Nobody asks for these."""
 
     def __init__(self, owner: WriteBehind, reservation: Reservation, expires: float | None) -> None:
-        self.object = reservation.name
-        self.value = reservation.value
+        self.object, self.value, self.buffer = reservation.name, reservation.value, reservation.buffer
         self.expires = expires
-        self.buffer = reservation.buffer
-        self.data = reservation.buffer.toreadonly()
+        self.withdrawn = False
         self.finished: Future[None] = Future()
         """Fails when the object is deleted before, or cannot be finished."""
-        self.withdrawn = False
-        self.ended: dict[str, Future[str]] = {tier.name: Future() for tier in owner.tiers}
+        self.ended: defaultdict[str, Future[str]] = defaultdict(Future)
         """By tier: why it has not got the object, or nothing."""
-        self.stats = TierStats()
-        """Nobody asks for these."""
         self._owner = owner
 
-    async def get(self, name: ObjectName, limit: int, patience_s: float) -> tuple[memoryview | None, Aside]:
+    async def get(self, name: ObjectName, limit: int, patience_s: float) -> IoTask[memoryview | None]:
         """As :meth:`AsyncTier.get`, once the object is finished."""
-        if self.withdrawn:
-            raise Unavailable("it was deleted")
         await self.finished
-        io = IoTask(f"read {name}", lambda: self.data)
+        io: IoTask[memoryview | None] = IoTask(f"read {name}", self.buffer.toreadonly)
         try:
-            return await self._owner.server.submit(io), io.follow
-        except TimeOver:
+            await self._owner.server.submit(io)
+        except Unavailable:
             self._owner.server.withdraw(io)
             raise
+        return io
 
-    def discard(self, name: ObjectName) -> None:
+    def delete(self, name: ObjectName) -> None:
         """Nor shall it stay where it has reached a tier, or is about to."""
         self._owner.withdraw(name)
         for tier in self._owner.tiers:
@@ -69,15 +63,17 @@ class Writing:
 
 
 class WriteBehind:
-    """Room, finishing and writing to the tiers.  No method waits; the store's lock guards all state."""
+    """Room, finishing and writing to the tiers.
+
+    ``lock`` is the store's: all methods but :meth:`reserve` are called with it held.
+    """
 
     def __init__(
         self,
         tiers: Sequence[AsyncTier],
         settings: StoreSettings,
         lock: threading.RLock,
-        *,
-        clock: Clock = time.monotonic,
+        clock: Clock,
     ) -> None:
         self.tiers = tiers
         self.dropped = 0
@@ -85,15 +81,14 @@ class WriteBehind:
         """Reserved, committed, promoted."""
         self.queued = 0
         """Committed."""
-        self._settings = settings
-        self._lock = lock
+        self._settings, self._lock = settings, lock
         self._reserved: dict[int, Reservation] = {}
         self._writing: dict[ObjectName, Writing] = {}
         self._under_way = 0
         self._closing = False
         # Their work is local: it is not watched, and does not fail.
-        self.finisher = WatchdogExecutor("queue (finish)", 1, lock, CircuitBreaker(), clock=clock)
-        self.server = WatchdogExecutor("queue (reads)", 1, lock, CircuitBreaker(), clock=clock)
+        self.finisher = WatchdogExecutor("queue (finish)", 1, lock, settings, clock)
+        self.server = WatchdogExecutor("queue (reads)", 1, lock, settings, clock)
 
     def start(self) -> None:
         self.finisher.start()
@@ -101,18 +96,17 @@ class WriteBehind:
 
     def stop(self) -> None:
         """Drop what is not finished."""
-        with self._lock:
-            self._closing = True
-            self.finisher.stop()
-            self.server.stop()
+        self._closing = True
+        self.finisher.stop()
+        self.server.stop()
 
     def idle(self) -> bool:
-        with self._lock:
-            return not self._under_way and self.server.idle()
+        return not self._under_way and self.server.idle()
 
     # -- the caller's
 
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
+        """As :meth:`SegmentStore.reserve`; allocates without the lock."""
         if value.nbytes < 1:
             raise ValueError(f"nbytes={value.nbytes} of {name}: expected an integer >= 1")
         with self._lock:
@@ -121,132 +115,107 @@ class WriteBehind:
                 return None
             self.nbytes += value.nbytes
         try:
-            buffer = self._settings.allocate(value.nbytes)
+            reservation = Reservation(name, self._settings.allocate(value.nbytes), value)
         except MemoryError:
             with self._lock:
                 self.nbytes -= value.nbytes
                 self.dropped += 1
             return None
-        reservation = Reservation(name, buffer, value)
         with self._lock:
             self._reserved[id(reservation)] = reservation
         return reservation
 
     def commit(self, reservation: Reservation, finish: Finish | None, expires: float | None) -> bool:
         """Whether the object is new."""
-        name = reservation.name
+        name, nbytes = reservation.name, reservation.value.nbytes
+        self.abort(reservation)
         opened = [tier for tier in self.tiers if tier.opened]
         held = bool(opened) and all(tier.holds(name) for tier in opened)
-        with self._lock:
-            self._forget(reservation)
-            if held or name in self._writing or self._closing:
-                self.nbytes -= reservation.value.nbytes
-                return False
-            writing = Writing(self, reservation, expires)
-            self._writing[name] = writing
-            self._under_way += 1
-            self.queued += reservation.value.nbytes
-            Task(self._write(writing, finish))
-            return True
+        if held or name in self._writing or self._closing:
+            return False
+        writing = self._writing[name] = Writing(self, reservation, expires)
+        self.nbytes += nbytes
+        self.queued += nbytes
+        self._under_way += 1
+        Task(self._write(writing, finish))
+        return True
 
     def abort(self, reservation: Reservation) -> None:
-        with self._lock:
-            self._forget(reservation)
-            self.nbytes -= reservation.value.nbytes
-
-    def find(self, name: ObjectName) -> Writing | None:
-        with self._lock:
-            return self._writing.get(name)
-
-    def withdraw(self, name: ObjectName) -> None:
-        """What has not reached a tier never will."""
-        with self._lock:
-            writing = self._writing.pop(name, None)
-            if writing is not None:
-                writing.withdrawn = True
-                writing.turn_away()
-
-    def withdraw_all(self) -> None:
-        with self._lock:
-            for name in list(self._writing):
-                self.withdraw(name)
-
-    def set_expiry(self, name: ObjectName, at: float | None) -> None:
-        with self._lock:
-            if writing := self._writing.get(name):
-                writing.expires = at
-
-    def promote(
-        self,
-        name: ObjectName,
-        data: memoryview,
-        value: CacheValue,
-        expires: float | None,
-        tiers: Sequence[AsyncTier],
-    ) -> None:
-        """Put an object that was fetched into ``tiers`` too, if there is room to keep it meanwhile."""
-        with self._lock:
-            if tiers and not self._closing and self._has_room(data.nbytes):
-                self.nbytes += data.nbytes
-                self._under_way += 1
-                Task(self._promote(name, data, value, expires, tiers))
-
-    # -- behind the caller's back
-
-    async def _write(self, writing: Writing, finish: Finish | None) -> None:
-        missing: list[AsyncTier] | None = None
-        with suppress(Unavailable):  # dropped, as the store closes
-            call = partial(self._finish, writing, finish)
-            missing = await self.finisher.submit(IoTask(f"finish {writing.object}", call))
-        if missing is None:
-            writing.turn_away()
-        elif not writing.withdrawn:
-            writing.finished.set(None)
-            for tier in self.tiers:
-                if tier not in missing:
-                    writing.ended[tier.name].set("")
-            for put in [Task(self._put(writing, tier)) for tier in missing]:
-                await put
-        if self._writing.get(writing.object) is writing:
-            del self._writing[writing.object]
-        self.queued -= writing.value.nbytes
-        self._written(writing.value.nbytes)
-
-    def _finish(self, writing: Writing, finish: Finish | None) -> list[AsyncTier] | None:
-        """On the finisher's thread.  Tiers that have not got the object; ``None``: it cannot be finished."""
-        if finish is not None and not writing.withdrawn:
-            try:
-                finish(writing.buffer)
-            except Exception:
-                logger.exception("%s: dropped, it could not be finished", writing.object)
-                return None
-        return [tier for tier in self.tiers if not tier.holds(writing.object)]
-
-    async def _put(self, writing: Writing, tier: AsyncTier) -> None:
-        fault = await tier.put(writing.object, writing.data, writing.value, writing.expires)
-        writing.ended[tier.name].set(fault)
-
-    async def _promote(
-        self,
-        name: ObjectName,
-        data: memoryview,
-        value: CacheValue,
-        expires: float | None,
-        tiers: Sequence[AsyncTier],
-    ) -> None:
-        for put in [tier.put(name, data, value, expires) for tier in tiers]:
-            await put
-        self._written(data.nbytes)
-
-    def _has_room(self, nbytes: int) -> bool:
-        return self.nbytes + nbytes <= self._settings.queue_bytes
-
-    def _forget(self, reservation: Reservation) -> None:
         if self._reserved.pop(id(reservation), None) is None:
             raise ValueError(
                 f"{reservation.name}: not a reservation of this store, or committed or aborted before"
             )
+        self.nbytes -= reservation.value.nbytes
 
-    def _written(self, nbytes: int) -> None:
+    def find(self, name: ObjectName) -> Writing | None:
+        return self._writing.get(name)
+
+    def withdraw(self, name: ObjectName) -> None:
+        """What has not reached a tier never will."""
+        writing = self._writing.pop(name, None)
+        if writing is not None:
+            writing.withdrawn = True
+            writing.turn_away()
+
+    def withdraw_all(self) -> None:
+        for name in list(self._writing):
+            self.withdraw(name)
+
+    def promote(self, item: Item, tiers: Sequence[AsyncTier]) -> None:
+        """Put an object that was fetched into ``tiers`` too, if there is room to keep it meanwhile."""
+        if not self._closing and self._has_room(item.data.nbytes):
+            self.nbytes += item.data.nbytes
+            self._under_way += 1
+            Task(self._promote(item.data.nbytes, [tier.put(item) for tier in tiers]))
+
+    # -- behind the caller's back
+
+    async def _write(self, writing: Writing, finish: Finish | None) -> None:
+        """Finish the object, then put it into every tier that has not got it."""
+        try:
+            finished = await self.finisher.submit(
+                IoTask(f"finish {writing.object}", partial(self._finish, writing, finish))
+            )
+        except Unavailable:
+            finished = False  # dropped, as the store closes
+        if not finished:
+            writing.turn_away()
+        elif not writing.withdrawn:
+            writing.finished.set(None)
+            missing = [tier for tier in self.tiers if not tier.holds(writing.object)]
+            puts = [Task(self._put(writing, tier)) for tier in missing]
+            for tier in self.tiers:
+                if tier not in missing:
+                    writing.ended[tier.name].set("")
+            for put in puts:
+                await put
+        if self._writing.get(writing.object) is writing:
+            del self._writing[writing.object]
+        self.queued -= writing.value.nbytes
+        self._left(writing.value.nbytes)
+
+    def _finish(self, writing: Writing, finish: Finish | None) -> bool:
+        """On the finisher's thread."""
+        try:
+            if finish is not None and not writing.withdrawn:
+                finish(writing.buffer)
+            return True
+        except Exception:
+            logger.exception("%s: dropped, it could not be finished", writing.object)
+            return False
+
+    async def _put(self, writing: Writing, tier: AsyncTier) -> None:
+        item = Item(writing.object, writing.buffer.toreadonly(), writing.value, writing.expires)
+        writing.ended[tier.name].set(await tier.put(item))
+
+    async def _promote(self, nbytes: int, puts: Sequence[Future[str]]) -> None:
+        for put in puts:
+            await put
+        self._left(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.nbytes + nbytes <= self._settings.queue_bytes
+
+    def _left(self, nbytes: int) -> None:
         self.nbytes -= nbytes
         self._under_way -= 1
