@@ -1,8 +1,17 @@
-"""Clocks of the store's tests."""
+"""Clocks of the store's tests, and stores that are closed in the end."""
+
+from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
+
+from vllm_hypic.store.settings import StoreSettings
+from vllm_hypic.store.tiered import TieredStore
+
+from .awkward_tiers import PATIENCE_S, AwkwardTier
+from .stores import DEADLINE_S, SIZE, Opener
 
 
 class ManualClock:
@@ -31,3 +40,33 @@ class WallClock:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
+
+
+@pytest.fixture
+def opened(clock: ManualClock) -> Iterator[Opener]:
+    stores: list[TieredStore] = []
+    tiers: list[AwkwardTier] = []
+
+    def open_store(*of: AwkwardTier, **settings: object) -> TieredStore:
+        defaults = {
+            "deadline_s": DEADLINE_S,
+            "write_deadline_s": 10.0,
+            "open_s": PATIENCE_S,
+            "close_s": PATIENCE_S,
+            "back_off_s": 1.0,
+            "queue_bytes": 10 * SIZE,
+        }
+        store = TieredStore(of, StoreSettings(**{**defaults, **settings}), clock=clock, wall=clock)
+        stores.append(store)
+        tiers.extend(of)
+        store.open()
+        # Opening looks how full the tier is: over before a test moves the clock, or it seems to hang.
+        store.drain(0.5)
+        return store
+
+    yield open_store
+    for tier in tiers:
+        tier.release()
+    for store in stores:
+        store.close()
+        assert store.stats().inflight == 0 and store.stats().queued_bytes == 0

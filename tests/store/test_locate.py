@@ -9,9 +9,7 @@ from vllm_hypic.store.tiered import TieredStore
 
 from .awkward_tiers import AwkwardTier, full, name, wait_for
 from .conftest import ManualClock
-from .test_tiered import Opener, commit, filled, opened, place
-
-__all__ = ["opened"]
+from .stores import Opener, commit, filled, place
 
 
 def answer(store: TieredStore) -> Located:

@@ -7,8 +7,8 @@ from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.tiers.base import Tier, TierError
 from vllm_hypic.store.tiers.memory import MemoryTier
 
+from .budget_contract import BudgetContract
 from .tier_contract import (
-    BudgetContract,
     CountsItsBytes,
     ForgetsAtRestart,
     HeedsPins,

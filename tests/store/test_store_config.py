@@ -145,3 +145,8 @@ def test_a_missing_package_is_named_with_the_command_to_get_it(monkeypatch: pyte
     config = StoreConfig.from_mapping({"tiers": [{"type": "redis", "url": "redis://localhost"}]})
     with pytest.raises(ConfigError, match=r"store\.tiers\[0\].*pip install"):
         build_store(config, "namespace")
+
+
+def test_the_former_name_of_an_admission_is_understood() -> None:
+    config = StoreConfig.from_mapping({"admission": "worth"})
+    assert config == StoreConfig() and config.to_mapping()["admission"] == "cache-value"

@@ -1,0 +1,141 @@
+"""What a tier must do that keeps a budget."""
+
+import random
+
+import pytest
+
+from vllm_hypic.store.tiers.base import Tier, TierFull
+
+from .tier_contract import TierContract, content, got, name, put
+
+
+class BudgetContract:
+    """For tiers that keep a byte budget themselves, least recently used first.
+
+    Fixture of the subclass: ``small``, open and empty, with a budget of :attr:`BUDGET` bytes.
+    """
+
+    BUDGET = 1000
+
+    @pytest.fixture(autouse=True)
+    def _audit_small(self, small: Tier):
+        yield
+        audit = getattr(small, "check_integrity", None)
+        if audit is not None:
+            audit()
+
+    @staticmethod
+    def held(tier: Tier) -> list[int]:
+        return [i for i in range(20) if tier.may_hold(name(i))]
+
+    def test_budget_is_never_exceeded(self, small: Tier):
+        assert small.used() == (0, self.BUDGET)
+        for i in range(20):
+            data = put(small, i, 130 + 10 * i)
+            used, budget = small.used()
+            assert budget == self.BUDGET and used <= budget
+            assert got(small, i) == data
+
+    def test_budget_is_used_up(self, small: Tier):
+        for i in range(4):
+            put(small, i, 250)
+        assert self.held(small) == [0, 1, 2, 3]
+        assert small.used()[0] == self.BUDGET
+
+    def test_least_recently_used_leaves_first(self, small: Tier):
+        for i in range(4):
+            put(small, i, 250)
+        assert got(small, 0) is not None
+        put(small, 4, 250)
+        assert self.held(small) == [0, 2, 3, 4]
+        put(small, 5, 500)
+        assert self.held(small) == [0, 4, 5]
+
+    def test_may_hold_and_held_are_no_use(self, small: Tier):
+        for i in range(4):
+            put(small, i, 250)
+        small.may_hold(name(0))
+        list(small.held() or ())
+        put(small, 4, 250)
+        assert self.held(small) == [1, 2, 3, 4]
+
+    def test_larger_than_the_budget_is_refused(self, small: Tier):
+        kept = put(small, 1, 500)
+        with pytest.raises(TierFull, match="1001"):
+            put(small, 2, self.BUDGET + 1)
+        assert self.held(small) == [1]
+        assert got(small, 1) == kept
+        put(small, 3, self.BUDGET)
+        assert self.held(small) == [3]
+
+    @pytest.mark.parametrize("pinned_first", [False, True])
+    def test_pinned_objects_stay(self, small: Tier, pinned_first: bool):
+        if pinned_first:
+            small.pin(name(0))
+        data = put(small, 0, 400)
+        if not pinned_first:
+            small.pin(name(0))
+        for i in range(1, 6):
+            put(small, i, 400)
+            assert got(small, 0) == data
+        with pytest.raises(TierFull, match="pinned"):
+            put(small, 6, 601)
+        assert got(small, 0) == data
+        small.unpin(name(0))
+        put(small, 6, 601)
+        assert not small.may_hold(name(0))
+
+    def test_a_refused_object_evicts_nothing(self, small: Tier):
+        put(small, 0, 400)
+        put(small, 1, 400)
+        small.pin(name(0))
+        with pytest.raises(TierFull):
+            put(small, 2, 700)
+        assert self.held(small) == [0, 1]
+
+    def test_a_pinned_object_can_be_deleted_and_cleared(self, small: Tier):
+        put(small, 0, 400)
+        small.pin(name(0))
+        assert small.delete(name(0)) is True
+        put(small, 0, 400)
+        small.clear()
+        assert self.held(small) == [] and small.used()[0] == 0
+
+    def test_expired_objects_leave_before_others(self, small: Tier, clock):
+        for i in range(4):
+            put(small, i, 250)
+        small.expire(name(3), clock() + 1)
+        clock.advance(2)
+        put(small, 4, 250)
+        assert self.held(small) == [0, 1, 2, 4]
+
+    def test_expiry_set_before_the_object_comes(self, small: Tier, clock):
+        small.expire(name(0), clock() + 1)
+        data = put(small, 0, 250)
+        assert got(small, 0) == data
+        clock.advance(2)
+        assert not small.may_hold(name(0)) and got(small, 0) is None
+
+    def test_threads_in_a_tight_budget(self, small: Tier):
+        faults: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                for _ in range(40):
+                    i = rng.randrange(20)
+                    try:
+                        put(small, i, 100 + i)
+                    except TierFull:
+                        continue
+                    assert small.used()[0] <= self.BUDGET
+                    found = small.get(name(i), 200)
+                    assert found is None or bytes(found) == content(i, 100 + i)
+            except BaseException as e:
+                faults.append(e)
+
+        TierContract.in_threads(work)
+        assert not faults, faults
+        held = self.held(small)
+        assert small.used()[0] == sum(100 + i for i in held)
+        assert all(got(small, i) == content(i, 100 + i) for i in held)
