@@ -1,8 +1,9 @@
-"""What a run started ends with it, whether it listens to signals or not."""
+"""What a run started ends with it, whether it listens to signals or not; its ports are its own."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from vllm_hypic.harness.processes import reserve_port
 
 pytestmark = pytest.mark.timeout(120)
 OWNER = """
@@ -89,3 +92,17 @@ def test_no_guard_outlives_who_it_guards(tmp_path: Path) -> None:
     assert owner.line() == f"{-signal.SIGKILL}\n"
     assert all_end(owner.guard)
     owner.kill()
+
+
+def test_a_reserved_port_is_kept_for_servers() -> None:
+    """Nobody else gets it, before a server listens on it, meanwhile, and after the server's end."""
+    with reserve_port() as held:
+        address = held.getsockname()
+        for _ in range(2):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(address)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address)
+            with socket.create_server(address) as server, socket.create_connection(address) as client:
+                server.accept()[0].close()
+                assert client.recv(1) == b""
