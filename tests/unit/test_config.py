@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -42,6 +43,25 @@ def test_nested_options_survive_json() -> None:
     assert config.gate == GateConfig("go", "/var/lib/gates")
     assert config.tokens == PrimitiveTexts(sep="<<PIC_SEP>>") and config.token_ids == PrimitiveIds(5, 6, 7)
     assert HypicConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+
+
+def test_numbers_stay_as_they_were_written() -> None:
+    """Sign-offs, records and vLLM's compiled models are found by digests of them: 0 is not 0.0 there."""
+    options = {"dead_transition": 0, "expected_live_heads": 1, "store": {"deadline_s": 5, "ttl_s": 60.0}}
+    found = HypicConfig.from_mapping(options).to_mapping()
+    assert json.dumps(found["dead_transition"]) == "0" and json.dumps(found["expected_live_heads"]) == "1"
+    assert json.dumps(found["store"]["deadline_s"]) == "5" and json.dumps(found["store"]["ttl_s"]) == "60.0"
+
+
+def test_options_made_in_python_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match="hypic config: page_tokens=0: expected an integer >= 1"):
+        HypicConfig(page_tokens=0)
+    with pytest.raises(
+        ConfigError, match=r"hypic config: gate\.require='always': expected one of off, warn, go"
+    ):
+        GateConfig("always")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="hypic_seam_tokens=-1"):
+        dataclasses.replace(HypicConfig(), seam_tokens=-1)
 
 
 def test_unknown_options_are_refused_with_the_known_ones() -> None:

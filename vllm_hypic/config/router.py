@@ -94,6 +94,6 @@ class RouterConfig(ConfigSection):
 
     @classmethod
     def refusal(cls, loc: Loc, value: object, text: str, kind: str) -> str:
-        """In the words of the command line."""
+        """The message in the words of the command line."""
         says = f"expected {text}" if kind == "expected" else text
         return f"--{str(loc[0]).replace('_', '-')} {value!r}: {says}" if loc else text

@@ -52,7 +52,7 @@ PathText = Annotated[StrictStr, Field(min_length=1), Allowed("a path, or null")]
 
 
 def expected(text: str) -> PydanticCustomError:
-    """To raise in a validator of one field, whose value is not what it may be."""
+    """The error that a validator raises where its field's value is not what ``text`` allows."""
     return PydanticCustomError("expected", text)
 
 

@@ -113,7 +113,7 @@ class SegmentParallelConfig(ConfigSection):
         Field(ge=1 << 20, le=1 << 40),
         Allowed("a number of bytes from 1048576 to 1099511627776"),
     ] = 256 << 20
-    """Of each of the two buffers that NIXL reads from and into; longer records travel over TCP."""
+    """Size of each of the two buffers that NIXL reads from and into; longer records travel over TCP."""
 
     def __post_init__(self) -> None:
         listen = self._served("listen", self.listen, "advertise", self.advertise)
