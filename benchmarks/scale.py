@@ -223,8 +223,8 @@ def parts(sample: Sequence[Request], times: Sequence[Times], workers: int) -> Ti
         dispatch_s=mean(t.begun_s - t.arrival_s for t in times),
         ideal_s=ideal,
         idle_s=mean(t.prefilled_s - t.begun_s for t in times) - ideal,
-        transfer_s=mean(t.landed_s - t.prefilled_s for t in times),
-        combine_s=mean(t.first_token_s - t.landed_s for t in times),
+        transfer_s=mean(t.received_s - t.prefilled_s for t in times),
+        combine_s=mean(t.first_token_s - t.received_s for t in times),
     )
 
 

@@ -66,7 +66,7 @@ class TimeShares:
     idle_s: float
     """The rest until the last segment is computed: workers with nothing to do, or waiting for a transfer."""
     transfer_s: float
-    """Time from then until the last record has landed: transfers that computation does not hide."""
+    """Time from then until the last record was received: transfers that computation does not hide."""
     combine_s: float
 
     @property
@@ -181,7 +181,7 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
     ]
     heads = ("workers", "ttft", "lpt by time", "by flops", "by tokens", "round robin", "no better than")
     to.print(report.table("speed-up over one instance", (*heads, "lpt, waiting", "rr, waiting"), rows))
-    to.print("waiting: a worker waits until its record has landed; the other columns are pipelined")
+    to.print("waiting: a worker waits until its record was received; the other columns are pipelined")
     spent = [(point.workers, point.way(lpt).parts) for point in results.points]
     to.print(
         report.table(

@@ -6,9 +6,9 @@ first served:
 - router: ``plan_s`` a request, then its segments one after another, ``dispatch_s`` each
 - worker: prefills its segments in the order in which they were sent
 - a worker's link and the combine node's way in: a transfer holds both, each for its bytes over its bandwidth
-- combine node: composes a request when all its records have landed
+- combine node: composes a request when all its records were received
 
-Pipelined, a worker computes on while its record travels; otherwise it waits until the record has landed.
+Pipelined, a worker computes on while its record travels; otherwise it waits until the record was received.
 Decoding, hits and failures are not modelled.
 """
 
@@ -66,8 +66,8 @@ class Times:
     """Its first segment has reached a worker's queue."""
     prefilled_s: float
     """Its last segment is computed."""
-    landed_s: float
-    """Its last record has landed."""
+    received_s: float
+    """When its last record was received."""
     first_token_s: float
 
     @property
@@ -155,11 +155,11 @@ class _Open:
         self.request = request
         self.left = len(request.pieces)
         self.combiner = 0
-        self.begun_s = self.prefilled_s = self.landed_s = self.first_token_s = 0.0
+        self.begun_s = self.prefilled_s = self.received_s = self.first_token_s = 0.0
 
     def times(self) -> Times:
         return Times(
-            self.request.arrival_s, self.begun_s, self.prefilled_s, self.landed_s, self.first_token_s
+            self.request.arrival_s, self.begun_s, self.prefilled_s, self.received_s, self.first_token_s
         )
 
 
@@ -268,10 +268,10 @@ class _Run:
         combiner.way_in_free_s = (
             max(agreed, combiner.way_in_free_s) + piece.nbytes / self._costs.ingress_bytes_s
         )
-        landed = max(combiner.way_in_free_s, agreed + piece.nbytes / self._costs.link_bytes_s)
-        self._at(landed, lambda: self._landed(worker, i))
+        received = max(combiner.way_in_free_s, agreed + piece.nbytes / self._costs.link_bytes_s)
+        self._at(received, lambda: self._received(worker, i))
 
-    def _landed(self, worker: _Worker, i: int) -> None:
+    def _received(self, worker: _Worker, i: int) -> None:
         worker.sending = False
         self._send(worker)
         if not self._cluster.pipelined:
@@ -287,7 +287,7 @@ class _Run:
     def _complete(self, i: int) -> None:
         one = self._open[i]
         combiner = self._combiners[one.combiner]
-        one.landed_s = self._now
+        one.received_s = self._now
         one.first_token_s = max(self._now, combiner.free_s) + one.request.compose_s
         combiner.free_s = one.first_token_s
         combiner.busy_s += one.request.compose_s

@@ -98,11 +98,11 @@ def test_a_lone_segment_passes_every_station_once():
     times = one([4], Cluster(3), costs)
     assert times.begun_s == 0.25 + 0.125 + 0.5
     assert times.prefilled_s == times.begun_s + 4 + 0.5 * 16 + 3
-    assert times.landed_s == times.prefilled_s + 0.0625 + 4 / 2  # the slower of both ways
-    assert times.first_token_s == times.landed_s + 2 + 7 + 0.75 * 4
+    assert times.received_s == times.prefilled_s + 0.0625 + 4 / 2  # the slower of both ways
+    assert times.first_token_s == times.received_s + 2 + 7 + 0.75 * 4
     fast_link = dataclasses.replace(costs, link_bytes_s=16)
     times = one([4], Cluster(3), fast_link)
-    assert times.landed_s == times.prefilled_s + 0.0625 + 4 / 4
+    assert times.received_s == times.prefilled_s + 0.0625 + 4 / 4
 
 
 def test_two_workers_by_hand():
@@ -117,29 +117,29 @@ def test_two_workers_by_hand():
     """
     costs = dataclasses.replace(PLAIN, link_bytes_s=2, first_token_s=1)
     times = one([3, 4, 5, 6], Cluster(2), costs)
-    assert (times.prefilled_s, times.landed_s, times.first_token_s) == (9, 11, 12)
+    assert (times.prefilled_s, times.received_s, times.first_token_s) == (9, 11, 12)
     # Waiting: the first computes 0-6, sends 6-9, computes 9-12, sends 12-13.5;
     # the second computes 0-5, sends 5-7.5, computes 7.5-11.5, sends 11.5-13.5.
     times = one([3, 4, 5, 6], Cluster(2, pipelined=False), costs)
-    assert (times.prefilled_s, times.landed_s, times.first_token_s) == (12, 13.5, 14.5)
+    assert (times.prefilled_s, times.received_s, times.first_token_s) == (12, 13.5, 14.5)
     # Round robin: 3 and 5, 4 and 6. The second computes 0-4, 4-10 and sends 4-6, 10-13.
     times = one([3, 4, 5, 6], Cluster(2, Policy.ROUND_ROBIN), costs)
-    assert (times.prefilled_s, times.landed_s, times.first_token_s) == (10, 13, 14)
+    assert (times.prefilled_s, times.received_s, times.first_token_s) == (10, 13, 14)
 
 
 def test_the_way_into_the_combine_node_is_shared():
     """Both are computed at 4; each has a link of its own, but 4 bytes take a second on the way in."""
     costs = dataclasses.replace(PLAIN, link_bytes_s=8, ingress_bytes_s=4)
-    assert one([4, 4], Cluster(2), costs).landed_s == 4 + 1 + 1
+    assert one([4, 4], Cluster(2), costs).received_s == 4 + 1 + 1
     two = [Request.of(0.0, [4], costs), Request.of(0.0, [4], costs)]
-    landed = [t.landed_s for t in simulate(two, Cluster(2, combiners=2), costs).times]
-    assert landed == [5, 5]
+    received = [t.received_s for t in simulate(two, Cluster(2, combiners=2), costs).times]
+    assert received == [5, 5]
 
 
 def test_a_link_carries_one_record_at_a_time():
     """Computed at 4 and 5; 4-8 and 8-9 on the link."""
     costs = dataclasses.replace(PLAIN, link_bytes_s=1)
-    assert one([4, 1], Cluster(1), costs).landed_s == 9
+    assert one([4, 1], Cluster(1), costs).received_s == 9
 
 
 def test_router_and_combine_node_serve_one_request_at_a_time():
@@ -148,10 +148,10 @@ def test_router_and_combine_node_serve_one_request_at_a_time():
     assert first.begun_s == 0.25 + 0.125 + 0.5
     assert first.prefilled_s == 0.25 + 2 * 0.125 + 0.5 + 1  # its second segment is sent after the first
     assert second.begun_s == 0.25 + 2 * 0.125 + 0.25 + 0.125 + 0.5  # after both segments of the first
-    assert first.first_token_s == first.landed_s + 2
-    assert second.first_token_s == first.first_token_s + 2 > second.landed_s + 2
+    assert first.first_token_s == first.received_s + 2
+    assert second.first_token_s == first.first_token_s + 2 > second.received_s + 2
     apart = simulate(requests, Cluster(8, combiners=2), ROUTED).times
-    assert apart[1].first_token_s == apart[1].landed_s + 2
+    assert apart[1].first_token_s == apart[1].received_s + 2
 
 
 def test_a_request_with_nothing_to_prefill_is_only_combined():
@@ -176,7 +176,7 @@ def test_work_is_conserved(arrivals, workers, policy, pipelined):
         assert stations[0] == request.arrival_s and list(stations) == sorted(stations)
         longest = max((piece.prefill_s for piece in request.pieces), default=0)
         assert times.prefilled_s >= times.begun_s + longest - 1e-9
-        assert times.first_token_s >= times.landed_s + request.compose_s - 1e-9
+        assert times.first_token_s >= times.received_s + request.compose_s - 1e-9
     assert max(outcome.busy_s) <= max((times.prefilled_s for times in outcome.times), default=0) + 1e-9
 
 

@@ -32,12 +32,12 @@ def test_survives_a_round_trip() -> None:
     config = SegmentParallelConfig.from_mapping(options)
     assert config.to_mapping() == options
     assert SegmentParallelConfig.from_mapping(config.to_mapping()) == config
-    assert (config.landing_url, config.events_url) == (options["advertise"], options["advertise_events"])
+    assert (config.receiver_url, config.events_url) == (options["advertise"], options["advertise_events"])
 
 
 def test_others_are_told_what_is_bound_when_nothing_else_is_said() -> None:
     config = SegmentParallelConfig.from_mapping(GOOD)
-    assert (config.landing_url, config.events_url) == (GOOD["listen"], GOOD["events"])
+    assert (config.receiver_url, config.events_url) == (GOOD["listen"], GOOD["events"])
     assert config.deadline_s == 120.0 and config.secret_file is None and config.transport == "tcp"
 
 

@@ -49,7 +49,7 @@ def test_an_arriving_request_ends_a_nap_and_stays_in_the_inbox() -> None:
     assert inbox.get_nowait() == 7
 
 
-def test_a_landing_record_ends_a_nap_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_received_record_ends_a_nap_once(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox: Queue[int] = Queue()
     of, wakes = watched(inbox)
     assert nap_s(of, meanwhile=lambda: wakes[0]()) < LONG_S / 2
@@ -73,7 +73,7 @@ def test_waking_disturbs_nobody_who_waits_for_the_inbox() -> None:
     assert got == [1]
 
 
-@pytest.mark.parametrize("of", [Naps(), Naps(Queue())], ids=["no inbox", "landings elsewhere"])
+@pytest.mark.parametrize("of", [Naps(), Naps(Queue())], ids=["no inbox", "receiver elsewhere"])
 def test_where_nothing_tells_of_records_naps_are_short(of: Naps) -> None:
     assert nap_s(of) < LONG_S / 2
 

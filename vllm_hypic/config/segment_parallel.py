@@ -136,7 +136,7 @@ class SegmentParallelConfig(ConfigSection):
         return address
 
     @property
-    def landing_url(self) -> str:
+    def receiver_url(self) -> str:
         """What others are told of ``listen``."""
         return self.advertise if self.advertise is not None else self.listen
 

@@ -21,7 +21,7 @@ Watch = Callable[[Callable[[], None]], bool]
 """Has what it is given called for each record that has come, or will not; False: it cannot."""
 
 
-def watch_landings(wake: Callable[[], None]) -> bool:
+def watch_receiver(wake: Callable[[], None]) -> bool:
     """A :data:`Watch`: False when the engine's worker is another process, or takes no records of others."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -30,7 +30,7 @@ def watch_landings(wake: Callable[[], None]) -> bool:
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     if not isinstance(connector, HypicConnector) or connector.worker is None:
         return False
-    return connector.worker.watch_landings(wake)
+    return connector.worker.watch_receiver(wake)
 
 
 class Naps:

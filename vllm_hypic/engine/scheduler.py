@@ -36,7 +36,7 @@ from ..primitives.plan import PromptError, PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
 from ..segment_parallel.description import Description
-from .idle_wait import Naps, watch_landings
+from .idle_wait import Naps, watch_receiver
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -84,7 +84,7 @@ class _HypicMixin(Scheduler):
 
     def take_inbox(self, inbox: Queue[Any]) -> None:
         """``patches/engine_inbox.py`` tells where the engine's requests come in."""
-        self._naps = Naps(inbox, watch_landings)
+        self._naps = Naps(inbox, watch_receiver)
 
     def _open_publisher(self) -> Publisher | None:
         """Tells routers what is cached here."""
@@ -121,7 +121,7 @@ class _HypicMixin(Scheduler):
             instance=self._instance,
             models=(served,) if isinstance(served, str) else tuple(served),
             namespace=hypic.namespace.digest,
-            receiver=parallel.landing_url,
+            receiver=parallel.receiver_url,
             events=parallel.events_url,
             separator=ids.sep,
             pdep=ids.pdep,
@@ -242,7 +242,7 @@ class _HypicMixin(Scheduler):
         if self._ran or not self.hypic.awaiting:
             self._naps.over()
         else:
-            self._naps.take(sound=self.hypic.only_landings)
+            self._naps.take(sound=self.hypic.only_receiving)
         for job in self.hypic.pump():
             super().add_request(self._segment_request(job))
         output = super().schedule(*args, **kwargs)

@@ -253,7 +253,7 @@ class SchedulerSide:
         return self._loads.awaiting and not self._news and not self.worker_unfinished
 
     @property
-    def only_landings(self) -> bool:
+    def only_receiving(self) -> bool:
         """Whether, of records, only one that lands asks for the next step: none goes to other instances, or
         may be on its way to tiers."""
         return not (self._pushes or self.config.store.tiers)

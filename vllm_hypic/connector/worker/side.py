@@ -216,9 +216,9 @@ class WorkerSide:
         """Records that are yet to leave or enter the pool, which takes steps; requests or not."""
         return 0 if self._mover is None else self._mover.unfinished + len(self._settling)
 
-    def watch_landings(self, wake: Callable[[], None]) -> bool:
-        """Have ``wake`` called, by another thread, for each awaited record that has landed, or will not; it
-        must not wait.  False: no records of other instances are taken here."""
+    def watch_receiver(self, wake: Callable[[], None]) -> bool:
+        """Have ``wake`` called, by another thread, for each awaited record that was received or will not
+        be; it must not wait.  False: no records of other instances are taken here."""
         if self.transfer is None:
             return False
         self.transfer.receiver.on_received = wake
