@@ -179,14 +179,14 @@ def records_held(llm: Any) -> list[RecordBytes]:
     """All resident records; none where the model has no linear-attention layers."""
     side = scheduler_of(llm).hypic
     geometry = side.geometry
-    if not geometry.record_tiles:
+    if not geometry.record_transition_blocks:
         return []
     return [
         RecordBytes(
             len(entry.pages) * geometry.page_bytes,
             geometry.slot_bytes,
-            entry.tiles * geometry.tile_bytes,
-            entry.tiles / geometry.record_tiles,
+            entry.transition_blocks * geometry.transition_block_bytes,
+            entry.transition_blocks / geometry.record_transition_blocks,
         )
         for entry in side.directory.resident()
     ]

@@ -25,8 +25,8 @@ from vllm_hypic.harness.report import (
     write_json,
 )
 from vllm_hypic.harness.serving import ServerError
-from vllm_hypic.harness.settings import model_context, model_option, size_option, threads_option
-from vllm_hypic.harness.sizes import random_model
+from vllm_hypic.harness.settings import model_context
+from vllm_hypic.harness.sizes import SIZES, random_model
 from vllm_hypic.harness.stats import Spread
 
 LENGTHS = (1536, 1280, 1152, 1024, 960, 832, 768, 640)
@@ -232,9 +232,13 @@ def _share(found: Spread | None) -> str:
 
 
 @click.command("segment-parallel", help="Two workers against one, and what combining costs: five minutes.")
-@model_option("A model's folder.  Default: a random model.")
-@size_option("Size of the random model.  Default: 150m.")
-@threads_option(1, "Of each server.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A model's folder.  Default: a random model.",
+)
+@click.option("--size", type=click.Choice(list(SIZES)), help="Size of the random model.  Default: 150m.")
+@click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Of each server.")
 @click.option("--compile/--eager", "compiled", default=False, show_default=True, help="Compile the model.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts.")

@@ -93,19 +93,19 @@ GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
 }
 
 GdnRecords records_of(const GdnLayer& l, at::ScalarType inputs, const Tensor& state, const Tensor& tail,
-                      const Tensor& tiles, const Tensor& tile_of) {
-  check_float(state, {tile_of.size(0), l.value_heads, l.K, l.V}, "record_state");
-  TORCH_CHECK_VALUE(tail.sizes() == at::IntArrayRef({tile_of.size(0), l.taps - 1, int64_t(l.channels)}) &&
+                      const Tensor& transitions, const Tensor& block_of) {
+  check_float(state, {block_of.size(0), l.value_heads, l.K, l.V}, "record_state");
+  TORCH_CHECK_VALUE(tail.sizes() == at::IntArrayRef({block_of.size(0), l.taps - 1, int64_t(l.channels)}) &&
                         tail.is_contiguous() && tail.scalar_type() == inputs,
                     "record_tail must be [slots, ", l.taps - 1, ", ", l.channels, "], contiguous, like the inputs");
-  TORCH_CHECK_VALUE(tiles.dim() == 3 && tiles.size(1) == l.K && tiles.size(2) == l.K && tiles.is_contiguous() &&
-                        tiles.scalar_type() == at::kHalf,
-                    "tiles must be contiguous float16 [tiles, ", l.K, ", ", l.K, "]");
-  TORCH_CHECK_VALUE(tile_of.dim() == 2 && tile_of.size(1) == l.value_heads && tile_of.is_contiguous() &&
-                        tile_of.scalar_type() == at::kInt,
-                    "tile_of must be contiguous int32 [slots, ", l.value_heads, "]");
-  return {state.data_ptr<float>(), tail.data_ptr(), reinterpret_cast<uint16_t*>(tiles.data_ptr()),
-          tile_of.data_ptr<int32_t>()};
+  TORCH_CHECK_VALUE(transitions.dim() == 3 && transitions.size(1) == l.K && transitions.size(2) == l.K && transitions.is_contiguous() &&
+                        transitions.scalar_type() == at::kHalf,
+                    "transitions must be contiguous float16 [blocks, ", l.K, ", ", l.K, "]");
+  TORCH_CHECK_VALUE(block_of.dim() == 2 && block_of.size(1) == l.value_heads && block_of.is_contiguous() &&
+                        block_of.scalar_type() == at::kInt,
+                    "block_of must be contiguous int32 [slots, ", l.value_heads, "]");
+  return {state.data_ptr<float>(), tail.data_ptr(), reinterpret_cast<uint16_t*>(transitions.data_ptr()),
+          block_of.data_ptr<int32_t>()};
 }
 
 template <class Row>
@@ -123,11 +123,11 @@ void check_request(const Tensor& slots, const Tensor& state, int64_t batch_row) 
                     state.size(0));
 }
 
-// Tiles that a record of `slot` names must exist; -1 names none.
-void check_tiles(const Tensor& tiles, const Tensor& tile_of, int64_t slot, int64_t least) {
-  const int32_t* of = tile_of.data_ptr<int32_t>() + slot * tile_of.size(1);
-  for (int64_t h = 0; h < tile_of.size(1); ++h)
-    TORCH_CHECK_INDEX(least <= of[h] && of[h] < tiles.size(0), "tile ", of[h], " of ", tiles.size(0));
+// Transition blocks that a record of `slot` names must exist; -1 names none.
+void check_blocks(const Tensor& transitions, const Tensor& block_of, int64_t slot, int64_t least) {
+  const int32_t* of = block_of.data_ptr<int32_t>() + slot * block_of.size(1);
+  for (int64_t h = 0; h < block_of.size(1); ++h)
+    TORCH_CHECK_INDEX(least <= of[h] && of[h] < transitions.size(0), "transition block ", of[h], " of ", transitions.size(0));
 }
 
 // All value heads of a key head make one task, which shares the work on q and k; with too few tasks for the threads
@@ -161,14 +161,14 @@ void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int,
 void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
                   double eps, const Tensor& slots, Tensor conv, Tensor state, Tensor out, Tensor record_state,
-                  Tensor record_tail, Tensor tiles, Tensor tile_of, const Tensor& rows,
+                  Tensor record_tail, Tensor transitions, Tensor block_of, const Tensor& rows,
                   at::TensorList carry_transition, at::TensorList carry_head, at::TensorList carry_alive,
                   double dead_below) {
   const Tensor dense_slots = slots.contiguous();
   GdnSegments s{};
   s.layer =
       layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, dense_slots, conv, state, out);
-  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, tiles, tile_of);
+  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
   s.rows = program_of<SegmentRow>(rows, "rows");
   s.dead_below = float(dead_below);
   const GdnLayer& l = s.layer;
@@ -191,10 +191,10 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
     TORCH_CHECK_INDEX(0 <= r.first && r.first <= r.begin && r.begin <= r.end && r.end <= r.stop &&
                           r.stop <= mixed.size(0),
                       "rows ", r.first, " <= ", r.begin, " <= ", r.end, " <= ", r.stop, " of ", mixed.size(0));
-    TORCH_CHECK_INDEX(0 <= r.slot && r.slot < tile_of.size(0), "record ", r.slot, " of ", tile_of.size(0));
+    TORCH_CHECK_INDEX(0 <= r.slot && r.slot < block_of.size(0), "record ", r.slot, " of ", block_of.size(0));
     TORCH_CHECK_VALUE(r.begin < r.end || !r.ends, "an empty interior has no record");
     if (r.leading || r.begin == r.end) continue;
-    if (r.ends) check_tiles(tiles, tile_of, r.slot, 0);
+    if (r.ends) check_blocks(transitions, block_of, r.slot, 0);
     TORCH_CHECK_INDEX((r.begins && r.ends) || (0 <= r.carry && r.carry < int64_t(carried)), "request ", i,
                       " carries number ", r.carry, " of ", carried);
   }
@@ -204,13 +204,13 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
 void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                  const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
                  double eps, const Tensor& slots, Tensor conv, Tensor state, Tensor out, const Tensor& record_state,
-                 const Tensor& record_tail, const Tensor& tiles, const Tensor& tile_of, const Tensor& rows,
+                 const Tensor& record_tail, const Tensor& transitions, const Tensor& block_of, const Tensor& rows,
                  const Tensor& ops) {
   const Tensor dense_slots = slots.contiguous();
   GdnCompose s{};
   s.layer =
       layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, dense_slots, conv, state, out);
-  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, tiles, tile_of);
+  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
   s.rows = program_of<ComposeRow>(rows, "rows");
   s.ops = program_of<ComposeOp>(ops, "ops");
   for (int64_t i = 0; i < rows.size(0); ++i) {
@@ -225,8 +225,8 @@ void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Te
                       " to ", op.first + op.count, " of ", mixed.size(0));
     if (op.mode == compose_none) continue;
     TORCH_CHECK_VALUE(compose_none < op.mode && op.mode <= compose_add, "mode ", op.mode);
-    TORCH_CHECK_INDEX(0 <= op.slot && op.slot < tile_of.size(0), "record ", op.slot, " of ", tile_of.size(0));
-    if (op.mode == compose_transition) check_tiles(tiles, tile_of, op.slot, -1);
+    TORCH_CHECK_INDEX(0 <= op.slot && op.slot < block_of.size(0), "record ", op.slot, " of ", block_of.size(0));
+    if (op.mode == compose_transition) check_blocks(transitions, block_of, op.slot, -1);
   }
   if (rows.size(0)) run(s, rows.size(0), kernels().gdn.compose, kernels().gdn.compose_caches);
 }
@@ -235,12 +235,12 @@ TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
   m.def(
       "gdn_segments(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
       "int key_heads, float eps, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
-      "Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) tiles, Tensor(g!) tile_of, Tensor rows, "
+      "Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) transitions, Tensor(g!) block_of, Tensor rows, "
       "Tensor(h!)[] carry_transition, Tensor(i!)[] carry_head, Tensor(j!)[] carry_alive, float dead_below) -> ()");
   m.def(
       "gdn_compose(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
       "int key_heads, float eps, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
-      "Tensor record_state, Tensor record_tail, Tensor tiles, Tensor tile_of, Tensor rows, Tensor ops) -> ()");
+      "Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, Tensor rows, Tensor ops) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {

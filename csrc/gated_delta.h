@@ -35,8 +35,8 @@ struct GdnLayer {
 struct GdnRecords {
   float* state;      // [slots, Hv, K, V]
   void* tail;        // [slots, taps - 1, channels] like the inputs
-  uint16_t* tiles;   // [tiles, K, K] fp16
-  int32_t* tile_of;  // [slots, Hv]: the tile that holds a head's T, -1: T is zero
+  uint16_t* transitions;   // [blocks, K, K] fp16
+  int32_t* block_of;  // [slots, Hv]: the transition block that holds a head's T, -1: T is zero
 };
 
 // Columns of a program's rows; vllm_hypic/backends/ops/gated_delta/program.py builds them.

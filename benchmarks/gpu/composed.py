@@ -147,7 +147,7 @@ class SegmentPass:
         self.step = operators.segments(pack(rows, SegmentRow), device)
         heads = stack.shape.delta.heads
         first, stop = segments.start * heads, segments.stop * heads
-        self.tiles = torch.arange(first, stop, dtype=torch.int32, device=device).view(-1, heads)
+        self.blocks = torch.arange(first, stop, dtype=torch.int32, device=device).view(-1, heads)
         self.caches = empty_caches(stack, self.count)
         interior = torch.arange(w, n)
         self.positions = torch.arange(n).repeat(self.count).to(device)
@@ -158,8 +158,8 @@ class SegmentPass:
     def run(self, prompt_tokens: Tensor) -> None:
         """``prompt_tokens [segments, length]``: of these segments, whole."""
         for records in self.pool.delta.values():
-            # Every head gets its tile back: an earlier run may have found it dead.
-            records.tile_of[self.segments.start : self.segments.stop] = self.tiles
+            # Every head gets its transition block back: an earlier run may have found it dead.
+            records.block_of[self.segments.start : self.segments.stop] = self.blocks
         self.stack.forward(prompt_tokens[:, : self.length].flatten(), self)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

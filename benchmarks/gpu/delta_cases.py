@@ -50,7 +50,7 @@ class DeltaCase:
         weights = random_weights(s, device, drawn)
         if alive:
             weights = replace(weights, rate=weights.rate * 1e-3)
-        tiles = torch.arange(slots * s.heads, dtype=torch.int32, device=device)
+        blocks = torch.arange(slots * s.heads, dtype=torch.int32, device=device)
         return DeltaCase(
             s,
             Inputs(normal(tokens, s.channels), normal(tokens, s.heads), normal(tokens, s.heads)),
@@ -65,7 +65,7 @@ class DeltaCase:
                 nan(slots, s.heads, s.K, s.V),
                 nan(slots, s.taps - 1, s.channels, dtype=dtype),
                 nan(slots * s.heads, s.K, s.K, dtype=torch.float16),
-                tiles.flip(0).view(slots, s.heads).clone(),
+                blocks.flip(0).view(slots, s.heads).clone(),
             ),
             tuple(
                 Carry(
@@ -82,8 +82,7 @@ class DeltaCase:
         drawn = torch.Generator(self.out.device).manual_seed(seed)
         for t in (self.caches.state, self.caches.conv, self.records.state, self.records.conv_tail):
             t.normal_(generator=drawn)
-        tiles = self.records.tiles
-        tiles.normal_(0.0, 0.5 * self.shape.K**-0.5, generator=drawn)
+        self.records.transitions.normal_(0.0, 0.5 * self.shape.K**-0.5, generator=drawn)
 
     def exact(self) -> DeltaCase:
         """A copy on the host whose states, transitions and outputs are float64, for the reference."""
@@ -104,8 +103,8 @@ class DeltaCase:
             records=DeltaRecords(
                 r.state.double().cpu(),
                 r.conv_tail.cpu().clone(),
-                r.tiles.double().cpu(),
-                r.tile_of.cpu().clone(),
+                r.transitions.double().cpu(),
+                r.block_of.cpu().clone(),
             ),
             carries=tuple(
                 Carry(c.transition.double().cpu(), c.head.double().cpu(), c.alive.cpu().clone())

@@ -76,7 +76,7 @@ def _segments(
     kept = [i for i, s in enumerate(segments) if s.lo < s.hi]
     records = max(worst(_used(case, i), _used(exact, i), 2) for i in kept)
     exactly = (
-        torch.equal(case.records.tile_of[kept].cpu(), exact.records.tile_of[kept]),
+        torch.equal(case.records.block_of[kept].cpu(), exact.records.block_of[kept]),
         torch.equal(case.records.conv_tail[kept].cpu(), exact.records.conv_tail[kept]),
         bool(case.out[total:].isnan().all()),
     )
@@ -97,13 +97,13 @@ def _compose(
     tokens = sum(n for request in requests for n, _, _ in request)
     case = DeltaCase.make(shape, tokens + 3, 4, dtype, device)
     case.fill()
-    case.records.tile_of[1, 0] = -1
-    case.records.tile_of[2, :] = -1
+    case.records.block_of[1, 0] = -1
+    case.records.block_of[2, :] = -1
     # What no head's T names is never read.
-    named = case.records.tile_of[case.records.tile_of >= 0].long()
-    rest = torch.ones(len(case.records.tiles), dtype=torch.bool, device=device)
+    named = case.records.block_of[case.records.block_of >= 0].long()
+    rest = torch.ones(len(case.records.transitions), dtype=torch.bool, device=device)
     rest[named] = False
-    case.records.tiles[rest] = torch.nan
+    case.records.transitions[rest] = torch.nan
     exact = case.exact()
     rows, ops = compose_program(requests)
     operators.compose(rows, ops, device).run(case.x, case.weights, case.caches, case.out, case.records)
@@ -127,7 +127,7 @@ def _used(case: DeltaCase, slot: int) -> Tensor:
     """T S + S_C of a random S, [Hv, K, V] float64: a record as it is used."""
     r, s = case.records, case.shape
     meets = torch.randn(s.heads, s.K, s.V, generator=torch.Generator().manual_seed(slot), dtype=torch.float64)
-    tiles = r.tile_of[slot].long().cpu()
-    T = r.tiles.cpu().double()[tiles.clamp(min=0)]
-    T = torch.where((tiles < 0)[:, None, None], 0.0, T)
+    blocks = r.block_of[slot].long().cpu()
+    T = r.transitions.cpu().double()[blocks.clamp(min=0)]
+    T = torch.where((blocks < 0)[:, None, None], 0.0, T)
     return T @ meets + r.state[slot].cpu().double()

@@ -28,7 +28,7 @@ CHUNK = 50
 
 
 @dataclass(frozen=True)
-class CheckedError:
+class Distance:
     """A relative error and what it may be at most; ``planted``: of a fault, which must exceed it."""
 
     what: str
@@ -65,7 +65,7 @@ def reporting_failures(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_model(
     operators: Operators, device: torch.device, dtype: torch.dtype, compiled: bool = False
-) -> list[CheckedError]:
+) -> list[Distance]:
     """Errors of the ordinary and of the composed pass, and that of a planted fault.
 
     Raises :class:`GateFailed` when one is out of its bounds.
@@ -91,12 +91,12 @@ def check_model(
     naive = ComposedPass(stack, PROMPT, pool, operators, Mode.ADD)
     faulty = _distances("without transitions", naive.run(tokens), naive.state, truth, limit)
     worst = max(faulty, key=lambda d: d.error)
-    found.append(CheckedError(worst.what, worst.error, limit, planted=True))
+    found.append(Distance(worst.what, worst.error, limit, planted=True))
     require(found)
     return found
 
 
-def require(found: Sequence[CheckedError]) -> None:
+def require(found: Sequence[Distance]) -> None:
     """Raises :class:`GateFailed`, naming everything that is out of its bounds."""
     if failed := [d for d in found if not d.passed]:
         raise GateFailed("; ".join(map(str, failed)))
@@ -109,9 +109,9 @@ def relative(actual: Tensor, exact: Tensor) -> float:
 
 def _distances(
     what: str, logits: Tensor, state: Callable[[int], Tensor], truth: oracle.Truth, limit: float
-) -> list[CheckedError]:
+) -> list[Distance]:
     states = [
-        CheckedError(f"{what}, state of layer {i}", relative(state(i), exact), limit)
+        Distance(f"{what}, state of layer {i}", relative(state(i), exact), limit)
         for i, exact in truth.states.items()
     ]
-    return [CheckedError(f"{what}, logits", relative(logits, truth.logits), limit), *states]
+    return [Distance(f"{what}, logits", relative(logits, truth.logits), limit), *states]

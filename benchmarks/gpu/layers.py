@@ -396,16 +396,16 @@ class DeltaRecords:
 
     state: Tensor
     conv_tail: Tensor
-    tiles: Tensor
-    tile_of: Tensor
+    transitions: Tensor
+    block_of: Tensor
 
 
 def empty_records(stack: Stack, slots: int) -> DeltaRecords:
     d, device = stack.shape.delta, stack.device
-    tiles = torch.arange(slots * d.heads, dtype=torch.int32, device=device).view(slots, d.heads)
+    blocks = torch.arange(slots * d.heads, dtype=torch.int32, device=device).view(slots, d.heads)
     return DeltaRecords(
         torch.empty(slots, d.heads, d.K, d.V, device=device),
         torch.empty(slots, d.taps - 1, d.channels, dtype=stack.dtype, device=device),
         torch.empty(slots * d.heads, d.K, d.K, dtype=torch.float16, device=device),
-        tiles.clone(),
+        blocks.clone(),
     )

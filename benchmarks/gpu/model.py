@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.harness import report
-from vllm_hypic.harness.report import Numbers, check_outputs, console, output_options, percent, seconds
+from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
+from vllm_hypic.harness.settings import Numbers
 from vllm_hypic.harness.stats import Spread, slope, slopes
 
 from . import gate
@@ -277,8 +278,8 @@ def _checked(bench: _Bench) -> PromptTimes:
     distance = gate.relative(warm, full)
     gate.require(
         [
-            gate.CheckedError(f"{name}, state of layer 0 from full recompute's", first, FIRST_STATE),
-            gate.CheckedError(
+            gate.Distance(f"{name}, state of layer 0 from full recompute's", first, FIRST_STATE),
+            gate.Distance(
                 f"{name}, logits from full recompute's, beside other documents'", distance, strange
             ),
         ]
@@ -313,7 +314,7 @@ def _aims(points: Sequence[PromptTimes], marginals: Sequence[CachedSegmentCost])
     return aims
 
 
-def _largest(passed: Sequence[gate.CheckedError]) -> float:
+def _largest(passed: Sequence[gate.Distance]) -> float:
     return max(d.error for d in passed if not d.planted)
 
 

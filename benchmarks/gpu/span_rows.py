@@ -11,7 +11,7 @@ from vllm_hypic.backends.ops.span_attention.torch import unrotate
 from . import sdpa
 from .composed import PAGE, Composition
 from .floors import Rates, copy_work, merge_work, span_work
-from .gate import CheckedError, require
+from .gate import Distance, require
 from .operators import Operators
 from .rows import OURS, Calls, KernelTimes
 from .shapes import REAL, TINY, AttentionShape
@@ -67,7 +67,7 @@ def _attention(
     case = SpanCase.make(shape, requests, DTYPE, timer.device)
     step = operators.span(case.rows, shape, DTYPE)
     out, _ = step.attend(case.query, case.key, case.value, case.table, shape.scale)
-    require([CheckedError(f"{kernel}, {name}, from SDPA", sdpa.difference(case, out), APART)])
+    require([Distance(f"{kernel}, {name}, from SDPA", sdpa.difference(case, out), APART)])
     del out
 
     calls: Calls = {

@@ -38,16 +38,7 @@ def test_no_gpu_is_a_clear_error(command: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_little_is_needed() -> None:
     """No vLLM; matplotlib for plots only; nothing that serves or stores."""
-    absent = (
-        "vllm",
-        "transformers",
-        "matplotlib",
-        "httpx",
-        "prometheus_client",
-        "triton",
-        "pydantic",
-        "msgspec",
-    )
+    absent = ("vllm", "transformers", "matplotlib", "httpx", "prometheus_client", "triton")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -107,7 +98,7 @@ def test_model(tmp_path: Path) -> None:
 def test_answers_that_cannot_be_right_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the shapes that are timed, after the gate on the tiny model has passed."""
     small = ("--device", "cpu", "--segments", "2", "--tokens", "40")
-    monkeypatch.setattr(gate, "check_model", lambda *_, **__: [gate.CheckedError("x", 0.0, 1.0)])
+    monkeypatch.setattr(gate, "check_model", lambda *_, **__: [gate.Distance("x", 0.0, 1.0)])
     right = Composition.operations
     with monkeypatch.context() as patch:
         patch.setattr(Composition, "operations", lambda self, mode=None: right(self, Mode.ADD))

@@ -48,7 +48,7 @@ class Nothing:
     def compose(self, rows: Tensor, ops: Tensor, device: torch.device) -> Any:
         def run(x: Any, weights: Any, caches: Any, out: Tensor, records: Any) -> None:
             together(x.mixed, x.a, x.b, weights.weight, weights.rate, caches.conv, caches.state, out)
-            together(out, records.state, records.conv_tail, records.tiles, records.tile_of)
+            together(out, records.state, records.conv_tail, records.transitions, records.block_of)
             assert x.mixed.is_contiguous() and x.a.is_contiguous() and x.b.is_contiguous()
 
         assert rows.device.type == ops.device.type == "cpu" and device == META

@@ -172,9 +172,9 @@ def test_gate_passes_in_bf16_and_names_what_is_wrong(monkeypatch: pytest.MonkeyP
     assert [d.planted for d in passed].count(True) == 1
     assert max(d.error for d in passed if not d.planted) < gate.TOLERANCE[torch.bfloat16] / 2
     with pytest.raises(gate.GateFailed, match=r"logits: nan, allowed are 0\.03"):
-        gate.require([gate.CheckedError("logits", float("nan"), 0.03)])
+        gate.require([gate.Distance("logits", float("nan"), 0.03)])
     with pytest.raises(gate.GateFailed, match="expected more than"):
-        gate.require([gate.CheckedError("fault", 0.01, 0.03, planted=True)])
+        gate.require([gate.Distance("fault", 0.01, 0.03, planted=True)])
     # Composition without T, unnoticed by the operators: the gate must notice.
     right = Composition.operations
     monkeypatch.setattr(Composition, "operations", lambda self, mode=Mode.ADD: right(self, Mode.ADD))

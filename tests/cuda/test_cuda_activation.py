@@ -20,8 +20,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_hypic.backends import cuda_support as support
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
-from vllm_hypic.backends.cuda import support
 from vllm_hypic.engine import activation
 from vllm_hypic.engine.activation import CUDA_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.engine.tokenizer import TOKENS_ENV

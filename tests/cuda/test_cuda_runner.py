@@ -15,8 +15,8 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
-from vllm_hypic.backends.cuda.memory import scratch_bytes
-from vllm_hypic.backends.cuda.rows import PARTIAL_BYTES, SHORTEST, span_pieces
+from vllm_hypic.backends.attention.cuda_rows import PARTIAL_BYTES, SHORTEST, span_pieces
+from vllm_hypic.backends.cuda_support import scratch_bytes
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.engine import cuda_worker
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner

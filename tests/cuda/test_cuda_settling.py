@@ -6,6 +6,7 @@ The device is a stand-in that answers when the test says so; CUDA's streams and 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,55 +16,52 @@ import torch
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.worker.side import WorkerSide
-from vllm_hypic.pool.copy import readback as streams_module
-from vllm_hypic.pool.copy.readback import CPUStreams, CUDAStreams, streams_of
+from vllm_hypic.pool.copy import stream as streams_module
+from vllm_hypic.pool.copy.stream import CPUSideStream, CUDASideStream, side_stream_of
 from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
-from vllm_hypic.pool.record_blocks import DeviceTiles, HostTiles, RecordTiles
 from vllm_hypic.pool.step import Row, StepContext, capture_row
-from vllm_hypic.pool.transition_blocks import NONE, TilePool
+from vllm_hypic.pool.transition_blocks import NO_BLOCK, TransitionBlocks
 
 CPU = torch.device("cpu")
-HEADS, SLOTS, TILES = (2, 3), 4, 12
+HEADS, SLOTS, BLOCKS = (2, 3), 4, 12
 
 
-def books(kind: str) -> tuple[TilePool, RecordTiles]:
-    pool = TilePool(TILES, 4, torch.float16, CPU)
-    if kind == "host":
-        return pool, HostTiles(pool, HEADS, SLOTS)
-    return pool, DeviceTiles(pool, HEADS, SLOTS, CPU)
+def books(kind: str) -> TransitionBlocks:
+    return TransitionBlocks(BLOCKS, 4, HEADS, SLOTS, torch.float16, CPU, joint=kind == "device")
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_books_of_tiles(kind: str) -> None:
-    pool, tiles = books(kind)
-    tiles.offer(1)
-    assert pool.free == TILES - sum(HEADS)
-    assert [t.shape for t in tiles.tile_of] == [(SLOTS, n) for n in HEADS]
-    offered = tiles.row(1).tolist()
-    assert len(set(offered)) == sum(HEADS) and NONE not in offered
-    assert tiles.row(0).tolist() == [NONE] * sum(HEADS)
+def test_books_of_transition_blocks(kind: str) -> None:
+    blocks = books(kind)
+    assert all(t.is_contiguous() for t in blocks.block_of) == (kind == "host")
+    blocks.offer(1)
+    assert blocks.free == BLOCKS - sum(HEADS)
+    assert [t.shape for t in blocks.block_of] == [(SLOTS, n) for n in HEADS]
+    offered = blocks.row(1).tolist()
+    assert len(set(offered)) == sum(HEADS) and NO_BLOCK not in offered
+    assert blocks.row(0).tolist() == [NO_BLOCK] * sum(HEADS)
     # A kernel finds two heads dead.
-    tiles.tile_of[0][1, 1] = tiles.tile_of[1][1, 0] = NONE
-    row = tiles.row(1).clone()
-    assert row.tolist() == [offered[0], NONE, NONE, *offered[3:]]
-    assert tiles.settle(1, row) == 3 and pool.free == TILES - 3
-    assert tiles.settle(1) == 3 and pool.free == TILES - 3, "settled twice"
-    tiles.offer(2)
-    assert not set(tiles.row(2).tolist()) & {offered[0], *offered[3:]}, "a tile of two records"
-    tiles.release([1, 2, 3])
-    assert pool.free == TILES and tiles.row(1).tolist() == [NONE] * sum(HEADS)
-    assert tiles.settle(1) == 0
+    blocks.block_of[0][1, 1] = blocks.block_of[1][1, 0] = NO_BLOCK
+    row = blocks.row(1).clone()
+    assert row.tolist() == [offered[0], NO_BLOCK, NO_BLOCK, *offered[3:]]
+    assert blocks.settle(1, row) == 3 and blocks.free == BLOCKS - 3
+    assert blocks.settle(1) == 3 and blocks.free == BLOCKS - 3, "settled twice"
+    blocks.offer(2)
+    assert not set(blocks.row(2).tolist()) & {offered[0], *offered[3:]}, "a transition block of two records"
+    blocks.release([1, 2, 3])
+    assert blocks.free == BLOCKS and blocks.row(1).tolist() == [NO_BLOCK] * sum(HEADS)
+    assert blocks.settle(1) == 0
 
 
 def test_a_record_that_goes_before_it_is_settled_gives_everything_back() -> None:
-    pool, tiles = books("device")
-    tiles.offer(1)
-    tiles.release([1])
-    assert pool.free == TILES
-    tiles.offer(0), tiles.offer(1)
-    with pytest.raises(RuntimeError, match="tiles wanted"):
-        tiles.offer(2)
+    blocks = books("device")
+    blocks.offer(1)
+    blocks.release([1])
+    assert blocks.free == BLOCKS
+    blocks.offer(0), blocks.offer(1)
+    with pytest.raises(RuntimeError, match="transition blocks wanted"):
+        blocks.offer(2)
 
 
 class LateRow:
@@ -96,12 +94,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
 def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
     """A worker whose pool keeps its books as on a GPU."""
     linear = tuple(LinearGeometry(f"layers.{i}", n, 4, 4, 3, 8, torch.float32) for i, n in enumerate(HEADS))
-    geometry = PoolGeometry((), linear, page_tokens=8, pages=0, slots=SLOTS, tiles=TILES)
+    geometry = PoolGeometry((), linear, page_tokens=8, pages=0, slots=SLOTS, transition_blocks=BLOCKS)
     late = LateStreams()
-    monkeypatch.setattr("vllm_hypic.connector.worker.side.streams_of", lambda device: late)
-    monkeypatch.setattr(
-        "vllm_hypic.pool.tensors.HostTiles", lambda pool, heads, slots: DeviceTiles(pool, heads, slots, CPU)
-    )
+    monkeypatch.setattr("vllm_hypic.connector.worker.side.side_stream_of", lambda device: late)
+    monkeypatch.setattr("vllm_hypic.pool.tensors.TransitionBlocks", partial(TransitionBlocks, joint=True))
     worker = WorkerSide(geometry, HypicConfig())
     worker.start(CPU)
     return worker, late
@@ -109,12 +105,12 @@ def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStream
 
 def capture(worker: WorkerSide, slot: int, serial: int, *, leading: bool = False, dead: int = 0) -> None:
     """A pass that completes a record, ``dead`` heads of which have forgotten."""
-    assert worker.runtime is not None and worker.runtime.pool.record_tiles is not None
+    assert worker.runtime is not None
     plan = CapturePlan(0, 4, slot, np.arange(4), None, leading, serial)
     worker.runtime.step = StepContext([], [capture_row(f"r{serial}", Row(0, 0, 4, 0, 4), plan)], CPU)
     if not leading:
-        worker.runtime.pool.offer_tiles(slot)
-        worker.runtime.pool.record_tiles.tile_of[1][slot, :dead] = NONE
+        worker.runtime.pool.transition_blocks.offer(slot)
+        worker.runtime.pool.transition_blocks.block_of[1][slot, :dead] = NO_BLOCK
     worker.end_step()
 
 
@@ -127,11 +123,11 @@ def test_tiles_are_reported_one_pass_later(late: tuple[WorkerSide, LateStreams])
     assert worker.take_report() is None
     capture(worker, 1, serial=2, dead=1)
     report = worker.take_report()
-    assert report is not None and report.tiles == {1: 3}
+    assert report is not None and report.transition_blocks == {1: 3}
     streams.sent[1].here = True
     worker.end_step()
     report = worker.take_report()
-    assert report is not None and report.tiles == {2: 4}
+    assert report is not None and report.transition_blocks == {2: 4}
     worker.end_step()
     assert worker.take_report() is None
 
@@ -140,12 +136,12 @@ def test_the_row_is_read_as_the_pass_left_it(late: tuple[WorkerSide, LateStreams
     """A later pass may reuse the table's row before the copy is looked at."""
     worker, streams = late
     capture(worker, 0, serial=1, dead=2)
-    assert worker.runtime is not None and worker.runtime.pool.record_tiles is not None
-    worker.runtime.pool.record_tiles.row(0).fill_(5)
+    assert worker.runtime is not None
+    worker.runtime.pool.transition_blocks.row(0).fill_(5)
     streams.sent[0].here = True
     worker.end_step()
     report = worker.take_report()
-    assert report is not None and report.tiles == {1: 3}
+    assert report is not None and report.transition_blocks == {1: 3}
 
 
 def test_a_record_that_is_dropped_meanwhile_is_not_reported(late: tuple[WorkerSide, LateStreams]) -> None:
@@ -156,11 +152,11 @@ def test_a_record_that_is_dropped_meanwhile_is_not_reported(late: tuple[WorkerSi
     streams.sent[1].here = True
     worker.end_step()
     report = worker.take_report()
-    assert report is not None and report.tiles == {2: 4}
+    assert report is not None and report.transition_blocks == {2: 4}
     worker.absorb(HypicMetadata(dropped_slots=[0]))
-    assert worker.runtime is not None and worker.runtime.pool.record_tiles is not None
-    pool: Any = worker.runtime.pool.record_tiles
-    assert pool._pool.free == TILES
+    assert worker.runtime is not None
+    pool: Any = worker.runtime.pool.transition_blocks
+    assert pool.free == BLOCKS
 
 
 def test_ranks_report_a_record_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,17 +172,17 @@ def test_ranks_report_a_record_together(monkeypatch: pytest.MonkeyPatch) -> None
         ours, theirs = (worker.take_report() for worker, _ in ranks)
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
-            reports.append(ours.aggregate(theirs).tiles)  # type: ignore[attr-defined]
+            reports.append(ours.aggregate(theirs).transition_blocks)  # type: ignore[attr-defined]
     for worker, _ in ranks:
         worker.end_step()
     ours, theirs = (worker.take_report() for worker, _ in ranks)
     assert ours is not None and theirs is not None
-    reports.append(ours.aggregate(theirs).tiles)  # type: ignore[attr-defined]
+    reports.append(ours.aggregate(theirs).transition_blocks)  # type: ignore[attr-defined]
     assert reports == [{1: 5}, {2: 5}]
     for worker, _ in ranks:
         assert worker.runtime is not None
-        pool: Any = worker.runtime.pool.record_tiles
-        assert pool._pool.free >= TILES - 10, "a rank holds more than the scheduler counts"
+        pool: Any = worker.runtime.pool.transition_blocks
+        assert pool.free >= BLOCKS - 10, "a rank holds more than the scheduler counts"
 
 
 def test_leading_records_need_none(late: tuple[WorkerSide, LateStreams]) -> None:
@@ -196,9 +192,9 @@ def test_leading_records_need_none(late: tuple[WorkerSide, LateStreams]) -> None
 
 
 def test_on_the_cpu_everything_is_there_at_once() -> None:
-    assert isinstance(streams_of(CPU), CPUStreams)
+    assert isinstance(side_stream_of(CPU), CPUSideStream)
     tensor = torch.arange(3)
-    back = CPUStreams().read_back(tensor)
+    back = CPUSideStream().read_back(tensor)
     tensor.zero_()
     assert back.value().tolist() == [0, 1, 2]
 
@@ -252,7 +248,7 @@ def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(streams_module.torch, "empty", lambda *args, **options: Host())
-    back = CUDAStreams(torch.device("cuda")).read_back(Row())  # type: ignore[arg-type]
+    back = CUDASideStream(torch.device("cuda")).read_back(Row())  # type: ignore[arg-type]
     assert log == [
         "cloned on compute",
         "copies wait for compute",

@@ -256,9 +256,12 @@ def worker_of(llm: Any) -> Any:
 
 
 def pool_unit_bytes(llm: Any) -> tuple[int, int]:
-    """Bytes of one page, and of one state slot with a tile for every head, of a hypic engine's pool."""
+    """Bytes of one page, and of one state slot with blocks for all transitions, of a hypic engine's pool."""
     geometry = scheduler_of(llm).hypic.geometry
-    return geometry.page_bytes, geometry.slot_bytes + geometry.record_tiles * geometry.tile_bytes
+    return (
+        geometry.page_bytes,
+        geometry.slot_bytes + geometry.record_transition_blocks * geometry.transition_block_bytes,
+    )
 
 
 def drain(llm: Any, steps: int = 2000) -> None:
@@ -312,7 +315,7 @@ def audit(llm: Any) -> Audit:
         held=len(side._held) + len(scheduler._ending),
         worker_streams=len(worker._streams),
         worker_captures=len(worker._captures),
-        carried=len(worker.runtime.carried_summaries),
+        carried=sum(len(layer.carries) for layer in worker.runtime.carrying),
     )
 
 

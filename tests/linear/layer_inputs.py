@@ -38,8 +38,8 @@ class Records:
 
     state: Tensor
     conv_tail: Tensor
-    tiles: Tensor
-    tile_of: Tensor
+    transitions: Tensor
+    block_of: Tensor
 
 
 @dataclass
@@ -110,7 +110,9 @@ class Layer:
             self,
             caches=Caches(c.slots, c.conv.clone(), c.state.double()),
             out=self.out.double(),
-            records=Records(r.state.double(), r.conv_tail.clone(), r.tiles.double(), r.tile_of.clone()),
+            records=Records(
+                r.state.double(), r.conv_tail.clone(), r.transitions.double(), r.block_of.clone()
+            ),
             carries=[Carry(k.transition.double(), k.head.double(), k.alive.clone()) for k in self.carries],
         )
 
@@ -120,7 +122,7 @@ class Layer:
             self,
             caches=Caches(c.slots, c.conv.clone(), c.state.clone()),
             out=self.out.clone(),
-            records=Records(*(t.clone() for t in (r.state, r.conv_tail, r.tiles, r.tile_of))),
+            records=Records(*(t.clone() for t in (r.state, r.conv_tail, r.transitions, r.block_of))),
             carries=[Carry(k.transition.clone(), k.head.clone(), k.alive.clone()) for k in self.carries],
         )
 
@@ -146,9 +148,9 @@ class Layer:
         return self.caches.conv[int(self.caches.slots[batch_row])]
 
     def transition(self, slot: int) -> Tensor:
-        tiles = self.records.tile_of[slot].long()
-        dead = (tiles < 0)[:, None, None]
-        return torch.where(dead, 0.0, self.records.tiles[tiles.clamp(min=0)].double())
+        blocks = self.records.block_of[slot].long()
+        dead = (blocks < 0)[:, None, None]
+        return torch.where(dead, 0.0, self.records.transitions[blocks.clamp(min=0)].double())
 
     def random_record(self, slot: int, seed: int, dead: Sequence[int] = ()) -> None:
         """A record like one of real tokens: T of norm below 1; `dead` heads without."""
@@ -158,10 +160,10 @@ class Layer:
         r.conv_tail[slot] = torch.randn(s.taps - 1, s.channels, generator=gen).to(r.conv_tail.dtype)
         for h in range(s.heads):
             if h in dead:
-                r.tile_of[slot, h] = -1
+                r.block_of[slot, h] = -1
             else:
-                tile = torch.randn(s.K, s.K, generator=gen) / (2 * math.sqrt(s.K))
-                r.tiles[r.tile_of[slot, h]] = tile.half().to(r.tiles.dtype)
+                block = torch.randn(s.K, s.K, generator=gen) / (2 * math.sqrt(s.K))
+                r.transitions[r.block_of[slot, h]] = block.half().to(r.transitions.dtype)
 
 
 @dataclass(frozen=True)

@@ -92,17 +92,17 @@ def check_segments(ours: Layer, exact: Layer, segments: Sequence[Segment], befor
         assert relative(ours.state(s.batch_row), state) < TOLERANCE[dtype], context
         assert torch.equal(ours.context(s.batch_row), exact.context(s.batch_row)), context
         assert torch.equal(ours.records.conv_tail[s.slot], exact.records.conv_tail[s.slot]), context
-        assert torch.equal(ours.records.tile_of[s.slot], exact.records.tile_of[s.slot]), context
+        assert torch.equal(ours.records.block_of[s.slot], exact.records.block_of[s.slot]), context
         check_record(ours, exact, s)
     # Nothing else was written.
     assert ours.out[~touched].isnan().all()
     used = {s.slot for s in segments}
     for slot in set(range(SLOTS)) - used:
         assert ours.records.state[slot].isnan().all() and ours.records.conv_tail[slot].isnan().all()
-        assert torch.equal(ours.records.tile_of[slot], before.records.tile_of[slot])
-    alive = [t for s in segments for t in ours.records.tile_of[s.slot].tolist() if t >= 0]
-    others = sorted(set(range(len(ours.records.tiles))) - set(alive))
-    assert ours.records.tiles[others].isnan().all()
+        assert torch.equal(ours.records.block_of[slot], before.records.block_of[slot])
+    alive = [t for s in segments for t in ours.records.block_of[s.slot].tolist() if t >= 0]
+    others = sorted(set(range(len(ours.records.transitions))) - set(alive))
+    assert ours.records.transitions[others].isnan().all()
     rows = {s.batch_row for s in segments}
     for row in set(range(SLOTS)) - rows:
         assert ours.state(row).isnan().all() and ours.context(row).isnan().all()
@@ -216,7 +216,7 @@ def test_extreme_gates(module: ModuleType, g: float) -> None:
     run_segments(reference, exact, [segment])
     run_segments(module, layer, [segment])
     check_segments(layer, exact, [segment], before)
-    assert (layer.records.tile_of[1] < 0).all() == (g <= -0.5)
+    assert (layer.records.block_of[1] < 0).all() == (g <= -0.5)
 
 
 @MODULES
@@ -234,7 +234,7 @@ def test_heads_die_exactly_when_t_rounds_to_zero(module: ModuleType) -> None:
             for cuts in ([], [20, 50]):
                 layer = Layer.make(shape, 70)
                 run_segments(module, layer, [segment], cuts, tolerance)
-                assert ((layer.records.tile_of[1] < 0) == (largest < tolerance)).all()
+                assert ((layer.records.block_of[1] < 0) == (largest < tolerance)).all()
                 alive = largest >= tolerance
                 assert fp16_of(layer.transition(1)[alive], full.transition(1)[alive], 1e-6)
 
@@ -293,11 +293,11 @@ def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
 
 
 @MODULES
-def test_a_dead_head_reads_no_tile(module: ModuleType) -> None:
+def test_a_dead_head_reads_no_block(module: ModuleType) -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     layer.random_record(0, 0, dead=[1])
-    spare = [t for t in range(len(layer.records.tiles)) if t != int(layer.records.tile_of[0, 0])]
-    assert layer.records.tiles[spare].isnan().all()
+    spare = [t for t in range(len(layer.records.transitions)) if t != int(layer.records.block_of[0, 0])]
+    assert layer.records.transitions[spare].isnan().all()
     requests = [(0, False, [(0, 9, 0, TRANSITION), (9, 11, -1, NONE)])]
     exact = layer.exact()
     run_compose(reference, exact, requests)
@@ -397,8 +397,8 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
             run_segments(native, layer, [bad])
     with pytest.raises(IndexError, match="record"):
         run_compose(native, layer, [(0, False, [(0, 1, SLOTS, TRANSITION)])])
-    layer.records.tile_of[1] = -1
-    with pytest.raises(IndexError, match="tile"):
+    layer.records.block_of[1] = -1
+    with pytest.raises(IndexError, match="transition block"):
         run_segments(native, layer, [good])
     assert layer.out.isnan().all()
 
@@ -407,7 +407,7 @@ def test_the_operators_can_be_traced() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     w, c, r = layer.weights, layer.caches, layer.records
     common = (layer.x.mixed, layer.x.a, layer.x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads, w.eps)
-    common = (*common, c.slots, c.conv, c.state, layer.out, r.state, r.conv_tail, r.tiles, r.tile_of)
+    common = (*common, c.slots, c.conv, c.state, layer.out, r.state, r.conv_tail, r.transitions, r.block_of)
     k = layer.carries[0]
     rows = segment_program([Segment(0, 0, 20, 8, 20, 1)])
     arguments = (*common, rows, [k.transition], [k.head], [k.alive], DEAD_BELOW)

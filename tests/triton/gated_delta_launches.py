@@ -26,8 +26,8 @@ class Records:
     def __init__(self) -> None:
         self.state = torch.empty(1, HEADS, K, V)
         self.conv_tail = torch.empty(1, TAPS - 1, CHANNELS, dtype=torch.bfloat16)
-        self.tiles = torch.empty(1, K, K, dtype=torch.float16)
-        self.tile_of = torch.empty(1, HEADS, dtype=torch.int32)
+        self.transitions = torch.empty(1, K, K, dtype=torch.float16)
+        self.block_of = torch.empty(1, HEADS, dtype=torch.int32)
 
 
 def step(requests: int, rows: int) -> None:

@@ -25,7 +25,7 @@ def moved(layer: Layer, device: torch.device) -> Layer:
         ),
         caches=Caches(c.slots.to(device), c.conv.to(device), c.state.to(device)),
         out=layer.out.to(device),
-        records=Records(*(t.to(device) for t in (r.state, r.conv_tail, r.tiles, r.tile_of))),
+        records=Records(*(t.to(device) for t in (r.state, r.conv_tail, r.transitions, r.block_of))),
         carries=[
             Carry(k.transition.to(device), k.head.to(device), k.alive.to(device)) for k in layer.carries
         ],

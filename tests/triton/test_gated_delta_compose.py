@@ -50,11 +50,11 @@ def test_compose(shape: Shape, dtype: torch.dtype, device: torch.device) -> None
     assert all(t.isnan().all() for t in (ours.state(3), ours.context(3)))
 
 
-def test_a_dead_head_reads_no_tile(device: torch.device) -> None:
+def test_a_dead_head_reads_no_block(device: torch.device) -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     layer.random_record(0, 0, dead=[1])
-    spare = [t for t in range(len(layer.records.tiles)) if t != int(layer.records.tile_of[0, 0])]
-    assert layer.records.tiles[spare].isnan().all()
+    spare = [t for t in range(len(layer.records.transitions)) if t != int(layer.records.block_of[0, 0])]
+    assert layer.records.transitions[spare].isnan().all()
     requests = [(0, False, [(0, 9, 0, TRANSITION), (9, 11, -1, NONE)])]
     ours, exact = composed(layer, requests, device)
     check_composed(ours, exact, requests)

@@ -121,7 +121,7 @@ def test_extreme_gates(g: float, device: torch.device) -> None:
     segment = Segment(0, 0, 90, 8, 82, 1)
     ours, exact, before = captured(layer, [segment], device)
     check_segments(ours, exact, [segment], before)
-    assert (ours.records.tile_of[1] < 0).all() == (g <= -0.5)
+    assert (ours.records.block_of[1] < 0).all() == (g <= -0.5)
 
 
 def test_strong_gates_amid_weak_ones(device: torch.device) -> None:
@@ -157,7 +157,7 @@ def test_heads_die_exactly_when_t_rounds_to_zero(device: torch.device) -> None:
     for head, factor, cuts in ((0, 1.001, []), (0, 0.999, [20]), (1, 1.001, [20, 45]), (2, 0.999, [])):
         tolerance = float(largest[head]) * factor
         ours, _, _ = captured(Layer.make(shape, 50), [segment], device, cuts, tolerance)
-        assert ((ours.records.tile_of[1] < 0) == (largest < tolerance)).all()
+        assert ((ours.records.block_of[1] < 0) == (largest < tolerance)).all()
         alive = largest >= tolerance
         assert fp16_of(ours.transition(1)[alive], full.transition(1)[alive], 1e-6)
 
@@ -175,7 +175,7 @@ def test_a_head_that_died_in_an_earlier_pass_stays_dead(device: torch.device) ->
 
 def test_a_head_without_a_tile_is_seen(device: torch.device) -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
-    layer.records.tile_of[1, 0] = -1
+    layer.records.block_of[1, 0] = -1
     there = moved(layer, device)
     run_segments(operators, there, [Segment(0, 0, 20, 4, 20, 1)])
     assert there.records.state[1, 0].isnan().all() and not there.records.state[1, 1].isnan().any()

@@ -12,10 +12,10 @@ from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import PolicyName, make_policy
 
-PAGES, SLOTS, PAGE_TOKENS, TILES = 12, 5, 4, 10
+PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 5, 4, 10
 NEEDS = {
-    SegmentKey(name): Need(columns, tiles)
-    for name, columns, tiles in zip(
+    SegmentKey(name): Need(columns, transition_blocks)
+    for name, columns, transition_blocks in zip(
         "abcdefgh", (1, 4, 5, 8, 12, 13, 20, 40), (3, 3, 0, 3, 3, 3, 3, 3), strict=True
     )
 }
@@ -23,9 +23,9 @@ NEEDS = {
 
 
 def directory(
-    pages: int = PAGES, slots: int = SLOTS, tiles: int = 100, policy: PolicyName = "lru"
+    pages: int = PAGES, slots: int = SLOTS, transition_blocks: int = 100, policy: PolicyName = "lru"
 ) -> SegmentDirectory:
-    return SegmentDirectory(pages, slots, PAGE_TOKENS, tiles, policy=make_policy(policy))
+    return SegmentDirectory(pages, slots, PAGE_TOKENS, transition_blocks, policy=make_policy(policy))
 
 
 def wanted(*keys: str) -> dict[SegmentKey, Need]:
@@ -53,7 +53,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(["lru", "flop-aware"]))
     def start(self, policy: PolicyName) -> None:
-        self.books = directory(tiles=TILES, policy=policy)
+        self.books = directory(transition_blocks=BLOCKS, policy=policy)
 
     @rule(keys=st.sets(st.sampled_from(sorted(NEEDS)), min_size=1, max_size=4))
     def acquire(self, keys: set[SegmentKey]) -> None:
@@ -67,7 +67,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         assert {e.key for e in reserved} == missing
         for entry in reserved:
-            assert Need(entry.columns, entry.tiles) == NEEDS[entry.key] and not entry.resident
+            assert Need(entry.columns, entry.transition_blocks) == NEEDS[entry.key] and not entry.resident
         self.holders.append(asked)
         self.computing |= missing
 
@@ -79,19 +79,21 @@ class DirectoryMachine(RuleBasedStateMachine):
             kept |= {k for k in self.kept if self.books.lookup(k) is not Lookup.MISS}
         pages = sum(self.books.pages_for(NEEDS[k].columns) for k in kept)
         held = [k for k in kept if self.books.lookup(k) is not Lookup.MISS]
-        tiles = sum(self.books.get(k).tiles for k in held) + sum(NEEDS[k].tiles for k in kept - set(held))
-        return pages <= PAGES and len(kept) <= SLOTS and tiles <= TILES
+        transition_blocks = sum(self.books.get(k).transition_blocks for k in held) + sum(
+            NEEDS[k].transition_blocks for k in kept - set(held)
+        )
+        return pages <= PAGES and len(kept) <= SLOTS and transition_blocks <= BLOCKS
 
     def counts(self) -> tuple[int, ...]:
         books = self.books
-        return len(books), books.free_pages, books.free_slots, books.free_tiles, books.evictions
+        return len(books), books.free_pages, books.free_slots, books.free_transition_blocks, books.evictions
 
-    @rule(serial=st.integers(1, 30), tiles=st.integers(0, 4))
-    def shrink(self, serial: int, tiles: int) -> None:
+    @rule(serial=st.integers(1, 30), transition_blocks=st.integers(0, 4))
+    def shrink(self, serial: int, transition_blocks: int) -> None:
         """The worker's word on a record, or on one that is gone."""
-        free = self.books.free_tiles
-        self.books.shrink(serial, tiles)
-        assert self.books.free_tiles >= free
+        free = self.books.free_transition_blocks
+        self.books.shrink(serial, transition_blocks)
+        assert self.books.free_transition_blocks >= free
 
     @rule()
     def dropped_slots_are_free(self) -> None:
@@ -226,36 +228,36 @@ def test_one_acquire_too_many_released_is_an_error() -> None:
 
 
 def test_tiles_that_a_record_did_not_need_serve_others() -> None:
-    books = directory(tiles=5)
+    books = directory(transition_blocks=5)
     fill(books, "a")
     assert books.acquire(wanted("a", "b")) is None, "each may need three"
     books.shrink(books.get(SegmentKey("a")).serial, 1)
-    assert books.free_tiles == 4
+    assert books.free_transition_blocks == 4
     assert books.acquire(wanted("a", "b")) is not None
     books.shrink(books.get(SegmentKey("a")).serial, 2)
-    assert books.free_tiles == 1, "a record never grows"
+    assert books.free_transition_blocks == 1, "a record never grows"
 
 
 def test_a_late_word_on_another_record_changes_nothing() -> None:
     """The same segment, dropped and reserved anew in the same place, is another record."""
-    books = directory(tiles=5)
+    books = directory(transition_blocks=5)
     fill(books, "a")
     old = books.get(SegmentKey("a")).serial
     books.drop_unpinned()
     books.acquire(wanted("a"))
     books.shrink(old, 0)
-    assert books.free_tiles == 2
+    assert books.free_transition_blocks == 2
 
 
 def test_tiles_make_records_leave() -> None:
-    books = directory(tiles=6)
+    books = directory(transition_blocks=6)
     fill(books, "a", "b")
     slot = books.get(SegmentKey("a")).slot
     fill(books, "d")
     assert books.lookup(SegmentKey("a")) is Lookup.MISS and books.take_dropped_slots() == [slot]
 
 
-@pytest.mark.parametrize("damage", ["page twice", "slot lost", "tile lost", "negative pins"])
+@pytest.mark.parametrize("damage", ["page twice", "slot lost", "transition block lost", "negative pins"])
 def test_integrity_check_finds_planted_damage(damage: str) -> None:
     books = directory()
     fill(books, "a", "f")
@@ -265,8 +267,8 @@ def test_integrity_check_finds_planted_damage(damage: str) -> None:
         books._free_pages.append(entry.pages[0])
     elif damage == "slot lost":
         books._free_slots.pop()
-    elif damage == "tile lost":
-        books.free_tiles -= 1
+    elif damage == "transition block lost":
+        books.free_transition_blocks -= 1
     else:
         entry.pins = -1
     with pytest.raises(RuntimeError, match="public pool"):

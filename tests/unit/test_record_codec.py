@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.pool.codec import RankPart, RecordCodec
-from vllm_hypic.pool.copy.movers import mover_of
+from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.pool.tensors import DevicePool
-from vllm_hypic.pool.transition_blocks import NONE
+from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.store.protocol import Verdict
 from vllm_hypic.store.record import record_nbytes, seal_record
@@ -29,7 +29,7 @@ LINEAR = tuple(LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat
 
 def pool_of(attention: bool = True, linear: bool = True) -> DevicePool:
     geometry = PoolGeometry(
-        ATTENTION if attention else (), LINEAR if linear else (), PAGE, PAGES, SLOTS, tiles=24
+        ATTENTION if attention else (), LINEAR if linear else (), PAGE, PAGES, SLOTS, transition_blocks=24
     )
     pool = DevicePool(geometry, torch.device("cpu"))
     for tensor in tensors(pool):
@@ -42,7 +42,7 @@ def tensors(pool: DevicePool) -> Iterator[torch.Tensor]:
         yield from (kv.key, kv.value)
     for records in pool.linear.values():
         yield from (records.state, records.conv_tail)
-    yield from [records.tiles for records in pool.linear.values()][:1]
+    yield from [records.transitions for records in pool.linear.values()][:1]
 
 
 def place(slot: int, pages: list[int], columns: int, leading: bool = False) -> RecordPlace:
@@ -55,14 +55,14 @@ def codec_of(pool: DevicePool, part: RankPart | None = None, model: str = "m") -
 
 
 def settle(pool: DevicePool, at: RecordPlace, dead: set[int]) -> None:
-    """As a capture leaves it: a tile for every live head."""
+    """As a capture leaves it: a transition block for every live head."""
     if at.leading:
         return
-    pool.offer_tiles(at.slot)
+    pool.transition_blocks.offer(at.slot)
     for records in pool.linear.values():
         for head in dead:
-            records.tile_of[at.slot, head] = NONE
-    pool.settle_tiles(at.slot)
+            records.block_of[at.slot, head] = NO_BLOCK
+    pool.transition_blocks.settle(at.slot)
 
 
 def written(codec: RecordCodec, at: RecordPlace) -> memoryview:
@@ -112,13 +112,13 @@ def test_round_trip_to_another_place(
     assert len(data) <= expected.max_nbytes
     before = contents(pool, source)
     if not leading:
-        pool.offer_tiles(target.slot)
+        pool.transition_blocks.offer(target.slot)
     others = torch.from_numpy(place(0, pages[6:], 6 * PAGE).column_slots)
     untouched = [kv.value[others] for kv in pool.kv.values()]
     assert codec.reader(target, expected)(data) is Verdict.TAKEN
     if not leading:
         live = (HEADS - len(dead)) * len(pool.linear)
-        assert pool.settle_tiles(target.slot) == live
+        assert pool.transition_blocks.settle(target.slot) == live
     assert same(contents(pool, target), before) and same(contents(pool, source), before)
     assert same([kv.value[others] for kv in pool.kv.values()], untouched), "pages of others were written"
 
@@ -128,9 +128,9 @@ def test_dead_heads_take_no_bytes() -> None:
     settle(pool, place(0, [0], 4), set())
     settle(pool, place(1, [1], 4), {0, 2})
     codec = codec_of(pool)
-    tile = LINEAR[0].key_dim ** 2 * 2
+    block = LINEAR[0].key_dim ** 2 * 2
     saved = len(written(codec, place(0, [0], 4))) - len(written(codec, place(1, [1], 4)))
-    assert abs(saved - 2 * len(LINEAR) * tile) < 64 * 2 * len(LINEAR)  # but for alignment
+    assert abs(saved - 2 * len(LINEAR) * block) < 64 * 2 * len(LINEAR)  # but for alignment
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_another_record_is_refused_and_nothing_is_written(change: dict, codec_ar
     settle(pool, source, {1})
     data = written(codec_of(pool), source)
     target = replace(place(2, [3, 4], 4), **change)
-    pool.offer_tiles(target.slot)
+    pool.transition_blocks.offer(target.slot)
     reader = codec_of(pool, **codec_args)
     before = [t.clone() for t in tensors(pool)]
     assert reader.reader(target, reader.expected(target))(data) is Verdict.FOREIGN
@@ -163,7 +163,7 @@ def test_every_flipped_byte_is_refused_and_nothing_is_written() -> None:
     settle(pool, source, {1})
     codec = codec_of(pool)
     data = written(codec, source)
-    pool.offer_tiles(target.slot)
+    pool.transition_blocks.offer(target.slot)
     before = [t.clone() for t in tensors(pool)]
     read = codec.reader(target, codec.expected(target))
     for at in range(0, len(data), 7):
@@ -189,7 +189,7 @@ def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -
     assert at > 0
     buffer[at : at + 3] = bytes(live)
     seal_record(buffer)
-    pool.offer_tiles(target.slot)
+    pool.transition_blocks.offer(target.slot)
     before = [t.clone() for t in tensors(pool)]
     assert codec.reader(target, codec.expected(target))(buffer) is Verdict.DAMAGED
     assert same(list(tensors(pool)), before)

@@ -45,7 +45,7 @@ def side(
         page_tokens=4,
         pages=segments * PAGES_EACH,
         slots=segments,
-        tiles=segments * LINEAR.heads if linear else 0,
+        transition_blocks=segments * LINEAR.heads if linear else 0,
     )
     return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS, ranks=ranks)
 
@@ -144,12 +144,12 @@ def test_a_loaded_record_keeps_as_many_tiles_as_its_fullest_rank(complete: bool)
     admit(on, "r", 0, 1)
     on.pump()
     place = next(p for p in step(on).loads if not p.leading)
-    free = on.directory.free_tiles
-    on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, tiles=2)}))
-    assert on.directory.free_tiles == free, "the other rank may need more"
-    last = LoadCount(taken=1, tiles=5) if complete else LoadCount(missed=1)
+    free = on.directory.free_transition_blocks
+    on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, transition_blocks=2)}))
+    assert on.directory.free_transition_blocks == free, "the other rank may need more"
+    last = LoadCount(taken=1, transition_blocks=5) if complete else LoadCount(missed=1)
     on.absorb(WorkerReport(loads={place.serial: last}))
-    assert on.directory.free_tiles == free + (LINEAR.heads - 5 if complete else 0)
+    assert on.directory.free_transition_blocks == free + (LINEAR.heads - 5 if complete else 0)
 
 
 def test_two_requests_for_one_absent_record_fetch_it_once() -> None:
@@ -221,7 +221,7 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     on.finished("r", completed=True)
     on.upkeep.pin_record(keys[0])
     on.upkeep.pin_record(keys[1])
-    with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and tiles"):
+    with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and transition blocks"):
         on.upkeep.pin_record(keys[2])
     # Three new documents beside two pinned ones do not fit in four places: one is computed in the stream.
     DOCUMENTS.append(list(range(500, 540)))

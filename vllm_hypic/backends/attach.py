@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
+from ..pool.families import FAMILIES
 from .attention.base import AttentionLink, PublicAttention
-from .linear.gdn.base import HypicGatedDeltaNet
+from .linear.base import LinearLayer
 from .ops import extension, span_attention
 from .probe import PROBE_TOKENS, Unsupported, link_ropes, run_model
 from .rope import RopeTap
@@ -42,17 +44,18 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
                 f"hypic: layer {attention.layer}: {reason} is not supported; serve without hypic"
             )
         impls[attention.layer] = impl
+    known = [family.stock for family in FAMILIES]
     for linear in geometry.linear:
-        if not isinstance(layers[linear.layer], HypicGatedDeltaNet):
+        if not isinstance(layers[linear.layer], LinearLayer):
             raise Unsupported(
                 f"hypic: layer {linear.layer} ({type(layers[linear.layer]).__name__}) "
-                "has no supported transition; supported linear layers: QwenGatedDeltaNetAttention"
+                f"has no supported transition; supported linear layers: {', '.join(known)}"
             )
     _require_own_graph(runner, geometry)
     ropes = link_ropes(runner, impls)
     runtime = start(runner.device)
     _link(runner, layers, impls, ropes, runtime)
-    return _describe(ropes, len(geometry.linear))
+    return _describe(ropes, [layers[g.layer].family.name for g in geometry.linear])
 
 
 def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
@@ -86,10 +89,10 @@ def _link(
     for name in runtime.pool.linear:
         reason = layers[name].kernel_refusal()
         if device == "cpu":
-            _warn_of_refusal("gated delta net", reason)
+            _warn_of_refusal(layers[name].family.name, reason)
         elif reason is not None:
             raise Unsupported(f"hypic: layer {name}: {reason} is not supported; serve without hypic")
-        layers[name].hypic_runtime = runtime
+        layers[name].connect(runtime)
     for name in list(runtime.pool.linear)[:1]:
         layers[name].warm_up(runtime)
 
@@ -103,10 +106,10 @@ def _warn_of_refusal(kind: str, reason: str | None) -> None:
         logger.warning_once("hypic: %s runs in PyTorch, several times slower: %s", kind, reason)
 
 
-def _describe(ropes: dict[str, RopeTap | None], linear: int) -> str:
-    kinds: dict[str, int] = {}
-    for rope in ropes.values():
-        kind = "NoPE" if rope is None else type(rope).__name__.removeprefix("Hypic")
-        kinds[kind] = kinds.get(kind, 0) + 1
+def _describe(ropes: dict[str, RopeTap | None], linear: list[str]) -> str:
+    kinds = Counter(
+        "NoPE" if rope is None else type(rope).__name__.removeprefix("Hypic") for rope in ropes.values()
+    )
     attention = ", ".join(f"{n} full attention ({kind})" for kind, n in kinds.items())
-    return ", ".join(filter(None, [attention, f"{linear} gated delta net" if linear else ""]))
+    families = [f"{n} {family}" for family, n in Counter(linear).items()]
+    return ", ".join(filter(None, [attention, *families]))

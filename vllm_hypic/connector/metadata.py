@@ -53,7 +53,7 @@ class HypicMetadata(KVConnectorMetadata):
     captures: dict[str, CapturePlan] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     dropped_slots: list[int] = field(default_factory=list)
-    """Slots whose records are gone: their tiles are free."""
+    """Slots whose records are gone: their transition blocks are free."""
     loads: list[RecordPlace] = field(default_factory=list)
     """Records to fetch from the store."""
     orders: list[StoreOrder] = field(default_factory=list)
@@ -78,7 +78,7 @@ class LoadCount:
     missed: int = 0
     tier: str = ""
     """Where it was found, of one rank; of a record that another instance sent, how it came."""
-    tiles: int = 0
+    transition_blocks: int = 0
     """That the fullest of these ranks keeps."""
 
     def __add__(self, other: LoadCount) -> LoadCount:
@@ -86,7 +86,7 @@ class LoadCount:
             self.taken + other.taken,
             self.missed + other.missed,
             self.tier or other.tier,
-            max(self.tiles, other.tiles),
+            max(self.transition_blocks, other.transition_blocks),
         )
 
 
@@ -94,12 +94,12 @@ class LoadCount:
 class WorkerReport(KVConnectorWorkerMetadata):
     """A step's news from the worker.
 
-    ``tiles`` that each captured record keeps and ``loads`` (awaited records too) that ended, by the records'
-    numbers; keys of
-    records ``handed`` to the store; what the store counted since the last report (levels: now).
+    ``transition_blocks`` that each captured record keeps and ``loads`` (awaited records too) that ended, by
+    the records' numbers; keys of records ``handed`` to the store; what the store counted since the last
+    report (levels: now).
     """
 
-    tiles: dict[int, int] = field(default_factory=dict)
+    transition_blocks: dict[int, int] = field(default_factory=dict)
     loads: dict[int, LoadCount] = field(default_factory=dict)
     handed: set[SegmentKey] = field(default_factory=set)
     store: StoreStats | None = None
@@ -113,9 +113,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Ranks hold different heads of a record: the scheduler counts what the fullest needs."""
         assert isinstance(other, WorkerReport)
-        serials = self.tiles.keys() | other.tiles.keys()
+        serials = self.transition_blocks.keys() | other.transition_blocks.keys()
         return WorkerReport(
-            {s: max(self.tiles.get(s, 0), other.tiles.get(s, 0)) for s in serials},
+            {s: max(self.transition_blocks.get(s, 0), other.transition_blocks.get(s, 0)) for s in serials},
             {
                 s: self.loads.get(s, LoadCount()) + other.loads.get(s, LoadCount())
                 for s in self.loads.keys() | other.loads.keys()

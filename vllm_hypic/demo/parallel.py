@@ -24,8 +24,7 @@ from ..harness.generators import EXAMPLE
 from ..harness.prompts import Writer, uneven, writer
 from ..harness.report import console, percent, seconds, size, table
 from ..harness.serving import Server, ServerError
-from ..harness.settings import model_option, size_option, threads_option
-from ..harness.sizes import random_model
+from ..harness.sizes import SIZES, random_model
 
 LENGTHS = (1536, 640, 1152, 320, 960, 832, 448, 1280)
 """Tokens of the segments, the leading one first."""
@@ -176,16 +175,20 @@ def _grown(name: str, before: dict[str, float], after: dict[str, float]) -> int:
 
 
 @click.command(help=(__doc__ or "").split("\n", 1)[1])
-@model_option("A model's folder.  Default: the demo model.")
-@size_option("A random model of this size instead.")
-@threads_option(1, "Of each server.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A model's folder.  Default: the demo model.",
+)
+@click.option("--size", "size_", type=click.Choice(list(SIZES)), help="A random model of this size instead.")
+@click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Of each server.")
 @click.option("--compile/--eager", "compiled", default=False, show_default=True, help="Compile the model.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts.")
-def main(model: Path | None, size: str | None, threads: int, compiled: bool, seed: int) -> None:
-    if model is not None and size is not None:
+def main(model: Path | None, size_: str | None, threads: int, compiled: bool, seed: int) -> None:
+    if model is not None and size_ is not None:
         raise click.UsageError("--model and --size: give one of the two")
     out = console()
-    folder = model or (random_model(size) if size else EXAMPLE / "model")
+    folder = model or (random_model(size_) if size_ else EXAMPLE / "model")
     if not (folder / "config.json").is_file():
         out.print(
             f"There is no model at {folder}: run this from a checkout of the repository, or give --model."

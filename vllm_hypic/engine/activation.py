@@ -71,7 +71,7 @@ def _refuse_on_cuda(config: VllmConfig) -> None:
 
     if not current_platform.is_cuda():
         return
-    from ..backends.cuda.support import refusal
+    from ..backends.cuda_support import refusal
 
     if (reason := refusal(config)) is not None:
         raise ConfigError(f"--attention-backend hypic: {reason}")

@@ -41,7 +41,7 @@ class HypicGPUWorker(HypicWorker, Worker):
         super().init_device()
 
     def _scratch_bytes(self) -> int:
-        from ..backends.cuda.memory import scratch_bytes
+        from ..backends.cuda_support import scratch_bytes
 
         found = scratch_bytes(
             self.vllm_config.compilation_config.static_forward_context.values(),

@@ -108,10 +108,10 @@ class HypicWorker(WorkerBase):
     @staticmethod
     def _register_layers() -> None:
         """Replace vLLM's layers by ours, before the model is built."""
-        from ..backends.linear.gdn import register_gdn
+        from ..backends.linear.base import register_families
         from ..backends.rope import register_rope_taps
 
-        register_gdn()
+        register_families()
         register_rope_taps()
 
     def determine_available_memory(self) -> int:

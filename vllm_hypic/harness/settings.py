@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,6 +110,30 @@ class HypicOptions(click.ParamType):
         return dict(options)
 
 
+class Numbers(click.ParamType):
+    """Different finite numbers with commas between, ``4,8,12,16``, each of which ``each`` takes."""
+
+    name = "numbers"
+
+    def __init__(self, each: click.IntRange | click.FloatRange) -> None:
+        self.each = each
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self.each.convert(part, param, ctx) for part in value.split(","))
+        except click.BadParameter as e:
+            self.fail(f"{e.message.rstrip('.')}; expected numbers with commas between", param, ctx)
+        if not all(map(math.isfinite, numbers)):
+            self.fail(f"{value!r}: expected finite numbers", param, ctx)
+        if len(set(numbers)) < len(numbers):
+            self.fail(f"{value!r}: a number stands there twice", param, ctx)
+        return numbers
+
+
 SHORTEST = 64
 """Tokens of the shortest segment that is certain to be cached with the default seam and minimum."""
 
@@ -131,67 +156,6 @@ class Served:
         return self.model or random_model(self.size)
 
 
-def model_option(help: str = "A model's folder.") -> Any:
-    """``--model FOLDER``, which must exist."""
-    return click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help=help)
-
-
-def size_option(help: str, default: str | None = None) -> Any:
-    """``--size``, of a random model."""
-    shown = default is not None
-    return click.option(
-        "--size", type=click.Choice(list(SIZES)), default=default, show_default=shown, help=help
-    )
-
-
-def threads_option(
-    default: int | None = None, help: str = "OpenMP threads; default: all usable cores."
-) -> Any:
-    """``--threads``; without a default ``None`` reaches the command."""
-    shown = default is not None
-    return click.option(
-        "--threads", type=click.IntRange(1, 512), default=default, show_default=shown, help=help
-    )
-
-
-def eager_option() -> Any:
-    """``--eager``, a flag."""
-    return click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles).")
-
-
-def hypic_option() -> Any:
-    """``--hypic JSON``, checked."""
-    return click.option(
-        "--hypic",
-        type=HypicOptions(),
-        default="{}",
-        show_default=True,
-        help="The plugin's options, as JSON.",
-    )
-
-
-def timeout_option(default: float, help: str = "Give up when one request takes longer.") -> Any:
-    """``--timeout-s``, positive seconds."""
-    return click.option(
-        "--timeout-s",
-        type=click.FloatRange(0, min_open=True),
-        default=default,
-        show_default=True,
-        help=help,
-    )
-
-
-def kv_option(default: float) -> Any:
-    """``--kv-gib``, memory of each engine's own cache."""
-    return click.option(
-        "--kv-gib",
-        type=click.FloatRange(0.05, 4096),
-        default=default,
-        show_default=True,
-        help="vLLM's KV cache of each engine; the public pool comes in addition.",
-    )
-
-
 def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Options of :class:`Served`; they reach the command as one ``served``."""
 
@@ -212,12 +176,36 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
 
         return with_options(
             with_served,
-            model_option(),
-            size_option("Size of the random Qwen3.5-shaped model when no model is given.", "150m"),
-            threads_option(),
-            eager_option(),
-            hypic_option(),
-            timeout_option(timeout_s),
+            click.option(
+                "--model",
+                type=click.Path(exists=True, file_okay=False, path_type=Path),
+                help="A model's folder.",
+            ),
+            click.option(
+                "--size",
+                type=click.Choice(list(SIZES)),
+                default="150m",
+                show_default=True,
+                help="Size of the random Qwen3.5-shaped model when no model is given.",
+            ),
+            click.option(
+                "--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all usable cores."
+            ),
+            click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles)."),
+            click.option(
+                "--hypic",
+                type=HypicOptions(),
+                default="{}",
+                show_default=True,
+                help="The plugin's options, as JSON.",
+            ),
+            click.option(
+                "--timeout-s",
+                type=click.FloatRange(0, min_open=True),
+                default=timeout_s,
+                show_default=True,
+                help="Give up when one request takes longer.",
+            ),
         )
 
     return decorate
@@ -249,7 +237,13 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
                 type=click.IntRange(64, 1 << 20),
                 help="vLLM's option of this name; default: vLLM's.",
             ),
-            kv_option(kv_gib),
+            click.option(
+                "--kv-gib",
+                type=click.FloatRange(0.05, 4096),
+                default=kv_gib,
+                show_default=True,
+                help="vLLM's KV cache of each engine; the public pool comes beside it.",
+            ),
         )
         return served_options(timeout_s=3600.0)(engine_only)
 

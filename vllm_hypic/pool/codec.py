@@ -16,7 +16,7 @@ from .copy.base import RecordMover
 from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry
 from .plans import RecordPlace
 from .tensors import DevicePool
-from .transition_blocks import NONE
+from .transition_blocks import NO_BLOCK
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class RecordCodec:
     def header(self, place: RecordPlace) -> RecordHeader:
         """The header of a complete record; transitions of dead heads are not in it."""
         sections = self._attention_sections(place)
-        held = self.pool.held_tiles(place.slot)
-        for layer, tiles in zip(self.pool.geometry.linear, held, strict=True):
-            sections += self._linear_sections(layer, tiles != NONE, place.leading)
+        held = self.pool.transition_blocks.held(place.slot)
+        for layer, blocks in zip(self.pool.geometry.linear, held, strict=True):
+            sections += self._linear_sections(layer, blocks != NO_BLOCK, place.leading)
         return RecordHeader(
             self.namespace.digest,
             place.key,
@@ -81,7 +81,8 @@ class RecordCodec:
         )
 
     def reader(self, place: RecordPlace, expected: Expected) -> Reader:
-        """Checks an object and has it taken in for ``place``, which must be reserved and offered tiles.
+        """Checks an object and has it taken in for ``place``, which must be reserved and offered
+        transition blocks.
 
         Nothing is taken unless the whole object is sound.  Once it is, the mover must be told to settle or to
         discard it.
@@ -104,7 +105,8 @@ class RecordCodec:
         """Whether there is one transition for every head that is marked as live."""
         for layer in self.pool.geometry.linear:
             live, transitions = sections[f"{layer.layer}.live"], sections[f"{layer.layer}.transition"]
-            if live.max(initial=0) > 1 or int(live.sum()) * self.pool.geometry.tile_bytes != len(transitions):
+            wanted = int(live.sum()) * self.pool.geometry.transition_block_bytes
+            if live.max(initial=0) > 1 or wanted != len(transitions):
                 return False
         return True
 

@@ -14,6 +14,7 @@ import torch
 
 from ..config.engine import HypicConfig
 from ..errors import ConfigError
+from .families import family_of
 from .plans import Space
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class LinearGeometry:
     """Records of one dense-transition linear layer.
 
     ``S [slots, heads, key_dim, value_dim]`` fp32 and the conv tail ``[slots, conv_rows, conv_dim]`` in the
-    engine's dtype; ``T``, a tile ``[key_dim, key_dim]`` fp16 for every head whose transition is not zero.
+    engine's dtype; ``T``, a block ``[key_dim, key_dim]`` fp16 for every head whose transition is not zero.
     """
 
     layer: str
@@ -69,7 +70,7 @@ class PoolGeometry:
     page_tokens: int
     pages: int
     slots: int
-    tiles: int = 0
+    transition_blocks: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -80,22 +81,30 @@ class PoolGeometry:
         return sum(layer.slot_bytes for layer in self.linear)
 
     def bytes_of(self, space: Space) -> int:
-        """Bytes that so many pages, slots and tiles take."""
-        return space.pages * self.page_bytes + space.slots * self.slot_bytes + space.tiles * self.tile_bytes
+        """Bytes that so many pages, slots and transition blocks take."""
+        return (
+            space.pages * self.page_bytes
+            + space.slots * self.slot_bytes
+            + space.transition_blocks * self.transition_block_bytes
+        )
 
     @property
-    def tile_bytes(self) -> int:
-        """One transition ``[K, K]``; all linear layers share the tiles, and have one K."""
+    def transition_block_bytes(self) -> int:
+        """One transition ``[K, K]``; all linear layers share the blocks, and have one K."""
         return self.linear[0].key_dim ** 2 * TRANSITION_DTYPE.itemsize if self.linear else 0
 
     @property
-    def record_tiles(self) -> int:
-        """Tiles of a record in which no transition has died out."""
+    def record_transition_blocks(self) -> int:
+        """Transition blocks of a record in which no transition has died out."""
         return sum(layer.heads for layer in self.linear)
 
     @property
     def nbytes(self) -> int:
-        return self.pages * self.page_bytes + self.slots * self.slot_bytes + self.tiles * self.tile_bytes
+        return (
+            self.pages * self.page_bytes
+            + self.slots * self.slot_bytes
+            + self.transition_blocks * self.transition_block_bytes
+        )
 
 
 def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
@@ -108,7 +117,7 @@ def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
 def pool_geometry(
     kv_cache_config: KVCacheConfig, config: HypicConfig, *, conv_dim_first: bool
 ) -> PoolGeometry:
-    """Divide the byte budget into pages, slots and tiles so that they run out together at
+    """Divide the byte budget into pages, slots and transition blocks so that they run out together at
     ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
 
     Raises :class:`ConfigError` when not even one such segment fits.
@@ -125,14 +134,14 @@ def pool_geometry(
     sized = PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages=0, slots=0)
     page, slot = sized.page_bytes, sized.slot_bytes
     pages_each = -(-config.expected_segment_tokens // config.page_tokens) if attention else 0
-    tiles_each = math.ceil(sized.record_tiles * config.expected_live_heads)
-    each = slot + pages_each * page + tiles_each * sized.tile_bytes
+    blocks_each = math.ceil(sized.record_transition_blocks * config.expected_live_heads)
+    each = slot + pages_each * page + blocks_each * sized.transition_block_bytes
     if each == 0:
         raise ConfigError(
             "this model has neither full-attention nor supported linear-attention layers to cache"
         )
-    # One segment may need a tile for every head.
-    spare = (sized.record_tiles - tiles_each) * sized.tile_bytes
+    # One segment may need a transition block for every head.
+    spare = (sized.record_transition_blocks - blocks_each) * sized.transition_block_bytes
     segments = (budget - spare) // each
     if segments < 1:
         raise ConfigError(
@@ -140,11 +149,12 @@ def pool_geometry(
             f"{config.expected_segment_tokens} tokens ({each + spare} bytes): raise pool_bytes or "
             "pool_fraction, or lower expected_segment_tokens"
         )
-    tiles = segments * tiles_each + sized.record_tiles - tiles_each
-    pages = (budget - segments * slot - tiles * sized.tile_bytes) // page if attention else 0
+    blocks = segments * blocks_each + sized.record_transition_blocks - blocks_each
+    rest = budget - segments * slot - blocks * sized.transition_block_bytes
+    pages = rest // page if attention else 0
     # Without linear layers slots cost nothing: a segment takes at least one page.
     slots = segments if linear else pages
-    return PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages, slots, tiles)
+    return PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages, slots, blocks)
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:
@@ -180,13 +190,13 @@ def _refusal(spec: KVCacheSpec) -> str | None:
     Layers are looked at once more when they are linked; what shapes the cache must be refused before
     sizes are worked out from it.
     """
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
     if isinstance(spec, MambaSpec):
-        if spec.mamba_type is not MambaAttentionBackendEnum.GDN_ATTN:
+        family = family_of(spec.mamba_type.name)
+        if family is None:
             return f"linear attention of kind {spec.mamba_type.name}"
-        if [len(shape) for shape in spec.shapes] != [2, 3]:
+        if tuple(len(shape) for shape in spec.shapes) != family.state_ranks:
             return f"linear attention with states of shapes {[tuple(shape) for shape in spec.shapes]}"
         return None
     if window := getattr(spec, "sliding_window", None):

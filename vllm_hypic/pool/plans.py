@@ -14,17 +14,25 @@ from ..primitives.keys import SegmentKey
 
 @dataclass(frozen=True)
 class Space:
-    """Pages, slots and tiles of the pool."""
+    """Pages, slots and transition blocks of the pool."""
 
     pages: int = 0
     slots: int = 0
-    tiles: int = 0
+    transition_blocks: int = 0
 
     def __add__(self, other: Space) -> Space:
-        return Space(self.pages + other.pages, self.slots + other.slots, self.tiles + other.tiles)
+        return Space(
+            self.pages + other.pages,
+            self.slots + other.slots,
+            self.transition_blocks + other.transition_blocks,
+        )
 
     def covers(self, other: Space) -> bool:
-        return self.pages >= other.pages and self.slots >= other.slots and self.tiles >= other.tiles
+        return (
+            self.pages >= other.pages
+            and self.slots >= other.slots
+            and self.transition_blocks >= other.transition_blocks
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class CapturePlan:
     positions: np.ndarray | None
     leading: bool
     serial: int = 0
-    """Number of the record, by which the worker reports how many tiles it took."""
+    """Number of the record, by which the worker reports how many transition blocks it took."""
     stored: RecordPlace | None = None
     """Given when the record goes to the store once it is complete."""
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
+from .shared import Shared
 from .tensors import DevicePool
 
 if TYPE_CHECKING:
     from .step import StepContext
+
+
+class CarryingLayer(Protocol):
+    """A layer that keeps a part of an interior's record between prefill chunks, by segment request."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop what the request carried, if it did."""
 
 
 @dataclass
@@ -23,12 +31,11 @@ class HypicRuntime:
     step: StepContext | None = None
     calls: Counter[str] = field(default_factory=Counter)
     """How often each of our operators ran; plain requests must leave it untouched."""
-    kept: dict[str, object] = field(default_factory=dict)
+    shared: Shared = field(default_factory=Shared)
     """What layers keep from one pass for the next, and can make anew at any time."""
-    carried_summaries: dict[tuple[str, str], Any] = field(default_factory=dict)
-    """(segment request, layer) -> what that layer keeps of the interior so far, between prefill chunks."""
+    carrying: list[CarryingLayer] = field(default_factory=list)
 
     def forget(self, request_id: str) -> None:
         """Drop what a segment request carried: it is over or starts anew."""
-        for key in [k for k in self.carried_summaries if k[0] == request_id]:
-            del self.carried_summaries[key]
+        for layer in self.carrying:
+            layer.forget(request_id)

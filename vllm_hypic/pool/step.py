@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .plans import CapturePlan, StreamPlan
+from .shared import Shared
 from .upload import upload
 
 
@@ -145,8 +146,8 @@ class StepContext:
     captures: list[CaptureRow]
     device: torch.device
     batch: Batch = Batch([0], [])
-    cache: dict[str, object] = field(default_factory=dict)
-    """Per-step values that several layers share (see ``backends/linear``)."""
+    shared: Shared = field(default_factory=Shared)
+    """What layers share of this pass: plans and index tensors, made once."""
 
     def on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Int64 arrays as tensors where the layers are, in one transfer that nobody waits for."""

@@ -18,8 +18,8 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
+from vllm_hypic.backends.attention import cuda_rows as shared_rows
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
-from vllm_hypic.backends.cuda import rows as shared_rows
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
@@ -255,7 +255,7 @@ def test_pieces_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None
     world = World(torch.float32, angles(128))
     error = (world.forward().double() - world.expected()).abs().max()
     assert error < LIMITS[torch.float32], error
-    pieces: Any = next(value for key, value in world.step.cache.items() if key.startswith("span:pieces"))
+    [pieces] = world.step.shared.of(shared_rows._SharedPlans).pieces.values()
     assert len(pieces) == 8
 
 
@@ -316,13 +316,22 @@ def test_a_fault_would_show(fault: str) -> None:
 def test_plans_are_made_once_a_pass_and_columns_once_for_the_same_requests() -> None:
     world = World(torch.float32, None)
     world.forward()
-    first = dict(world.step.cache)
+    plans = world.step.shared.of(shared_rows._SharedPlans)
+    first = made_in(plans)
     world.forward()
-    assert world.step.cache == first
-    kept = world.runtime.kept["span:columns"]
+    again = made_in(plans)
+    assert len(first) == len(again) >= 4 and all(a is b for a, b in zip(first, again, strict=True))
+    assert world.step.shared.of(shared_rows._SharedPlans) is plans
+    kept = world.runtime.shared.of(shared_rows._KeptColumns)
+    columns = kept.columns
     world.runtime.step = StepContext(world.step.composed, [], CPU, world.step.batch)
     world.forward()
-    assert world.runtime.kept["span:columns"] is kept
+    assert kept.columns is columns
     world.runtime.step = StepContext(world.step.composed[:1], [], CPU, world.step.batch)
     world.forward()
-    assert world.runtime.kept["span:columns"] is not kept
+    assert kept.columns is not columns
+
+
+def made_in(plans: shared_rows._SharedPlans) -> list[Any]:
+    """All that was made once for the pass."""
+    return [*plans.columns._made, *plans.private._made, *plans.pieces.values(), *plans.blocks.values()]

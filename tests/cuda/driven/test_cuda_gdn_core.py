@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +29,10 @@ from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, M
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
-from vllm_hypic.pool.record_blocks import DeviceTiles
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
 CPU = torch.device("cpu")
 KEY_HEADS, HEADS, K, V, TAPS = 1, 2, 16, 32, 4
@@ -98,14 +99,14 @@ def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_ou
 
 
 def geometry(slots: int) -> PoolGeometry:
-    """Of two layers: on a device their tiles stand side by side in one table."""
+    """Of two layers: on a device their transition blocks stand side by side in one table."""
     linear = [
         LinearGeometry(name, HEADS, K, V, TAPS - 1, CHANNELS, torch.float32) for name in ("before", NAME)
     ]
-    return PoolGeometry((), tuple(linear), page_tokens=8, pages=0, slots=slots, tiles=TILES)
+    return PoolGeometry((), tuple(linear), page_tokens=8, pages=0, slots=slots, transition_blocks=BLOCKS)
 
 
-TILES = 4 * 2 * HEADS
+BLOCKS = 4 * 2 * HEADS
 
 
 ALL = ((5, 1), (9, 1), (3, 20), (2, 11), (0, 6))
@@ -159,12 +160,13 @@ class World:
 
         self.pool = DevicePool(geometry(slots=4), CPU)
         records = self.pool.linear[NAME]
-        records.state.fill_(math.nan), records.conv_tail.fill_(math.nan), records.tiles.fill_(math.nan)
+        records.state.fill_(math.nan), records.conv_tail.fill_(math.nan), records.transitions.fill_(math.nan)
         for slot in (0, 1):
-            self.pool.offer_tiles(slot)
+            self.pool.transition_blocks.offer(slot)
             records.state[slot], records.conv_tail[slot] = normal(HEADS, K, V), normal(TAPS - 1, CHANNELS)
-            records.tiles[records.tile_of[slot].long()] = (0.1 * normal(HEADS, K, K)).half()
-        self.pool.offer_tiles(3)  # so that the captured record's tiles are not those that come next
+            records.transitions[records.block_of[slot].long()] = (0.1 * normal(HEADS, K, K)).half()
+        # So that the captured record's transition blocks are not those that come next.
+        self.pool.transition_blocks.offer(3)
         self.runtime = HypicRuntime(self.pool, dead_transition=2.0**-25)
 
         points = (ComposePoint(5, 0, 4, False), ComposePoint(9, 1, 4, False))
@@ -179,7 +181,7 @@ class World:
             CPU,
             Batch.of(computed, scheduled),
         )
-        layer.hypic_runtime = self.runtime
+        layer.connect(self.runtime)
         self.metadata = GDNAttentionMetadata(
             num_prefills=len(lengths) - 2,
             num_prefill_tokens=tokens - 2,
@@ -213,14 +215,14 @@ class World:
         caches = Caches(self.slots, conv.clone(), state.transpose(2, 3).double().clone())
         pool = DevicePool(geometry(slots=4), CPU)
         mine, theirs = pool.linear[NAME], self.pool.linear[NAME]
-        for name in ("state", "conv_tail", "tiles", "tile_of"):
+        for name in ("state", "conv_tail", "transitions", "block_of"):
             getattr(mine, name).copy_(getattr(theirs, name))
-        mine.tile_of[2] = torch.arange(TILES - HEADS, TILES)  # nobody's
+        mine.block_of[2] = torch.arange(BLOCKS - HEADS, BLOCKS)  # nobody's
         records = SimpleNamespace(
             state=mine.state.double(),
             conv_tail=mine.conv_tail,
-            tiles=mine.tiles.double(),
-            tile_of=mine.tile_of,
+            transitions=mine.transitions.double(),
+            block_of=mine.block_of,
         )
         out = torch.zeros(self.tokens, HEADS, V, dtype=torch.float64)
         x, weights = Inputs(self.mixed, self.a, self.b), weights_of(self.layer)
@@ -247,9 +249,7 @@ class World:
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QwenGatedDeltaNetAttention, "_forward_core", stock_core)
-    monkeypatch.setattr(
-        pool_module, "HostTiles", lambda pool, heads, slots: DeviceTiles(pool, heads, slots, CPU)
-    )
+    monkeypatch.setattr(pool_module, "TransitionBlocks", partial(TransitionBlocks, joint=True))
 
 
 @pytest.mark.parametrize("lengths", [ALL, DECODES], ids=["prefills", "decodes"])
@@ -284,10 +284,10 @@ def test_the_record_is_that_of_the_interior() -> None:
     records = world.pool.linear[NAME]
     assert (records.state[2].double() - world.records.state[2]).abs().max() < LIMIT
     assert torch.equal(records.conv_tail[2], world.records.conv_tail[2])
-    tiles, wanted = records.tile_of[2].long(), world.records.tile_of[2].long()
-    assert (tiles >= 0).tolist() == (wanted >= 0).tolist() and (tiles >= 0).any()
-    alive = tiles >= 0
-    error = records.tiles[tiles[alive]].double() - world.records.tiles[wanted[alive]]
+    blocks, wanted = records.block_of[2].long(), world.records.block_of[2].long()
+    assert (blocks >= 0).tolist() == (wanted >= 0).tolist() and (blocks >= 0).any()
+    alive = blocks >= 0
+    error = records.transitions[blocks[alive]].double() - world.records.transitions[wanted[alive]]
     assert error.abs().max() < 1e-3  # fp16
 
 
@@ -295,12 +295,12 @@ def test_warming_up_leaves_nothing_behind() -> None:
     world = World()
     conv, state = world.layer.kv_cache
     before = conv[1:].clone(), state[1:].clone()
-    world.pool.release_tiles([0, 1, 3])
-    held = world.pool.linear[NAME].tile_of.clone()
+    world.pool.transition_blocks.release([0, 1, 3])
+    held = world.pool.linear[NAME].block_of.clone()
     world.layer.warm_up(world.runtime)
     assert torch.equal(conv[1:].nan_to_num(), before[0].nan_to_num())
     assert torch.equal(state[1:].nan_to_num(), before[1].nan_to_num())
-    assert torch.equal(world.pool.linear[NAME].tile_of, held) and (held < 0).all()
+    assert torch.equal(world.pool.linear[NAME].block_of, held) and (held < 0).all()
     assert not world.runtime.calls
 
 

@@ -12,7 +12,7 @@ import torch
 
 from vllm_hypic.pool.copy.staging import Block, HostBlocks
 from vllm_hypic.pool.copy.stream import Mark
-from vllm_hypic.pool.record_blocks import DeviceTiles
+from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
 CPU = torch.device("cpu")
 POISON = 0xA5
@@ -34,7 +34,7 @@ _Work = Callable[[], None]
 
 
 class LateDevice:
-    """Two streams.  Also the :class:`CopyStream` and the :class:`Streams` of a worker on it."""
+    """Two streams.  Also the :class:`SideStream` of a worker on it."""
 
     behind = True
 
@@ -104,16 +104,16 @@ class LateRow:
         return self.found[0]
 
 
-class LateTiles(DeviceTiles):
-    """Whose table is written in the order of the passes."""
+class LateBlocks(TransitionBlocks):
+    """Transition blocks whose table is written in the order of the passes."""
 
     device: LateDevice
 
-    def _write(self, slot: int, tiles: np.ndarray) -> None:
-        self.device.passes.append(lambda: DeviceTiles._write(self, slot, tiles))
+    def _write(self, slot: int, row: np.ndarray) -> None:
+        self.device.passes.append(lambda: TransitionBlocks._write(self, slot, row))
 
     def _erase(self, slot: int) -> None:
-        self.device.passes.append(lambda: DeviceTiles._erase(self, slot))
+        self.device.passes.append(lambda: TransitionBlocks._erase(self, slot))
 
 
 class PoisonedBlocks(HostBlocks):

@@ -24,7 +24,7 @@ from vllm_hypic.pool.copy.staging import (
     divided,
     nbytes_of,
 )
-from vllm_hypic.pool.copy.stream import CUDACopyStream
+from vllm_hypic.pool.copy.stream import CUDASideStream
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.segment_parallel.received import Outcome, Received
 from vllm_hypic.segment_parallel.transport import Route
@@ -93,7 +93,7 @@ def test_records_that_arrive_never_wait_for_each_others_blocks() -> None:
     (one, its), (other, others) = placed(world, 0, 1), placed(world, 1, 2)
     readers = []
     for place in (one, other):
-        world.pool.offer_tiles(place.slot)
+        world.pool.transition_blocks.offer(place.slot)
         readers.append(world.codec.reader(place, world.codec.expected(place)))
     taken = [mover._blocks.take() for _ in range(mover._blocks.free)]
     assert readers[0](its) is Verdict.TAKEN
@@ -110,7 +110,7 @@ def test_what_does_not_arrive_gives_its_blocks_back() -> None:
     world = World(0)
     mover: Any = world.mover
     place, data = placed(world, 0, 1)
-    world.pool.offer_tiles(place.slot)
+    world.pool.transition_blocks.offer(place.slot)
     read = world.codec.reader(place, world.codec.expected(place))
     damaged = bytearray(data)
     damaged[-70] ^= 1
@@ -298,7 +298,7 @@ def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         ("current_stream", lambda device: Compute()),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    stream = CUDACopyStream(torch.device("cuda"))
+    stream = CUDASideStream(torch.device("cuda"))
     mark = stream.launch(lambda: log.append("copy"))
     assert log == ["copies wait for passes", "begin", "copy", "event 1", "end"]
     assert not mark.done()

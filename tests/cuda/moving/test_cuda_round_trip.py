@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from vllm_hypic.pool.codec import RankPart, RecordCodec
+from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.copy.base import RecordMover
-from vllm_hypic.pool.copy.movers import mover_of
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.pool.tensors import DevicePool
-from vllm_hypic.pool.transition_blocks import NONE
+from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.store.protocol import Verdict
 from vllm_hypic.store.record import aligned_buffer, record_nbytes, seal_record
@@ -27,7 +27,9 @@ LINEAR = LinearGeometry("layers.0", HEADS, 64, 64, 3, 384, torch.bfloat16)
 
 
 def made() -> tuple[DevicePool, RecordMover]:
-    geometry = PoolGeometry((ATTENTION,), (LINEAR,), page_tokens=16, pages=128, slots=2, tiles=2 * HEADS)
+    geometry = PoolGeometry(
+        (ATTENTION,), (LINEAR,), page_tokens=16, pages=128, slots=2, transition_blocks=2 * HEADS
+    )
     pool = DevicePool(geometry, DEVICE)
     if DEVICE.type == "cuda":
         return pool, mover_of(pool)
@@ -53,13 +55,13 @@ def test_there_and_back(leading: bool) -> None:
     )
     kv, linear = pool.kv["layers.1"], pool.linear["layers.0"]
     if not leading:
-        pool.offer_tiles(one.slot)
-        linear.tile_of[one.slot, 1::2] = NONE
-        assert pool.settle_tiles(one.slot) == 3
+        pool.transition_blocks.offer(one.slot)
+        linear.block_of[one.slot, 1::2] = NO_BLOCK
+        assert pool.transition_blocks.settle(one.slot) == 3
     if DEVICE.type == "cuda":
         # What writes the record is behind in the stream.
         torch.cuda._sleep(100_000_000)
-    for tensor in (kv.key, kv.value, linear.state, linear.conv_tail, linear.tiles):
+    for tensor in (kv.key, kv.value, linear.state, linear.conv_tail, linear.transitions):
         tensor.normal_()
     wanted = [part.clone() for part in parts(pool, one)]
 
@@ -67,13 +69,13 @@ def test_there_and_back(leading: bool) -> None:
     buffer = aligned_buffer(record_nbytes(header))
     filled: list[bool] = []
     mover.write(one, header, buffer, filled.append)
-    pool.release_tiles([one.slot])
+    pool.transition_blocks.release([one.slot])
     mover.dropped([one.slot])
     if not leading:
-        pool.offer_tiles(other.slot)
+        pool.transition_blocks.offer(other.slot)
     if DEVICE.type == "cuda":
         # Whoever has the place next does not disturb the copies.
-        kv.key.zero_(), linear.state.zero_(), linear.tiles.zero_()
+        kv.key.zero_(), linear.state.zero_(), linear.transitions.zero_()
     mover.drain()
     assert filled == [True]
     seal_record(buffer)

@@ -31,7 +31,7 @@ from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeom
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace
 from vllm_hypic.pool.step import Row, StepContext, capture_row
 from vllm_hypic.pool.tensors import DevicePool
-from vllm_hypic.pool.transition_blocks import NONE
+from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
@@ -42,7 +42,7 @@ from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.memory import MemoryTier
 
-from .late_device import CPU, LateDevice, LateTiles, PoisonedBlocks
+from .late_device import CPU, LateBlocks, LateDevice, PoisonedBlocks
 
 IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
 DOCUMENTS = [list(range(start, start + 10 + start // 50)) for start in range(100, 800, 100)]
@@ -52,7 +52,7 @@ LINEAR = tuple(
     LinearGeometry(f"layers.{i}.gdn", n, 4, 6, 3, 5, torch.bfloat16)
     for i, n in zip((0, 2), HEADS, strict=True)
 )
-GEOMETRY = PoolGeometry(ATTENTION, LINEAR, PAGE, pages=SLOTS * 6, slots=SLOTS, tiles=SLOTS * 4)
+GEOMETRY = PoolGeometry(ATTENTION, LINEAR, PAGE, pages=SLOTS * 6, slots=SLOTS, transition_blocks=SLOTS * 4)
 NAMESPACE = Namespace.from_config({})
 BLOCK_BYTES, BLOCKS = 192, 3
 """A record takes several blocks, and there are fewer than one record may need."""
@@ -91,7 +91,7 @@ class Content:
         )
 
     def put(self, pool: DevicePool, slot: int, column_slots: np.ndarray, leading: bool) -> None:
-        """As a pass that captures it: into the tiles that the row offers."""
+        """As a pass that captures it: into the transition blocks that the row offers."""
         rows = torch.from_numpy(column_slots)
         for name, kv in pool.kv.items():
             kv.key[rows], kv.value[rows] = self.columns[f"{name}.k"], self.columns[f"{name}.v"]
@@ -101,9 +101,9 @@ class Content:
                 continue
             for head, alive in enumerate(self.live[name]):
                 if alive:
-                    records.tiles[records.tile_of[slot, head]] = self.transitions[name][head]
+                    records.transitions[records.block_of[slot, head]] = self.transitions[name][head]
                 else:
-                    records.tile_of[slot, head] = NONE
+                    records.block_of[slot, head] = NO_BLOCK
 
     def check(self, pool: DevicePool, slot: int, column_slots: np.ndarray, leading: bool) -> None:
         """As a pass that uses it."""
@@ -227,7 +227,7 @@ class World:
     def _capture(self, plan: CapturePlan) -> None:
         self._origins[plan.serial] = Origin(self.weights, plan.leading)
         if not plan.leading:
-            self.pool.offer_tiles(plan.slot)
+            self.pool.transition_blocks.offer(plan.slot)
         entry = self.side.directory.of_serial(plan.serial)
         assert entry is not None
         content = Content.of(entry.key, self.weights, len(plan.column_slots))
@@ -283,13 +283,14 @@ class World:
     def audit(self) -> None:
         """After :meth:`finish`: nothing is lost, nothing is another's, nothing stays taken."""
         self.side.directory.check_integrity()
-        tiles: Any = self.pool.record_tiles
-        held = [t for slot in range(SLOTS) for row in self.pool.held_tiles(slot) for t in row if t != NONE]
-        free = tiles._pool._free if hasattr(tiles, "_pool") else tiles._layers[0].pool._free
-        assert sorted([*held, *free]) == list(range(GEOMETRY.tiles)), "tiles are lost or owned twice"
+        blocks: Any = self.pool.transition_blocks
+        held = [t for slot in range(SLOTS) for row in blocks.held(slot) for t in row if t != NO_BLOCK]
+        assert sorted([*held, *blocks._free]) == list(range(GEOMETRY.transition_blocks)), (
+            "blocks are lost or owned twice"
+        )
         if isinstance(self.mover, StagedMover):
-            blocks: Any = self.mover._blocks
-            assert blocks.free == blocks.count and not self.mover._parcels and not self.mover.unfinished
+            staging: Any = self.mover._blocks
+            assert staging.free == staging.count and not self.mover._parcels and not self.mover.unfinished
         for key, entry in self._entries().items():
             assert entry.resident and not entry.pins
             columns = self.side._column_slots(entry)
@@ -334,9 +335,9 @@ def written_at_once(key: SegmentKey, weights: int, kind: tuple[int, bool], value
     pool = DevicePool(GEOMETRY, CPU)
     place = RecordPlace(0, key, 0, np.arange(columns), leading, *value)
     if not leading:
-        pool.offer_tiles(0)
+        pool.transition_blocks.offer(0)
     Content.of(key, weights, columns).put(pool, 0, place.column_slots, leading)
-    pool.settle_tiles(0)
+    pool.transition_blocks.settle(0)
     mover = HostMover(pool)
     codec = RecordCodec(pool, NAMESPACE, RankPart(), mover)
     header = codec.header(place)
@@ -354,12 +355,12 @@ def _on(device: LateDevice, make: Make | None) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
 
-        def tiles(pool: Any, heads: Any, slots: int) -> LateTiles:
-            made = LateTiles(pool, heads, slots, CPU)
+        def blocks(*arguments: Any) -> LateBlocks:
+            made = LateBlocks(*arguments, joint=True)
             made.device = device
             return made
 
-        patch.setattr(pool_module, "HostTiles", tiles)
-        patch.setattr(worker_module, "streams_of", lambda on: device)
+        patch.setattr(pool_module, "TransitionBlocks", blocks)
+        patch.setattr(worker_module, "side_stream_of", lambda on: device)
         patch.setattr(worker_module, "mover_of", lambda pool: make(pool, device))
         yield

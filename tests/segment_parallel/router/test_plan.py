@@ -32,7 +32,9 @@ def engine(linear: bool, **options: Any) -> SchedulerSide:
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     gdn = (LinearGeometry("layers.1", 3, 16, 16, 3, 8, torch.bfloat16),)
     # Small: some prompts do not fit.
-    pool = PoolGeometry(attention, gdn if linear else (), page_tokens=16, pages=30, slots=6, tiles=9)
+    pool = PoolGeometry(
+        attention, gdn if linear else (), page_tokens=16, pages=30, slots=6, transition_blocks=9
+    )
     config = HypicConfig.from_mapping({"min_segment_tokens": 4, "seam_tokens": 2, **options})
     return SchedulerSide(config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS)
 

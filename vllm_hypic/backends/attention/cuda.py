@@ -21,8 +21,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from ..cuda.rows import PrivateRows, span_pieces
 from .base import AttentionLink, PublicAttention
+from .cuda_rows import FLOAT_BYTES, PARTIAL_BYTES, PrivateRows, span_pieces
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -117,6 +117,12 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         if self.dcp_world_size > 1:
             return f"a KV cache divided among {self.dcp_world_size} ranks"
         return super().refusal()
+
+    def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
+        # The public result and its log-sum-exp; the private one and the rows of the query it is for.
+        per_head = self.head_size * (FLOAT_BYTES + 2 * dtype.itemsize) + 2 * FLOAT_BYTES
+        return int(rows * self.num_heads * per_head + PARTIAL_BYTES)
 
     @property
     def lse_version(self) -> int | None:

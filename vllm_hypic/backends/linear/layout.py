@@ -7,7 +7,7 @@ our operators, from programs (``ops/gated_delta/program.py``); everything else i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -79,17 +79,22 @@ class StockRows:
     resumed: list[bool]
 
 
+@dataclass
+class _Layouts:
+    """Layouts of one pass, by tokens of a KV block."""
+
+    by_block: dict[int, LinearStep] = field(default_factory=dict)
+
+
 def linear_step(step: StepContext, block: int) -> LinearStep:
     """The step's layout for KV blocks of ``block`` tokens; built once per pass."""
-    key = f"linear:{block}"
-    if key not in step.cache:
+    made = step.shared.of(_Layouts).by_block
+    if block not in made:
         composed, rest = _composed([c for c in step.composed if c.points], block)
         segments = _segments(step.captures)
         special = {c.row.index for c in step.composed if c.points} | {c.row.index for c in step.captures}
-        step.cache[key] = LinearStep(segments, composed, frozenset(special), rest)
-    found = step.cache[key]
-    assert isinstance(found, LinearStep)
-    return found
+        made[block] = LinearStep(segments, composed, frozenset(special), rest)
+    return made[block]
 
 
 def stock_rows(

@@ -1,8 +1,8 @@
-"""Scheduler side of the public pool: who holds which pages, slots and tiles, pins, eviction.
+"""Scheduler side of the public pool: who holds which pages, slots and transition blocks, pins, eviction.
 
 Owns no tensor.  Every record goes through ``acquire -> commit | abort``; pages are handed out here
-and filled by the worker.  Tiles (transitions of single heads) are only counted: the worker knows which, and
-how many of those reserved a record turned out to need.  Which record leaves first is a policy's business
+and filled by the worker.  Transition blocks are only counted: the worker knows which, and how many of
+those reserved a record turned out to need.  Which record leaves first is a policy's business
 (``store/eviction/``).
 """
 
@@ -32,10 +32,11 @@ NO_VALUE = CacheValue(0, 0.0, 0)
 
 @dataclass(frozen=True)
 class Need:
-    """What a record takes: ``columns`` of K and V, and at most so many ``tiles``; and what it is worth."""
+    """What a record takes: ``columns`` of K and V, and at most so many ``transition_blocks``; and what it is
+    worth."""
 
     columns: int
-    tiles: int = 0
+    transition_blocks: int = 0
     value: CacheValue = NO_VALUE
 
 
@@ -47,7 +48,7 @@ class Entry:
     pages: tuple[int, ...]
     slot: int
     columns: int
-    tiles: int
+    transition_blocks: int
     value: CacheValue
     serial: int
     resident: bool = False
@@ -57,18 +58,18 @@ class Entry:
 
     @property
     def space(self) -> Space:
-        return Space(len(self.pages), 1, self.tiles)
+        return Space(len(self.pages), 1, self.transition_blocks)
 
 
 class SegmentDirectory:
-    """Pages, slots, tiles and records of the public pool."""
+    """Pages, slots, transition blocks and records of the public pool."""
 
     def __init__(
-        self, pages: int, slots: int, page_tokens: int, tiles: int = 0, *, policy: EvictionPolicy
+        self, pages: int, slots: int, page_tokens: int, transition_blocks: int = 0, *, policy: EvictionPolicy
     ) -> None:
         self.policy = policy
         self.total_pages, self.total_slots, self.page_tokens = pages, slots, page_tokens
-        self.total_tiles = self.free_tiles = tiles
+        self.total_transition_blocks = self.free_transition_blocks = transition_blocks
         self._free_pages = list(range(pages - 1, -1, -1))
         self._free_slots = list(range(slots - 1, -1, -1))
         self._entries: dict[SegmentKey, Entry] = {}
@@ -92,7 +93,7 @@ class SegmentDirectory:
 
     @property
     def total(self) -> Space:
-        return Space(self.total_pages, self.total_slots, self.total_tiles)
+        return Space(self.total_pages, self.total_slots, self.total_transition_blocks)
 
     @property
     def pinned(self) -> int:
@@ -168,17 +169,23 @@ class SegmentDirectory:
         return [self._entries[k] for k in missing]
 
     def space_for(self, need: Need) -> Space:
-        """What a record takes until its worker has said how many tiles it keeps."""
-        return Space(self.pages_for(need.columns), 1, need.tiles)
+        """What a record takes until its worker has said how many transition blocks it keeps."""
+        return Space(self.pages_for(need.columns), 1, need.transition_blocks)
 
     def _reserve(self, key: SegmentKey, need: Need) -> None:
         pages = tuple(self._free_pages.pop() for _ in range(self.pages_for(need.columns)))
         self._reserved += 1
         entry = Entry(
-            key, pages, self._free_slots.pop(), need.columns, need.tiles, need.value, self._reserved
+            key,
+            pages,
+            self._free_slots.pop(),
+            need.columns,
+            need.transition_blocks,
+            need.value,
+            self._reserved,
         )
         self._entries[key] = self._by_serial[entry.serial] = entry
-        self.free_tiles -= need.tiles
+        self.free_transition_blocks -= need.transition_blocks
         self.policy.missed(key, need.value)
         self.policy.added(key, need.value)
         self._changed(key)
@@ -189,7 +196,7 @@ class SegmentDirectory:
         Kept records come last of all, and only where no request runs that could give room: a
         request that has been admitted must run some day.
         """
-        free = Space(self.free_pages, self.free_slots, self.free_tiles)
+        free = Space(self.free_pages, self.free_slots, self.free_transition_blocks)
         if free.covers(need):
             return []
         spared, victims, last = set(wanted), [], []
@@ -223,22 +230,22 @@ class SegmentDirectory:
         """The record reserved as number ``serial``, if it is still here.  Changes nothing."""
         return self._by_serial.get(serial)
 
-    def shrink(self, serial: int, tiles: int, tile_bytes: int = 0) -> None:
-        """The record reserved as number ``serial`` needs only so many of its tiles.
+    def shrink(self, serial: int, transition_blocks: int, transition_block_bytes: int = 0) -> None:
+        """The record reserved as number ``serial`` needs only so many of its transition blocks.
 
         Numbers of records that are gone are ignored: the worker's word may come late.
         """
         entry = self._by_serial.get(serial)
-        if entry is None or tiles >= entry.tiles:
+        if entry is None or transition_blocks >= entry.transition_blocks:
             return
-        spare = entry.tiles - tiles
-        self.free_tiles += spare
-        entry.tiles = tiles
-        entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * tile_bytes))
+        spare = entry.transition_blocks - transition_blocks
+        self.free_transition_blocks += spare
+        entry.transition_blocks = transition_blocks
+        entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * transition_block_bytes))
         self.policy.resized(entry.key, entry.value)
 
     def take_dropped_slots(self) -> list[int]:
-        """Slots given up since the last call: their tiles are free for others."""
+        """Slots given up since the last call: their transition blocks are free for others."""
         dropped, self._dropped_slots = self._dropped_slots, []
         return dropped
 
@@ -291,11 +298,11 @@ class SegmentDirectory:
         self.policy.removed(entry.key, evicted=evicted)
         self._free_pages.extend(reversed(entry.pages))
         self._free_slots.append(entry.slot)
-        self.free_tiles += entry.tiles
+        self.free_transition_blocks += entry.transition_blocks
         self._dropped_slots.append(entry.slot)
 
     def check_integrity(self) -> None:
-        """Raise ``RuntimeError`` unless every page, slot and tile is owned exactly once."""
+        """Raise ``RuntimeError`` unless every page, slot and transition block is owned exactly once."""
         pages = [p for e in self._entries.values() for p in e.pages] + self._free_pages
         slots = [e.slot for e in self._entries.values()] + self._free_slots
         if sorted(pages) != list(range(self.total_pages)):
@@ -303,10 +310,11 @@ class SegmentDirectory:
         if sorted(slots) != list(range(self.total_slots)):
             raise RuntimeError("public pool: a slot is lost or owned twice")
         if (
-            self.free_tiles < 0
-            or self.free_tiles + sum(e.tiles for e in self._entries.values()) != self.total_tiles
+            self.free_transition_blocks < 0
+            or self.free_transition_blocks + sum(e.transition_blocks for e in self._entries.values())
+            != self.total_transition_blocks
         ):
-            raise RuntimeError("public pool: a tile is lost or owned twice")
+            raise RuntimeError("public pool: a transition block is lost or owned twice")
         if {e.serial: e for e in self._entries.values()} != self._by_serial:
             raise RuntimeError("public pool: numbers and entries disagree")
         if sorted(self.policy.worst_first()) != sorted(self._entries):

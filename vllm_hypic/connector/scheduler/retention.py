@@ -101,12 +101,14 @@ class Upkeep:
         if entry is not None and key not in directory.kept:
             total, kept = directory.total, directory.kept_space() + entry.space
             share = self._config.max_pinned_fraction
-            most = Space(int(total.pages * share), int(total.slots * share), int(total.tiles * share))
+            most = Space(
+                int(total.pages * share), int(total.slots * share), int(total.transition_blocks * share)
+            )
             if not most.covers(kept):
                 raise PinRefused(
                     f"pinned records would take {self._geometry.bytes_of(kept)} bytes of the pool's "
-                    f"{self._geometry.nbytes}: at most {share:.0%} of its pages, state slots and tiles may "
-                    "be pinned; unpin others, or raise max_pinned_fraction or pool_bytes"
+                    f"{self._geometry.nbytes}: at most {share:.0%} of its pages, state slots and transition "
+                    "blocks may be pinned; unpin others, or raise max_pinned_fraction or pool_bytes"
                 )
         directory.keep(key)
         self._order(StoreAction.PIN, key)

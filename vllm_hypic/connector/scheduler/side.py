@@ -109,7 +109,7 @@ class SchedulerSide:
             geometry.pages,
             geometry.slots,
             geometry.page_tokens,
-            geometry.tiles,
+            geometry.transition_blocks,
             policy=make_policy(config.store.eviction, "always"),  # what is asked for must be in the pool
         )
         self.upkeep = Upkeep(config, geometry, self.directory)
@@ -177,8 +177,8 @@ class SchedulerSide:
             total.slots - kept.slots,
             self.geometry.page_tokens,
             self.max_model_len - 1,
-            total.tiles - kept.tiles,
-            self.geometry.record_tiles,
+            total.transition_blocks - kept.transition_blocks,
+            self.geometry.record_transition_blocks,
         )
 
     def transfer(self, ask: Ask) -> Transfer:
@@ -197,9 +197,9 @@ class SchedulerSide:
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
 
     def _need(self, segment: CachedSegment) -> Need:
-        """At most one tile per head of every linear layer; nothing stands before a leading segment."""
+        """At most one transition block per head of linear layers; nothing stands before a leading segment."""
         leading = segment.role is Role.LEADING
-        need = Need(segment.columns, 0 if leading else self.geometry.record_tiles)
+        need = Need(segment.columns, 0 if leading else self.geometry.record_transition_blocks)
         nbytes = self.geometry.bytes_of(self.directory.space_for(need))
         return replace(need, value=CacheValue(segment.columns, self._prefill_flops(segment.stop), nbytes))
 
@@ -444,8 +444,8 @@ class SchedulerSide:
     def absorb(self, report: WorkerReport) -> None:
         """Take in what the worker says of a step."""
         self.worker_unfinished = report.unfinished > 0
-        for serial, tiles in report.tiles.items():
-            self.directory.shrink(serial, tiles, self.geometry.tile_bytes)
+        for serial, transition_blocks in report.transition_blocks.items():
+            self.directory.shrink(serial, transition_blocks, self.geometry.transition_block_bytes)
         for serial in report.fetching:
             self._loads.at_store(serial)
         for serial, count in report.loads.items():
@@ -474,7 +474,7 @@ class SchedulerSide:
             self.upkeep.stored([load.key])
             self.counters.segments_loaded += 1
         if load.found:
-            self.directory.shrink(serial, load.count.tiles, self.geometry.tile_bytes)
+            self.directory.shrink(serial, load.count.transition_blocks, self.geometry.transition_block_bytes)
             self.directory.commit(load.key)
         else:
             self.upkeep.not_stored(load.key)
@@ -494,7 +494,7 @@ class SchedulerSide:
             Space(
                 directory.total_pages - directory.free_pages,
                 directory.total_slots - directory.free_slots,
-                directory.total_tiles - directory.free_tiles,
+                directory.total_transition_blocks - directory.free_transition_blocks,
             )
         )
 

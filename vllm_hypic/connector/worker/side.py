@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ...config.engine import HypicConfig
+from ...pool.copy import mover_of
 from ...pool.copy.base import RecordMover
-from ...pool.copy.movers import mover_of
-from ...pool.copy.readback import Readback, streams_of
 from ...pool.copy.staging import moves_records
+from ...pool.copy.stream import Readback, side_stream_of
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import CapturePlan
 from ...pool.runtime import HypicRuntime
@@ -59,7 +59,7 @@ class WorkerSide:
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, CapturePlan] = {}
         self._absorbed: HypicMetadata | None = None
-        self._tiles: dict[int, int] = {}
+        self._kept_blocks: dict[int, int] = {}
         self._settling: list[_Settling] = []
         self._mover: RecordMover | None = None
         self._was_unfinished = False
@@ -67,7 +67,7 @@ class WorkerSide:
     def start(self, device: torch.device) -> HypicRuntime:
         """Allocate the pool.  Called once, when vLLM has allocated its own KV cache."""
         self.device = device
-        self._copies = streams_of(device)
+        self._copies = side_stream_of(device)
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
         if moves_records(self.config):
             self._mover = mover_of(self.runtime.pool)
@@ -89,7 +89,7 @@ class WorkerSide:
         if self.runtime is not None:
             dropped = set(metadata.dropped_slots)
             self._settling = [s for s in self._settling if s.plan.slot not in dropped]
-            self.runtime.pool.release_tiles(metadata.dropped_slots)
+            self.runtime.pool.transition_blocks.release(metadata.dropped_slots)
         if any(order.action is StoreAction.CLEAR for order in metadata.orders):
             # Nor does what was captured before and is not settled yet go to the store.
             self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
@@ -141,7 +141,8 @@ class WorkerSide:
         return self.runtime.step
 
     def end_step(self) -> None:
-        """The forward pass is over: records that it completed give spare tiles back and go to the store.
+        """The forward pass is over: records that it completed give spare transition blocks back and go to
+        the store.
 
         On a device that runs behind, the pass is launched and these are the records of the pass before: one
         call later on every rank, so that the ranks report a record together.
@@ -181,20 +182,21 @@ class WorkerSide:
 
     def _completed(self, plan: CapturePlan, pool: DevicePool) -> None:
         row = None
-        if pool.record_tiles is not None and not plan.leading:
-            row = self._copies.read_back(pool.record_tiles.row(plan.slot))
+        if pool.linear and not plan.leading:
+            row = self._copies.read_back(pool.transition_blocks.row(plan.slot))
         self._settling.append(_Settling(plan, row))
 
     def _settle(self, record: _Settling, pool: DevicePool) -> None:
         plan, row = record.plan, record.row
         if not plan.leading:
-            self._tiles[plan.serial] = pool.settle_tiles(plan.slot, None if row is None else row.value())
+            found = None if row is None else row.value()
+            self._kept_blocks[plan.serial] = pool.transition_blocks.settle(plan.slot, found)
         if self.store is not None and plan.stored is not None:
             self.store.completed(plan.stored)
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler since the last call."""
-        report, self._tiles = WorkerReport(self._tiles, fetching=self._fetching), {}
+        report, self._kept_blocks = WorkerReport(self._kept_blocks, fetching=self._fetching), {}
         self._fetching = set()
         if self.store is not None:
             report.loads = self.store.take_ended()
@@ -208,7 +210,7 @@ class WorkerSide:
         report.unfinished = self._unfinished
         # The last one, too, says so.
         told, self._was_unfinished = self._was_unfinished, report.unfinished > 0
-        news = report.tiles or report.loads or report.handed or report.store or report.pushed
+        news = report.transition_blocks or report.loads or report.handed or report.store or report.pushed
         return report if news or report.fetching or told or report.unfinished else None
 
     @property
@@ -236,7 +238,7 @@ class WorkerSide:
 
 @dataclass(frozen=True)
 class _Settling:
-    """A complete record; which tiles its heads use is on its way to the host, or it uses none."""
+    """A complete record; which transition blocks its heads use is on its way to the host, or it uses none."""
 
     plan: CapturePlan
     row: Readback | None

@@ -1,9 +1,9 @@
 """Worker's side of the segment store: complete records go there, missing ones come from there.
 
-load plan -> tiles offered -> prefetch (reader fills the pool on the store's thread) -> poll -> report
+load plan -> blocks offered -> prefetch (reader fills the pool on the store's thread) -> poll -> report
 capture complete -> reserve -> copied out of the pool -> commit (checksum and tiers in the background)
 
-Where the pool is on a device, copies end in later steps (``record_mover.py``).
+Where the pool is on a device, copies end in later steps (``pool/copy/``).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StoreLink:
         """Fetch a record; :meth:`take_ended` tells how that ends."""
         name, expected = self.codec.name_of(place.key), self.codec.expected(place)
         if not place.leading:
-            self.pool.offer_tiles(place.slot)
+            self.pool.transition_blocks.offer(place.slot)
         # The scheduler asks for a record again only when its last fetch was reported.
         if self.store.prefetch(name, expected.max_nbytes, self.codec.reader(place, expected)):
             self._loading[name] = place
@@ -117,11 +117,13 @@ class StoreLink:
             else:
                 self.mover.settle(place, partial(self._loaded, place, fetched))
 
-    def _loaded(self, place: RecordPlace, fetched: Fetched, tiles: int) -> None:
-        self._ended[place.serial] = LoadCount(taken=1, tier=fetched.tier or "", tiles=tiles)
+    def _loaded(self, place: RecordPlace, fetched: Fetched, transition_blocks: int) -> None:
+        self._ended[place.serial] = LoadCount(
+            taken=1, tier=fetched.tier or "", transition_blocks=transition_blocks
+        )
 
     def completed(self, place: RecordPlace) -> None:
-        """A capture is complete, its tiles are settled: its record goes to the store."""
+        """A capture is complete, its transition blocks are settled: its record goes to the store."""
         self._unstored[place.serial] = place
 
     def is_handing_over(self, place: RecordPlace) -> bool:

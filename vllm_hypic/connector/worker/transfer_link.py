@@ -1,10 +1,10 @@
 """Worker's side of segment parallelism: records from other instances land in the pool, own ones go to others.
 
-await order -> tiles offered -> expected -> (the receiver's thread fills the pool) -> poll -> report
+await order -> blocks offered -> expected -> (the receiver's thread fills the pool) -> poll -> report
                                           -> (a shared tier has it) -> the store fetches it, and reports
 push order -> copied out of the pool, sealed -> sent -> acknowledged -> report
 
-Where the pool is on a device, copies end in later steps (``record_mover.py``).
+Where the pool is on a device, copies end in later steps (``pool/copy/``).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TransferLink:
             return
         name, expected = self.codec.name_of(place.key), self.codec.expected(place)
         if not place.leading:
-            self.pool.offer_tiles(place.slot)
+            self.pool.transition_blocks.offer(place.slot)
         self._awaited[name] = place
         self.receiver.expect(name, expected.max_nbytes, self.codec.reader(place, expected))
 
@@ -121,8 +121,8 @@ class TransferLink:
             number = self._sent.pop(sent.ticket)
             self._pushed[number] = "" if sent.delivered else (sent.reason or "not delivered")
 
-    def _arrived(self, place: RecordPlace, route: str, tiles: int) -> None:
-        self._ended[place.serial] = LoadCount(taken=1, tier=route, tiles=tiles)
+    def _arrived(self, place: RecordPlace, route: str, transition_blocks: int) -> None:
+        self._ended[place.serial] = LoadCount(taken=1, tier=route, transition_blocks=transition_blocks)
         self._received.append(place)
 
     def end_step(self) -> None:

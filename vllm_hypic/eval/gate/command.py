@@ -18,18 +18,8 @@ from ...config.engine import HypicConfig
 from ...errors import ConfigError
 from ...harness.engines import EngineError
 from ...harness.generators import Generator, find_generator
-from ...harness.report import Numbers, console, machine, plain, progress, versions
-from ...harness.settings import (
-    EngineSettings,
-    eager_option,
-    hypic_option,
-    kv_option,
-    model_context,
-    model_name,
-    threads_option,
-    timeout_option,
-    with_options,
-)
+from ...harness.report import console, machine, plain, progress, versions
+from ...harness.settings import EngineSettings, HypicOptions, Numbers, model_context, model_name, with_options
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
 from ..fitting import TasksError, needed_context
 from ..methods import Method
@@ -113,7 +103,9 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=Numbers(click.IntRange(0, MAX_SEAM_TOKENS)),
     help="Judge several seam windows, like 0,4,8,16, and recommend the narrowest that is a go.",
 )
-@hypic_option()
+@click.option(
+    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="The plugin's options, as JSON."
+)
 @click.option("--dtype", default="auto", show_default=True, help="vLLM's option of this name.")
 @click.option(
     "--engine-args",
@@ -122,9 +114,15 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help='Other arguments of vLLM, as JSON: {"quantization": "awq"}.',
 )
-@eager_option()
-@threads_option()
-@kv_option(2.0)
+@click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles).")
+@click.option("--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all usable cores.")
+@click.option(
+    "--kv-gib",
+    type=click.FloatRange(0.05, 4096),
+    default=2.0,
+    show_default=True,
+    help="vLLM's KV cache of each engine; the public pool comes beside it.",
+)
 @click.option(
     "--chat/--no-chat",
     default=None,
@@ -149,7 +147,13 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the sign-off to this file, not to the folder.",
 )
-@timeout_option(3600.0, "Give up when a batch of requests, or an engine's start, takes longer.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    default=3600.0,
+    show_default=True,
+    help="Give up when a batch of requests, or an engine's start, takes longer.",
+)
 @click.pass_context
 def gate(
     context: click.Context,

@@ -11,8 +11,8 @@ import click
 
 from ...harness import gate, report
 from ...harness.prompts import Shape
-from ...harness.report import Numbers, check_outputs, output_options
-from ...harness.settings import SHORTEST, model_name
+from ...harness.report import check_outputs, output_options
+from ...harness.settings import SHORTEST, Numbers, model_name
 from ..estimates import Estimate, mean_and_interval
 from ..tables import wide_console
 from .drift import FULL_NAME, MethodDrift, measure

@@ -12,18 +12,8 @@ import click
 from ...harness import report
 from ...harness.engines import described
 from ...harness.generators import EXAMPLE
-from ...harness.settings import (
-    EngineSettings,
-    hypic_option,
-    kv_option,
-    model_name,
-    model_option,
-    size_option,
-    threads_option,
-    timeout_option,
-    with_options,
-)
-from ...harness.sizes import random_model
+from ...harness.settings import EngineSettings, HypicOptions, model_name, with_options
+from ...harness.sizes import SIZES, random_model
 from ...primitives.policies import LinkError
 from ..methods import Method, link_method
 from .engine_pair import EnginePair, Probe
@@ -96,8 +86,14 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
             return command(probe=Probe(engine, methods, prompts, seed, noise_chunk), **options)
 
         shared = [
-            model_option("A model's folder; default: the demo model."),
-            size_option("A random Qwen3.5-shaped model of this size."),
+            click.option(
+                "--model",
+                type=click.Path(exists=True, file_okay=False, path_type=Path),
+                help="A model's folder; default: the demo model.",
+            ),
+            click.option(
+                "--size", type=click.Choice(list(SIZES)), help="A random Qwen3.5-shaped model of this size."
+            ),
             click.option("--prompts", type=click.IntRange(1, 10000), default=20, show_default=True),
             click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
             click.option(
@@ -114,10 +110,16 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
                 show_default=True,
                 help="The noise engine's; no multiple of 64, where kernels cut anyway.",
             ),
-            threads_option(1),
-            kv_option(0.5),
-            hypic_option(),
-            timeout_option(1200.0),
+            click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True),
+            click.option(
+                "--kv-gib",
+                type=click.FloatRange(0.05, 4096),
+                default=0.5,
+                show_default=True,
+                help="vLLM's KV cache of each engine; the public pool comes beside it.",
+            ),
+            click.option("--hypic", type=HypicOptions(), default="{}", help="The plugin's options, as JSON."),
+            click.option("--timeout-s", type=click.FloatRange(0, min_open=True), default=1200.0),
         ]
         if methods is not None:
             shared.insert(2, click.option("--methods", type=Methods(), default=methods, show_default=True))

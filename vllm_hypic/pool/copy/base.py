@@ -1,5 +1,5 @@
 """How records get from the pool to host memory and back.  One seam, two ways: on the CPU at once
-(``host_mover.py``), on a device that runs behind by copies on a stream of their own (``staged_mover.py``)."""
+(``host.py``), on a device that runs behind by copies on a stream of their own (``staged.py``)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class RecordMover(Protocol):
         """
 
     def intake(self, place: RecordPlace) -> Intake:
-        """For one record that is to come to ``place``, which is reserved and was offered tiles."""
+        """For one record that is to come to ``place``, which is reserved and was offered
+        transition blocks."""
 
     def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:
-        """The intake of ``place`` has taken a record: ``then(tiles)`` once passes launched from then on find
-        it in the pool, with the tiles that it keeps.  During this call or a later one, once."""
+        """The intake of ``place`` has taken a record: ``then(blocks)`` once passes launched from then on
+        find it in the pool, with the blocks that it keeps.  During this call or a later one, once."""
 
     def discard(self, place: RecordPlace) -> None:
         """Nothing comes to ``place`` any more, and what its intake took is not wanted.  Not after

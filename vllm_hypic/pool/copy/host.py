@@ -16,12 +16,12 @@ import torch
 from ...store.record import RecordHeader, begin_record
 from ..plans import RecordPlace
 from ..tensors import DevicePool
-from ..transition_blocks import NONE
+from ..transition_blocks import NO_BLOCK
 from .base import Intake, Sections
 
 
 class HostMover:
-    """:class:`~.record_mover.RecordMover` of a pool on the CPU."""
+    """:class:`~.base.RecordMover` of a pool on the CPU."""
 
     unfinished = 0
 
@@ -30,12 +30,12 @@ class HostMover:
         self._kv = {name: (_bytes_of(kv.key), _bytes_of(kv.value)) for name, kv in pool.kv.items()}
         self._linear = {
             name: _LinearBytes(
-                _bytes_of(records.state), _bytes_of(records.conv_tail), records.tile_of.numpy()
+                _bytes_of(records.state), _bytes_of(records.conv_tail), records.block_of.numpy()
             )
             for name, records in pool.linear.items()
         }
-        storage = next((records.tiles for records in pool.linear.values()), None)
-        self._tiles = None if storage is None else _bytes_of(storage)
+        storage = next((records.transitions for records in pool.linear.values()), None)
+        self._transitions = None if storage is None else _bytes_of(storage)
 
     def write(
         self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
@@ -52,12 +52,12 @@ class HostMover:
             views[f"{name}.conv"][:] = layer.conv[place.slot]
             if place.leading:
                 continue
-            assert self._tiles is not None
-            live = layer.tile_of[place.slot] != NONE
+            assert self._transitions is not None
+            live = layer.block_of[place.slot] != NO_BLOCK
             views[f"{name}.live"][:] = live
-            out = views[f"{name}.transition"].reshape(-1, self._tiles.shape[1])
-            for row, tile in enumerate(layer.tile_of[place.slot][live]):
-                out[row] = self._tiles[tile]
+            out = views[f"{name}.transition"].reshape(-1, self._transitions.shape[1])
+            for row, block in enumerate(layer.block_of[place.slot][live]):
+                out[row] = self._transitions[block]
         then(True)
 
     def intake(self, place: RecordPlace) -> Intake:
@@ -76,16 +76,16 @@ class HostMover:
             layer.conv[place.slot] = sections[f"{name}.conv"]
             if place.leading:
                 continue
-            assert self._tiles is not None
+            assert self._transitions is not None
             live = sections[f"{name}.live"].astype(bool)
-            given = sections[f"{name}.transition"].reshape(-1, self._tiles.shape[1])
-            row = layer.tile_of[place.slot]
-            for transition, tile in zip(given, row[live], strict=True):
-                self._tiles[tile] = transition
-            row[~live] = NONE
+            given = sections[f"{name}.transition"].reshape(-1, self._transitions.shape[1])
+            row = layer.block_of[place.slot]
+            for transition, block in zip(given, row[live], strict=True):
+                self._transitions[block] = transition
+            row[~live] = NO_BLOCK
 
     def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:
-        then(0 if place.leading else self._pool.settle_tiles(place.slot))
+        then(0 if place.leading else self._pool.transition_blocks.settle(place.slot))
 
     def discard(self, place: RecordPlace) -> None:
         """Nothing counts what was written there."""
@@ -102,11 +102,11 @@ class HostMover:
 
 @dataclass(frozen=True)
 class _LinearBytes:
-    """``state`` and ``conv`` ``[slots, bytes]`` uint8; ``tile_of [slots, heads]`` int32."""
+    """``state`` and ``conv`` ``[slots, bytes]`` uint8; ``block_of [slots, heads]`` int32."""
 
     state: np.ndarray
     conv: np.ndarray
-    tile_of: np.ndarray
+    block_of: np.ndarray
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

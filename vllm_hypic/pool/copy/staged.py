@@ -25,17 +25,17 @@ import torch
 from ...store.record import RecordHeader, begin_record
 from ..plans import RecordPlace
 from ..tensors import DevicePool
-from ..transition_blocks import NONE
+from ..transition_blocks import NO_BLOCK
 from ..upload import upload
 from .base import Intake, Sections
 from .staging import Block, Chunk, HostBlocks, Strip, as_table, divided, nbytes_of
-from .stream import CopyStream, Mark
+from .stream import Mark, SideStream
 
 
 class StagedMover:
-    """:class:`~.record_mover.RecordMover` of a pool on a device that runs behind the host."""
+    """:class:`~.base.RecordMover` of a pool on a device that runs behind the host."""
 
-    def __init__(self, pool: DevicePool, stream: CopyStream, blocks: HostBlocks) -> None:
+    def __init__(self, pool: DevicePool, stream: SideStream, blocks: HostBlocks) -> None:
         """Takes as much memory on the device as one of ``blocks``."""
         self._pool, self._stream, self._blocks = pool, stream, blocks
         self._tables = _Tables(pool)
@@ -59,11 +59,11 @@ class StagedMover:
         self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
     ) -> None:
         views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
-        tiles = self._pool.held_tiles(place.slot)
+        blocks = self._pool.transition_blocks.held(place.slot)
         if not place.leading:
-            for layer, row in zip(self._pool.geometry.linear, tiles, strict=True):
-                views[f"{layer.layer}.live"][:] = row != NONE
-        chunks = divided(self._tables.strips(place, tiles), self._blocks.nbytes)
+            for layer, row in zip(self._pool.geometry.linear, blocks, strict=True):
+                views[f"{layer.layer}.live"][:] = row != NO_BLOCK
+        chunks = divided(self._tables.strips(place, blocks), self._blocks.nbytes)
         departure = _Departure(place, views, deque(chunks), then)
         self._departures.append(departure)
         self._departing.append(departure)
@@ -83,13 +83,13 @@ class StagedMover:
 
     def intake(self, place: RecordPlace) -> Intake:
         """Copies the sections into blocks, or into ordinary memory when none is free."""
-        offered = self._pool.held_tiles(place.slot)
+        offered = self._pool.transition_blocks.held(place.slot)
 
         def take(sections: Sections) -> None:
             live: list[np.ndarray] = []
             if not place.leading:
                 live = [sections[f"{g.layer}.live"].astype(bool) for g in self._pool.geometry.linear]
-            kept = [np.where(alive, row, NONE) for alive, row in zip(live, offered, strict=False)]
+            kept = [np.where(alive, row, NO_BLOCK) for alive, row in zip(live, offered, strict=False)]
             parcel = _Parcel(live)
             try:
                 for chunk in divided(self._tables.strips(place, kept), self._blocks.nbytes):
@@ -105,7 +105,7 @@ class StagedMover:
         parcel = self._parcels.pop(place.serial)
 
         def arrived() -> None:
-            then(0 if place.leading else self._pool.fill_tiles(place.slot, parcel.live))
+            then(0 if place.leading else self._pool.transition_blocks.fill(place.slot, parcel.live))
 
         arrival = _Arrival(parcel, arrived)
         # At once, so that whoever waits for a block waits for copies under way only.
@@ -309,14 +309,14 @@ class _Tables:
             )
             for g in pool.geometry.linear
         }
-        storage = next((records.tiles for records in pool.linear.values()), None)
-        self._tiles = None if storage is None else as_table(storage, storage[0].numel())
+        storage = next((records.transitions for records in pool.linear.values()), None)
+        self._transitions = None if storage is None else as_table(storage, storage[0].numel())
 
-    def strips(self, place: RecordPlace, tiles: Sequence[np.ndarray]) -> list[Strip]:
+    def strips(self, place: RecordPlace, blocks: Sequence[np.ndarray]) -> list[Strip]:
         """All sections of the record in ``place`` that lie on the device.
 
-        ``tiles``: by linear layer, ``[heads]``, :data:`NONE` where the transition is zero; not looked at for
-        leading records.
+        ``blocks``: by linear layer, ``[heads]``, :data:`NO_BLOCK` where the transition is zero; not looked at
+        for leading records.
         """
         strips = [Strip(section, table, place.column_slots) for section, table in self._kv.items()]
         for number, (name, layer) in enumerate(self._linear.items()):
@@ -324,7 +324,9 @@ class _Tables:
             conv = place.slot * layer.conv_rows + np.arange(layer.conv_rows)
             strips += [Strip(f"{name}.state", layer.state, state), Strip(f"{name}.conv", layer.conv, conv)]
             if not place.leading:
-                assert self._tiles is not None
-                row = tiles[number]
-                strips.append(Strip(f"{name}.transition", self._tiles, row[row != NONE].astype(np.int64)))
+                assert self._transitions is not None
+                row = blocks[number]
+                strips.append(
+                    Strip(f"{name}.transition", self._transitions, row[row != NO_BLOCK].astype(np.int64))
+                )
         return strips

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .base import HypicGatedDeltaNet
 
 
-def register_gdn() -> None:
+def register() -> None:
     """Replace vLLM's GDN layer by ours for this platform.  May run any number of times."""
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention

@@ -9,14 +9,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
+from ....pool.families import GATED_DELTA_NET
+from ....pool.shared import Once
 from ...ops import gated_delta
+from ..base import LinearLayer, Scratch
 from ..layout import Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
 
 if TYPE_CHECKING:
@@ -26,17 +29,31 @@ if TYPE_CHECKING:
     from ....pool.step import StepContext
 
 
-class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
+_CARRIED = 2
+"""Segment requests that are between two prefill chunks at a time; more take of vLLM's reserve."""
+_CHUNK = 64
+"""Token rows of the longest chunk of the gated delta rule."""
+_FLOAT = torch.float32.itemsize
+
+
+@dataclass
+class _SharedParts:
+    """What the gated delta layers share of one pass."""
+
+    stock: Once[tuple[StockRows, ForwardContext] | None] = field(default_factory=Once)
+    """The rows that stock code runs, and a forward context that holds only them."""
+    offered: bool = False
+    """The records that become complete have transition blocks."""
+
+
+class HypicGatedDeltaNet(LinearLayer[gated_delta.Carry], QwenGatedDeltaNetAttention):
     """Stock layer plus capture and composition.
 
     A platform's subclass leads the stock forward pass to :meth:`core` and says what stock code and our
     operators are there.
     """
 
-    hypic_runtime: HypicRuntime | None = None
-    """Set at start-up; ``None``: stock."""
-    hypic_reached = False
-    """Our core ran: a compiled graph of stock vLLM, taken from a cache, could pass it by."""
+    family = GATED_DELTA_NET
 
     def core(self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor) -> None:
         """Recurrence of the whole batch into ``core [n, Hv, V]``, captured and composed as the step says."""
@@ -94,12 +111,11 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         """Stock code's metadata of a sub-batch."""
         raise NotImplementedError
 
-    def kernel_refusal(self) -> str | None:
-        """Why the platform's kernels do not serve this layer, or ``None``.  Its caches must be allocated."""
-        raise NotImplementedError
-
-    def warm_up(self, runtime: HypicRuntime) -> None:
-        """Compile what layers like this one will run, so that no request waits for it."""
+    def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
+        heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
+        channels = self.conv_dim // self.tp_size
+        terms = heads * (K + V + _CHUNK) * _FLOAT
+        return Scratch(rows * (terms + channels * dtype.itemsize), _CARRIED * heads * K * (K + V) * _FLOAT)
 
     def _special(
         self,
@@ -112,7 +128,7 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
         """The rows that our operators run."""
         if (segments := work.segments) is not None:
             runtime.calls["capture_linear"] += 1
-            _offer_tiles(runtime, step, segments)
+            _offer_blocks(runtime, step, segments)
             self.run_segments(runtime, step, segments, x, core, self._carries(runtime, segments))
         if work.composed is not None:
             runtime.calls["compose"] += 1
@@ -120,46 +136,44 @@ class HypicGatedDeltaNet(QwenGatedDeltaNetAttention):
 
     def _carries(self, runtime: HypicRuntime, segments: Segments) -> list[gated_delta.Carry]:
         """What the interiors that are cut here carry, written by this pass or an earlier one."""
-        kept, state = runtime.carried_summaries, runtime.pool.linear[self.prefix].state
+        state = runtime.pool.linear[self.prefix].state
         for request, starts in zip(segments.carried, segments.starting, strict=True):
             if starts:
-                kept[request, self.prefix] = gated_delta.Carry.beside(state)
-        return [kept[request, self.prefix] for request in segments.carried]
+                self.carries[request] = gated_delta.Carry.beside(state)
+        return [self.carries[request] for request in segments.carried]
 
     def _stock_context(
         self, runtime: HypicRuntime, step: StepContext, work: LinearStep
     ) -> tuple[StockRows, ForwardContext] | None:
         """The rows that stock code runs, and a forward context that holds only them; made once per pass."""
-        cache = step.cache
-        if "linear:stock" not in cache:
-            context = get_forward_context()
-            whole = context.attn_metadata
-            batch = whole[self.prefix]
-            requests = batch.num_decodes + batch.num_prefills
-            rows = stock_rows(
-                work,
-                step.batch.starts[: requests + 1],
-                step.batch.resumed[:requests],
-                batch.num_decodes,
-            )
-            if rows is not None:
-                if not isinstance(rows.tokens, slice):
-                    (tokens,) = step.on_device(rows.tokens.numpy())
-                    rows = replace(rows, tokens=tokens)
-                # Layers of one group share their metadata, and so the sub-batch's.
-                parts = {id(whole[name]): whole[name] for name in runtime.pool.linear}
-                subs = {key: self.sub_batch(step, metadata, rows) for key, metadata in parts.items()}
-                own = {name: subs[id(whole[name])] for name in runtime.pool.linear}
-                cache["linear:stock"] = rows, replace(context, attn_metadata=own)
-            else:
-                cache["linear:stock"] = None
-        found: Any = cache["linear:stock"]
-        return found
+        return step.shared.of(_SharedParts).stock(lambda: self._sub_context(runtime, step, work))
+
+    def _sub_context(
+        self, runtime: HypicRuntime, step: StepContext, work: LinearStep
+    ) -> tuple[StockRows, ForwardContext] | None:
+        context = get_forward_context()
+        whole = context.attn_metadata
+        batch = whole[self.prefix]
+        requests = batch.num_decodes + batch.num_prefills
+        rows = stock_rows(
+            work, step.batch.starts[: requests + 1], step.batch.resumed[:requests], batch.num_decodes
+        )
+        if rows is None:
+            return None
+        if not isinstance(rows.tokens, slice):
+            (tokens,) = step.on_device(rows.tokens.numpy())
+            rows = replace(rows, tokens=tokens)
+        # Layers of one group share their metadata, and so the sub-batch's.
+        parts = {id(whole[name]): whole[name] for name in runtime.pool.linear}
+        subs = {key: self.sub_batch(step, metadata, rows) for key, metadata in parts.items()}
+        own = {name: subs[id(whole[name])] for name in runtime.pool.linear}
+        return rows, replace(context, attn_metadata=own)
 
 
-def _offer_tiles(runtime: HypicRuntime, step: StepContext, segments: Segments) -> None:
-    """Tiles for the records that become complete here, once for all layers of a pass."""
-    if "linear:offered" not in step.cache:
-        step.cache["linear:offered"] = True
+def _offer_blocks(runtime: HypicRuntime, step: StepContext, segments: Segments) -> None:
+    """Transition blocks for the records that become complete here, once for all layers of a pass."""
+    shared = step.shared.of(_SharedParts)
+    if not shared.offered:
+        shared.offered = True
         for slot in segments.ended:
-            runtime.pool.offer_tiles(slot)
+            runtime.pool.transition_blocks.offer(slot)

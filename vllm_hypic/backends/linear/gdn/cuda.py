@@ -6,7 +6,7 @@ stock vLLM's and only that method is ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from vllm.third_party.flash_linear_attention.ops.utils import FLA_CHUNK_SIZE
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
-from ...cuda.rows import once
+from ....pool.shared import Once
 from ...ops import gated_delta
 from ...ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from ..layout import Composed, Segments, StockRows
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 
     from ....pool.runtime import HypicRuntime
     from ....pool.step import StepContext
+    from ...ops.gated_delta.triton.plan import ComposePlan, SegmentPlan
+
+
+@dataclass
+class _SharedPlans:
+    """Plans and index tensors that the layers share of one pass."""
+
+    segments: Once[SegmentPlan] = field(default_factory=Once)
+    compose: Once[ComposePlan] = field(default_factory=Once)
+    sub_batch: Once[_SubBatch] = field(default_factory=Once)
+    slots: dict[int, tuple[GDNAttentionMetadata, torch.Tensor]] = field(default_factory=dict)
+    """Cache slots, by the identity of the metadata that they are of."""
 
 
 class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
@@ -59,7 +71,8 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        plan = once(step, "linear:segments", lambda: operators.plan_segments(segments.rows, x.mixed.device))
+        shared = step.shared.of(_SharedPlans)
+        plan = shared.segments(lambda: operators.plan_segments(segments.rows, x.mixed.device))
         views, records = self._current_views(), runtime.pool.linear[self.prefix]
         caches = views.caches(self._slots(step))
         operators.run_segments(
@@ -76,29 +89,24 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        plan = once(
-            step,
-            "linear:compose",
-            lambda: operators.plan_compose(composed.rows, composed.ops, x.mixed.device),
-        )
+        shared = step.shared.of(_SharedPlans)
+        plan = shared.compose(lambda: operators.plan_compose(composed.rows, composed.ops, x.mixed.device))
         views, records = self._current_views(), runtime.pool.linear[self.prefix]
         operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), core, records)
 
     def _slots(self, step: StepContext) -> torch.Tensor:
         """Cache slots by batch row, contiguous: vLLM gives a column of a table where it copies nothing."""
-        metadata = get_forward_context().attn_metadata[self.prefix]
-
-        def make() -> tuple[Any, torch.Tensor]:
-            return metadata, metadata.non_spec_state_indices_tensor.contiguous()
-
-        # The metadata is kept beside, so that no other can have its address.
-        return once(step, f"linear:slots:{id(metadata)}", make)[1]
+        metadata, made = get_forward_context().attn_metadata[self.prefix], step.shared.of(_SharedPlans).slots
+        if id(metadata) not in made:
+            # The metadata is kept beside, so that no other can have its address.
+            made[id(metadata)] = metadata, metadata.non_spec_state_indices_tensor.contiguous()
+        return made[id(metadata)][1]
 
     def sub_batch(
         self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
     ) -> GDNAttentionMetadata:
         """As vLLM's builder would make it of these rows alone."""
-        shared = once(step, "linear:sub-batch", lambda: _SubBatch.of(step, rows))
+        shared = step.shared.of(_SharedPlans).sub_batch(lambda: _SubBatch.of(step, rows))
         slots = metadata.non_spec_state_indices_tensor
         assert slots is not None
         own = slots.index_select(0, shared.batch_rows)
@@ -161,14 +169,14 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
                 has_head=0,
                 carry=-1,
             )
-            runtime.pool.offer_tiles(0)
+            runtime.pool.transition_blocks.offer(0)
             plan = operators.plan_segments(pack([segment], SegmentRow), device)
             operators.run_segments(plan, x, views.weights, caches, out, records, [], runtime.dead_transition)
             rows = pack([ComposeRow(0, 0, 0, 2)], ComposeRow)
             ops = pack([ComposeOp(0, n, 0, Mode.TRANSITION), ComposeOp(n, n, -1, Mode.NONE)], ComposeOp)
             composing = operators.plan_compose(rows, ops, device)
             operators.run_compose(composing, x, views.weights, caches, out, records)
-        runtime.pool.release_tiles([0])
+        runtime.pool.transition_blocks.release([0])
 
     def _current_views(self) -> _Views:
         if self._views is None or self._views.of is not self.kv_cache[0]:

@@ -22,8 +22,8 @@ any number of passes.
 
     The record's state is S_zero = S_end - T S_head, S_head being the state at the interior's start: no scan
     of its own. Once all elements of a head's T are below `dead_below` the head is dead: T counts as zero, is
-    computed no further and not stored, and `tile_of` becomes -1. T of the others goes to the tiles that
-    `tile_of` names.
+    computed no further and not stored, and `block_of` becomes -1. T of the others goes to the transition
+    blocks that `block_of` names.
 
 `gdn_compose(x, weights, caches, out, records, rows, ops)`
     Rows of composed requests, with records applied between them.

@@ -66,7 +66,7 @@ class Caches:
 
 class Records(Protocol):
     """A layer's part of the pool: by slot `state` [Hv, K, V] and `conv_tail` [taps - 1, channels]; T in
-    `tiles` [tiles, K, K] fp16, of which `tile_of` [slots, Hv] int32 names one per head, -1: T is zero."""
+    `transitions` [blocks, K, K] fp16, of which `block_of` [slots, Hv] int32 names one per head, -1: zero."""
 
     @property
     def state(self) -> Tensor: ...
@@ -75,10 +75,10 @@ class Records(Protocol):
     def conv_tail(self) -> Tensor: ...
 
     @property
-    def tiles(self) -> Tensor: ...
+    def transitions(self) -> Tensor: ...
 
     @property
-    def tile_of(self) -> Tensor: ...
+    def block_of(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)

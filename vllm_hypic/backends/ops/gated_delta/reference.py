@@ -154,7 +154,7 @@ def gdn_segments(
             layer.run(r.begin, r.end, out)
             if r.ends:
                 records.state[r.slot] = layer.state.to(records.state.dtype)
-                records.tile_of[r.slot] = -1
+                records.block_of[r.slot] = -1
         elif r.begin < r.end:
             _interior(layer, r, out, records, carries, dead_below)
         if r.ends:
@@ -192,9 +192,9 @@ def _interior(
     records.state[r.slot] = alone.to(records.state.dtype)
     for h, T in enumerate(transition):
         if T.abs().max() < dead_below:
-            records.tile_of[r.slot, h] = -1
+            records.block_of[r.slot, h] = -1
         else:
-            records.tiles[records.tile_of[r.slot, h]] = T.to(records.tiles.dtype)
+            records.transitions[records.block_of[r.slot, h]] = T.to(records.transitions.dtype)
 
 
 def gdn_compose(
@@ -212,9 +212,9 @@ def gdn_compose(
             if op.mode == Mode.ADD:
                 after = after + layer.state
             elif op.mode == Mode.TRANSITION:
-                for h, tile in enumerate(records.tile_of[op.slot].tolist()):
-                    if tile >= 0:
-                        after[h] += records.tiles[tile].double() @ layer.state[h]
+                for h, block in enumerate(records.block_of[op.slot].tolist()):
+                    if block >= 0:
+                        after[h] += records.transitions[block].double() @ layer.state[h]
             layer.state = after
             layer.context = records.conv_tail[op.slot].double()
         layer.finish()

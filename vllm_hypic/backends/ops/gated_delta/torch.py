@@ -68,7 +68,7 @@ def _summarise(
     if r.leading:
         if r.ends:
             records.state[r.slot] = end
-            records.tile_of[r.slot] = -1
+            records.block_of[r.slot] = -1
         return
     before = None
     if not r.begins:
@@ -89,9 +89,9 @@ def _summarise(
         return
     transition = transition.masked_fill(dead[:, None, None], 0.0)
     records.state[r.slot] = torch.baddbmm(end, transition, head, alpha=-1.0)
-    tiles = records.tile_of[r.slot]
-    records.tiles[tiles[~dead].long()] = transition[~dead].to(records.tiles.dtype)
-    tiles.masked_fill_(dead, -1)
+    blocks = records.block_of[r.slot]
+    records.transitions[blocks[~dead].long()] = transition[~dead].to(records.transitions.dtype)
+    blocks.masked_fill_(dead, -1)
 
 
 def gdn_compose(
@@ -196,10 +196,10 @@ def _applied(records: Records, op: ComposeOp, state: Tensor) -> Tensor:
         return after + state
     if op.mode == Mode.REPLACE:
         return after
-    tiles = records.tile_of[op.slot].long()
-    alive = tiles >= 0
+    blocks = records.block_of[op.slot].long()
+    alive = blocks >= 0
     after = after.clone()
-    after[alive] += torch.bmm(records.tiles[tiles[alive]].float(), state[alive])
+    after[alive] += torch.bmm(records.transitions[blocks[alive]].float(), state[alive])
     return after
 
 

@@ -5,7 +5,8 @@ request, write outputs and leave S at both edges of the interior; programs of T 
 I or from what an earlier pass left, and stop early once their columns are too small ever to matter again.
 
 `records_kernel`: a program per (interior, head, block of S's columns), which needs the whole T: is the head
-dead, what is S_zero, T in fp16 to its tile; or, of an interior that goes on, only which heads are alive.
+dead, what is S_zero, T in fp16 to its transition block; or, of an interior that goes on, only which heads
+are alive.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -176,10 +177,10 @@ def records_kernel(
     transitions_ptr,
     alive_ptr,
     state_ptr,
-    tiles_ptr,
-    tile_of_ptr,
+    blocks_ptr,
+    block_of_ptr,
     state_slot,
-    tile_of_slot,
+    block_of_slot,
     summaries,
     dead_below,
     HEADS: tl.constexpr,
@@ -209,24 +210,24 @@ def records_kernel(
         entry = in_k[:, None] * V + column[None, :]
         behind = (summaries * HEADS).to(tl.int64) * (K * V)
         S = tl.load(edges_ptr + behind + mine * (K * V) + entry)
-        tile_of = tile_of_ptr + slot * tile_of_slot + head
+        block_of = block_of_ptr + slot * block_of_slot + head
         if dead:
             if block == 0:
-                tl.store(tile_of, -1)
+                tl.store(block_of, -1)
         else:
             if has_head > 0:
                 before = edges_ptr + mine * (K * V) + in_slice[:, None] * V + column[None, :]
                 for at in range(0, K, SLICE):
                     T, head_S = tl.load(T_ptr + at), tl.load(before + at * V)
                     S -= tl.dot(T, head_S, input_precision="tf32x3")
-            tile = tl.load(tile_of).to(tl.int64)
-            if tile < 0:
+            held = tl.load(block_of).to(tl.int64)
+            if held < 0:
                 # T has no place: a record without it must not pass for one.
                 S = S * float("nan")
             elif block == 0:
-                to = tiles_ptr + tile * (K * K) + in_k[:, None] * K + in_slice[None, :]
+                to = blocks_ptr + held * (K * K) + in_k[:, None] * K + in_slice[None, :]
                 for at in range(0, K, SLICE):
-                    tl.store(to + at, tl.load(T_ptr + at).to(tiles_ptr.dtype.element_ty))
+                    tl.store(to + at, tl.load(T_ptr + at).to(blocks_ptr.dtype.element_ty))
         tl.store(state_ptr + slot * state_slot + head * (K * V) + entry, S.to(state_ptr.dtype.element_ty))
 
 
@@ -322,10 +323,10 @@ def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dea
         summaries.transitions,
         summaries.alive,
         records.state,
-        records.tiles,
-        records.tile_of,
+        records.transitions,
+        records.block_of,
         records.state.stride(0),
-        records.tile_of.stride(0),
+        records.block_of.stride(0),
         len(plan.summaries),
         dead_below,
         HEADS=heads,
@@ -339,17 +340,17 @@ def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dea
 
 _STAGES = 3
 
-_TABLES = dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "alive_ptr", "tile_of_ptr"), "*i32")
+_TABLES = dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "alive_ptr", "block_of_ptr"), "*i32")
 _FLOATS = dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32")
 _STRIDES = dict.fromkeys(
-    ("channels", "state_slot", "state_head", "state_v", "out_row", "out_head", "tile_of_slot"), "i32"
+    ("channels", "state_slot", "state_head", "state_v", "out_row", "out_head", "block_of_slot"), "i32"
 )
 _TYPES = {
     **_TABLES,
     **_FLOATS,
     **_STRIDES,
     **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
-    "tiles_ptr": "*fp16",
+    "blocks_ptr": "*fp16",
     "slots_ptr": "*i32",
     "summaries": "i32",
     **dict.fromkeys(("tiny", "dead_below"), "fp32"),

@@ -1,7 +1,7 @@
 """Composed requests: one walk through rows and records.
 
 A program per (request, head, block of S's columns) keeps its columns in registers and goes through the
-request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C with T from its tile.
+request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C.
 
 No summaries of the pieces between records: with the chunk terms at hand, a seam of 16 rows costs two products
 [16, K] x [K, columns], while its transition [K, K] would cost four times as much to apply alone, and would
@@ -44,8 +44,8 @@ def compose_kernel(
     state_ptr,
     out_ptr,
     record_ptr,
-    tiles_ptr,
-    tile_of_ptr,
+    blocks_ptr,
+    block_of_ptr,
     channels,
     state_slot,
     state_head,
@@ -54,7 +54,7 @@ def compose_kernel(
     out_row,
     out_head,
     record_slot,
-    tile_of_slot,
+    block_of_slot,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -104,9 +104,9 @@ def compose_kernel(
         if mode != _NONE:
             record = record_ptr + slot * record_slot + head * (K * V) + column[None, :]
             after = load_columns(record, V, K, SLICES, SLICE)
-            tile = tl.load(tile_of_ptr + slot * tile_of_slot + head, mask=mode == _TRANSITION, other=-1)
-            if tile >= 0:
-                after = _transformed(tiles_ptr + tile.to(tl.int64) * (K * K), S, after, K, SLICES, SLICE)
+            block = tl.load(block_of_ptr + slot * block_of_slot + head, mask=mode == _TRANSITION, other=-1)
+            if block >= 0:
+                after = _transformed(blocks_ptr + block.to(tl.int64) * (K * K), S, after, K, SLICES, SLICE)
             elif mode == _ADD:
                 after = _sum(S, after, SLICES)
             S = after
@@ -158,14 +158,14 @@ def compose(
         caches.state,
         out,
         records.state,
-        records.tiles,
-        records.tile_of,
+        records.transitions,
+        records.block_of,
         conv.shape[1],
         *caches.state.stride(),
         out.stride(0),
         out.stride(1),
         records.state.stride(0),
-        records.tile_of.stride(0),
+        records.block_of.stride(0),
         **constants(plan.chunk, K, V, weights.key_heads, heads),
         num_warps=shape.warps,
         num_stages=_STAGES,
@@ -177,10 +177,10 @@ _STAGES = 2
 _ALIGNED = {
     **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
     **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
-    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "tile_of_ptr"), "*i32"),
-    "tiles_ptr": "*fp16",
+    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "block_of_ptr"), "*i32"),
+    "blocks_ptr": "*fp16",
     **dict.fromkeys(("channels", "state_slot", "state_head", "state_v", "out_row", "out_head"), "i32"),
-    **dict.fromkeys(("record_slot", "tile_of_slot"), "i32"),
+    **dict.fromkeys(("record_slot", "block_of_slot"), "i32"),
 }
 
 SPECS = tuple(

@@ -51,7 +51,7 @@ def run_segments(
 ) -> None:
     """`gdn_segments` of a plan. Raises `IndexError` where it leaves the layer's tensors.
 
-    A head that is alive and has no tile (`tile_of` is -1) gets NaN for its record's state.
+    A head that is alive and has no transition block (`block_of` is -1) gets NaN for its record's state.
     """
     plan.reach.check(x, caches, out, records, carries)
     if not len(plan.scans):

@@ -1,35 +1,26 @@
-"""What the CUDA layers share of one forward pass: index tensors and plans, made once and kept in its step."""
+"""What attention layers on CUDA share of one forward pass: index tensors and plans, made once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ...pool.shared import Once
 from ..ops.span_attention.plan import SpanColumns, SpanPlan
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
     from ...pool.step import PublicRows, StepContext
 
-T = TypeVar("T")
-
 PARTIAL_BYTES = 512 << 20
 """Partial results of span attention that one call may allocate."""
 SHORTEST = 64
 """Rows of the shortest piece that is still halved, and what pieces are a multiple of."""
 FLOAT_BYTES = torch.float32.itemsize
-
-
-def once(step: StepContext, key: str, make: Callable[[], T]) -> T:
-    """The step's value of this name, made by the first layer that asks."""
-    if key not in step.cache:
-        step.cache[key] = make()
-    found: T = step.cache[key]  # type: ignore[assignment]
-    return found
 
 
 @dataclass(frozen=True)
@@ -49,16 +40,16 @@ def span_pieces(
     """
     public = step.public
     assert public is not None
-
-    def make() -> list[SpanPiece]:
-        columns = once(step, "span:columns", lambda: _columns(runtime, public))
+    shared = step.shared.of(_SharedPlans)
+    key = heads, kv_heads, head_size, dtype
+    if key not in shared.pieces:
+        columns = shared.columns(lambda: runtime.shared.of(_KeptColumns).get(public))
 
         def plan(bounds: np.ndarray, visible: np.ndarray) -> SpanPlan:
             return SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size, dtype)
 
-        return _pieces(plan, public.bounds.numpy(), public.visible.numpy(), 0)
-
-    return once(step, f"span:pieces:{heads}:{kv_heads}:{head_size}:{dtype}", make)
+        shared.pieces[key] = _pieces(plan, public.bounds.numpy(), public.visible.numpy(), 0)
+    return shared.pieces[key]
 
 
 def _pieces(
@@ -78,27 +69,20 @@ def _pieces(
     return _pieces(make, first, visible[:cut], at) + _pieces(make, second, visible[cut:], at + cut)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _KeptColumns:
-    """``columns`` of the requests that have these very tensors of slots."""
+    """Columns of the pass before, kept while the same requests see them in the same order, as in decoding."""
 
-    of: tuple[torch.Tensor, ...]
-    columns: SpanColumns
+    of: tuple[torch.Tensor, ...] = ()
+    """The requests' very tensors of slots."""
+    columns: SpanColumns | None = None
 
-
-def _columns(runtime: HypicRuntime, public: PublicRows) -> SpanColumns:
-    """Those of the pass before where the same requests see them in the same order, as while decoding."""
-    of = tuple(public.column_slots)
-    kept = runtime.kept.get("span:columns")
-    if (
-        isinstance(kept, _KeptColumns)
-        and len(kept.of) == len(of)
-        and all(a is b for a, b in zip(kept.of, of, strict=True))
-    ):
-        return kept.columns
-    columns = SpanColumns.of(public.column_slots, public.column_positions)
-    runtime.kept["span:columns"] = _KeptColumns(of, columns)
-    return columns
+    def get(self, public: PublicRows) -> SpanColumns:
+        of = tuple(public.column_slots)
+        same = len(self.of) == len(of) and all(a is b for a, b in zip(self.of, of, strict=True))
+        if self.columns is None or not same:
+            self.of, self.columns = of, SpanColumns.of(public.column_slots, public.column_positions)
+        return self.columns
 
 
 @dataclass(frozen=True)
@@ -120,7 +104,7 @@ class PrivateRows:
     @staticmethod
     def of(step: StepContext) -> PrivateRows:
         """Of the step, made once."""
-        return once(step, "private:rows", lambda: PrivateRows._make(step))
+        return step.shared.of(_SharedPlans).private(lambda: PrivateRows._make(step))
 
     @staticmethod
     def _make(step: StepContext) -> PrivateRows:
@@ -149,9 +133,20 @@ class PrivateRows:
 
     def blocks(self, step: StepContext, block_table: torch.Tensor) -> torch.Tensor:
         """These requests' rows of ``block_table [requests, blocks]``, gathered once for each table."""
+        made = step.shared.of(_SharedPlans).blocks
+        if id(block_table) not in made:
+            # The table itself is kept beside, so that no other can have its address.
+            made[id(block_table)] = block_table, block_table.index_select(0, self.requests)
+        return made[id(block_table)][1]
 
-        def make() -> tuple[torch.Tensor, torch.Tensor]:
-            return block_table, block_table.index_select(0, self.requests)
 
-        # The table itself is kept beside, so that no other can have its address.
-        return once(step, f"private:blocks:{id(block_table)}", make)[1]
+@dataclass
+class _SharedPlans:
+    """Plans and index tensors that the layers share of one pass."""
+
+    columns: Once[SpanColumns] = field(default_factory=Once)
+    pieces: dict[tuple[int, int, int, torch.dtype], list[SpanPiece]] = field(default_factory=dict)
+    """By query heads, KV heads, head size and dtype."""
+    private: Once[PrivateRows] = field(default_factory=Once)
+    blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Rows of block tables, by the identity of the table that they are of."""

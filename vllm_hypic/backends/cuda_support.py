@@ -1,8 +1,10 @@
-"""What a CUDA engine may not ask for: said before weights are read, with the reason and the way out."""
+"""The CUDA path: what an engine may not ask for, said before weights are read, with the reason and the way
+out; and the device memory that its operators take, of which vLLM's profile run, having no rows of ours, sees
+nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,3 +91,20 @@ def _execution(config: VllmConfig) -> Iterator[str]:
         yield f"gdn_prefill_backend={backend!r}: expected 'auto', 'triton' or 'flashinfer'"
     if envs.VLLM_ENABLE_STARTUP_PLAN:
         yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that it keeps do not know of the public pool; unset it"
+
+
+def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> int:
+    """Bytes beside the pool that a pass of ``rows`` token rows takes at most in one layer, for layers run one
+    after the other, and that interiors carry between passes in all of them.
+    """
+    from .attention.cuda import HypicCUDAAttentionImpl
+    from .linear.base import LinearLayer
+
+    working, carried = 0, 0
+    for layer in layers:
+        if isinstance(layer, LinearLayer):
+            own = layer.scratch(rows, dtype)
+            working, carried = max(working, own.working), carried + own.carried
+        elif isinstance(impl := getattr(layer, "impl", None), HypicCUDAAttentionImpl):
+            working = max(working, impl.scratch_bytes(rows, dtype))
+    return working + carried

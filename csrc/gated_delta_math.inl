@@ -1,0 +1,157 @@
+// Panels, triangular systems and roundings of the gated delta rule: see gated_delta.inl.
+
+#include "gated_delta.h"
+
+namespace hypic {
+namespace HYPIC_ISA {
+
+constexpr int GDN_CHUNK = 32;
+constexpr int GDN_PANEL = 64;
+constexpr int GDN_MAX_TAPS = 4;
+
+HYPIC_INLINE vf vload_as_float(const bf16* p) { return vload_bf16(p); }
+HYPIC_INLINE vf vload_as_float(const float* p) { return vload(p); }
+HYPIC_INLINE void vstore_rounded(bf16* p, vf x) { vstore_bf16(p, x); }
+HYPIC_INLINE void vstore_rounded(float* p, vf x) { vstore(p, x); }
+HYPIC_INLINE float to_float(float x) { return x; }
+
+// x as the stock convolution hands it on: rounded to the dtype of its input.
+HYPIC_INLINE vf vrounded_to(vf x, const float*) { return x; }
+HYPIC_INLINE vf vrounded_to(vf x, const bf16*) {
+#if HYPIC_WIDTH == 16
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(vto_bf16(x)), 16));
+#else
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(vto_bf16(x)), 16));
+#endif
+}
+
+// 1 / (1 + e^-x)
+HYPIC_INLINE vf vsigmoid(vf x) { return vdiv(vset(1), vadd(vset(1), vexp(vmin(vset(87), vsub(vzero(), x))))); }
+
+// log(1 + u) for 0 <= u <= 1: 2 atanh(u / (2 + u)), whose series in s <= 1/3 needs eight terms.
+HYPIC_INLINE vf vlog1p(vf u) {
+  const vf s = vdiv(u, vadd(u, vset(2))), t = vmul(s, s);
+  vf p = vset(2.0f / 15);
+  p = vfma(p, t, vset(2.0f / 13));
+  p = vfma(p, t, vset(2.0f / 11));
+  p = vfma(p, t, vset(2.0f / 9));
+  p = vfma(p, t, vset(2.0f / 7));
+  p = vfma(p, t, vset(2.0f / 5));
+  p = vfma(p, t, vset(2.0f / 3));
+  return vfma(vmul(p, t), s, vadd(s, s));
+}
+
+HYPIC_INLINE vf vsoftplus(vf x) { return vadd(vmax(x, vzero()), vlog1p(vexp(vsub(vzero(), vabs(x))))); }
+
+// Products of tiny numbers must not become subnormal: CPUs multiply those a hundred times more slowly.
+struct FlushSubnormals {
+  unsigned saved;
+  FlushSubnormals() : saved(_mm_getcsr()) { _mm_setcsr(saved | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(saved); }
+};
+
+// ------------------------------------------------------------------------------------------------ panels
+//
+// A matrix [K, N] as panels: columns [64 p, 64 p + w) lie together as [K, w], w = 64 but in the last panel.
+
+HYPIC_INLINE int panel_width(int N, int column) { return N - column < GDN_PANEL ? N - column : GDN_PANEL; }
+
+static void to_panels(const float* rows, int K, int N, float* panels) {
+  for (int c = 0; c < N; c += GDN_PANEL) {
+    const int w = panel_width(N, c);
+    for (int i = 0; i < K; ++i, panels += w)
+      for (int j = 0; j < w; j += W) vstore(panels + j, vload(rows + i * N + c + j));
+  }
+}
+
+static void from_panels(const float* panels, int K, int N, float* rows) {
+  for (int c = 0; c < N; c += GDN_PANEL) {
+    const int w = panel_width(N, c);
+    for (int i = 0; i < K; ++i, panels += w)
+      for (int j = 0; j < w; j += W) vstore(rows + i * N + c + j, vload(panels + j));
+  }
+}
+
+static void copy(const float* from, ptrdiff_t count, float* to) {
+  for (ptrdiff_t i = 0; i < count; i += W) vstore(to + i, vload(from + i));
+}
+
+static float largest(const float* x, ptrdiff_t count) {
+  vf top[4] = {vzero(), vzero(), vzero(), vzero()};
+  ptrdiff_t i = 0;
+  for (; i + 4 * W <= count; i += 4 * W)
+    for (int j = 0; j < 4; ++j) top[j] = vmax(top[j], vabs(vload(x + i + j * W)));
+  for (; i < count; i += W) top[0] = vmax(top[0], vabs(vload(x + i)));
+  return vtop(vmax(vmax(top[0], top[1]), vmax(top[2], top[3])));
+}
+
+// ------------------------------------------------------------------------------------------------ triangles
+
+template <int MR, int NV>
+static __attribute__((noinline)) void solve_tile(int t, const float* L, float* X, ptrdiff_t ld) {
+  L += t * GDN_CHUNK;
+  float* to = X + t * ld;
+  vf sum[MR][NV];
+#pragma GCC unroll 8
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) sum[i][j] = vload(to + i * ld + j * W);
+  for (int s = 0; s < t; ++s) {
+    vf x[NV];
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) x[j] = vload(X + s * ld + j * W);
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; ++i) {
+      const vf l = vset(L[i * GDN_CHUNK + s]);
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) sum[i][j] = vfnma(l, x[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 1; i < MR; ++i)
+#pragma GCC unroll 8
+    for (int s = 0; s < i; ++s) {
+      const vf l = vset(L[i * GDN_CHUNK + t + s]);
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) sum[i][j] = vfnma(l, sum[s][j], sum[i][j]);
+    }
+#pragma GCC unroll 8
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) vstore(to + i * ld + j * W, sum[i][j]);
+}
+
+template <int NV>
+static void solve_columns(int n, const float* L, float* X, ptrdiff_t ld) {
+  int t = 0;
+  for (; t + 4 <= n; t += 4) solve_tile<4, NV>(t, L, X, ld);
+  switch (n - t) {
+    case 3: return solve_tile<3, NV>(t, L, X, ld);
+    case 2: return solve_tile<2, NV>(t, L, X, ld);
+    case 1: return solve_tile<1, NV>(t, L, X, ld);
+    default: return;
+  }
+}
+
+// X [n, N] <- (I + L)^-1 X; only what is below L's diagonal is read.
+static void solve(int n, int N, const float* L, float* X, ptrdiff_t ld) {
+  int j = 0;
+  for (; j + GEMM_VECTORS * W <= N; j += GEMM_VECTORS * W) solve_columns<GEMM_VECTORS>(n, L, X + j, ld);
+  switch ((N - j) / W) {
+    case 3: return solve_columns<GEMM_VECTORS == 4 ? 3 : 1>(n, L, X + j, ld);
+    case 2: return solve_columns<2>(n, L, X + j, ld);
+    case 1: return solve_columns<1>(n, L, X + j, ld);
+    default: return;
+  }
+}
+
+// C [n, N] += A X with A [n, n] zero above its diagonal.
+static void add_triangular(int n, int N, const float* A, const float* X, ptrdiff_t ldx, float* C, ptrdiff_t ldc) {
+  for (int t = 0; t < n; t += GEMM_ROWS) {
+    const int rows = n - t < GEMM_ROWS ? n - t : GEMM_ROWS;
+    gemm<Into::add>(rows, N, t + rows, A + t * GDN_CHUNK, GDN_CHUNK, 1, X, ldx, C + t * ldc, ldc);
+  }
+}
+
+}  // namespace HYPIC_ISA
+}  // namespace hypic
