@@ -78,7 +78,6 @@ def test_a_worker_that_hangs(stand: Stand):
     stand.wait(lambda s: bool(s[UP, worker.url]), "it is back")
 
 
-@pytest.mark.slow
 def test_all_workers_hang(stand: Stand):
     """Nobody is left: the combine node is told so, and computes."""
     prompt = stand.prompt()

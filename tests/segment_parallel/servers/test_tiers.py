@@ -84,7 +84,6 @@ def test_a_combine_node_that_cannot_read_the_tier_computes(
     stand.expect("segments_unlanded", stand.cluster.combines, len(LENGTHS))
 
 
-@pytest.mark.slow
 def test_a_worker_that_cannot_write_the_tier_sends_directly(
     stand: Stand, through: Router, redis_server: RedisServer
 ):
