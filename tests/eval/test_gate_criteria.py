@@ -21,7 +21,7 @@ from vllm_hypic.eval.gate.criteria import (
     judge,
 )
 from vllm_hypic.eval.gate.verdict import Judgement, Verdict
-from vllm_hypic.eval.runner import Outcome
+from vllm_hypic.eval.runner import MethodAnswer
 
 from .gate_numbers import FINE, NOISE, answers, numbers
 
@@ -135,9 +135,9 @@ def test_points_of_answers() -> None:
     assert found.loss.value == 12.5 and found.loss.n == 4
 
 
-def outcome(*probabilities: float) -> Outcome:
+def outcome(*probabilities: float) -> MethodAnswer:
     """First-token probabilities of tokens 0, 1, ..."""
-    return Outcome("", (), {i: math.log(p) for i, p in enumerate(probabilities)}, 10, 5)
+    return MethodAnswer("", (), {i: math.log(p) for i, p in enumerate(probabilities)}, 10, 5)
 
 
 def test_distances_are_of_all_prompts_and_of_those_that_are_sure() -> None:

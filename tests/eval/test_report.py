@@ -12,7 +12,7 @@ from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, PREFIX_SAME, is_noise
 from vllm_hypic.eval.pareto import Panel, panels, plot
 from vllm_hypic.eval.pool_batches import PoolError, pool_batches
 from vllm_hypic.eval.results import Cell, FamilyResult, Metric, cell, overall
-from vllm_hypic.eval.runner import Outcome
+from vllm_hypic.eval.runner import MethodAnswer
 from vllm_hypic.eval.scores import Scores
 from vllm_hypic.eval.tables import family_table, notes, overall_table
 from vllm_hypic.eval.task import Example, Task
@@ -29,8 +29,8 @@ def scored(marks: Sequence[int], *, kl: float = 0.0) -> list[Scores]:
     return [Scores(bool(m), float(m), float(m), None if m else 2, kl, bool(m)) for m in marks]
 
 
-def outcomes(n: int, cached: int = 60) -> list[Outcome]:
-    return [Outcome("", (), {}, 100, cached)] * n
+def outcomes(n: int, cached: int = 60) -> list[MethodAnswer]:
+    return [MethodAnswer("", (), {}, 100, cached)] * n
 
 
 def family(name: str, marks: dict[str, Sequence[int]], *, left_out: int = 0) -> FamilyResult:

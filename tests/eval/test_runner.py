@@ -7,11 +7,10 @@ from typing import Any, cast
 import pytest
 
 from vllm_hypic.eval.answers_file import writing_answers
-from vllm_hypic.eval.first_token import first_token_times
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_method
 from vllm_hypic.eval.pool_batches import PoolError
-from vllm_hypic.eval.runner import evaluate
+from vllm_hypic.eval.runner import evaluate, first_token_times
 from vllm_hypic.eval.study import Study, refused
 from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
 from vllm_hypic.harness.engine_calls import Answer, Ask

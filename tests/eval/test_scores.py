@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.eval.runner import Outcome
+from vllm_hypic.eval.runner import MethodAnswer
 from vllm_hypic.eval.scores import f1, first_divergence, first_line, rouge_l, score, words
 from vllm_hypic.eval.task import Task
 
@@ -20,8 +20,10 @@ def task(*answers: str) -> Task:
     return Task("t", "system", ("segment",), "question", answers, 8)
 
 
-def outcome(text: str, tokens: Sequence[int] = (1, 2), logprobs: dict[int, float] | None = None) -> Outcome:
-    return Outcome(text, tuple(tokens), LOGPROBS if logprobs is None else logprobs, 10, 4)
+def outcome(
+    text: str, tokens: Sequence[int] = (1, 2), logprobs: dict[int, float] | None = None
+) -> MethodAnswer:
+    return MethodAnswer(text, tuple(tokens), LOGPROBS if logprobs is None else logprobs, 10, 4)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from .answers_file import writing_answers
 from .fitting import TasksError, needed_context
 from .methods import DEFAULT, FULL, Method, link_method, noise_name
 from .names import JsonObject, Names
-from .noise import SEQUENCES, noise_engine
 from .pool_batches import PoolError
 from .results import Metric, overall
+from .runner import SEQUENCES, noise_engine
 from .selection import Settings, family_names, make_tasks
 from .study import Keep, Study, refused
 from .tables import family_table, notes, overall_table, wide_console

@@ -10,7 +10,7 @@ from enum import Enum
 from ..harness.stats import Spread
 from . import estimates
 from .estimates import Estimate
-from .runner import Outcome
+from .runner import MethodAnswer
 from .scores import Scores
 
 PERCENT = 100.0
@@ -106,7 +106,7 @@ class Overall:
 
 def cell(
     method: str,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[MethodAnswer],
     scores: Sequence[Scores],
     reference: Sequence[Scores],
     first_token: Spread | None = None,

@@ -1,25 +1,30 @@
-"""Examples through the engine, method by method."""
+"""Examples through engines, method by method: answers and times to first token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..harness import engine_calls
 from ..harness.engine_calls import Answer
 from ..harness.engines import Engine
 from ..harness.fidelity import top
 from ..harness.prompts import Prompt, Writer
+from ..harness.settings import EngineSettings
+from ..harness.stats import Spread
 from .methods import FULL, PREFIX, Method
 from .pool_batches import pool_batches, pool_limits
 from .task import Example
 
 BATCH = 16
 """Requests that run together."""
+SEQUENCES = 64
+"""``max_num_seqs`` of the noise engine: vLLM wants no more than a step's tokens, so chunks are not smaller."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MethodAnswer:
     """What one method made of one example."""
 
     text: str
@@ -45,8 +50,8 @@ def evaluate(
     *,
     done: Callable[[int], None] = lambda n: None,
     batch: int = BATCH,
-    references: Sequence[Outcome] | None = None,
-) -> dict[Method, list[Outcome]]:
+    references: Sequence[MethodAnswer] | None = None,
+) -> dict[Method, list[MethodAnswer]]:
     """Outcomes of each method, in the order of ``examples``; full recompute is always among the methods.
 
     What a method reuses is computed before its requests and dropped after them: what was computed for one
@@ -56,10 +61,10 @@ def evaluate(
     most likely tokens are compared instead of this one's.
     """
     limits = pool_limits(engine)
-    found: dict[Method, list[Outcome]] = {}
+    found: dict[Method, list[MethodAnswer]] = {}
     for method in dict.fromkeys((FULL, *methods)):
         compared = references or found.get(FULL)
-        outcomes: list[Outcome] = []
+        outcomes: list[MethodAnswer] = []
         for part in pool_batches(examples, limits, batch):
             group = [examples[i] for i in part]
             wanted = [None if compared is None else top(compared[i].logprobs) for i in part]
@@ -85,7 +90,7 @@ def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
 
 def _answers(
     engine: Engine, method: Method, group: Sequence[Example], wanted: Sequence[list[int] | None]
-) -> Iterator[Outcome]:
+) -> Iterator[MethodAnswer]:
     prepare(engine, method, group)
     asks = [
         method.ask(e.prompt, engine.separator, max_tokens=e.task.answer_tokens, logprobs_of=w)
@@ -102,5 +107,41 @@ def _in_another_order(prompt: Prompt, seed: int) -> Prompt:
     return prompt.reordered(Writer((), seed).order(len(prompt.documents)), prompt.question)
 
 
-def _outcome(example: Example, answer: Answer, text: str) -> Outcome:
-    return Outcome(text, answer.tokens, answer.logprobs, len(example.prompt), answer.cached)
+def _outcome(example: Example, answer: Answer, text: str) -> MethodAnswer:
+    return MethodAnswer(text, answer.tokens, answer.logprobs, len(example.prompt), answer.cached)
+
+
+def first_token_times(
+    engine: Engine,
+    examples: Sequence[Example],
+    methods: Sequence[Method],
+    repeats: int,
+    *,
+    done: Callable[[int], None] = lambda n: None,
+) -> dict[Method, Spread]:
+    """Seconds; each repeat is another example, and the methods take turns in who is first.
+
+    One round before them is not counted.  ``done`` is told how many requests were measured since the last
+    time.
+    """
+    times: dict[Method, list[float]] = {method: [] for method in methods}
+    for repeat in range(-1, repeats):
+        example = examples[repeat % len(examples)]
+        turn = repeat % len(methods)
+        for method in [*methods[turn:], *methods[:turn]]:
+            prepare(engine, method, [example])
+            ask = method.ask(example.prompt, engine.separator, max_tokens=1, logprobs_of=None)
+            taken = engine.ask(replace(ask, logprobs=None)).first_token_s
+            if repeat >= 0:
+                times[method].append(taken)
+                done(1)
+    return {method: Spread.of(taken) for method, taken in times.items()}
+
+
+def noise_engine(settings: EngineSettings, context: int, chunk: int, **more: Any) -> Engine:
+    """A stock engine that shows full recompute's own noise: it cuts prompts into other chunks.
+
+    It takes prompts of up to ``context`` tokens in steps of ``chunk``; ``more``: vLLM's options.
+    """
+    own = {"max_num_batched_tokens": chunk, "max_num_seqs": SEQUENCES, "enable_prefix_caching": False}
+    return Engine(settings, context, hypic=False, name="noise", **{**more, **own})

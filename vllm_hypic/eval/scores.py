@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..harness.fidelity import distance
-from .runner import Outcome
+from .runner import MethodAnswer
 from .task import Task
 
 ARTICLES = frozenset(("a", "an", "the"))
@@ -33,7 +33,7 @@ class Scores:
     """The most likely first token is full recompute's."""
 
 
-def score(task: Task, outcome: Outcome, reference: Outcome) -> Scores:
+def score(task: Task, outcome: MethodAnswer, reference: MethodAnswer) -> Scores:
     """``reference``: full recompute's outcome of the same task.
 
     Raises ``KeyError`` when ``outcome`` lacks the logprob of one of the reference's most likely tokens.

@@ -9,15 +9,14 @@ from ..harness.engines import Engine
 from ..harness.report import Steps
 from ..primitives.policies import parse_link
 from . import pool_batches
-from .first_token import first_token_times
 from .fitting import fitting
 from .methods import FULL, Method
 from .results import FamilyResult, cell
-from .runner import Outcome, evaluate
+from .runner import MethodAnswer, evaluate, first_token_times
 from .scores import Scores, score
 from .task import ChatTemplate, Example, Task
 
-Keep = Callable[[Task, str, Outcome, Scores], None]
+Keep = Callable[[Task, str, MethodAnswer, Scores], None]
 """(task, method, outcome, scores): told of every single answer."""
 
 
@@ -70,7 +69,7 @@ class Study:
         self.results.append(FamilyResult(family, len(examples), len(tasks) - len(examples), cells))
         self.scores[family] = scores
 
-    def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[Outcome]]:
+    def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[MethodAnswer]]:
         """Outcomes by name: full recompute, its noise, the other methods."""
         found = evaluate(self.engine, examples, self.methods, done=self.steps.done)
         full = found[FULL]
@@ -82,7 +81,7 @@ class Study:
 
     @staticmethod
     def _scored(
-        examples: Sequence[Example], found: Sequence[Outcome], outcomes: Mapping[str, list[Outcome]]
+        examples: Sequence[Example], found: Sequence[MethodAnswer], outcomes: Mapping[str, list[MethodAnswer]]
     ) -> list[Scores]:
         full = outcomes[FULL.name]
         return [score(e.task, o, r) for e, o, r in zip(examples, found, full, strict=True)]

@@ -11,7 +11,7 @@ from ...harness.fidelity import distance
 from ...harness.report import percent
 from ...harness.stats import percentile
 from ..estimates import Estimate, difference
-from ..runner import Outcome
+from ..runner import MethodAnswer
 from .verdict import Judgement, Reason
 
 SURE = 0.5
@@ -81,7 +81,7 @@ class Distances:
     """Percent of these with another most likely token; 0 where there are none."""
 
     @staticmethod
-    def of(references: Sequence[Outcome], others: Sequence[Outcome]) -> Distances:
+    def of(references: Sequence[MethodAnswer], others: Sequence[MethodAnswer]) -> Distances:
         """Raises ``ValueError`` without outcomes, ``KeyError`` where logprobs of other tokens were taken."""
         found = [distance(r.logprobs, o.logprobs) for r, o in zip(references, others, strict=True)]
         sure = [

@@ -14,8 +14,7 @@ from ...harness.report import Steps
 from ...harness.settings import EngineSettings
 from ..fitting import fitting
 from ..methods import FULL, Method
-from ..noise import noise_engine
-from ..runner import Outcome, evaluate
+from ..runner import MethodAnswer, evaluate, noise_engine
 from ..scores import score
 from ..study import refused
 from ..task import ChatTemplate, Example
@@ -141,14 +140,14 @@ def _cold_against_warm(engine: Engine, method: Method, examples: Sequence[Exampl
     return faults
 
 
-def _not_finite(outcomes: Sequence[Outcome]) -> str | None:
+def _not_finite(outcomes: Sequence[MethodAnswer]) -> str | None:
     """A sentence, where logprobs are no numbers."""
     bad = [v for o in outcomes for v in o.logprobs.values() if not math.isfinite(v)]
     return f"{len(bad)} logprobs of first tokens are no numbers ({bad[0]})" if bad else None
 
 
 def _answers(
-    asked: Sequence[_Asked], full: Sequence[Outcome], found: Sequence[Outcome]
+    asked: Sequence[_Asked], full: Sequence[MethodAnswer], found: Sequence[MethodAnswer]
 ) -> tuple[Answers, ...]:
     """Set by set; outcomes are those of all sets, end to end."""
     answers, begin = [], 0
@@ -166,7 +165,7 @@ def _answers(
     return tuple(answers)
 
 
-def _reuse(method: Method, examples: Sequence[Example], found: Sequence[Outcome], minimum: int) -> Reuse:
+def _reuse(method: Method, examples: Sequence[Example], found: Sequence[MethodAnswer], minimum: int) -> Reuse:
     reusable = sum(method.reusable(example.prompt, minimum) for example in examples)
     return Reuse(sum(o.cached for o in found), reusable)
 
