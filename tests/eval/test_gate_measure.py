@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.eval import noise as noise_module
+from vllm_hypic.eval import runner
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.gate import measure as module
 from vllm_hypic.eval.gate.criteria import FAULTS, Limits, judge
@@ -121,7 +121,7 @@ def run(
     def running(engine: Model) -> AbstractContextManager[None]:
         return nullcontext()
 
-    for where in (module, noise_module):
+    for where in (module, runner):
         monkeypatch.setattr(where, "Engine", lambda *args, hypic, **more: engines[hypic])
     monkeypatch.setattr(module, "running", running)
     place = Place(EngineSettings(Path("model"), threads=1), 200, {})

@@ -20,7 +20,7 @@ from .task import Example
 BATCH = 16
 """Requests that run together."""
 SEQUENCES = 64
-"""``max_num_seqs`` of the noise engine: vLLM wants no more than a step's tokens, so chunks are not smaller."""
+"""``max_num_seqs`` of the noise engine: vLLM wants no more than a step has tokens."""
 
 
 @dataclass(frozen=True)
