@@ -227,7 +227,7 @@ def report_here_only(llm: Any) -> None:
 
 def computed(llm: Any) -> int:
     """Segments that were prefilled since the engine's start."""
-    return int(scheduler_of(llm).hypic._jobs)
+    return int(scheduler_of(llm).hypic.segment_requests.started)
 
 
 def drain(llm: Any) -> None:
@@ -278,4 +278,6 @@ def _link(llm: Any) -> Any:
     """The worker's ``StoreLink``; it runs in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().worker.store
+    from vllm_hypic.connector.worker.store_link import StoreLink
+
+    return next(link for link in get_kv_transfer_group().worker.links if isinstance(link, StoreLink))

@@ -255,6 +255,13 @@ def worker_of(llm: Any) -> Any:
     return get_kv_transfer_group().worker
 
 
+def store_of(llm: Any) -> Any:
+    """The ``TieredStore`` of a hypic engine."""
+    from vllm_hypic.connector.worker.store_link import StoreLink
+
+    return next(link.store for link in worker_of(llm).links if isinstance(link, StoreLink))
+
+
 def pool_unit_bytes(llm: Any) -> tuple[int, int]:
     """Bytes of one page, and of one state slot with blocks for all transitions, of a hypic engine's pool."""
     geometry = scheduler_of(llm).hypic.geometry

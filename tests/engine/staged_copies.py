@@ -86,9 +86,9 @@ def unstage(llm: Any) -> int:
 
 def _use(worker: Any, mover: Any) -> None:
     worker._mover = mover
-    for link in (worker.store, worker.transfer):
-        if link is not None:
-            link.mover = link.codec.mover = mover
+    for link in worker.links:
+        if hasattr(link, "codec"):
+            link.codec.mover = mover
 
 
 @contextmanager

@@ -32,7 +32,9 @@ def pool(llm: Any) -> Pool:
     directory = side.directory
     directory.check_integrity()
     return Pool(
-        [e.key for e in directory.resident()], directory.total_pages - directory.free_pages, side._jobs
+        [e.key for e in directory.resident()],
+        directory.total_pages - directory.free_pages,
+        side.segment_requests.started,
     )
 
 
@@ -244,7 +246,7 @@ def start_and_reset(llm: Any, ask: Ask) -> tuple[bool, Any]:
     engine.add_request("held", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
     for _ in range(3):
         engine.step()
-    emptied = scheduler_of(llm).hypic.upkeep.reset()
+    emptied = scheduler_of(llm).hypic.retention.reset()
     answer = None
     while answer is None:
         answer = next((answer_of(o) for o in engine.step() if o.finished), None)

@@ -11,7 +11,7 @@ import pytest
 from oracle.models import random_segments
 
 from .conftest import EngineFactory
-from .engines import Answer, Ask, Engine, audit, prompt, scheduler_of, worker_of
+from .engines import Answer, Ask, Engine, audit, prompt, scheduler_of, store_of
 from .staged_copies import staged
 
 LEAD, ONE, TWO, THREE, QUESTION = random_segments([90, 150, 200, 64, 40], seed=44)
@@ -29,7 +29,7 @@ def ask(*documents: list[int], **changes: Any) -> Ask:
 
 def empty_pool(llm: Any) -> None:
     """Forget the pool's records and vLLM's prefix cache, as if others had pushed them out."""
-    assert worker_of(llm).store.store.drain(30), "writing to the tiers did not end"
+    assert store_of(llm).drain(30), "writing to the tiers did not end"
     assert llm.reset_prefix_cache()
     scheduler_of(llm).hypic.directory.drop_unpinned()
     assert not len(scheduler_of(llm).hypic.directory)
@@ -37,13 +37,12 @@ def empty_pool(llm: Any) -> None:
 
 def tier_counts(llm: Any, tier: str) -> dict[str, Any]:
     """The tier's statistics now, and the engine's count of computed segments."""
-    link = worker_of(llm).store
-    stats = vars(link.store.stats().tiers[tier])
+    stats = vars(store_of(llm).stats().tiers[tier])
     return {k: v for k, v in stats.items() if not isinstance(v, list)}
 
 
 def computed(llm: Any) -> int:
-    return scheduler_of(llm).hypic._jobs
+    return scheduler_of(llm).hypic.segment_requests.started
 
 
 def same(one: Answer, other: Answer) -> bool:
@@ -90,7 +89,7 @@ def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
 
 def drop_memory(llm: Any) -> None:
     empty_pool(llm)
-    tiers = {one.name: one for one in worker_of(llm).store.store._tiers}
+    tiers = {one.name: one for one in store_of(llm)._tiers}
     tiers["memory"].tier.clear()
 
 
@@ -178,13 +177,13 @@ def test_reset_with_the_connector_empties_the_tiers(engine: Engine) -> None:
 
 def cannot_be_emptied(llm: Any) -> None:
     """As LMCache, which knows only what this process put."""
-    for one in worker_of(llm).store.store._tiers:
+    for one in store_of(llm)._tiers:
         one.tier.clear = lambda: None
 
 
 def can_be_emptied(llm: Any) -> None:
-    assert worker_of(llm).store.store.drain(30)
-    for one in worker_of(llm).store.store._tiers:
+    assert store_of(llm).drain(30)
+    for one in store_of(llm)._tiers:
         del one.tier.clear
 
 
@@ -246,25 +245,25 @@ def test_dropping_expiring_and_pinning_a_record(engine: Engine) -> None:
 
 def interior_key(llm: Any) -> Any:
     side = scheduler_of(llm).hypic
-    from vllm_hypic.connector.scheduler.side import Ask as Planned
+    from vllm_hypic.connector.scheduler.planning import PlanRequest
 
-    plan = side.plan(Planned(list(prompt(ONE, query=QUESTION, lead=LEAD)), None, None, None))
+    plan = side.planner.plan(PlanRequest(list(prompt(ONE, query=QUESTION, lead=LEAD)), None, None, None))
     return plan.segments[1].key
 
 
 def drop_interior(llm: Any) -> None:
     side, key = scheduler_of(llm).hypic, interior_key(llm)
-    assert side.upkeep.record_state(key).resident
-    side.upkeep.drop_record(key)
-    assert not side.upkeep.record_state(key).resident
+    assert side.retention.record_state(key).resident
+    side.retention.drop_record(key)
+    assert not side.retention.record_state(key).resident
 
 
 def expire_interior(llm: Any) -> None:
-    scheduler_of(llm).hypic.upkeep.expire_record(interior_key(llm), 1.0)
+    scheduler_of(llm).hypic.retention.expire_record(interior_key(llm), 1.0)
 
 
 def pin_interior(llm: Any) -> None:
-    scheduler_of(llm).hypic.upkeep.pin_record(interior_key(llm))
+    scheduler_of(llm).hypic.retention.pin_record(interior_key(llm))
 
 
 def test_records_survive_a_restart_on_disk(
@@ -287,7 +286,7 @@ def test_records_survive_a_restart_on_disk(
 
 def hang(llm: Any) -> None:
     """From now on the disk tier does not answer reads."""
-    disk = next(one for one in worker_of(llm).store.store._tiers if one.name == "disk")
+    disk = next(one for one in store_of(llm)._tiers if one.name == "disk")
     blocked = threading.Event()
     stock = disk.tier.get
     disk.tier.get = lambda *args: (blocked.wait(60), stock(*args))[1]

@@ -37,9 +37,9 @@ def warm_up(**extra: Any) -> Ask:
 
 def names(llm: Any) -> dict[str, str]:
     """Keys of the segments by the names of their objects."""
-    from vllm_hypic.connector.scheduler.side import Ask as Planned
+    from vllm_hypic.connector.scheduler.planning import PlanRequest
 
-    plan = scheduler_of(llm).hypic.plan(Planned(list(ask().tokens), None, None, None))
+    plan = scheduler_of(llm).hypic.planner.plan(PlanRequest(list(ask().tokens), None, None, None))
     return {f"{s.key}.0-1": s.key for s in plan.segments}
 
 
@@ -54,7 +54,7 @@ def forget(llm: Any) -> None:
 
 
 def computed(llm: Any) -> int:
-    return scheduler_of(llm).hypic._jobs
+    return scheduler_of(llm).hypic.segment_requests.started
 
 
 def same(one: Answer, other: Answer) -> bool:

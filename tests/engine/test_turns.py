@@ -37,9 +37,9 @@ def record_keys(llm: Any) -> set[str]:
 
 def stream_of(llm: Any, ask: Ask) -> tuple[int, ...]:
     """The tokens that vLLM computes for a composed request."""
-    from vllm_hypic.connector.scheduler.side import Ask as Planned
+    from vllm_hypic.connector.scheduler.planning import PlanRequest
 
-    plan = scheduler_of(llm).hypic.plan(Planned(list(ask.tokens), None, ask.salt, None))
+    plan = scheduler_of(llm).hypic.planner.plan(PlanRequest(list(ask.tokens), None, ask.salt, None))
     return tuple(plan.stream)
 
 

@@ -75,4 +75,7 @@ class CacheStats(msgspec.Struct, frozen=True):
 
     tiers: Annotated[dict[str, dict[str, float]], _says("Numbers of each tier by name.")]
     segments: Annotated[int, _says("Compiled segments.")]
-    catalogue: Annotated[Literal["memory", "file"], _says("`file`: ids survive a restart.")]
+    registry: Annotated[Literal["memory", "file"], _says("`file`: ids survive a restart.")]
+    catalogue: Annotated[
+        Literal["memory", "file"], _says("Former name of `registry`; goes with the next release.")
+    ]

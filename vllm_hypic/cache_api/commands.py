@@ -28,7 +28,7 @@ Ttl = float | None | UnsetType
 
 
 class Command(msgspec.Struct, tag_field="op", frozen=True, forbid_unknown_fields=True):
-    """Base of all commands.  The request's own ``cache_salt`` says whose segments it is about."""
+    """A command; the request's own ``cache_salt`` says whose segments it is about."""
 
 
 class Compile(Command, tag="compile", frozen=True):
@@ -70,7 +70,7 @@ class Delete(Command, tag="delete", frozen=True):
 
 
 class Resolve(Command, tag="resolve", frozen=True):
-    """What ids stand for.  Answer: :class:`Resolved`."""
+    """Say what ids stand for.  Answer: :class:`Resolved`."""
 
     ids: list[str]
 
@@ -116,19 +116,18 @@ class BadAnswer(RuntimeError):
     """The engine's answer is none that belongs to the command."""
 
 
-def command_of(extra_args: dict[str, Any] | None) -> AnyCommand | None:
-    """The command among a request's extra arguments, as the scheduler gets them; ``None`` without one.
-
-    Raises ``ValueError`` when it is damaged.
-    """
-    found = (extra_args or {}).get(COMMAND)
+def take_command(extra_args: dict[str, Any]) -> tuple[AnyCommand | Failure | None, dict[str, Any]]:
+    """Split a request's extra arguments, as the scheduler gets them, into the command and the others; a
+    damaged command is a failure, ``None``: there is none."""
+    others = {name: value for name, value in extra_args.items() if name != COMMAND}
+    found = extra_args.get(COMMAND)
     if found is None or isinstance(found, AnyCommand):
-        return found
+        return found, others
     try:
         command: AnyCommand = msgspec.convert(found, AnyCommand)
     except msgspec.ValidationError as e:
-        raise ValueError(f"{COMMAND}: {e}") from e
-    return command
+        return Failure(400, f"{COMMAND}: {e}"), others
+    return command, others
 
 
 def is_command(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""From what a client wants compiled to the tokens that its use in a prompt will have.
+"""Turns what a client wants compiled into the tokens that its use in a prompt will have.
 
 The smallest prompt in which the segment stands as it will is rendered by vLLM's own tokenisation route; the
 piece between the separators is the segment.
@@ -107,8 +107,8 @@ class _Renderer:
         return tokens[: tokens.index(self._sep_id)]
 
     async def chat_start(self, role: str, text: str) -> list[int]:
-        """Up to the first separator of a chat that begins with the message.  It comes right after a user's
-        text; after a system message it is the first thing that the user says."""
+        """Tokens up to the first separator of a chat that begins with the message.  It comes right after a
+        user's text; after a system message it is the first thing that the user says."""
         if role == "user":
             messages = [{"role": role, "content": text + self._sep}]
         else:

@@ -1,11 +1,12 @@
-"""Executes commands of the cache API: keeps the catalogue, and the store in step with it."""
+"""Executes commands of the cache API: keeps the segment registry, and the store in step with it."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from msgspec import UNSET
 
@@ -27,10 +28,11 @@ from .commands import (
     Resolved,
     Show,
     Ttl,
+    pack,
 )
-from .registry import Catalogue, CatalogueError, Claim, Entry
+from .registry import Claim, Entry, RegistryError, SegmentRegistry
 
-logger = logging.getLogger("vllm.hypic.desk")
+logger = logging.getLogger("vllm.hypic.commands")
 
 
 class RecordState(Protocol):
@@ -47,7 +49,7 @@ class RecordState(Protocol):
 
 
 class Records(Protocol):
-    """What the desk does to records.  Keys without a record are no errors."""
+    """What the handler does to records.  Keys without a record are no errors."""
 
     def pin_record(self, key: SegmentKey) -> None:
         """Keep it in the pool.  ``ValueError`` with the reason when the pool could then not serve others."""
@@ -62,48 +64,61 @@ class Records(Protocol):
 
     def record_state(self, key: SegmentKey) -> RecordState: ...
 
+    def pool_stats(self) -> dict[str, float]:
+        """Numbers of the pool."""
+
     def store_stats(self) -> dict[str, dict[str, float]]:
         """Numbers of each tier."""
 
 
-class Desk:
-    """One engine's desk, used by the scheduler's thread.
+@dataclass(frozen=True)
+class _Compiling:
+    """A segment that is being warmed, and what will be done with it."""
 
-    ``owner_of`` makes a tenant's name in the catalogue from its salt; ``pool_numbers`` stands beside the
-    store's numbers of tiers; ``describe`` says what routers must know, ``None``: this engine serves none.  A
-    catalogue that cannot be opened, or fails later, fails the command, never the
-    engine; the next command tries again.
+    command: Compile
+    tokens: list[int]
+    key: SegmentKey | None
+    salt: str | None
+
+
+class CommandHandler:
+    """Executes one engine's commands, on the scheduler's thread.
+
+    ``owner_of`` makes a tenant's name in the registry from its salt; ``describe`` says what routers must
+    know, ``None``: this engine serves none.  A registry that cannot be opened, or fails later, fails the
+    command, never the engine; the next command tries again.
     """
 
     def __init__(
         self,
-        open_catalogue: Callable[[], Catalogue],
+        open_registry: Callable[[], SegmentRegistry],
         records: Records,
         owner_of: Callable[[str | None], str],
-        pool_numbers: Callable[[], dict[str, float]],
         clock: Callable[[], float] = time.time,
         describe: Callable[[], Description | None] = lambda: None,
     ) -> None:
-        self._open_catalogue = open_catalogue
-        self._opened: Catalogue | None = None
-        self._records, self._owner_of, self._pool_numbers = records, owner_of, pool_numbers
+        self._open_registry = open_registry
+        self._opened: SegmentRegistry | None = None
+        self._records, self._owner_of = records, owner_of
         self._clock = clock
         self._describe = describe
+        self._answers: dict[str, Answer | _Compiling] = {}
+        """Answers of requests that have not ended, by request."""
 
     def start(self) -> None:
-        """Open the catalogue, pin and let expire as it says of earlier runs."""
+        """Open the registry, pin and let expire as it says of earlier runs."""
         try:
-            _ = self._catalogue
-        except CatalogueError as e:
+            _ = self._registry
+        except RegistryError as e:
             logger.error("commands of the cache API will be refused until this is mended: %s", e)
 
     @property
-    def _catalogue(self) -> Catalogue:
+    def _registry(self) -> SegmentRegistry:
         if self._opened is None:
-            self._opened = self._open_catalogue()
+            self._opened = self._open_registry()
             if self._opened.set_aside is not None:
                 logger.error(
-                    "the catalogue of segments was damaged: all ids are lost; it is kept as %s",
+                    "the segment registry was damaged: all ids are lost; it is kept as %s",
                     self._opened.set_aside,
                 )
             self._restore()
@@ -113,58 +128,80 @@ class Desk:
         """What an earlier run's entries want of their records; a pin that is refused now is taken away."""
         try:
             self._sweep()
-            for key in self._catalogue.claimed():
-                claims = self._catalogue.claims(key)
+            for key in self._registry.claimed():
+                claims = self._registry.claims(key)
                 if any(claim.pinned for claim in claims):
                     try:
                         self._records.pin_record(key)
                     except ValueError as e:
                         logger.warning("record %s is no longer pinned: %s", key[:12], e)
-                        self._catalogue.unpin_all(key)
+                        self._registry.unpin_all(key)
                 if (end := _end(claims)) is not None:
                     self._records.expire_record(key, end)
-        except CatalogueError as e:
+        except RegistryError as e:
             logger.error("pins and times to live of an earlier run are not in force: %s", e)
+
+    def submit(self, request_id: str, command: AnyCommand | Failure, salt: str | None) -> None:
+        """Execute a request's command now; :meth:`take_answer` has the answer when the request ends."""
+        answer = command if isinstance(command, Failure) else self.execute(command, salt)
+        self._answers[request_id] = answer
+
+    def submit_compile(
+        self, request_id: str, command: Compile, tokens: list[int], key: SegmentKey | None, salt: str | None
+    ) -> None:
+        """The request warms the segment ``tokens``: when it ends, :meth:`take_answer` gives that its id."""
+        self._answers[request_id] = _Compiling(command, tokens, key, salt)
+
+    def take_answer(self, request_id: str) -> dict[str, Any] | None:
+        """The packed answer of a request that ends; ``None``: it had no command."""
+        answer = self._answers.pop(request_id, None)
+        if isinstance(answer, _Compiling):
+            answer = self.compiled(answer.command, answer.tokens, answer.key, answer.salt)
+        return None if answer is None else pack(answer)
+
+    def forget(self, request_id: str) -> None:
+        """The request has gone; its segment gets no id."""
+        self._answers.pop(request_id, None)
 
     def execute(self, command: AnyCommand, salt: str | None) -> Answer:
         """Do it at once; :meth:`compiled` is for :class:`Compile`."""
         try:
             self._sweep()
             return self._execute(command, self._owner_of(salt))
-        except CatalogueError as e:
+        except RegistryError as e:
             return _unavailable(e)
 
     def _execute(self, command: AnyCommand, owner: str) -> Answer:
         match command:
             case Show(id=segment_id, content=content):
-                entry = self._catalogue.get(owner, segment_id)
+                entry = self._registry.get(owner, segment_id)
                 return _unknown(segment_id) if entry is None else self._shown(owner, entry, content)
             case Page(after=after, limit=limit):
-                entries = self._catalogue.page(owner, after, limit + 1)
+                entries = self._registry.page(owner, after, limit + 1)
                 shown = [self._segment(e) for e in entries[:limit]]
                 return SegmentPage(shown, shown[-1].id if len(entries) > limit else None)
             case Change(id=segment_id, ttl_s=ttl_s, unpin=unpin):
-                entry = self._catalogue.get(owner, segment_id)
+                entry = self._registry.get(owner, segment_id)
                 if entry is None:
                     return _unknown(segment_id)
                 if unpin:
-                    self._catalogue.set_pinned(owner, segment_id, False)
+                    self._registry.set_pinned(owner, segment_id, False)
                 self._set_ttl(owner, segment_id, ttl_s)
                 return self._settled(owner, entry)
             case Delete(id=segment_id):
-                entry = self._catalogue.get(owner, segment_id)
+                entry = self._registry.get(owner, segment_id)
                 if entry is None:
                     return _unknown(segment_id)
                 gone = self._segment(entry)
-                self._catalogue.remove(owner, segment_id)
+                self._registry.remove(owner, segment_id)
                 self._settle(entry)
                 return gone
             case Resolve(ids=ids):
                 return self._resolved(owner, ids)
             case Report():
-                where: Literal["memory", "file"] = "memory" if self._catalogue.path is None else "file"
-                tiers = {"pool": self._pool_numbers(), **self._records.store_stats()}
-                return CacheStats(tiers, len(self._catalogue), where)
+                where: Literal["memory", "file"] = "memory" if self._registry.path is None else "file"
+                tiers = {"pool": self._records.pool_stats(), **self._records.store_stats()}
+                return CacheStats(tiers, len(self._registry), where, where)
             case Describe():
                 reason = "this engine runs without the option section segment_parallel"
                 return self._describe() or Failure(501, reason)
@@ -178,11 +215,11 @@ class Desk:
         try:
             self._sweep()
             return self._compiled(command, tokens, key, self._owner_of(salt))
-        except CatalogueError as e:
+        except RegistryError as e:
             return _unavailable(e)
 
     def _compiled(self, command: Compile, tokens: list[int], key: SegmentKey | None, owner: str) -> Answer:
-        entry = self._catalogue.add(
+        entry = self._registry.add(
             owner, command.place, tokens, text=command.text, bare_from=command.bare_from, key=key
         )
         self._set_ttl(owner, entry.id, command.ttl_s)
@@ -193,13 +230,13 @@ class Desk:
                 self._records.pin_record(key)
             except ValueError as e:
                 return _refused_pin(entry, str(e))
-            self._catalogue.set_pinned(owner, entry.id, True)
+            self._registry.set_pinned(owner, entry.id, True)
         return self._settled(owner, entry)
 
     def _resolved(self, owner: str, ids: list[str]) -> Resolved:
         contents, unknown = {}, []
         for segment_id in dict.fromkeys(ids):
-            found = self._catalogue.content(owner, segment_id)
+            found = self._registry.content(owner, segment_id)
             if found is None:
                 unknown.append(segment_id)
             else:
@@ -210,12 +247,12 @@ class Desk:
     def _set_ttl(self, owner: str, segment_id: str, ttl_s: Ttl) -> None:
         if ttl_s is not UNSET:
             expires = None if ttl_s is None else self._clock() + ttl_s
-            self._catalogue.set_expires(owner, segment_id, expires)
+            self._registry.set_expires(owner, segment_id, expires)
 
     def _settled(self, owner: str, entry: Entry) -> Segment | Failure:
         """The entry as it is now, its record brought in step with it."""
         self._settle(entry)
-        now = self._catalogue.get(owner, entry.id)
+        now = self._registry.get(owner, entry.id)
         return _unknown(entry.id) if now is None else self._segment(now)
 
     def _settle(self, before: Entry) -> None:
@@ -225,7 +262,7 @@ class Desk:
         """
         if before.key is None:
             return
-        claims = self._catalogue.claims(before.key)
+        claims = self._registry.claims(before.key)
         if before.pinned and not any(claim.pinned for claim in claims):
             self._records.unpin_record(before.key)
         if not claims:
@@ -234,13 +271,13 @@ class Desk:
             self._records.expire_record(before.key, _end(claims))
 
     def _sweep(self) -> None:
-        for entry in self._catalogue.take_expired():
+        for entry in self._registry.take_expired():
             self._settle(entry)
 
     def _shown(self, owner: str, entry: Entry, content: bool) -> Segment | Failure:
         if not content:
             return self._segment(entry)
-        found = self._catalogue.content(owner, entry.id)
+        found = self._registry.content(owner, entry.id)
         if found is None:
             return _unknown(entry.id)
         return self._segment(entry, text=found.text, token_ids=tuple(found.tokens))
@@ -281,6 +318,6 @@ def _refused_pin(entry: Entry, reason: str) -> Failure:
     return Failure(409, f"segment {entry.id!r} is compiled, but cannot be pinned: {reason}", entry.id)
 
 
-def _unavailable(error: CatalogueError) -> Failure:
+def _unavailable(error: RegistryError) -> Failure:
     logger.error("a command of the cache API failed: %s", error)
-    return Failure(503, f"the catalogue of segments cannot be used now: {error}")
+    return Failure(503, f"the segment registry cannot be used now: {error}")

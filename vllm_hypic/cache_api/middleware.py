@@ -13,8 +13,8 @@ from vllm.exceptions import VLLMError
 
 from .commands import Failure, Resolve, Resolved
 from .control import CommandFailed, Control
-from .errors import error_body
 from .expand import PATHS, MisplacedId, expand, ids_in
+from .models import error_body
 
 # An id is written in ASCII, which JSON may write as \u escapes.
 _HINTS = (b"<|hypic_segment:", b"\\u")

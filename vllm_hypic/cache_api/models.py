@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 
 from .answers import Role
 from .forms import MAX_TOKEN_ID
@@ -152,6 +154,12 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
         404: "The id is unknown or has expired; the message names it.",
         409: "The record cannot be pinned.",
         501: "The engine is not configured for it.",
-        503: "The engine or the catalogue cannot answer now.",
+        503: "The engine or the segment registry cannot answer now.",
     }
     return {status: {"model": ErrorAnswer, "description": says[status]} for status in statuses}
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """The body of an error in the shape of vLLM's own; ``message`` loses the paths of files, as theirs do."""
+    phrase = HTTPStatus(status).phrase
+    return {"error": {"message": sanitize_message(message), "type": phrase, "param": None, "code": status}}

@@ -1,4 +1,4 @@
-"""The register of compiled segments: which ids there are, whose they are, what they stand for.
+"""The registry of compiled segments: which ids there are, whose they are, what they stand for.
 
 Lives in the scheduler's process, in an SQLite file (``PATH/catalogue.sqlite``) or in memory.  Every lookup is
 by (owner, id) in one index: an id of somebody else and an id that never was take the same path to the same
@@ -46,8 +46,8 @@ _ENTRY = "id, place, n_tokens, record_key, created, last_used, expires, pinned"
 _ALIVE = "(expires IS NULL OR expires > ?)"
 
 
-class CatalogueError(Exception):
-    """The catalogue cannot be read or written (disk full, file damaged, ...)."""
+class RegistryError(Exception):
+    """The registry cannot be read or written (disk full, file damaged, ...)."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class Claim:
     expires: float | None
 
 
-def catalogue_path(config: StoreConfig) -> Path | None:
-    """Where an engine's catalogue is: in its first disk tier's folder; ``None``, without one: in memory."""
+def registry_path(config: StoreConfig) -> Path | None:
+    """Where an engine's registry is: in its first disk tier's folder; ``None``, without one: in memory."""
     folders = (Path(tier.path) for tier in config.tiers if isinstance(tier, DiskConfig))
     return next((folder / FILE_NAME for folder in folders), None)
 
 
-class Catalogue:
-    """Entries of all owners.  Used by one thread.  Every method may raise :class:`CatalogueError`."""
+class SegmentRegistry:
+    """Entries of all owners.  Used by one thread.  Every method may raise :class:`RegistryError`."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         """Open, or make, the file ``path``; ``None``: keep everything in memory.
@@ -108,7 +108,7 @@ class Catalogue:
 
     @property
     def set_aside(self) -> Path | None:
-        """Where a damaged file was moved to when the catalogue was opened."""
+        """Where a damaged file was moved to when the registry was opened."""
         return self._set_aside
 
     def _open(self) -> sqlite3.Connection:
@@ -292,7 +292,7 @@ def _connect(where: Path | str) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(found)
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
-            raise CatalogueError(f"{where} has version {version}; this program reads up to {_VERSION}")
+            raise RegistryError(f"{where} has version {version}; this program reads up to {_VERSION}")
         if version == 0:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
     except BaseException:
@@ -307,7 +307,7 @@ def _reported(path: Path | None) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as e:
-        raise CatalogueError(f"catalogue {path or 'in memory'}: {e}") from e
+        raise RegistryError(f"segment registry {path or 'in memory'}: {e}") from e
 
 
 def _entry(row: Iterable) -> Entry:

@@ -16,7 +16,6 @@ from .answers import CacheStats, Segment, SegmentPage
 from .commands import Change, Compile, Delete, Describe, Page, Report, Show
 from .compiling import compilable
 from .control import CommandFailed, Control
-from .errors import error_body
 from .models import (
     MAX_ID,
     MAX_PAGE,
@@ -26,6 +25,7 @@ from .models import (
     answer,
     encoded,
     error_answers,
+    error_body,
 )
 
 router = APIRouter(prefix="/v1/hypic", tags=["hypic cache"])

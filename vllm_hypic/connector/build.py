@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from ..config.engine import HypicConfig, config_of
+from ..config.segment_parallel import SegmentParallelConfig
 from ..errors import ConfigError
 from ..fingerprint import fingerprint
 from ..pool.codec import RankPart, RecordCodec
@@ -17,7 +18,10 @@ from ..primitives.keys import Namespace
 from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
+from ..store.shared import shared_tiers
 from .scheduler.side import SchedulerSide
+from .worker.link import RecordLink
+from .worker.shared_tier_link import SharedTierLink
 from .worker.side import WorkerSide
 from .worker.store_link import StoreLink
 from .worker.transfer_link import TransferLink
@@ -93,32 +97,35 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     geometry, config = geometry_of(vllm_config, kv_cache_config), config_of(vllm_config)
     namespace = namespace_of(vllm_config, geometry)
 
-    def open_store(pool: DevicePool, mover: RecordMover) -> StoreLink | None:
-        store = build_store(config.store, namespace.digest)
-        if store is None:
-            return None
-        part = RankPart(get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size)
-        return StoreLink(store, RecordCodec(pool, namespace, part, mover), pool, mover)
+    def open_links(pool: DevicePool, mover: RecordMover) -> list[RecordLink]:
+        parallel = vllm_config.parallel_config
+        part = RankPart(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+        links: list[RecordLink] = []
+        if config.segment_parallel is not None:
+            codec = RecordCodec(pool, namespace, RankPart(), mover)
+            links.append(_open_transfer(config.segment_parallel, parallel.world_size, codec))
+        if (store := build_store(config.store, namespace.digest)) is not None:
+            link = StoreLink(store, RecordCodec(pool, namespace, part, mover))
+            links.append(link)
+            if config.segment_parallel is not None:
+                links.append(SharedTierLink(link, shared_tiers(config.store)))
+        return links
 
-    def open_transfer(pool: DevicePool, mover: RecordMover) -> TransferLink | None:
-        parallel = config.segment_parallel
-        if parallel is None:
-            return None
-        from ..segment_parallel.nixl import open_nixl
-        from ..segment_parallel.receiver import Receiver
-        from ..segment_parallel.secret import Secret
-        from ..segment_parallel.sender import Sender
+    return WorkerSide(geometry, config, open_links)
 
-        world = vllm_config.parallel_config.world_size
-        if world > 1:
-            raise ConfigError(
-                f"hypic config: segment_parallel: tensor and pipeline parallel size {world}: expected 1, as "
-                "records of several ranks cannot be sent yet"
-            )
-        secret = Secret.read(parallel.secret_file)
-        exporter, puller = open_nixl(parallel) if parallel.transport == "nixl" else (None, None)
-        receiver = Receiver(parallel.listen, namespace.digest, secret, geometry.nbytes, puller)
-        codec = RecordCodec(pool, namespace, RankPart(), mover)
-        return TransferLink(receiver, Sender(namespace.digest, secret, exporter), codec, pool, mover)
 
-    return WorkerSide(geometry, config, open_store, open_transfer)
+def _open_transfer(config: SegmentParallelConfig, world: int, codec: RecordCodec) -> TransferLink:
+    from ..segment_parallel.nixl import open_nixl
+    from ..segment_parallel.receiver import Receiver
+    from ..segment_parallel.secret import Secret
+    from ..segment_parallel.sender import Sender
+
+    if world > 1:
+        raise ConfigError(
+            f"hypic config: segment_parallel: tensor and pipeline parallel size {world}: expected 1, as "
+            "records of several ranks cannot be sent yet"
+        )
+    namespace, secret = codec.namespace.digest, Secret.read(config.secret_file)
+    exporter, puller = open_nixl(config) if config.transport == "nixl" else (None, None)
+    receiver = Receiver(config.listen, namespace, secret, codec.pool.geometry.nbytes, puller)
+    return TransferLink(receiver, Sender(namespace, secret, exporter), codec)

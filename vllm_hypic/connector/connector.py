@@ -92,10 +92,10 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         side = self.scheduler
-        return side is not None and (side.upkeep.has_orders or side.worker_unfinished)
+        return side is not None and (side.retention.has_orders or side.worker_unfinished)
 
     def reset_cache(self) -> bool | None:
-        return None if self.scheduler is None else self.scheduler.upkeep.reset()
+        return None if self.scheduler is None else self.scheduler.retention.reset()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -1,4 +1,4 @@
-"""From ``--attention-backend hypic`` to a complete engine configuration."""
+"""Makes a complete engine configuration of ``--attention-backend hypic``."""
 
 from __future__ import annotations
 

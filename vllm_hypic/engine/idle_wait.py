@@ -13,15 +13,15 @@ from typing import Any
 
 _SHARE, _SHORTEST_S = 0.02, 0.001
 _LONGEST_S = 0.02
-"""Of a nap that something new may have to wait for: of the time waited so far, at most so long."""
-_LONGEST_SOUND_S = 0.25
-"""Of one that everything new ends: deadlines are only looked at between naps."""
+"""Longest pause that something new may have to wait for; a share of the time waited so far below that."""
+_LONGEST_WOKEN_S = 0.25
+"""Longest pause that everything new ends: deadlines are only looked at between pauses."""
 
 Watch = Callable[[Callable[[], None]], bool]
 """Has what it is given called for each record that has come, or will not; False: it cannot."""
 
 
-def watch_receiver(wake: Callable[[], None]) -> bool:
+def watch_arrivals(wake: Callable[[], None]) -> bool:
     """A :data:`Watch`: False when the engine's worker is another process, or takes no records of others."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -30,14 +30,14 @@ def watch_receiver(wake: Callable[[], None]) -> bool:
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     if not isinstance(connector, HypicConnector) or connector.worker is None:
         return False
-    return connector.worker.watch_receiver(wake)
+    return connector.worker.watch_arrivals(wake)
 
 
-class Naps:
-    """For the engine's thread; :meth:`wake` may be called by any."""
+class IdleWait:
+    """Pauses of the engine's thread; :meth:`wake` may be called by any."""
 
     def __init__(self, inbox: Queue[Any] | None = None, watch: Watch = lambda wake: False) -> None:
-        """``inbox``: where the engine's requests come in; each ends a nap."""
+        """``inbox``: where the engine's requests come in; each ends a pause."""
         self._inbox = inbox
         self._watch = watch
         self._watched: bool | None = None
@@ -45,8 +45,8 @@ class Naps:
         self._rung = False
         self._since: float | None = None
 
-    def take(self, *, sound: bool) -> None:
-        """Pause.  ``sound``: only an arriving request or record asks for the next step."""
+    def wait(self, *, until_woken: bool) -> None:
+        """Pause.  ``until_woken``: only an arriving request or record asks for the next step."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -60,16 +60,16 @@ class Naps:
         with self._inbox.not_empty:
             self._inbox.not_empty.wait_for(
                 lambda: self._rung or self._inbox_filled(),
-                _LONGEST_SOUND_S if sound and self._watched else short,
+                _LONGEST_WOKEN_S if until_woken and self._watched else short,
             )
             self._rung = False
 
-    def over(self) -> None:
+    def reset(self) -> None:
         """Something runs, or nothing is waited for."""
         self._since = None
 
     def wake(self) -> None:
-        """End a nap, or keep the next one from being taken."""
+        """End a pause, or skip the next one."""
         assert self._inbox is not None
         with self._inbox.not_empty:
             self._rung = True

@@ -7,7 +7,6 @@ synchronous or the asynchronous variant, as the engine is configured.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 
@@ -18,31 +17,22 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from ..cache_api.commands import (
-    COMMAND,
-    Answer,
-    AnyCommand,
-    Compile,
-    Failure,
-    command_of,
-    pack,
-)
-from ..cache_api.handler import Desk
-from ..cache_api.registry import Catalogue, catalogue_path
-from ..connector.scheduler.directory import Lookup
-from ..connector.scheduler.side import Ask, SchedulerSide, SegmentJob
+from ..cache_api.commands import COMMAND, AnyCommand, Compile, Failure, take_command
+from ..cache_api.handler import CommandHandler
+from ..cache_api.registry import SegmentRegistry, registry_path
+from ..connector.scheduler.planning import PlanRequest
+from ..connector.scheduler.segment_requests import SegmentRequest
+from ..connector.scheduler.side import SchedulerSide
 from ..primitives.options import PUSH_TO, Transfer
 from ..primitives.plan import PromptError, PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
-from ..segment_parallel.description import Description
-from .idle_wait import Naps, watch_receiver
+from .idle_wait import IdleWait, watch_arrivals
+from .instance import RoutedInstance
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-
-    from ..segment_parallel.events import Publisher
 
 logger = init_logger("vllm.hypic.scheduler")
 
@@ -62,134 +52,67 @@ class _HypicMixin(Scheduler):
         self.hypic: SchedulerSide = self.connector.scheduler
         # In every cache salt of ours, so that no client can name one and read another's blocks.
         self._secret = secrets.token_hex(16)
-        self._instance = secrets.token_hex(8)
         self._segment_salt = f"hypic:{self._secret}:segment"
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
-        # What ended commands of the cache API will say.
-        self._answers: dict[str, Callable[[], Answer]] = {}
-        path = catalogue_path(self.hypic.config.store)
-        self._desk = Desk(
-            lambda: Catalogue(path),
-            self.hypic.upkeep,
-            self._tenant,
-            self._pool_numbers,
-            describe=self._description,
+        model = self.vllm_config.model_config
+        served = model.served_model_name
+        self._instance = RoutedInstance(
+            self.hypic, (served,) if isinstance(served, str) else tuple(served), model.max_model_len
         )
-        self._desk.start()
-        self._publisher = self._open_publisher()
-        self._naps = Naps()
+        path = registry_path(self.hypic.config.store)
+        self._commands = CommandHandler(
+            lambda: SegmentRegistry(path),
+            self.hypic.retention,
+            self._tenant,
+            describe=self._instance.describe,
+        )
+        self._commands.start()
+        self._idle_wait = IdleWait()
         self._ran = True
         """Something ran in the last step, or has come in since."""
 
     def take_inbox(self, inbox: Queue[Any]) -> None:
         """``patches/engine_inbox.py`` tells where the engine's requests come in."""
-        self._naps = Naps(inbox, watch_receiver)
-
-    def _open_publisher(self) -> Publisher | None:
-        """Tells routers what is cached here."""
-        parallel = self.hypic.config.segment_parallel
-        if parallel is None:
-            return None
-        from ..segment_parallel.events import Publisher
-        from ..segment_parallel.secret import Secret
-
-        self.hypic.directory.watch()
-        return Publisher(parallel.events, Secret.read(parallel.secret_file))
-
-    def _publish(self) -> None:
-        if self._publisher is None:
-            return
-        by_state: dict[Lookup, list[str]] = {state: [] for state in Lookup}
-        for key, state in self.hypic.directory.take_changes().items():
-            by_state[state].append(key)
-        self._publisher.change(
-            by_state[Lookup.HIT], by_state[Lookup.PENDING], by_state[Lookup.MISS], self._unprefilled()
-        )
-
-    def _unprefilled(self) -> int:
-        """Prompt tokens that are still to be computed."""
-        return sum(max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self.requests.values())
-
-    def _description(self) -> Description | None:
-        hypic, parallel = self.hypic, self.hypic.config.segment_parallel
-        if parallel is None:
-            return None
-        model, ids = self.vllm_config.model_config, hypic.ids
-        served = model.served_model_name
-        return Description(
-            instance=self._instance,
-            models=(served,) if isinstance(served, str) else tuple(served),
-            namespace=hypic.namespace.digest,
-            receiver=parallel.receiver_url,
-            events=parallel.events_url,
-            separator=ids.sep,
-            pdep=ids.pdep,
-            pad=ids.pad,
-            link=hypic.config.link,
-            seam_tokens=hypic.config.seam_tokens,
-            min_segment_tokens=hypic.config.min_segment_tokens,
-            max_model_len=model.max_model_len,
-            has_linear=hypic.traits.has_linear,
-            has_attention=hypic.traits.has_attention,
-            limits=hypic.limits(),
-            deadline_s=parallel.deadline_s,
-            quadratic=hypic.quadratic,
-            shared_tiers=tuple(hypic.shared_tiers),
-        )
+        self._idle_wait = IdleWait(inbox, watch_arrivals)
 
     def _tenant(self, salt: str | None) -> str:
         """A tenant's name wherever its salt itself should not stand."""
         return self.hypic.namespace.scoped(salt=salt, lora=None).digest
 
-    def _pool_numbers(self) -> dict[str, float]:
-        directory = self.hypic.directory
-        return {
-            "bytes_used": self.hypic.pool_bytes_used,
-            "bytes_budget": self.hypic.geometry.nbytes,
-            "objects": len(directory),
-            "pinned": len(directory.kept),
-        }
-
     def add_request(self, request: Request) -> None:
         self._ran = True
         if request.request_id not in self.requests and request.prompt_token_ids is not None:
-            command = _take_command(request)
-            if command is not None and not isinstance(command, Compile):
-                self._answer(request, command)
-                super().add_request(request)
-                return
-            try:
-                ask = _ask(request)
-                plan, transfer = self.hypic.plan(ask), self.hypic.transfer(ask)
-                if transfer.push_to is not None and (plan is None or not plan.warm_only):
-                    raise LinkError(f"{PUSH_TO}: expected a prompt that ends in a separator")
-            except (LinkError, PromptError) as e:
-                # The front end refuses these with HTTP 400; a client that talks to the engine core
-                # directly gets an error finish, the engine lives on.
-                logger.error("request %s refused: %s", request.request_id, e)
-                _replace_tokens(request, [0], request.cache_salt)
-                self._end_unrun(request, RequestStatus.FINISHED_ERROR)
-            else:
-                if isinstance(command, Compile):
-                    self._answer_compile(request, command, plan)
-                if plan is not None:
-                    self._adopt(request, plan, transfer)
+            self._receive(request)
         super().add_request(request)
 
-    def _answer(self, request: Request, command: AnyCommand | Failure) -> None:
-        """Execute a command and end its request."""
-        answer = command if isinstance(command, Failure) else self._desk.execute(command, request.cache_salt)
-        self._answers[request.request_id] = lambda: answer
-        self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
-
-    def _answer_compile(self, request: Request, command: Compile, plan: PromptPlan | None) -> None:
-        """The request is a warm-up prompt of one segment; it is given its id when it ends."""
-        pieces = split_ids(request.prompt_token_ids or [], self.hypic.ids)
-        [tokens] = (piece for piece in pieces if not isinstance(piece, Marker))
-        key = plan.segments[0].key if plan is not None and plan.segments else None
-        salt = request.cache_salt  # _adopt will change it
-        self._answers[request.request_id] = lambda: self._desk.compiled(command, tokens, key, salt)
+    def _receive(self, request: Request) -> None:
+        """Plan a new request and admit it; a command of the cache API goes to its handler."""
+        command = _take_command(request)
+        if command is not None and not isinstance(command, Compile):
+            self._commands.submit(request.request_id, command, request.cache_salt)
+            self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
+            return
+        planner, wanted = self.hypic.planner, _plan_request(request)
+        try:
+            plan, transfer = planner.plan(wanted), planner.transfer(wanted)
+            if transfer.push_to is not None and (plan is None or not plan.warm_only):
+                raise LinkError(f"{PUSH_TO}: expected a prompt that ends in a separator")
+        except (LinkError, PromptError) as e:
+            # The front end refuses these with HTTP 400; a client that talks to the engine core
+            # directly gets an error finish, the engine lives on.
+            logger.error("request %s refused: %s", request.request_id, e)
+            _replace_tokens(request, [0], request.cache_salt)
+            self._end_unrun(request, RequestStatus.FINISHED_ERROR)
+            return
+        if isinstance(command, Compile):
+            # A warm-up prompt of one segment, which is given its id when the request ends.
+            pieces = split_ids(wanted.token_ids, planner.ids)
+            [tokens] = (piece for piece in pieces if not isinstance(piece, Marker))
+            key = plan.segments[0].key if plan is not None and plan.segments else None
+            self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
+        if plan is not None:
+            self._adopt(request, plan, transfer)
 
     def _adopt(self, request: Request, plan: PromptPlan, transfer: Transfer) -> None:
         """Make the plan's stream the request's tokens."""
@@ -229,32 +152,37 @@ class _HypicMixin(Scheduler):
                 status = RequestStatus.FINISHED_ERROR
             del self._ending[request_id]
             self.hypic.unhold(request_id)
-            answer = self._answers.pop(request_id, None)
-            if request is not None:
-                params = None if answer is None else pack(answer())
-                if self.finish_requests(request_id, status):
-                    reason = request.get_finished_reason()
-                    output = EngineCoreOutput(request_id, [], finish_reason=reason, kv_transfer_params=params)
-                    finished.append((output, request.client_index))
+            if request is None:
+                self._commands.forget(request_id)
+                continue
+            answer = self._commands.take_answer(request_id)
+            if self.finish_requests(request_id, status):
+                reason = request.get_finished_reason()
+                output = EngineCoreOutput(request_id, [], finish_reason=reason, kv_transfer_params=answer)
+                finished.append((output, request.client_index))
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._ran or not self.hypic.awaiting:
-            self._naps.over()
+        if self._ran or not self.hypic.awaits_others:
+            self._idle_wait.reset()
         else:
-            self._naps.take(sound=self.hypic.only_receiving)
-        for job in self.hypic.pump():
-            super().add_request(self._segment_request(job))
+            self._idle_wait.wait(until_woken=self.hypic.only_arrivals_matter)
+        for segment in self.hypic.pump():
+            super().add_request(self._segment_request(segment))
         output = super().schedule(*args, **kwargs)
-        self._publish()
+        self._instance.publish(self._unprefilled_tokens())
         self._ran = bool(output.total_num_scheduled_tokens)
         return output
 
-    def _segment_request(self, job: SegmentJob) -> Request:
-        owner = self.requests[job.for_request]
+    def _unprefilled_tokens(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        return sum(max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self.requests.values())
+
+    def _segment_request(self, segment: SegmentRequest) -> Request:
+        owner = self.requests[segment.for_request]
         return Request(
-            request_id=job.request_id,
-            prompt_token_ids=job.token_ids,
+            request_id=segment.request_id,
+            prompt_token_ids=segment.token_ids,
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True),
             pooling_params=None,
             client_index=owner.client_index,
@@ -295,12 +223,11 @@ class _HypicMixin(Scheduler):
                     _count_reuse(output, plans[output.request_id], hits[output.request_id])
         for output, client in self._finish_ending():
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
-        self._publish()
+        self._instance.publish(self._unprefilled_tokens())
         return outputs
 
     def shutdown(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        self._instance.close()
         super().shutdown()
 
 
@@ -309,23 +236,17 @@ def _take_command(request: Request) -> AnyCommand | Failure | None:
     params = request.sampling_params
     if params is None or not params.extra_args or COMMAND not in params.extra_args:
         return None
-    try:
-        return command_of(params.extra_args)
-    except ValueError as e:
-        return Failure(400, str(e))
-    finally:
-        params.extra_args = {k: v for k, v in params.extra_args.items() if k != COMMAND}
+    command, params.extra_args = take_command(params.extra_args)
+    return command
 
 
-def _ask(request: Request) -> Ask:
-    params = request.sampling_params
-    return Ask(
+def _plan_request(request: Request) -> PlanRequest:
+    params, lora = request.sampling_params, request.lora_request
+    return PlanRequest(
         token_ids=request.prompt_token_ids or [],
         extra_args=None if params is None else params.extra_args,
         salt=request.cache_salt,
-        lora=None
-        if request.lora_request is None
-        else f"{request.lora_request.lora_name}:{request.lora_request.lora_path}",
+        lora=None if lora is None else f"{lora.lora_name}:{lora.lora_path}",
     )
 
 

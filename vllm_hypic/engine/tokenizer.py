@@ -150,7 +150,7 @@ class HypicTokenizer(_Base):
         return self._hypic_vocab
 
     def __call__(self, text: Any = None, text_pair: Any = None, *args: Any, **kwargs: Any) -> BatchEncoding:
-        """As the tokenizer's own; text with primitives is tokenised piece by piece.
+        """Like the tokenizer's own; text with primitives is tokenised piece by piece.
 
         Special tokens that ``add_special_tokens`` asks for stand once, around the whole.  Truncation
         and padding apply to the whole.
@@ -195,7 +195,7 @@ class HypicTokenizer(_Base):
         return BatchEncoding(data, tensor_type=return_tensors)
 
     def encode(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> list[int]:
-        """As the tokenizer's own; text with primitives goes through :meth:`__call__`."""
+        """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
         if not self._has_primitives((text, text_pair)):
             return super().encode(text, text_pair, *args, **kwargs)
         bound = _ENCODE.bind(None, text, text_pair, *args, **kwargs).arguments
@@ -206,7 +206,7 @@ class HypicTokenizer(_Base):
     def tokenize(
         self, text: Any, pair: Any = None, add_special_tokens: bool = False, **kwargs: Any
     ) -> list[str]:
-        """As the tokenizer's own; text with primitives goes through :meth:`__call__`."""
+        """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
         if not self._has_primitives((text, pair)):
             if isinstance(self, PythonBackend):  # takes neither of the two
                 return super().tokenize(text, **kwargs)
@@ -215,7 +215,7 @@ class HypicTokenizer(_Base):
         return self.convert_ids_to_tokens(ids)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
-        """As the tokenizer's own; between primitives each piece is decoded by itself."""
+        """Like the tokenizer's own; between primitives each piece is decoded by itself."""
         ids = token_ids if isinstance(token_ids, (int, list, tuple)) else to_py_obj(token_ids)
         if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], (list, tuple)):
             return [self.decode(row, skip_special_tokens, **kwargs) for row in ids]

@@ -65,8 +65,8 @@ def _need(prompt: Prompt, limits: PoolLimits) -> tuple[int, int, int]:
 
 
 def _limits(llm: Any) -> PoolLimits:
-    return engine_calls.scheduler_of(llm).hypic.limits()
+    return engine_calls.scheduler_of(llm).hypic.planner.limits()
 
 
 def _traits(llm: Any) -> ModelTraits:
-    return engine_calls.scheduler_of(llm).hypic.traits
+    return engine_calls.scheduler_of(llm).hypic.planner.traits

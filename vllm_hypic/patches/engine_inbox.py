@@ -2,7 +2,8 @@
 
 Target: ``run_busy_loop`` of ``vllm.v1.engine.core.EngineCoreProc`` and ``DPEngineCoreProc``.
 Why: while nothing is left to do but to wait for records of other instances, vLLM steps the engine endlessly.
-Our scheduler naps between such steps (``naps.py``); only this queue tells it that a request has come in.
+Our scheduler pauses between such steps (``engine/idle_wait.py``); only this queue tells it that a request
+has come in.
 Until: vLLM's engine sleeps while all of its requests wait for a KV connector.
 """
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, StoreAction, StoreOrder
+from vllm_hypic.connector.orders import (
+    AwaitRecord,
+    ClearCaches,
+    PushRecord,
+    Result,
+    StopAwaiting,
+    StoreAction,
+    StoreOrder,
+)
 from vllm_hypic.connector.worker.transfer_link import TransferLink
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.copy.staging import (
@@ -124,11 +132,12 @@ def test_what_does_not_arrive_gives_its_blocks_back() -> None:
 def test_an_expiry_said_while_a_record_is_copied_holds() -> None:
     world = World(0)
     world.ask([0])
-    link: Any = world.worker.store
+    link: Any = world.worker.links[0]
     while not link._copying:
         world.step()
-    ((key, _),) = link._copying.values()
-    link.absorb(HypicMetadata(orders=[StoreOrder(StoreAction.EXPIRE, key, time.time() + 3600)]))
+    ((save, _),) = link._copying.values()
+    key = save.place.key
+    link.submit(StoreOrder(StoreAction.EXPIRE, key, time.time() + 3600))
     world.finish()
     tier: Any = world.store._tiers[0].tier
     assert tier._index._expiries == {world.codec.name_of(key): pytest.approx(time.time() + 3600, abs=60)}
@@ -140,7 +149,7 @@ def test_the_engine_steps_until_a_record_is_stored() -> None:
     world.ask([0])
     while not world.side.counters.segments_computed:
         world.step()
-    link: Any = world.worker.store
+    link: Any = world.worker.links[0]
     assert not link._copying and not world.mover.unfinished and world.side.worker_unfinished
     world.finish()
     assert world.objects == 1 and not world.side.worker_unfinished
@@ -172,14 +181,14 @@ class Elsewhere:
 def linked(world: World) -> tuple[TransferLink, Elsewhere]:
     there: Any = Elsewhere()
     sender: Any = SimpleNamespace(send=there.send, poll=list, pending_bytes=lambda: 0)
-    return TransferLink(there, sender, world.codec, world.pool, world.mover), there
+    return TransferLink(there, sender, world.codec), there
 
 
 def received(
     place: RecordPlace, data: memoryview, link: TransferLink, there: Elsewhere, *, taken: bool
 ) -> None:
     """The record is read; then the receiver says that it is here, or that a router withdrew it meanwhile."""
-    link.absorb(HypicMetadata(awaited=[place]))
+    assert link.submit(AwaitRecord(place))
     ((name, read),) = there.readers.items()
     assert read(data) is Verdict.TAKEN
     there.received.append(
@@ -199,15 +208,14 @@ def test_a_record_of_another_instance(how: str) -> None:
     assert mover._blocks.free < mover._blocks.count
     if how == "is given up":
         there.withdraw(next(iter(there.readers)))  # before the link has heard of it
-        link.absorb(HypicMetadata(unawaited=[place.serial]))
-    else:
-        link.absorb(HypicMetadata())
-    assert not link.take_received(), "it counts before its copies are over"
+        assert link.submit(StopAwaiting(place.serial))
+    finished = link.get_finished()
+    assert not any(o.result is Result.DONE for o in finished), "it counts before its copies are over"
     mover.drain()
     assert mover._blocks.free == mover._blocks.count and not mover._parcels
-    (count,) = link.take_ended().values()
-    assert (count.taken, count.missed) == ((1, 0) if how == "comes" else (0, 1))
-    assert link.take_received() == ([place] if how == "comes" else [])
+    (outcome,) = [*finished, *link.get_finished()]
+    assert outcome.order == AwaitRecord(place)
+    assert outcome.result is (Result.DONE if how == "comes" else Result.FAILED)
 
 
 def ordered(world: World) -> tuple[TransferLink, Elsewhere, RecordPlace, memoryview]:
@@ -215,9 +223,10 @@ def ordered(world: World) -> tuple[TransferLink, Elsewhere, RecordPlace, memoryv
     link, there = linked(world)
     place, data = placed(world, 0, 1)
     received(place, data, link, there, taken=True)
-    link.absorb(HypicMetadata())
+    assert not link.get_finished()
     world.mover.drain()
-    link.absorb(HypicMetadata(pushes=[PushOrder(1, place, "tcp://there", 1.0)]))
+    assert [o.result for o in link.get_finished()] == [Result.DONE]
+    assert link.submit(PushRecord(1, place, "tcp://there", 1.0))
     return link, there, place, data
 
 
@@ -226,28 +235,31 @@ def test_a_record_for_another_instance(how: str) -> None:
     world = World(0)
     mover: Any = world.mover
     link, there, place, data = ordered(world)
-    link.end_step()
+    link.advance()
     assert not there.sent, "sent before it was copied"
     if how == "dropped":
         mover.dropped([place.slot])
     if how == "emptied":
-        link.absorb(HypicMetadata(orders=[StoreOrder(StoreAction.CLEAR)]))
+        assert link.submit(ClearCaches())
     mover.drain()
     if how == "whole":
-        assert there.sent == [bytes(data)] and not link.take_pushed()
+        assert there.sent == [bytes(data)] and not link.get_finished()
     else:
-        ((_, fault),) = link.take_pushed().items()
-        assert not there.sent and ("left the pool" if how == "dropped" else "were emptied") in fault
+        (outcome,) = link.get_finished()
+        assert outcome.result is Result.FAILED and not there.sent
+        assert ("left the pool" if how == "dropped" else "were emptied") in outcome.reason
     assert link._copying_bytes == 0
 
 
 def test_a_push_whose_record_has_left_the_pool_sends_no_other_one() -> None:
     world = World(0)
     link, there, place, _ = ordered(world)
-    link.absorb(HypicMetadata(dropped_slots=[place.slot]))  # its request has gone before the order's turn
-    link.end_step()
+    link.drop([place.slot])  # its request has gone before the order's turn
+    link.advance()
     world.mover.drain()
-    assert link.take_pushed() == {1: "the record has left the pool"} and not there.sent
+    (outcome,) = link.get_finished()
+    assert outcome.result is Result.FAILED and outcome.reason == "the record has left the pool"
+    assert not there.sent
 
 
 def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:

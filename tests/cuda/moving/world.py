@@ -18,8 +18,11 @@ import torch
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
-from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
+from vllm_hypic.connector.orders import FetchRecord
+from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.connector.worker import side as worker_module
+from vllm_hypic.connector.worker.link import RecordLink
 from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.pool import tensors as pool_module
@@ -145,7 +148,7 @@ class World:
         self.store = TieredStore([tier], StoreSettings(deadline_s=1e6, queue_bytes=1 << 20))
         for tier in self.store._tiers:
             assert tier.open_once()
-        self.worker = WorkerSide(GEOMETRY, config, self._open_store)
+        self.worker = WorkerSide(GEOMETRY, config, self._open_links)
         with _on(self.device, make):
             runtime = self.worker.start(CPU)
         self.pool = runtime.pool
@@ -159,10 +162,10 @@ class World:
         self._kinds: dict[SegmentKey, tuple[int, bool]] = {}
         """Columns of every record that was asked for, and whether it is a leading one."""
 
-    def _open_store(self, pool: DevicePool, mover: RecordMover) -> StoreLink:
+    def _open_links(self, pool: DevicePool, mover: RecordMover) -> list[RecordLink]:
         self.mover = mover
         self.codec = RecordCodec(pool, NAMESPACE, RankPart(), mover)
-        return StoreLink(self.store, self.codec, pool, mover)
+        return [StoreLink(self.store, self.codec)]
 
     # -- what users do
 
@@ -179,12 +182,12 @@ class World:
     def delete(self) -> None:
         if keys := sorted(self._entries()):
             key = self.rng.choice(keys)
-            self.side.upkeep.drop_record(key)
+            self.side.retention.drop_record(key)
             self._deleted.add(key)
 
     def clear(self) -> None:
         """The weights change: what is left of the old ones is used by requests that run."""
-        self.side.upkeep.reset()
+        self.side.retention.reset()
         self.weights += 1
 
     def _entries(self) -> dict[SegmentKey, Any]:
@@ -196,9 +199,11 @@ class World:
         jobs = self.side.pump()
         metadata = HypicMetadata()
         self.side.instruct(metadata)
-        for place in metadata.loads:
-            self._origins[place.serial] = Origin(self.weights, place.leading)
-            self._deleted.discard(place.key)
+        for order in metadata.orders:
+            if isinstance(order, FetchRecord):
+                place = order.place
+                self._origins[place.serial] = Origin(self.weights, place.leading)
+                self._deleted.discard(place.key)
         captures = {job.request_id: self.side.capture_plan(job.request_id) for job in jobs}
         self.worker.absorb(metadata)
         assert self.worker.runtime is not None
@@ -272,7 +277,7 @@ class World:
         """All requests run and end; the engine steps as long as it is told to."""
         for _ in range(10_000):
             working = [executor.run_one() for executor in self._executors()]
-            busy = self._waiting or self._running or len(self.side._loads) or self.side.upkeep.has_orders
+            busy = self._waiting or self._running or len(self.side.arrivals) or self.side.retention.has_orders
             if not (busy or self.side.worker_unfinished or any(working)):
                 break
             self.step()
@@ -293,7 +298,7 @@ class World:
             assert staging.free == staging.count and not self.mover._parcels and not self.mover.unfinished
         for key, entry in self._entries().items():
             assert entry.resident and not entry.pins
-            columns = self.side._column_slots(entry)
+            columns = self.side._view.column_slots(entry)
             self._check(key, entry.slot, columns)
             if self._origins[entry.serial].weights == self.weights:
                 assert self.store.holds(self.codec.name_of(key)), "a record was not stored"
@@ -322,7 +327,7 @@ class World:
 
     def _plan(self, documents: list[int]) -> PromptPlan:
         tokens = [t for d in documents for t in (*DOCUMENTS[d], IDS.sep)] + [900, 901]
-        plan = self.side.plan(Ask(tokens, None, None, None))
+        plan = self.side.planner.plan(PlanRequest(tokens, None, None, None))
         assert plan is not None
         for segment in plan.segments:
             self._kinds[segment.key] = (segment.columns, segment.role is Role.LEADING)

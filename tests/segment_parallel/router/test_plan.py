@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
+from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.plan import PromptError, PromptPlan
@@ -54,9 +55,9 @@ def described(side: SchedulerSide, **more: Any) -> Description:
         seam_tokens=side.config.seam_tokens,
         min_segment_tokens=side.config.min_segment_tokens,
         max_model_len=MODEL_LEN,
-        has_linear=side.traits.has_linear,
-        has_attention=side.traits.has_attention,
-        limits=side.limits(),
+        has_linear=side.planner.traits.has_linear,
+        has_attention=side.planner.traits.has_attention,
+        limits=side.planner.limits(),
     )
     body = {**msgspec.to_builtins(description), **more}
     return msgspec.json.decode(msgspec.json.encode(body), type=Description)
@@ -90,7 +91,7 @@ def planned_alike(
 ) -> PromptPlan | None:
     """The plan of both, found to be the same; every warm-up prompt makes its record.  ``None``: refused."""
     try:
-        expected = side.plan(Ask(ids, extra, salt, None))
+        expected = side.planner.plan(PlanRequest(ids, extra, salt, None))
     except (LinkError, PromptError):
         expected = None
     description = described(side)
@@ -101,7 +102,7 @@ def planned_alike(
     assert planned is not None and planned.plan == expected
     assert {s.key for s in planned.segments} == {s.key for s in expected.segments}
     for segment in planned.segments:
-        warm = side.plan(Ask(list(segment.prompt), dict(planned.options), salt, None))
+        warm = side.planner.plan(PlanRequest(list(segment.prompt), dict(planned.options), salt, None))
         assert warm is not None and warm.warm_only and [s.key for s in warm.segments] == [segment.key]
         assert planned.made_by(description, segment)
         small = dataclasses.replace(description.limits, max_request_tokens=segment.tokens - 1)

@@ -54,7 +54,7 @@ class Entry:
     resident: bool = False
     pins: int = 0
     doomed: bool = False
-    """To be dropped as soon as nobody uses it."""
+    """Dropped as soon as it is complete and nobody uses it."""
 
     @property
     def space(self) -> Space:
@@ -94,6 +94,15 @@ class SegmentDirectory:
     @property
     def total(self) -> Space:
         return Space(self.total_pages, self.total_slots, self.total_transition_blocks)
+
+    @property
+    def used(self) -> Space:
+        """What all records take."""
+        return Space(
+            self.total_pages - self.free_pages,
+            self.total_slots - self.free_slots,
+            self.total_transition_blocks - self.free_transition_blocks,
+        )
 
     @property
     def pinned(self) -> int:

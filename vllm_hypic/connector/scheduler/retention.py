@@ -1,4 +1,4 @@
-"""Records beyond requests: pins, expiries, drops; the orders that tell the store of them, and what it says.
+"""What users and time do to records: pins, expiries, drops; the store is told, and says what it has.
 
 The scheduler's thread only.
 """
@@ -15,7 +15,7 @@ from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...store.protocol import StoreStats
 from ...store.totals import append_stats, numbers_of, without_latencies
-from ..metadata import StoreAction, StoreOrder
+from ..orders import ClearCaches, OrderQueue, StoreAction, StoreOrder
 from .directory import Lookup, SegmentDirectory
 
 
@@ -34,16 +34,18 @@ class RecordState:
     stored: bool
 
 
-class Upkeep:
-    """What users and time do to records; keys without a record are no errors."""
+class Retention:
+    """Which records stay and which go, requests aside; keys without a record are no errors."""
 
-    def __init__(self, config: HypicConfig, geometry: PoolGeometry, directory: SegmentDirectory) -> None:
+    def __init__(
+        self, config: HypicConfig, geometry: PoolGeometry, directory: SegmentDirectory, orders: OrderQueue
+    ) -> None:
         self._config, self._geometry, self._directory = config, geometry, directory
-        self._orders: list[StoreOrder] = []
+        self._orders = orders
         self._stored: set[SegmentKey] = set()
         self._expiry: dict[SegmentKey, float] = {}
         self._dropping: set[SegmentKey] = set()
-        """Dropped while they were being made or used."""
+        """Records dropped while they were being made or used."""
         self._stats: StoreStats | None = None
 
     # -- orders to the worker ------------------------------------------------------------------
@@ -53,21 +55,19 @@ class Upkeep:
         """Whether the worker must be stepped although no request runs."""
         return bool(self._orders or self._gone())
 
-    def take_orders(self) -> list[StoreOrder]:
-        """Those that came up since the last call."""
-        # A record that was being made or used when it was dropped may have reached the store since.
+    def order_late_deletes(self) -> None:
+        """Delete again what has left the pool: what was being made or used when it was dropped may have
+        reached the store since."""
         for key in self._gone():
             self._dropping.discard(key)
             self._order(StoreAction.DELETE, key)
-        orders, self._orders = self._orders, []
-        return orders
 
     def _gone(self) -> list[SegmentKey]:
         return [k for k in self._dropping if self._directory.lookup(k) is Lookup.MISS]
 
     def _order(self, action: StoreAction, key: SegmentKey, at: float | None = None) -> None:
         if self._config.store.tiers:
-            self._orders.append(StoreOrder(action, key, at))
+            self._orders.submit(StoreOrder(action, key, at))
 
     # -- what the worker says ------------------------------------------------------------------
 
@@ -84,9 +84,18 @@ class Upkeep:
         self._stats = append_stats(self._stats, without_latencies(stats))  # the metrics have those
 
     def store_stats(self) -> dict[str, dict[str, float]]:
-        """By tier: what it counted since the start, and its levels as last reported; empty without a store
-        and until it has been heard of."""
+        """Numbers of each tier: counts since the start, levels as last reported; empty without a store and
+        until it has been heard of."""
         return {} if self._stats is None else {n: numbers_of(t) for n, t in self._stats.tiers.items()}
+
+    def pool_stats(self) -> dict[str, float]:
+        """Levels of the pool; ``pinned``: records that users keep there."""
+        return {
+            "bytes_used": self._geometry.bytes_of(self._directory.used),
+            "bytes_budget": self._geometry.nbytes,
+            "objects": len(self._directory),
+            "pinned": len(self._directory.kept),
+        }
 
     # -- what users say ------------------------------------------------------------------------
 
@@ -136,6 +145,7 @@ class Upkeep:
         self._order(StoreAction.EXPIRE, key, at)
 
     def drop_expired(self) -> None:
+        """Drop the records whose time has come."""
         now = time.time()
         for key in [k for k, at in self._expiry.items() if at <= now]:
             self.drop_record(key)
@@ -153,8 +163,9 @@ class Upkeep:
         self._directory.drop_unpinned()
         tiers = self._config.store.tiers
         if tiers or self._config.segment_parallel is not None:
-            self._orders.append(StoreOrder(StoreAction.CLEAR))
+            self._orders.submit(ClearCaches())
         if tiers:
-            self._orders += [StoreOrder(StoreAction.PIN, key) for key in self._directory.kept]
+            for key in self._directory.kept:
+                self._order(StoreAction.PIN, key)
             self._stored.clear()
         return len(self._directory) == 0

@@ -27,41 +27,47 @@ from ...pool.step import (
     composed_row,
 )
 from ...pool.tensors import DevicePool
-from ...store.shared import shared_tiers
-from ..metadata import HypicMetadata, StoreAction, WorkerReport
-from .shared_tier_link import DepositLink
-from .store_link import StoreLink
-from .transfer_link import TransferLink
+from ..metadata import HypicMetadata, LoadCount, WorkerReport
+from ..orders import (
+    AwaitRecord,
+    ClearCaches,
+    FetchRecord,
+    MovingOrder,
+    Order,
+    Outcome,
+    PushRecord,
+    Result,
+    SaveRecord,
+)
+from .link import RecordLink
+
+OpenLinks = Callable[[DevicePool, RecordMover], list[RecordLink]]
 
 
 class WorkerSide:
-    """Live plans, the pool and the store of one worker.
+    """Live plans and the pool of one worker, and the links by which records enter and leave it.
 
-    ``open_store`` and ``open_transfer`` are called with the pool once that is allocated, and with what moves
-    its records, unless the configuration names neither; ``None`` from them: records live in the pool only; no
-    other instance has anything to do with it.
+    ``open_links`` is called with the pool once that is allocated, and with what moves its records, unless the
+    configuration names neither store nor other instances.  The links are stepped in its order: who has a
+    record saved or fetched comes before the store's.
     """
 
     def __init__(
         self,
         geometry: PoolGeometry,
         config: HypicConfig,
-        open_store: Callable[[DevicePool, RecordMover], StoreLink | None] = lambda pool, mover: None,
-        open_transfer: Callable[[DevicePool, RecordMover], TransferLink | None] = lambda pool, mover: None,
+        open_links: OpenLinks = lambda pool, mover: [],
     ) -> None:
         self.geometry, self.config = geometry, config
         self.runtime: HypicRuntime | None = None
-        self.store: StoreLink | None = None
-        self.transfer: TransferLink | None = None
-        self.deposits: DepositLink | None = None
-        self._fetching: set[int] = set()
-        self._open_store, self._open_transfer = open_store, open_transfer
+        self.links: list[RecordLink] = []
+        self._open_links = open_links
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, CapturePlan] = {}
         self._absorbed: HypicMetadata | None = None
-        self._kept_blocks: dict[int, int] = {}
         self._settling: list[_Settling] = []
         self._mover: RecordMover | None = None
+        self._report = WorkerReport()
         self._was_unfinished = False
 
     def start(self, device: torch.device) -> HypicRuntime:
@@ -71,10 +77,7 @@ class WorkerSide:
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
         if moves_records(self.config):
             self._mover = mover_of(self.runtime.pool)
-            self.transfer = self._open_transfer(self.runtime.pool, self._mover)
-            self.store = self._open_store(self.runtime.pool, self._mover)
-        if self.store is not None and self.transfer is not None:
-            self.deposits = DepositLink(self.store, shared_tiers(self.config.store))
+            self.links = self._open_links(self.runtime.pool, self._mover)
         return self.runtime
 
     def absorb(self, metadata: HypicMetadata) -> None:
@@ -86,26 +89,58 @@ class WorkerSide:
             self._streams.pop(request_id, None)
             if self._captures.pop(request_id, None) is not None and self.runtime is not None:
                 self.runtime.forget(request_id)
+        dropped = set(metadata.dropped_slots)
         if self.runtime is not None:
-            dropped = set(metadata.dropped_slots)
             self._settling = [s for s in self._settling if s.plan.slot not in dropped]
             self.runtime.pool.transition_blocks.release(metadata.dropped_slots)
-        if any(order.action is StoreAction.CLEAR for order in metadata.orders):
-            # Nor does what was captured before and is not settled yet go to the store.
-            self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
         if self._mover is not None:
             # Before anything can be launched that writes where these records were.
             self._mover.dropped(metadata.dropped_slots)
-        if self.store is not None:
-            self.store.absorb(metadata)
-        if self.transfer is not None:
-            self.transfer.absorb(metadata)
-            self._fetch_stored(self.transfer)
-        if self.deposits is not None:
-            self.deposits.absorb(metadata)
+        for link in self.links:
+            link.drop(dropped)
+        for order in metadata.orders:
+            self._submit(order)
+        for link in self.links:
+            self._collect(link)
         for request_id, plan in metadata.streams.items():
             self._streams[request_id] = StreamTensors.of(plan, self.device)
         self._captures.update(metadata.captures)
+
+    # -- records under way ---------------------------------------------------------------------
+
+    def _submit(self, order: Order) -> bool:
+        """Give an order to the links; one that moves a record and is for none of them has failed."""
+        if isinstance(order, ClearCaches):
+            # Nor does what was captured before and is not settled yet go to the store.
+            self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
+        taken = [link.submit(order) for link in self.links]
+        if not any(taken) and isinstance(order, MovingOrder):
+            self._take(Outcome(order, Result.FAILED, "this engine has no link for it"))
+        return any(taken)
+
+    def _collect(self, link: RecordLink) -> None:
+        for outcome in link.get_finished():
+            self._take(outcome)
+
+    def _take(self, outcome: Outcome) -> None:
+        """Report how an order ended, and give the one that follows from it."""
+        done = outcome.result is Result.DONE
+        match outcome.order:
+            case AwaitRecord(place) if outcome.result is Result.IN_SHARED_TIER:
+                if self._submit(FetchRecord(place)):
+                    self._report.at_store.add(place.serial)
+            case FetchRecord(place) | AwaitRecord(place):
+                count = LoadCount(int(done), int(not done), outcome.route, outcome.transition_blocks)
+                self._report.loads[place.serial] = count
+                if done and isinstance(outcome.order, AwaitRecord):
+                    self._submit(SaveRecord(place))
+            case SaveRecord(place):
+                if done:
+                    self._report.saved.add(place.key)
+            case PushRecord(number):
+                self._report.pushed[number] = outcome.reason
+
+    # -- steps ---------------------------------------------------------------------------------
 
     def begin_step(
         self,
@@ -141,8 +176,7 @@ class WorkerSide:
         return self.runtime.step
 
     def end_step(self) -> None:
-        """The forward pass is over: records that it completed give spare transition blocks back and go to
-        the store.
+        """The forward pass is over: records that it completed give spare blocks back and go to the store.
 
         On a device that runs behind, the pass is launched and these are the records of the pass before: one
         call later on every rank, so that the ranks report a record together.
@@ -160,25 +194,9 @@ class WorkerSide:
                 self._settle(record, self.runtime.pool)
         if self._mover is not None:
             self._mover.advance()
-        if self.transfer is not None:
-            self.transfer.end_step()
-            for place in self.transfer.take_received():
-                if self.store is not None:
-                    self.store.completed(place)
-            self._fetch_stored(self.transfer)
-        if self.store is not None:
-            self.store.end_step()
-        if self.deposits is not None:
-            self.deposits.end_step()
-
-    def _fetch_stored(self, transfer: TransferLink) -> None:
-        """What other instances left in a tier is read from there."""
-        for place in transfer.take_stored():
-            if self.store is None:
-                transfer.give_up(place)
-            else:
-                self._fetching.add(place.serial)
-                self.store.load(place)
+        for link in self.links:
+            link.advance()
+            self._collect(link)
 
     def _completed(self, plan: CapturePlan, pool: DevicePool) -> None:
         row = None
@@ -189,56 +207,43 @@ class WorkerSide:
     def _settle(self, record: _Settling, pool: DevicePool) -> None:
         plan, row = record.plan, record.row
         if not plan.leading:
-            found = None if row is None else row.value()
-            self._kept_blocks[plan.serial] = pool.transition_blocks.settle(plan.slot, found)
-        if self.store is not None and plan.stored is not None:
-            self.store.completed(plan.stored)
+            self._report.transition_blocks[plan.serial] = pool.transition_blocks.settle(
+                plan.slot, None if row is None else row.value()
+            )
+        if plan.stored is not None:
+            self._submit(SaveRecord(plan.stored))
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler since the last call."""
-        report, self._kept_blocks = WorkerReport(self._kept_blocks, fetching=self._fetching), {}
-        self._fetching = set()
-        if self.store is not None:
-            report.loads = self.store.take_ended()
-            report.handed = self.store.take_handed()
-            report.store = self.store.take_stats()
-        if self.transfer is not None:
-            report.loads |= self.transfer.take_ended()
-            report.pushed = self.transfer.take_pushed()
-        if self.deposits is not None:
-            report.pushed |= self.deposits.take_pushed()
+        report, self._report = self._report, WorkerReport()
+        for link in self.links:
+            report.store = link.take_stats() or report.store
         report.unfinished = self._unfinished
         # The last one, too, says so.
         told, self._was_unfinished = self._was_unfinished, report.unfinished > 0
-        news = report.transition_blocks or report.loads or report.handed or report.store or report.pushed
-        return report if news or report.fetching or told or report.unfinished else None
+        return report if report.has_news or told or report.unfinished else None
 
     @property
     def _unfinished(self) -> int:
         """Records that are yet to leave or enter the pool, which takes steps; requests or not."""
         return 0 if self._mover is None else self._mover.unfinished + len(self._settling)
 
-    def watch_receiver(self, wake: Callable[[], None]) -> bool:
-        """Have ``wake`` called, by another thread, for each awaited record that was received or will not
-        be; it must not wait.  False: no records of other instances are taken here."""
-        if self.transfer is None:
-            return False
-        self.transfer.receiver.on_received = wake
-        return True
+    def watch_arrivals(self, wake: Callable[[], None]) -> bool:
+        """Have ``wake`` called, by another thread, for each awaited record that has come, or will not; it
+        must not wait.  False: no records of other instances are taken here."""
+        return any([link.watch(wake) for link in self.links])
 
     def close(self) -> None:
         """The engine ends: what the store still has to write is written, for a bounded time."""
         if self._mover is not None:
             self._mover.drain()
-        if self.transfer is not None:
-            self.transfer.close()
-        if self.store is not None:
-            self.store.close()
+        for link in self.links:
+            link.close()
 
 
 @dataclass(frozen=True)
 class _Settling:
-    """A complete record; which transition blocks its heads use is on its way to the host, or it uses none."""
+    """A complete record; which blocks its heads use is on its way to the host, or it uses none."""
 
     plan: CapturePlan
     row: Readback | None

@@ -1,29 +1,28 @@
-"""Worker's side of segment parallelism: records from other instances land in the pool, own ones go to others.
+"""Worker's side of segment parallelism: records of other instances arrive in the pool, own ones go to others.
 
-await order -> blocks offered -> expected -> (the receiver's thread fills the pool) -> poll -> report
-                                          -> (a shared tier has it) -> the store fetches it, and reports
-push order -> copied out of the pool, sealed -> sent -> acknowledged -> report
+await order -> blocks offered -> expected -> (the receiver's thread fills the pool) -> poll -> outcome
+                                         -> (a shared tier has it) -> outcome: the store is to fetch it
+push order -> copied out of the pool, sealed -> sent -> acknowledged -> outcome
 
-Where the pool is on a device, copies end in later steps (``pool/copy/``).
+Where the pool is on a device, copies end in later steps (``pool/copy/staged.py``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from ...pool.codec import RecordCodec
-from ...pool.copy.base import RecordMover
-from ...pool.plans import RecordPlace
-from ...pool.tensors import DevicePool
 from ...primitives.options import tier_of
-from ...segment_parallel.received import Outcome
+from ...segment_parallel import received as receiving
 from ...store.cache_value import ObjectName
 from ...store.record import aligned_buffer, record_nbytes, seal_record
-from ..metadata import HypicMetadata, LoadCount, PushOrder, StoreAction
+from ..orders import AwaitRecord, ClearCaches, DeclineRecord, Order, PushRecord, Result, StopAwaiting
+from .link import RecordLink
 
 if TYPE_CHECKING:
     from ...segment_parallel.receiver import Receiver
@@ -31,153 +30,144 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.hypic.parallel")
 
-_OUTDATED = "the caches were emptied: its weights may be others by now"
+OUTDATED = "the caches were emptied: its weights may be others by now"
+LEFT_THE_POOL = "the record has left the pool"
 _MAX_SENDING_BYTES = 1 << 30
 """Copies of records on their way out; more wait in the pool."""
 _COPIES_PER_STEP = 4
-"""Each takes as long as a copy of its bytes."""
+"""Records that one step copies out of the pool at most; each takes as long as a copy of its bytes."""
 
 
-class TransferLink:
-    """Moves records between one worker's pool and other instances.  Called by the worker's thread only.
+class TransferLink(RecordLink):
+    """Moves records between one worker's pool and other instances.
 
     Records are pinned by their requests as long as an order of theirs is open.
     """
 
-    def __init__(
-        self, receiver: Receiver, sender: Sender, codec: RecordCodec, pool: DevicePool, mover: RecordMover
-    ) -> None:
-        self.receiver, self.sender, self.codec, self.pool, self.mover = receiver, sender, codec, pool, mover
-        self._awaited: dict[ObjectName, RecordPlace] = {}
-        self._unsent: OrderedDict[int, PushOrder] = OrderedDict()
+    def __init__(self, receiver: Receiver, sender: Sender, codec: RecordCodec) -> None:
+        super().__init__()
+        self.receiver, self.sender, self.codec = receiver, sender, codec
+        self._awaited: dict[ObjectName, AwaitRecord] = {}
+        self._unsent: OrderedDict[int, PushRecord] = OrderedDict()
+        """Orders whose records are to be copied, by number, oldest first."""
         self._copying_bytes = 0
-        self._sent: dict[int, int] = {}
-        self._ended: dict[int, LoadCount] = {}
-        self._received: list[RecordPlace] = []
-        self._stored: list[RecordPlace] = []
+        self._sent: dict[int, PushRecord] = {}
+        """Orders whose records the sender has, by its ticket."""
         self._settled: dict[int, ObjectName] = {}
-        """By slot: records of which the receiver says that they are here."""
-        self._pushed: dict[int, str] = {}
+        """Records that the receiver says are here, by slot."""
         self._outdated = False
 
-    def absorb(self, metadata: HypicMetadata) -> None:
-        """Carry out a step's orders."""
-        if any(order.action is StoreAction.CLEAR for order in metadata.orders):
-            # Whoever empties the caches may have changed the weights: names no longer say which.
-            self._outdated = True
+    def drop(self, slots: Collection[int]) -> None:
         self._poll()
-        for slot in metadata.dropped_slots:
-            for number in [n for n, order in self._unsent.items() if order.place.slot == slot]:
-                del self._unsent[number]  # its request has gone; the slot is another record's
-                self._pushed[number] = "the record has left the pool"
+        for number in [n for n, push in self._unsent.items() if push.place.slot in slots]:
+            # Its request has gone; the slot is another record's.
+            self._finish(self._unsent.pop(number), Result.FAILED, LEFT_THE_POOL)
+        for slot in slots:
             if (left := self._settled.pop(slot, None)) is not None:
                 self.receiver.withdraw(left)
-        for key, slot in metadata.unneeded:
-            name = self._settled[slot] = self.codec.name_of(key)
-            self.receiver.settle(name)
-        for serial in metadata.unawaited:
-            self._unawait(serial)
-        for place in metadata.awaited:
-            self._await(place)
-        for order in metadata.pushes:
-            if tier_of(order.destination) is None:  # else see deposit_link.py
-                self._unsent[order.number] = order
 
-    def _await(self, place: RecordPlace) -> None:
+    def submit(self, order: Order) -> bool:
+        match order:
+            case AwaitRecord():
+                self._await(order)
+            case StopAwaiting(serial):
+                self._stop_awaiting(serial)
+            case DeclineRecord(key, slot):
+                name = self._settled[slot] = self.codec.name_of(key)
+                self.receiver.settle(name)
+            case PushRecord(destination=destination) if tier_of(destination) is None:
+                self._unsent[order.number] = order
+            case ClearCaches():
+                # Whoever empties the caches may have changed the weights: names no longer say which.
+                self._outdated = True
+            case _:
+                return False
+        return True
+
+    # -- into the pool -------------------------------------------------------------------------
+
+    def _await(self, order: AwaitRecord) -> None:
         if self._outdated:
-            self._ended[place.serial] = LoadCount(missed=1)
+            self._finish(order, Result.FAILED, OUTDATED)
             return
+        place = order.place
         name, expected = self.codec.name_of(place.key), self.codec.expected(place)
         if not place.leading:
-            self.pool.transition_blocks.offer(place.slot)
-        self._awaited[name] = place
+            self.codec.pool.transition_blocks.offer(place.slot)
+        self._awaited[name] = order
         self.receiver.expect(name, expected.max_nbytes, self.codec.reader(place, expected))
 
-    def _unawait(self, serial: int) -> None:
-        for name in [n for n, place in self._awaited.items() if place.serial == serial]:
+    def _stop_awaiting(self, serial: int) -> None:
+        for name in [n for n, order in self._awaited.items() if order.place.serial == serial]:
             self.receiver.withdraw(name)
-            self.mover.discard(self._awaited.pop(name))
-            self._ended[serial] = LoadCount(missed=1)
+            order = self._awaited.pop(name)
+            self.codec.mover.discard(order.place)
+            self._finish(order, Result.FAILED, "nobody waits for it any more")
 
     def _poll(self) -> None:
         for received in self.receiver.poll():
-            place = self._awaited.pop(ObjectName(received.name), None)
-            if place is None:
+            name = ObjectName(received.name)
+            order = self._awaited.pop(name, None)
+            if order is None:
                 continue  # withdrawn in the same moment
-            if received.outcome is Outcome.IN_TIER:
-                self.mover.discard(place)
-                self._stored.append(place)
-                self._settled[place.slot] = ObjectName(received.name)
-                continue
-            if not received.taken:
-                logger.info("segment %s will not come: %s", place.key[:12], received.reason)
-                self.mover.discard(place)
-                self._ended[place.serial] = LoadCount(missed=1)
-                continue
-            self._settled[place.slot] = ObjectName(received.name)
-            assert received.route is not None
-            self.mover.settle(place, partial(self._arrived, place, received.route.value))
+            match received.outcome:
+                case receiving.Outcome.TAKEN:
+                    assert received.route is not None
+                    self._settled[order.place.slot] = name
+                    route = received.route.value
+                    self.codec.mover.settle(order.place, partial(self._arrived, order, route))
+                case receiving.Outcome.IN_TIER:
+                    self._settled[order.place.slot] = name
+                    self.codec.mover.discard(order.place)
+                    self._finish(order, Result.IN_SHARED_TIER)
+                case _:
+                    logger.info("segment %s will not come: %s", order.place.key[:12], received.reason)
+                    self.codec.mover.discard(order.place)
+                    self._finish(order, Result.FAILED, received.reason)
         for sent in self.sender.poll():
-            number = self._sent.pop(sent.ticket)
-            self._pushed[number] = "" if sent.delivered else (sent.reason or "not delivered")
+            push = self._sent.pop(sent.ticket)
+            if sent.delivered:
+                self._finish(push, Result.DONE)
+            else:
+                self._finish(push, Result.FAILED, sent.reason or "not delivered")
 
-    def _arrived(self, place: RecordPlace, route: str, transition_blocks: int) -> None:
-        self._ended[place.serial] = LoadCount(taken=1, tier=route, transition_blocks=transition_blocks)
-        self._received.append(place)
+    def _arrived(self, order: AwaitRecord, route: str, transition_blocks: int) -> None:
+        self._finish(order, Result.DONE, route=route, transition_blocks=transition_blocks)
 
-    def end_step(self) -> None:
+    # -- out of the pool -----------------------------------------------------------------------
+
+    def advance(self) -> None:
         """Copy records out of the pool and send them, oldest order first."""
-        for order in list(self._unsent.values())[:_COPIES_PER_STEP]:
+        for push in list(self._unsent.values())[:_COPIES_PER_STEP]:
             if self.sender.pending_bytes() + self._copying_bytes > _MAX_SENDING_BYTES:
                 break
-            del self._unsent[order.number]
+            del self._unsent[push.number]
             if self._outdated:
-                self._pushed[order.number] = _OUTDATED
+                self._finish(push, Result.FAILED, OUTDATED)
                 continue
-            self._send(order)
-        self._poll()
+            header = self.codec.header(push.place)
+            buffer = aligned_buffer(record_nbytes(header))
+            self._copying_bytes += buffer.nbytes
+            self.codec.mover.write(push.place, header, buffer, partial(self._copied, push, buffer))
 
-    def _send(self, order: PushOrder) -> None:
-        header = self.codec.header(order.place)
-        buffer = aligned_buffer(record_nbytes(header))
-        self._copying_bytes += buffer.nbytes
-        self.mover.write(order.place, header, buffer, partial(self._copied, order, buffer))
-
-    def _copied(self, order: PushOrder, buffer: memoryview, whole: bool) -> None:
+    def _copied(self, push: PushRecord, buffer: memoryview, whole: bool) -> None:
         self._copying_bytes -= buffer.nbytes
         if self._outdated or not whole:
-            self._pushed[order.number] = _OUTDATED if whole else "it left the pool before it was copied"
+            reason = OUTDATED if whole else "it left the pool before it was copied"
+            self._finish(push, Result.FAILED, reason)
             return
         seal_record(buffer)
-        name = self.codec.name_of(order.place.key)
+        name = self.codec.name_of(push.place.key)
         try:
-            self._sent[self.sender.send(name, buffer, order.destination, order.deadline_s)] = order.number
+            self._sent[self.sender.send(name, buffer, push.destination, push.deadline_s)] = push
         except ValueError as e:
-            self._pushed[order.number] = str(e)
+            self._finish(push, Result.FAILED, str(e))
 
-    def take_ended(self) -> dict[int, LoadCount]:
-        """Awaited records that came, or will not, since the last call."""
-        ended, self._ended = self._ended, {}
-        return ended
+    # -- the rest ------------------------------------------------------------------------------
 
-    def take_received(self) -> list[RecordPlace]:
-        """Records that came since the last call."""
-        received, self._received = self._received, []
-        return received
-
-    def take_stored(self) -> list[RecordPlace]:
-        """Awaited records that a shared tier has, since the last call: they are now the store's to fetch."""
-        stored, self._stored = self._stored, []
-        return stored
-
-    def give_up(self, place: RecordPlace) -> None:
-        """There is no store to fetch it from."""
-        self._ended[place.serial] = LoadCount(missed=1)
-
-    def take_pushed(self) -> dict[int, str]:
-        """Push orders that ended since the last call, and why not delivered."""
-        pushed, self._pushed = self._pushed, {}
-        return pushed
+    def watch(self, wake: Callable[[], None]) -> bool:
+        self.receiver.on_received = wake
+        return True
 
     def close(self) -> None:
         self.receiver.close()

@@ -8,16 +8,31 @@ from typing import Any
 import pytest
 
 from vllm_hypic.connector.metadata import LoadCount, WorkerReport
+from vllm_hypic.connector.orders import AwaitRecord, DeclineRecord, Order, PushRecord, StopAwaiting
 from vllm_hypic.connector.scheduler.directory import Lookup
-from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
+from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.primitives.options import Transfer, transfer_of_request
 from vllm_hypic.primitives.policies import LinkError
 
-from .test_scheduler_store import DOCUMENTS, IDS, QUERY, STORE, say, side, step
+from .test_scheduler_store import DOCUMENTS, IDS, QUERY, STORE, fetched, say, side, step
 
 PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
 ELSEWHERE = "tcp://127.0.0.1:7200"
+
+
+def awaited(orders: list[Order]) -> list[RecordPlace]:
+    return [order.place for order in orders if isinstance(order, AwaitRecord)]
+
+
+def unawaited(orders: list[Order]) -> list[int]:
+    return [order.serial for order in orders if isinstance(order, StopAwaiting)]
+
+
+def pushes(orders: list[Order]) -> list[PushRecord]:
+    return [order for order in orders if isinstance(order, PushRecord)]
 
 
 def parallel_side(**options: Any) -> SchedulerSide:
@@ -29,13 +44,13 @@ def admit(
 ) -> list[SegmentKey]:
     """``hypic_remote=(0, ...)`` names documents of the prompt by their places."""
     tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])] + [IDS.sep]
-    ask = Ask([*tokens, *(QUERY if query else [])], None, None, None)
-    plan = on.plan(ask)
+    ask = PlanRequest([*tokens, *(QUERY if query else [])], None, None, None)
+    plan = on.planner.plan(ask)
     assert plan is not None
     keys = [s.key for s in plan.segments]
     if "hypic_remote" in extra:
         extra["hypic_remote"] = [keys[i] for i in extra["hypic_remote"]]
-    on.admit(name, plan, on.transfer(Ask([], extra, None, None)))
+    on.admit(name, plan, on.planner.transfer(PlanRequest([], extra, None, None)))
     return keys
 
 
@@ -44,12 +59,12 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     first, _ = admit(on, "r", 0, 1, hypic_remote=[0])
     (job,) = on.pump()
     assert job.token_ids == DOCUMENTS[1]
-    (place,) = step(on).awaited
-    assert place.key == first and step(on).awaited == [] and on.awaiting
+    (place,) = awaited(step(on))
+    assert place.key == first and awaited(step(on)) == [] and on.awaits_others
     on.finished(job.request_id, completed=True)
     assert not on.ready("r")
     say(on, taken=(place.serial,))
-    assert on.ready("r") and not on.awaiting and on.pump() == []
+    assert on.ready("r") and not on.awaits_others and on.pump() == []
     assert on.hit_tokens("r") == 40, "what another instance computed was not computed here"
     counters = on.take_counters()
     assert (counters.segments_landed, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
@@ -57,32 +72,32 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     on.directory.check_integrity()
 
 
-def test_nobody_naps_before_what_came_was_looked_at() -> None:
+def test_nobody_pauses_before_what_came_was_looked_at() -> None:
     on = parallel_side()
     admit(on, "r", 0, 1, hypic_remote=[0, 1])
     assert on.pump() == []
-    first, second = step(on).awaited
-    assert on.awaiting
+    first, second = awaited(step(on))
+    assert on.awaits_others
     say(on, missed=(first.serial,))
-    assert not on.awaiting, "a record is to be computed"
+    assert not on.awaits_others, "a record is to be computed"
     (job,) = on.pump()
-    assert on.awaiting and job.token_ids == DOCUMENTS[0]
+    assert on.awaits_others and job.token_ids == DOCUMENTS[0]
     say(on, taken=(second.serial,))
-    assert not on.awaiting
+    assert not on.awaits_others
 
 
 def test_what_does_not_come_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     on = parallel_side()
     admit(on, "r", 0, 1, hypic_remote=[0, 1], hypic_remote_deadline_s=5)
     assert on.pump() == []
-    one, two = step(on).awaited
+    one, two = awaited(step(on))
     say(on, missed=(one.serial,))  # withdrawn by the router
     (job,) = on.pump()
-    assert job.token_ids == DOCUMENTS[0] and step(on).unawaited == []
+    assert job.token_ids == DOCUMENTS[0] and unawaited(step(on)) == []
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 6)
     assert on.pump() == []
-    assert step(on).unawaited == [two.serial] and step(on).unawaited == [], "told once"
+    assert unawaited(step(on)) == [two.serial] and unawaited(step(on)) == [], "told once"
     say(on, missed=(two.serial,))
     (other,) = on.pump()
     assert other.token_ids == DOCUMENTS[1] and on.hit_tokens("r") == 0
@@ -96,10 +111,10 @@ def test_nobody_waits_for_a_request_that_has_gone() -> None:
     admit(on, "gone", 0, hypic_remote=[0])
     admit(on, "stays", 1, hypic_remote=[0])
     on.pump()
-    one, two = step(on).awaited
+    one, two = awaited(step(on))
     on.finished("gone", completed=False)
     on.pump()
-    assert step(on).unawaited == [one.serial]
+    assert unawaited(step(on)) == [one.serial]
     say(on, missed=(one.serial,))
     assert on.pump() == [] and on.directory.lookup(one.key) is Lookup.MISS
     say(on, taken=(two.serial,))
@@ -111,10 +126,10 @@ def test_two_requests_await_a_record_once() -> None:
     admit(on, "a", 0, hypic_remote=[0])
     admit(on, "b", 0, hypic_remote=[0])
     on.pump()
-    (place,) = step(on).awaited
+    (place,) = awaited(step(on))
     on.finished("a", completed=False)
     on.pump()
-    assert step(on).unawaited == [], "the other one still wants it"
+    assert unawaited(step(on)) == [], "the other one still wants it"
     say(on, taken=(place.serial,))
     assert on.ready("b")
 
@@ -124,12 +139,12 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     (key,) = admit(on, "w", 0, query=False, hypic_push_to=ELSEWHERE, hypic_push_deadline_s=7)
     on.hold("w")
     (job,) = on.pump()
-    assert not on.over("w") and step(on).pushes == []
+    assert not on.over("w") and pushes(step(on)) == []
     on.finished(job.request_id, completed=True)
     assert not on.over("w")
-    (order,) = step(on).pushes
+    (order,) = pushes(step(on))
     assert (order.place.key, order.destination, order.deadline_s) == (key, ELSEWHERE, 7)
-    assert not on.over("w") and step(on).pushes == [], "ordered once"
+    assert not on.over("w") and pushes(step(on)) == [], "ordered once"
     assert on.directory.get(key).pins == 1, "the record stays while it is sent"
     on.absorb(WorkerReport(pushed={order.number: ""}))
     assert on.over("w") and on.push_fault("w") is None
@@ -139,7 +154,7 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     admit(on, "again", 0, query=False, hypic_push_to=ELSEWHERE)
     on.pump()
     assert not on.over("again")
-    (order,) = step(on).pushes
+    (order,) = pushes(step(on))
     on.absorb(WorkerReport(pushed={order.number: "nobody there"}))
     assert on.over("again") and on.push_fault("again") == "nobody there"
     assert on.take_counters().segments_unpushed == 1
@@ -150,10 +165,11 @@ def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     assert on.config.store.tiers and STORE
     first, second = admit(on, "r", 0, 1, hypic_remote=[1])
     assert on.pump() == []
-    metadata = step(on)
-    assert [p.key for p in metadata.loads] == [first] and [p.key for p in metadata.awaited] == [second]
-    assert not on.awaiting, "no naps while the store is at work"
-    say(on, taken=(metadata.loads[0].serial, metadata.awaited[0].serial))
+    orders = step(on)
+    (one,), (other,) = fetched(orders), awaited(orders)
+    assert one.key == first and other.key == second
+    assert not on.awaits_others, "no pauses while the store is at work"
+    say(on, taken=(one.serial, other.serial))
     assert on.ready("r") and on.hit_tokens("r") == 80
     counters = on.take_counters()
     assert (counters.segments_loaded, counters.segments_landed) == (1, 1)
@@ -163,12 +179,12 @@ def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
     on = side(segment_parallel=PARALLEL)
     (key,) = admit(on, "r", 0, hypic_remote=[0])
     on.pump()
-    (place,) = step(on).awaited
-    assert on.awaiting
-    on.absorb(WorkerReport(fetching={place.serial}))
-    assert not on.awaiting, "no naps while the store is at work"
+    (place,) = awaited(step(on))
+    assert on.awaits_others
+    on.absorb(WorkerReport(at_store={place.serial}))
+    assert not on.awaits_others, "no pauses while the store is at work"
     say(on, taken=(place.serial,))
-    assert on.ready("r") and on.upkeep.record_state(key).stored
+    assert on.ready("r") and on.retention.record_state(key).stored
     counters = on.take_counters()
     assert (counters.segments_loaded, counters.segments_landed, counters.segments_unlanded) == (1, 0, 0)
 
@@ -176,16 +192,16 @@ def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
 def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:
     tiers = [{"type": "redis", "url": "redis://cache", "shared": True}]
     on = side(segment_parallel=PARALLEL, store={"tiers": tiers})
-    (identity,) = on.shared_tiers
+    (identity,) = on.planner.shared_tiers
     admit(on, "w", 0, query=False, hypic_push_to=f"tier:{identity}")
     on.pump()
-    (place,) = step(on).loads
+    (place,) = fetched(step(on))
     say(on, taken=(place.serial,))
     assert not on.over("w")
-    (order,) = step(on).pushes
+    (order,) = pushes(step(on))
     assert (order.place.key, order.destination) == (place.key, f"tier:{identity}")
     with pytest.raises(LinkError, match=f"no shared tier of this engine; expected one of {identity}"):
-        on.transfer(Ask([], {"hypic_push_to": "tier:0000"}, None, None))
+        on.planner.transfer(PlanRequest([], {"hypic_push_to": "tier:0000"}, None, None))
 
 
 def test_changes_of_the_directory_are_told_once_and_in_their_last_state() -> None:
@@ -254,8 +270,9 @@ def test_what_is_here_already_is_declined() -> None:
     slot = on.directory.get(here).slot
     _, coming = admit(on, "b", 0, 1, hypic_remote=[0, 1])
     on.pump()
-    metadata = step(on)
-    assert metadata.unneeded == [(here, slot)] and [p.key for p in metadata.awaited] == [coming]
+    orders = step(on)
+    assert [o for o in orders if isinstance(o, DeclineRecord)] == [DeclineRecord(here, slot)]
+    assert [p.key for p in awaited(orders)] == [coming]
     admit(on, "c", 1, hypic_remote=[0])
     on.pump()
-    assert step(on).unneeded == [], "it is awaited by another request"
+    assert step(on) == [], "it is awaited by another request"

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide, SegmentJob
+from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
+from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.primitives.keys import Namespace
@@ -29,12 +31,12 @@ def side(**options: Any) -> SchedulerSide:
 
 
 def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -> None:
-    plan = on.plan(Ask(tokens, extra or None, None, None))
+    plan = on.planner.plan(PlanRequest(tokens, extra or None, None, None))
     assert plan is not None
     on.admit(name, plan)
 
 
-def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[SegmentJob, CapturePlan]]:
+def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[SegmentRequest, CapturePlan]]:
     admit(on, tokens, **extra)
     jobs = on.pump()
     plans = [on.capture_plan(job.request_id) for job in jobs]

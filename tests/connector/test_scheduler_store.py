@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, StoreAction, WorkerReport
+from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
+from vllm_hypic.connector.orders import FetchRecord, Order, StoreAction
+from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
-from vllm_hypic.connector.scheduler.side import Ask, SchedulerSide
+from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.protocol import StoreStats, TierStats
@@ -52,16 +55,21 @@ def side(
 
 def admit(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
     tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])]
-    plan = on.plan(Ask([*tokens, IDS.sep, *QUERY], None, None, None))
+    plan = on.planner.plan(PlanRequest([*tokens, IDS.sep, *QUERY], None, None, None))
     assert plan is not None
     on.admit(name, plan)
     return [s.key for s in plan.segments]
 
 
-def step(on: SchedulerSide) -> HypicMetadata:
+def step(on: SchedulerSide) -> list[Order]:
+    """Orders that go to the workers in this step."""
     metadata = HypicMetadata()
     on.instruct(metadata)
-    return metadata
+    return metadata.orders
+
+
+def fetched(orders: list[Order]) -> list[RecordPlace]:
+    return [order.place for order in orders if isinstance(order, FetchRecord)]
 
 
 def say(on: SchedulerSide, *, taken: tuple[int, ...] = (), missed: tuple[int, ...] = ()) -> None:
@@ -74,8 +82,8 @@ def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     on = side()
     first, second = admit(on, "r", 0, 1)
     assert on.pump() == []
-    places = step(on).loads
-    assert [p.key for p in places] == [first, second] and step(on).loads == []
+    places = fetched(step(on))
+    assert [p.key for p in places] == [first, second] and fetched(step(on)) == []
     assert not on.ready("r")
     say(on, taken=(places[0].serial,))
     assert not on.ready("r")
@@ -100,8 +108,8 @@ def test_without_a_store_nothing_is_fetched_or_stored() -> None:
     (job,) = on.pump()
     plan = on.capture_plan(job.request_id)
     assert plan is not None and plan.stored is None
-    on.upkeep.drop_record(plan_key(on, "r"))
-    assert step(on).loads == [] and not on.upkeep.has_orders
+    on.retention.drop_record(plan_key(on, "r"))
+    assert fetched(step(on)) == [] and not on.retention.has_orders
 
 
 def plan_key(on: SchedulerSide, name: str) -> SegmentKey:
@@ -114,7 +122,7 @@ def test_a_record_is_there_when_all_ranks_have_it() -> None:
     on = side(ranks=2)
     admit(on, "r", 0)
     on.pump()
-    (place,) = step(on).loads
+    (place,) = fetched(step(on))
     say(on, taken=(place.serial,))
     assert not on.ready("r"), "one rank of two"
     say(on, taken=(place.serial,))
@@ -125,7 +133,7 @@ def test_a_record_that_one_rank_lacks_is_computed_by_all() -> None:
     on = side(ranks=2)
     admit(on, "r", 0)
     on.pump()
-    (place,) = step(on).loads
+    (place,) = fetched(step(on))
     one, other = (
         WorkerReport(loads={place.serial: LoadCount(taken=1)}),
         WorkerReport(loads={place.serial: LoadCount(missed=1)}),
@@ -143,7 +151,7 @@ def test_a_loaded_record_keeps_as_many_tiles_as_its_fullest_rank(complete: bool)
     admit(on, "leading", 0)
     admit(on, "r", 0, 1)
     on.pump()
-    place = next(p for p in step(on).loads if not p.leading)
+    place = next(p for p in fetched(step(on)) if not p.leading)
     free = on.directory.free_transition_blocks
     on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, transition_blocks=2)}))
     assert on.directory.free_transition_blocks == free, "the other rank may need more"
@@ -157,7 +165,7 @@ def test_two_requests_for_one_absent_record_fetch_it_once() -> None:
     admit(on, "a", 0)
     admit(on, "b", 0)
     on.pump()
-    (place,) = step(on).loads
+    (place,) = fetched(step(on))
     on.finished("a", completed=False)  # the one that asked is gone
     say(on, missed=(place.serial,))
     (job,) = on.pump()
@@ -171,7 +179,7 @@ def test_a_load_for_nobody_ends_quietly() -> None:
         on = side()
         admit(on, "r", 0)
         on.pump()
-        (place,) = step(on).loads
+        (place,) = fetched(step(on))
         on.finished("r", completed=False)
         say(on, **({"taken": (place.serial,)} if found else {"missed": (place.serial,)}))
         assert on.pump() == []
@@ -183,7 +191,7 @@ def resident(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
     """A request whose records were all found."""
     keys = admit(on, name, *documents)
     on.pump()
-    say(on, taken=tuple(p.serial for p in step(on).loads))
+    say(on, taken=tuple(p.serial for p in fetched(step(on))))
     assert on.ready(name)
     return keys
 
@@ -192,13 +200,13 @@ def test_a_dropped_record_leaves_when_nobody_uses_it_and_leaves_the_store_twice(
     """Once at once; and again when it is gone here: it may have been written meanwhile."""
     on = side()
     (key,) = resident(on, "r", 0)
-    on.upkeep.drop_record(key)
-    assert [(o.action, o.key) for o in step(on).orders] == [(StoreAction.DELETE, key)]
-    assert on.upkeep.record_state(key).resident and not on.upkeep.has_orders
+    on.retention.drop_record(key)
+    assert [(o.action, o.key) for o in step(on)] == [(StoreAction.DELETE, key)]
+    assert on.retention.record_state(key).resident and not on.retention.has_orders
     on.finished("r", completed=True)
-    assert not on.upkeep.record_state(key).resident and on.upkeep.has_orders
-    assert [(o.action, o.key) for o in step(on).orders] == [(StoreAction.DELETE, key)]
-    assert not on.upkeep.has_orders
+    assert not on.retention.record_state(key).resident and on.retention.has_orders
+    assert [(o.action, o.key) for o in step(on)] == [(StoreAction.DELETE, key)]
+    assert not on.retention.has_orders
     on.directory.check_integrity()
 
 
@@ -206,23 +214,23 @@ def test_an_expired_record_is_dropped() -> None:
     on = side()
     (key,) = resident(on, "r", 0)
     on.finished("r", completed=True)
-    on.upkeep.expire_record(key, time.time() + 3600)
+    on.retention.expire_record(key, time.time() + 3600)
     on.pump()
-    assert on.upkeep.record_state(key).resident
-    on.upkeep.expire_record(key, None)
-    on.upkeep.expire_record(key, time.time() - 1)
+    assert on.retention.record_state(key).resident
+    on.retention.expire_record(key, None)
+    on.retention.expire_record(key, time.time() - 1)
     on.pump()
-    assert not on.upkeep.record_state(key).resident
+    assert not on.retention.record_state(key).resident
 
 
 def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     on = side(segments=4, max_pinned_fraction=0.5)
     keys = resident(on, "r", 0, 1, 2)
     on.finished("r", completed=True)
-    on.upkeep.pin_record(keys[0])
-    on.upkeep.pin_record(keys[1])
+    on.retention.pin_record(keys[0])
+    on.retention.pin_record(keys[1])
     with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and transition blocks"):
-        on.upkeep.pin_record(keys[2])
+        on.retention.pin_record(keys[2])
     # Three new documents beside two pinned ones do not fit in four places: one is computed in the stream.
     DOCUMENTS.append(list(range(500, 540)))
     try:
@@ -232,15 +240,15 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     plan = on.plan_of("s")
     assert plan is not None and len(plan.segments) == 2
     on.pump()
-    assert all(on.upkeep.record_state(k).resident for k in keys[:2])
-    say(on, taken=tuple(p.serial for p in step(on).loads))
+    assert all(on.retention.record_state(k).resident for k in keys[:2])
+    say(on, taken=tuple(p.serial for p in fetched(step(on))))
     on.finished("s", completed=True)
     # Pinned documents themselves cost a request nothing.
     admit(on, "t", 0, 1, 2, 3)
     plan = on.plan_of("t")
     assert plan is not None and len(plan.segments) == 4
-    on.upkeep.unpin_record(keys[0])
-    on.upkeep.pin_record(keys[2])
+    on.retention.unpin_record(keys[0])
+    on.retention.pin_record(keys[2])
 
 
 def test_a_request_planned_before_a_pin_still_runs() -> None:
@@ -248,13 +256,13 @@ def test_a_request_planned_before_a_pin_still_runs() -> None:
     on = side(segments=2)
     key, _ = resident(on, "earlier", 2, 3)
     admit(on, "r", 0, 1)
-    on.upkeep.pin_record(key)
+    on.retention.pin_record(key)
     on.pump()
-    assert step(on).loads == [], "records in use give no room"
+    assert fetched(step(on)) == [], "records in use give no room"
     on.finished("earlier", completed=True)
     on.pump()
-    say(on, taken=tuple(p.serial for p in step(on).loads))
-    assert on.ready("r") and not on.upkeep.record_state(key).resident
+    say(on, taken=tuple(p.serial for p in fetched(step(on))))
+    assert on.ready("r") and not on.retention.record_state(key).resident
     on.directory.check_integrity()
 
 
@@ -263,7 +271,7 @@ def test_reports_add_up() -> None:
     tier = TierStats(hits=2, read_seconds=[0.1], bytes_used=10, objects=1)
     for _ in range(2):
         on.absorb(WorkerReport(store=StoreStats({"disk": tier}, dropped_writes=1)))
-    found = on.upkeep.store_stats()["disk"]
+    found = on.retention.store_stats()["disk"]
     assert found["hits"] == 4 and found["bytes_used"] == 10
     counters = on.take_counters()
     assert counters.store is not None

@@ -9,24 +9,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...pool.plans import RecordPlace
-from ..metadata import PushOrder
+from ..orders import OrderQueue, PushRecord
 
 
 @dataclass
 class _Delivery:
-    """Of one request."""
+    """The records of one request."""
 
     open: set[int] = field(default_factory=set)
-    """Orders that have not ended."""
+    """Orders that have not ended, by number."""
     faults: list[str] = field(default_factory=list)
 
 
-class Pushes:
-    """Orders are numbered through; the worker reports each once."""
+class Deliveries:
+    """Deliveries by request.  Orders are numbered through; the worker reports each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, orders: OrderQueue) -> None:
+        self._orders = orders
         self._deliveries: dict[str, _Delivery] = {}
-        self._orders: list[PushOrder] = []
         self._number = 0
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Pushes:
         for place in places:
             self._number += 1
             delivery.open.add(self._number)
-            self._orders.append(PushOrder(self._number, place, destination, deadline_s))
+            self._orders.submit(PushRecord(self._number, place, destination, deadline_s))
 
     def over(self, request_id: str) -> bool:
         """Whether all of a started request's orders have ended."""
@@ -66,8 +66,3 @@ class Pushes:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._deliveries.pop(request_id, None)
-
-    def take_orders(self) -> list[PushOrder]:
-        """Those that came up since the last call."""
-        orders, self._orders = self._orders, []
-        return orders

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 from store.awkward_tiers import AwkwardTier, wait_for
 
-from vllm_hypic.connector.metadata import HypicMetadata, PushOrder, StoreAction, StoreOrder
-from vllm_hypic.connector.worker.shared_tier_link import DepositLink
+from vllm_hypic.connector.orders import ClearCaches, Order, PushRecord, Result, SaveRecord
+from vllm_hypic.connector.worker.shared_tier_link import SharedTierLink
 from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.primitives.keys import SegmentKey
@@ -30,22 +30,24 @@ class Codec:
 
 
 class Link:
-    """What :class:`DepositLink` needs of a ``StoreLink``, over a real store; records are all the same."""
+    """What :class:`SharedTierLink` needs of a ``StoreLink``, over a real store; records are all the same."""
 
     def __init__(self, store: TieredStore) -> None:
         self.store, self.codec = store, Codec()
-        self.unstored: dict[int, RecordPlace] = {}
+        self.unsaved: dict[int, RecordPlace] = {}
         self.behind = False
         self.copies = 0
 
-    def completed(self, place: RecordPlace) -> None:
-        self.unstored[place.serial] = place
+    def submit(self, order: Order) -> bool:
+        assert isinstance(order, SaveRecord)
+        self.unsaved[order.place.serial] = order.place
+        return True
 
-    def is_handing_over(self, place: RecordPlace) -> bool:
-        return place.serial in self.unstored
+    def is_saving(self, place: RecordPlace) -> bool:
+        return place.serial in self.unsaved
 
-    def end_step(self) -> None:
-        for serial, place in list(self.unstored.items()):
+    def advance(self) -> None:
+        for serial, place in list(self.unsaved.items()):
             reservation = self.store.reserve(object_name(place.key), CacheValue(1, 1.0, len(RECORD)))
             self.behind = reservation is None
             if reservation is None:
@@ -53,7 +55,7 @@ class Link:
             reservation.buffer[:] = RECORD
             self.store.commit(reservation)
             self.copies += 1
-            del self.unstored[serial]
+            del self.unsaved[serial]
 
 
 class Worker:
@@ -65,21 +67,22 @@ class Worker:
         self.store.open()
         self.link = Link(self.store)
         self.now = 0.0
-        self.deposits = DepositLink(cast(StoreLink, self.link), {IDENTITY: "team"}, lambda: self.now)
+        self.shared = SharedTierLink(cast(StoreLink, self.link), {IDENTITY: "team"}, lambda: self.now)
         self.ended: dict[int, str] = {}
 
-    def order(self, number: int, record: int = 1, **metadata: Any) -> None:
-        """To have the record in the tier, within 10 s."""
-        order = PushOrder(number, place(record), f"tier:{IDENTITY}", 10.0)
-        self.absorb(pushes=[order], **metadata)
-
-    def absorb(self, **metadata: Any) -> None:
-        self.deposits.absorb(HypicMetadata(**metadata))
+    def order(self, number: int, record: int = 1) -> None:
+        """Have the record in the tier within 10 s."""
+        assert self.shared.submit(PushRecord(number, place(record), f"tier:{IDENTITY}", 10.0))
 
     def step(self) -> dict[int, str]:
-        self.link.end_step()
-        self.deposits.end_step()
-        found = self.deposits.take_pushed()
+        """Orders that ended so far, and why not well."""
+        self.link.advance()
+        self.shared.advance()
+        found: dict[int, str] = {}
+        for outcome in self.shared.get_finished():
+            assert isinstance(outcome.order, PushRecord) and outcome.order.number not in found
+            assert (outcome.result is Result.DONE) == (not outcome.reason)
+            found[outcome.order.number] = outcome.reason
         assert not found.keys() & self.ended.keys(), "reported twice"
         self.ended |= found
         return self.ended
@@ -103,7 +106,7 @@ def worker() -> Iterator[Worker]:
 
 
 def test_a_record_that_was_just_computed_is_written_once(worker: Worker) -> None:
-    worker.link.completed(place(1))
+    worker.link.submit(SaveRecord(place(1)))
     worker.order(7)
     assert worker.end_of(7) == "" and worker.tier.objects
     assert worker.tier.calls.count("put") == 1 == worker.link.copies
@@ -148,7 +151,7 @@ def test_a_tier_that_does_not_take_it(worker: Worker, error: TierError, says: st
         raise error
 
     worker.tier.before["put"] = refuse
-    worker.link.completed(place(1))
+    worker.link.submit(SaveRecord(place(1)))
     worker.order(7)
     worker.step()
     go_on.set()
@@ -164,7 +167,7 @@ def test_a_tier_that_is_down(worker: Worker) -> None:
 
 def test_a_tier_that_forgets_at_once(worker: Worker) -> None:
     worker.tier.before["has"] = worker.tier.objects.clear
-    worker.link.completed(place(1))
+    worker.link.submit(SaveRecord(place(1)))
     worker.step()  # written before the order comes
     assert worker.store.drain(30)
     worker.order(7)
@@ -178,7 +181,7 @@ def test_a_tier_that_keeps_nothing(worker: Worker) -> None:
     worker.order(7)
 
     def ended() -> dict[int, str]:
-        worker.link.end_step()
+        worker.link.advance()
         assert worker.store.drain(30)
         return worker.step()
 
@@ -189,7 +192,7 @@ def test_a_tier_that_keeps_nothing(worker: Worker) -> None:
 def test_a_full_queue_is_not_waited_for(worker: Worker) -> None:
     worker.tier.hang("put")
     for record in range(2, 6):
-        worker.link.completed(place(record))
+        worker.link.submit(SaveRecord(place(record)))
     worker.step()
     worker.order(7)
     assert worker.end_of(7) == "tier team: too much waits to be written (store.queue_bytes)"
@@ -215,7 +218,7 @@ def test_a_record_that_left_the_pool_is_not_read_there(worker: Worker) -> None:
     worker.order(8, record=2)
     worker.step()
     hang.wait_until_entered()
-    worker.absorb(dropped_slots=[1])
+    worker.shared.drop([1])
     assert worker.step() == {7: "tier team: the record has left the pool"}
     hang.release()
     assert worker.end_of(8) == ""
@@ -223,13 +226,13 @@ def test_a_record_that_left_the_pool_is_not_read_there(worker: Worker) -> None:
 
 
 def test_after_the_caches_were_emptied_nothing_goes_there(worker: Worker) -> None:
-    clear = [StoreOrder(StoreAction.CLEAR)]
-    worker.order(7, orders=clear)
+    assert worker.shared.submit(ClearCaches())
+    worker.order(7)
     worker.order(8)
     assert "weights may be others" in worker.end_of(7) and "weights" in worker.end_of(8)
     assert not worker.tier.objects
 
 
 def test_orders_to_instances_are_none_of_its_business(worker: Worker) -> None:
-    worker.absorb(pushes=[PushOrder(7, place(1), "tcp://127.0.0.1:7100", 10.0)])
+    assert not worker.shared.submit(PushRecord(7, place(1), "tcp://127.0.0.1:7100", 10.0))
     assert worker.step() == {} and worker.tier.calls.count("has") == 0

@@ -1,0 +1,472 @@
+"""The registry of compiled segments, and the handler that keeps records in step with it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage
+from vllm_hypic.cache_api.commands import (
+    Change,
+    Command,
+    Compile,
+    Delete,
+    Failure,
+    Page,
+    Report,
+    Resolve,
+    Resolved,
+    Show,
+    is_command,
+    pack,
+    take_command,
+    unpack,
+)
+from vllm_hypic.cache_api.handler import CommandHandler
+from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry, registry_path
+from vllm_hypic.config.store import StoreConfig
+from vllm_hypic.primitives.keys import SegmentKey
+
+KEY, OTHER_KEY = SegmentKey("k" * 64), SegmentKey("o" * 64)
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["memory", "file"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[SegmentRegistry]:
+    path = None if request.param == "memory" else tmp_path / "folder" / "catalogue.sqlite"
+    opened = SegmentRegistry(path, clock)
+    yield opened
+    opened.close()
+
+
+# -- registry -------------------------------------------------------------------------------------
+
+
+def test_the_same_segment_has_the_same_id(registry, clock):
+    first = registry.add("me", Place.INTERIOR, [1, 2, 3], key=KEY)
+    clock.now += 5
+    again = registry.add("me", Place.INTERIOR, [1, 2, 3], text="abc", key=OTHER_KEY)
+    assert again.id == first.id and again.created == 1000 and again.last_used == 1005
+    assert again.key == OTHER_KEY, "the record of today's configuration"
+    assert registry.content("me", first.id).text == "abc"
+    registry.add("me", Place.INTERIOR, [1, 2, 3])
+    assert registry.content("me", first.id).text == "abc", "a text once given stays"
+    others = [
+        registry.add("you", Place.INTERIOR, [1, 2, 3]),
+        registry.add("me", Place.PROMPT, [1, 2, 3]),
+        registry.add("me", Place.CHAT, [1, 2, 3]),
+        registry.add("me", Place.INTERIOR, [1, 2]),
+    ]
+    assert len({first.id, *(e.id for e in others)}) == 5
+
+
+def test_ids_are_long_and_random(registry):
+    ids = [registry.add("me", Place.INTERIOR, [i]).id for i in range(50)]
+    assert all(len(i) == 32 for i in ids)  # 192 bits in base64
+    assert len({i[:6] for i in ids}) > 45, "no common beginning"
+
+
+def test_content_comes_back(registry):
+    tokens = [0, 7, 250_000, 2**24 - 1]
+    entry = registry.add("me", Place.PROMPT, tokens, bare_from=1)
+    content = registry.content("me", entry.id)
+    assert (content.place, content.tokens, content.text, content.bare_from) == (
+        Place.PROMPT,
+        tuple(tokens),
+        None,
+        1,
+    )
+    assert entry.n_tokens == 4
+
+
+def test_an_id_of_somebody_else_is_an_unknown_id(registry):
+    entry = registry.add("me", Place.INTERIOR, [1], text="mine")
+    for owner, segment_id in (("you", entry.id), ("me", "nonsense"), ("me", entry.id + "\x00"), ("", "")):
+        assert registry.get(owner, segment_id) is None
+        assert registry.content(owner, segment_id) is None
+        assert registry.remove(owner, segment_id) is None
+        registry.set_pinned(owner, segment_id, True)
+        registry.set_expires(owner, segment_id, 1.0)
+    mine = registry.get("me", entry.id)
+    assert mine is not None and not mine.pinned and mine.expires is None
+    assert registry.page("you", "", 10) == []
+
+
+def test_lookups_of_foreign_and_unknown_ids_have_the_same_plan(registry):
+    """One search of one index by (owner, id): nothing about a foreign row is read before the answer."""
+    plan = registry._db.execute(
+        "EXPLAIN QUERY PLAN SELECT id FROM segments WHERE owner = ? AND id = ?", ("you", "x")
+    ).fetchall()
+    assert [row[3] for row in plan] == ["SEARCH segments USING PRIMARY KEY (owner=? AND id=?)"]
+
+
+def test_expired_entries_are_gone_and_taken_once(registry, clock):
+    entry = registry.add("me", Place.INTERIOR, [1], key=KEY)
+    stays = registry.add("me", Place.INTERIOR, [2])
+    registry.set_expires("me", entry.id, 1010.0)
+    clock.now = 1009.9
+    assert registry.get("me", entry.id) is not None and registry.take_expired() == []
+    clock.now = 1010.0
+    assert registry.get("me", entry.id) is None and registry.content("me", entry.id) is None
+    assert [e.id for e in registry.page("me", "", 10)] == [stays.id]
+    assert registry.claims(KEY) == []
+    assert [e.id for e in registry.take_expired()] == [entry.id]
+    assert registry.take_expired() == []
+    assert registry.add("me", Place.INTERIOR, [1]).id != entry.id, "an id that expired never comes back"
+
+
+def test_pages_cover_everything_once(registry):
+    ids = {registry.add("me", Place.INTERIOR, [i]).id for i in range(7)}
+    registry.add("you", Place.INTERIOR, [1])
+    seen: list[str] = []
+    while page := registry.page("me", seen[-1] if seen else "", 3):
+        seen += [e.id for e in page]
+    assert len(seen) == 7 and set(seen) == ids
+
+
+def test_a_restart_keeps_everything(tmp_path, clock):
+    path = tmp_path / "catalogue.sqlite"
+    first = SegmentRegistry(path, clock)
+    entry = first.add("me", Place.INTERIOR, [1, 2], text="ab", key=KEY)
+    first.set_pinned("me", entry.id, True)
+    clock.now = 2000
+    first.content("me", entry.id)
+    first.close()
+    second = SegmentRegistry(path, clock)
+    found = second.get("me", entry.id)
+    assert found.pinned and found.key == KEY and found.last_used == 2000
+    assert second.content("me", entry.id).text == "ab"
+    assert second.set_aside is None
+    second.close()
+    assert os.stat(path).st_mode & 0o077 == 0, "texts of tenants are for this user alone"
+
+
+def test_a_killed_process_loses_no_answered_change(tmp_path):
+    """Killed while it writes, again and again: what was told is there, and the file is sound."""
+    path = tmp_path / "catalogue.sqlite"
+    program = textwrap.dedent("""
+        import sys
+        from itertools import count
+        from pathlib import Path
+        from vllm_hypic.cache_api.registry import SegmentRegistry, Place
+        registry = SegmentRegistry(Path(sys.argv[1]))
+        for i in count():
+            entry = registry.add("me", Place.INTERIOR, [int(sys.argv[2]), i] * 500)
+            registry.set_pinned("me", entry.id, True)
+            print(entry.id, flush=True)
+    """)
+    told: list[str] = []
+    for run in range(4):
+        command = [sys.executable, "-c", program, str(path), str(run)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            told += [process.stdout.readline().strip() for _ in range(20 + run)]
+            process.kill()
+            told += [line.strip() for line in process.stdout if line.endswith("\n")]
+    registry = SegmentRegistry(path)
+    assert registry.set_aside is None
+    assert registry._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert len(told) >= 86 and all(told)
+    assert all((entry := registry.get("me", i)) is not None and entry.pinned for i in told)
+    registry.close()
+
+
+def test_a_damaged_file_is_set_aside(tmp_path):
+    path = tmp_path / "catalogue.sqlite"
+    path.write_bytes(b"this is no database" * 100)
+    registry = SegmentRegistry(path)
+    assert registry.set_aside is not None and registry.set_aside.read_bytes().startswith(b"this is no")
+    entry = registry.add("me", Place.INTERIOR, [1])
+    assert registry.get("me", entry.id) is not None
+    registry.close()
+
+
+def test_a_newer_file_is_left_alone(tmp_path):
+    path = tmp_path / "catalogue.sqlite"
+    SegmentRegistry(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(RegistryError, match=r"version 99; this program reads up to 1"):
+        SegmentRegistry(path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RegistryError, match=r"file/catalogue\.sqlite"):
+        SegmentRegistry(tmp_path / "file" / "catalogue.sqlite")
+
+
+def test_the_registry_lives_beside_the_first_disk_tier(tmp_path):
+    memory = {"type": "memory", "bytes": "1MB"}
+    disks = [{"type": "disk", "path": f"{tmp_path}/{n}", "bytes": "1MB", "name": n} for n in ("a", "b")]
+    assert registry_path(StoreConfig.from_mapping({"tiers": [memory]})) is None
+    found = registry_path(StoreConfig.from_mapping({"tiers": [memory, *disks]}))
+    assert found == tmp_path / "a" / "catalogue.sqlite"
+
+
+# -- handler ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Where:
+    resident: bool
+    pending: bool = False
+    nbytes: int = 100
+    stored: bool = False
+
+
+@dataclass
+class Records:
+    """Records of a store that notes what is done to it."""
+
+    present: set[str] = field(default_factory=lambda: {KEY, OTHER_KEY})
+    pinned: set[str] = field(default_factory=set)
+    expiry: dict[str, float | None] = field(default_factory=dict)
+    room: int = 1
+
+    def pin_record(self, key):
+        if key not in self.pinned and len(self.pinned) >= self.room:
+            raise ValueError("the pool is full of pinned records")
+        self.pinned.add(key)
+
+    def unpin_record(self, key):
+        self.pinned.discard(key)
+
+    def drop_record(self, key):
+        self.present.discard(key)
+        self.pinned.discard(key)
+        self.expiry.pop(key, None)
+
+    def expire_record(self, key, at):
+        self.expiry[key] = at
+
+    def record_state(self, key):
+        return Where(resident=key in self.present)
+
+    def pool_stats(self):
+        return {"objects": 2.0}
+
+    def store_stats(self):
+        return {"disk": {"hits": 1.0}}
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records()
+
+
+@pytest.fixture
+def handler(registry: SegmentRegistry, records: Records, clock: Clock) -> CommandHandler:
+    return CommandHandler(lambda: registry, records, str, clock)
+
+
+def compiled(
+    handler: CommandHandler, tokens: list[int], key: SegmentKey | None = KEY, salt: str = "me", **options
+):
+    place = options.pop("place", Place.INTERIOR)
+    return handler.compiled(Compile(place, **options), tokens, key, salt)
+
+
+def test_compile_show_list_resolve_delete(handler, records):
+    segment = compiled(handler, [1, 2, 3], text="abc")
+    assert isinstance(segment, Segment) and segment.resident and segment.bytes == 100
+    assert handler.execute(Show(segment.id), "me") == segment
+    shown = handler.execute(Show(segment.id, content=True), "me")
+    assert (shown.text, shown.token_ids) == ("abc", (1, 2, 3))
+    assert handler.execute(Page("", 10), "me") == SegmentPage([segment], None)
+    resolved = handler.execute(Resolve([segment.id, "nobody", segment.id]), "me")
+    assert isinstance(resolved, Resolved) and resolved.unknown == ["nobody"]
+    assert resolved.contents[segment.id].text == "abc"
+    state = handler.execute(Report(), None)
+    assert isinstance(state, CacheStats) and state.segments == 1
+    assert state.tiers == {"pool": {"objects": 2.0}, "disk": {"hits": 1.0}}
+    gone = handler.execute(Delete(segment.id), "me")
+    assert gone.id == segment.id and KEY not in records.present
+    assert handler.execute(Show(segment.id), "me").status == 404
+
+
+@pytest.mark.parametrize(
+    "command", [Show("ID"), Change("ID", 5.0), Delete("ID")], ids=lambda c: type(c).__name__
+)
+def test_foreign_and_unknown_ids_get_the_same_answer(handler, records, command):
+    segment = compiled(handler, [1])
+    answers = []
+    for segment_id in (segment.id, "A" * 32):
+        refused = handler.execute(type(command)(segment_id), "you")
+        assert isinstance(refused, Failure) and refused.id == segment_id
+        answers.append((refused.status, refused.message.replace(segment_id, "ID")))
+    assert answers == [(404, "segment 'ID' is unknown or has expired")] * 2
+    assert KEY in records.present
+    assert handler.execute(Resolve([segment.id]), "you").unknown == [segment.id]
+
+
+def test_time_to_live(handler, records, clock):
+    segment = compiled(handler, [1], ttl_s=60.0)
+    assert segment.expires == 1060 and records.expiry == {KEY: 1060}
+    clock.now = 1030
+    assert compiled(handler, [1]).expires == 1060, "compiling again without a ttl leaves it"
+    assert handler.execute(Change(segment.id, ttl_s=100.0), "me").expires == records.expiry[KEY] == 1130
+    assert (
+        handler.execute(Change(segment.id, ttl_s=None), "me").expires is None and records.expiry[KEY] is None
+    )
+    handler.execute(Change(segment.id, ttl_s=1.0), "me")
+    clock.now = 1031
+    assert handler.execute(Show(segment.id), "me").status == 404
+    assert KEY not in records.present
+
+
+def test_without_a_ttl_the_stores_own_rules_hold(handler, records):
+    compiled(handler, [1])
+    assert records.expiry == {}
+
+
+def test_pins(handler, records, clock):
+    segment = compiled(handler, [1], pin=True, ttl_s=10.0)
+    assert segment.pinned and records.pinned == {KEY}
+    refused = compiled(handler, [2], OTHER_KEY, pin=True)
+    assert isinstance(refused, Failure) and refused.status == 409
+    assert "the pool is full of pinned records" in refused.message
+    assert refused.id in refused.message
+    assert not handler.execute(Show(refused.id), "me").pinned, "compiled, but not pinned"
+    assert not handler.execute(Change(segment.id, unpin=True), "me").pinned and records.pinned == set()
+    compiled(handler, [1], pin=True)
+    clock.now += 10
+    handler.execute(Report(), None)
+    assert records.pinned == set(), "an expired segment pins nothing"
+
+
+def test_what_has_no_record_cannot_be_pinned(handler):
+    segment = compiled(handler, [1], key=None)
+    assert isinstance(segment, Segment) and segment.key is None and not segment.resident
+    assert "it has no record" in compiled(handler, [1], key=None, pin=True).message
+
+
+def test_a_record_stays_while_another_entry_wants_it(handler, records):
+    """The same tokens leading a prompt and a chat are one record."""
+    prompt = compiled(handler, [1, 2], place=Place.PROMPT, pin=True, ttl_s=50.0)
+    chat = compiled(handler, [1, 2], place=Place.CHAT)
+    assert records.expiry[KEY] is None, "the one without a ttl decides"
+    handler.execute(Delete(chat.id), "me")
+    assert KEY in records.present and records.pinned == {KEY}
+    handler.execute(Delete(prompt.id), "me")
+    assert KEY not in records.present and records.pinned == set()
+
+
+def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock):
+    path = tmp_path / "catalogue.sqlite"
+    handler = CommandHandler(lambda: SegmentRegistry(path, clock), Records(room=2), str, clock)
+    first = compiled(handler, [1], KEY, pin=True, ttl_s=500.0)
+    clock.now += 1
+    second = compiled(handler, [2], OTHER_KEY, pin=True)
+    records = Records()  # of a smaller pool: room for one
+    handler = CommandHandler(lambda: SegmentRegistry(path, clock), records, str, clock)
+    handler.start()
+    assert records.pinned == {KEY} and records.expiry == {KEY: 1500}
+    assert handler.execute(Show(first.id), "me").pinned
+    assert not handler.execute(Show(second.id), "me").pinned, "a pin that is not in force is not shown"
+
+
+def test_a_failing_registry_fails_commands_only_and_is_tried_again(clock, caplog):
+    broken = True
+
+    def opened() -> SegmentRegistry:
+        if broken:
+            raise RegistryError("disk on fire")
+        return SegmentRegistry(None, clock)
+
+    handler = CommandHandler(opened, Records(), str, clock)
+    handler.start()
+    assert "disk on fire" in caplog.text
+    for answer in (handler.execute(Page("", 1), None), compiled(handler, [1])):
+        assert isinstance(answer, Failure) and answer.status == 503 and "disk on fire" in answer.message
+    broken = False
+    assert isinstance(compiled(handler, [1]), Segment)
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def test_commands_survive_the_way_to_the_engine():
+    import msgspec
+
+    commands: list[Command] = [
+        Compile(Place.CHAT, text="x", bare_from=1, ttl_s=None, pin=True),
+        Compile(Place.INTERIOR),
+        Show("a", content=True),
+        Page("", 3),
+        Change("a"),
+        Change("a", ttl_s=None, unpin=True),
+        Delete("a"),
+        Resolve(["a", "b"]),
+        Report(),
+    ]
+    for command in commands:
+        sent = msgspec.msgpack.decode(
+            msgspec.msgpack.encode({"hypic_command": command, "hypic_link": "block"})
+        )
+        assert take_command(sent) == (command, {"hypic_link": "block"})
+    assert take_command({"other": 1}) == (None, {"other": 1})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["report", 7, {"op": "fire"}, {"op": "show"}, {"op": "show", "id": 5}, {"op": "report", "x": 1}],
+)
+def test_damaged_commands_are_refused(damaged):
+    assert not is_command(damaged)
+    refused, others = take_command({"hypic_command": damaged, "other": 1})
+    assert isinstance(refused, Failure) and refused.status == 400 and "hypic_command" in refused.message
+    assert others == {"other": 1}
+
+
+def test_answers_wait_for_the_end_of_their_requests(handler):
+    """A command is executed when it comes, a segment gets its id when it is warm."""
+    handler.submit("report", Report(), "me")
+    handler.submit("refused", Failure(400, "no"), "me")
+    handler.submit_compile("warm", Compile(Place.INTERIOR), [1, 2], KEY, "me")
+    handler.submit_compile("gone", Compile(Place.INTERIOR), [3], OTHER_KEY, "me")
+    handler.forget("gone")
+    assert handler.take_answer("gone") is None and handler.take_answer("no command") is None
+    assert unpack(handler.take_answer("refused"), CacheStats) == Failure(400, "no")
+    assert unpack(handler.take_answer("report"), CacheStats).segments == 0, "before the segment was warm"
+    segment = unpack(handler.take_answer("warm"), Segment)
+    assert segment.tokens == 2 and handler.execute(Show(segment.id), "me") == segment
+    assert handler.take_answer("warm") is None
+
+
+def test_answers_survive_the_way_back(handler):
+    segment = compiled(handler, [1])
+    assert unpack(pack(segment), Segment) == segment
+    failure = Failure(404, "gone", "a")
+    assert unpack(pack(failure), Segment) == failure
+    with pytest.raises(RuntimeError, match="expected Resolved"):
+        unpack(pack(segment), Resolved)
+
+
+def test_neither_client_nor_registry_needs_vllm():
+    names = ("cli", "cache_api.command", "cache_api.client", "cache_api.expand", "cache_api.handler")
+    modules = ", ".join(f"vllm_hypic.{name}" for name in names)
+    program = f"import sys, {modules}; print([m for m in ('vllm', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -1,0 +1,200 @@
+"""The worker's half and its links: who gets which order, and what follows from how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
+from vllm_hypic.connector.orders import (
+    AwaitRecord,
+    ClearCaches,
+    DeclineRecord,
+    FetchRecord,
+    Order,
+    PushRecord,
+    Result,
+    SaveRecord,
+    StopAwaiting,
+)
+from vllm_hypic.connector.worker.link import RecordLink
+from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan, RecordPlace
+from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.primitives.keys import SegmentKey
+
+CPU = torch.device("cpu")
+GEOMETRY = PoolGeometry(
+    (),
+    (LinearGeometry("layers.0", 2, 4, 4, 3, 8, torch.float32),),
+    page_tokens=8,
+    pages=0,
+    slots=4,
+    transition_blocks=8,
+)
+STORE = {"store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]}}
+
+
+class Link(RecordLink):
+    """Takes orders of some classes, and ends them as the test says."""
+
+    def __init__(self, log: list[str], name: str, *kinds: type[Order]) -> None:
+        super().__init__()
+        self.log, self.name, self.kinds = log, name, kinds
+        self.orders: list[Order] = []
+
+    def drop(self, slots: Collection[int]) -> None:
+        self.log.append(f"{self.name} drops {sorted(slots)}")
+
+    def submit(self, order: Order) -> bool:
+        if not isinstance(order, self.kinds):
+            return False
+        self.log.append(f"{self.name} takes {type(order).__name__}")
+        self.orders.append(order)
+        return True
+
+    def advance(self) -> None:
+        self.log.append(f"{self.name} advances")
+
+    def _poll(self) -> None:
+        pass
+
+    def end(
+        self, order: Order, result: Result, reason: str = "", route: str = "", transition_blocks: int = 0
+    ) -> None:
+        assert order in self.orders and isinstance(order, FetchRecord | AwaitRecord | PushRecord | SaveRecord)
+        self._finish(order, result, reason, route=route, transition_blocks=transition_blocks)
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closes")
+
+
+class Worker:
+    """A worker whose links are ``others`` and, if there is one, ``store``."""
+
+    def __init__(self, *, store: bool = True) -> None:
+        self.log: list[str] = []
+        self.others = Link(
+            self.log, "others", AwaitRecord, PushRecord, StopAwaiting, DeclineRecord, ClearCaches
+        )
+        self.store = Link(self.log, "store", FetchRecord, SaveRecord, ClearCaches)
+        links: list[RecordLink] = [self.others, self.store] if store else [self.others]
+        self.side = WorkerSide(GEOMETRY, HypicConfig.from_mapping(STORE), lambda pool, mover: links)
+        self.side.start(CPU)
+
+    def step(self, *orders: Order, dropped: Collection[int] = ()) -> WorkerReport | None:
+        self.side.absorb(HypicMetadata(orders=list(orders), dropped_slots=list(dropped)))
+        self.side.end_step()
+        return self.side.take_report()
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+@cache
+def place(serial: int) -> RecordPlace:
+    return RecordPlace(
+        serial, SegmentKey(f"{serial:064x}"), serial, np.zeros(0, dtype=np.int64), True, 1, 1.0
+    )
+
+
+def test_orders_are_given_in_their_order_after_what_was_dropped(worker: Worker) -> None:
+    orders = [FetchRecord(place(1)), ClearCaches(), AwaitRecord(place(2)), DeclineRecord(place(3).key, 3)]
+    assert worker.step(*orders, dropped=[0]) is None
+    assert worker.log == [
+        "others drops [0]",
+        "store drops [0]",
+        "store takes FetchRecord",
+        "others takes ClearCaches",
+        "store takes ClearCaches",
+        "others takes AwaitRecord",
+        "others takes DeclineRecord",
+        "others advances",
+        "store advances",
+    ]
+
+
+def test_the_same_metadata_twice_is_one_step(worker: Worker) -> None:
+    metadata = HypicMetadata(orders=[FetchRecord(place(1))])
+    worker.side.absorb(metadata)
+    worker.side.absorb(metadata)
+    assert len(worker.store.orders) == 1
+
+
+def test_outcomes_become_the_report_once(worker: Worker) -> None:
+    fetch, lost = FetchRecord(place(1)), FetchRecord(place(2))
+    push, failed, save = (
+        PushRecord(7, place(3), "tcp://there", 1.0),
+        PushRecord(8, place(3), "tcp://there", 1.0),
+        SaveRecord(place(3)),
+    )
+    assert worker.step(fetch, lost, push, failed, save) is None
+    worker.store.end(fetch, Result.DONE, route="disk", transition_blocks=2)
+    worker.store.end(lost, Result.FAILED, "no tier has it")
+    worker.store.end(save, Result.DONE)
+    worker.others.end(push, Result.DONE)
+    worker.others.end(failed, Result.FAILED, "nobody there")
+    report = worker.step()
+    assert report == WorkerReport(
+        loads={1: LoadCount(taken=1, route="disk", transition_blocks=2), 2: LoadCount(missed=1)},
+        saved={place(3).key},
+        pushed={7: "", 8: "nobody there"},
+    )
+    assert worker.step() is None
+
+
+def test_what_arrives_is_saved(worker: Worker) -> None:
+    order = AwaitRecord(place(1))
+    worker.step(order)
+    worker.others.end(order, Result.DONE, route="tcp")
+    report = worker.step()
+    assert report == WorkerReport(loads={1: LoadCount(taken=1, route="tcp")})
+    assert worker.store.orders == [SaveRecord(place(1))]
+    worker.store.end(worker.store.orders[0], Result.FAILED, "the record is gone")
+    assert worker.step() is None, "a record that was not saved is no news"
+
+
+def test_what_is_in_a_shared_tier_is_fetched_from_there(worker: Worker) -> None:
+    order = AwaitRecord(place(1))
+    worker.step(order)
+    worker.others.end(order, Result.IN_SHARED_TIER)
+    assert worker.step() == WorkerReport(at_store={1})
+    (fetch,) = worker.store.orders
+    assert fetch == FetchRecord(place(1))
+    worker.store.end(fetch, Result.DONE, route="team")
+    assert worker.step() == WorkerReport(loads={1: LoadCount(taken=1, route="team")})
+    assert worker.store.orders == [fetch], "it came from there: it is not saved again"
+
+
+def test_without_a_store_what_is_in_a_shared_tier_is_missed() -> None:
+    worker = Worker(store=False)
+    order = AwaitRecord(place(1))
+    worker.step(order)
+    worker.others.end(order, Result.IN_SHARED_TIER)
+    assert worker.step() == WorkerReport(loads={1: LoadCount(missed=1)})
+
+
+def captured(worker: Worker, serial: int) -> None:
+    """A pass that completes a record, which is to be saved."""
+    assert worker.side.runtime is not None
+    plan = CapturePlan(0, 4, serial, np.arange(4), None, True, serial, place(serial))
+    worker.side.runtime.step = StepContext([], [capture_row("r", Row(0, 0, 4, 0, 4), plan)], CPU)
+
+
+def test_captured_records_are_saved(worker: Worker) -> None:
+    captured(worker, 1)
+    worker.step()
+    assert worker.store.orders == [SaveRecord(place(1))]
+
+
+def test_the_engine_closes_every_link(worker: Worker) -> None:
+    worker.side.close()
+    assert worker.log == ["others closes", "store closes"]

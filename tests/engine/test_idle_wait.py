@@ -1,0 +1,92 @@
+"""Pauses of an engine that waits for records of other instances: what ends them, and how long they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Queue
+
+import pytest
+
+from vllm_hypic.engine import idle_wait
+from vllm_hypic.engine.idle_wait import IdleWait
+
+LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long pause that nothing ends would be noticed."""
+    monkeypatch.setattr(idle_wait, "_LONGEST_WOKEN_S", LONG_S)
+
+
+def watched(inbox: Queue[int]) -> tuple[IdleWait, list[Callable[[], None]]]:
+    wakes: list[Callable[[], None]] = []
+
+    def watch(wake: Callable[[], None]) -> bool:
+        wakes.append(wake)
+        return True
+
+    return IdleWait(inbox, watch), wakes
+
+
+def pause_s(
+    of: IdleWait, *, until_woken: bool = True, meanwhile: Callable[[], object] = lambda: None
+) -> float:
+    timer = threading.Timer(0.05, meanwhile)
+    timer.start()
+    began = time.monotonic()
+    of.wait(until_woken=until_woken)
+    seconds = time.monotonic() - began
+    timer.join()
+    return seconds
+
+
+def test_an_arriving_request_ends_a_pause_and_stays_in_the_inbox() -> None:
+    inbox: Queue[int] = Queue()
+    of, _ = watched(inbox)
+    assert pause_s(of, meanwhile=lambda: inbox.put(7)) < LONG_S / 2
+    assert pause_s(of) < LONG_S / 2, "it is still there: no pause"
+    assert inbox.get_nowait() == 7
+
+
+def test_an_arriving_record_ends_a_pause_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox: Queue[int] = Queue()
+    of, wakes = watched(inbox)
+    assert pause_s(of, meanwhile=lambda: wakes[0]()) < LONG_S / 2
+    assert inbox.empty() and len(wakes) == 1
+    wakes[0]()
+    assert pause_s(of) < LONG_S / 2, "it came before the pause: there is none"
+    monkeypatch.setattr(idle_wait, "_LONGEST_WOKEN_S", 0.2)
+    assert pause_s(of) >= 0.2, "and that was it"
+
+
+def test_waking_disturbs_nobody_who_waits_for_the_inbox() -> None:
+    inbox: Queue[int] = Queue()
+    of, _ = watched(inbox)
+    got: list[int] = []
+    reader = threading.Thread(target=lambda: got.append(inbox.get()))
+    reader.start()
+    time.sleep(0.05)
+    of.wake()
+    inbox.put(1)
+    reader.join(LONG_S)
+    assert got == [1]
+
+
+@pytest.mark.parametrize("of", [IdleWait(), IdleWait(Queue())], ids=["no inbox", "records come elsewhere"])
+def test_where_nothing_tells_of_records_pauses_are_short(of: IdleWait) -> None:
+    assert pause_s(of) < LONG_S / 2
+
+
+def test_short_pauses_grow_with_the_time_waited_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, slept = iter([100.0, 100.5, 200.0, 300.0]), list[float]()
+    monkeypatch.setattr(idle_wait.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(idle_wait.time, "sleep", slept.append)
+    of = IdleWait()
+    for _ in range(3):
+        of.wait(until_woken=True)
+    of.reset()
+    of.wait(until_woken=True)
+    assert slept == pytest.approx([0.001, 0.01, 0.02, 0.001])

@@ -1,0 +1,125 @@
+"""Plans requests: a pure function of the prompt, its options and the size of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...config.engine import HypicConfig
+from ...pool.geometry import PoolGeometry
+from ...primitives.keys import Namespace, Role
+from ...primitives.options import Transfer, link_of_request, transfer_of_request
+from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
+from ...primitives.policies import LinkError, ModelTraits
+from ...primitives.tokens import PrimitiveIds
+from ...store.cache_value import CacheValue
+from ...store.shared import shared_tiers
+from .directory import Need, SegmentDirectory
+
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the planner needs to know of a request."""
+
+    token_ids: list[int]
+    extra_args: Mapping[str, Any] | None
+    salt: str | None
+    lora: str | None
+
+
+class Planner:
+    """Plans the requests of one engine.
+
+    ``prefill_flops(tokens)``: what prefilling a segment costs.  Of ``directory`` only the size matters, and
+    what users pinned there: nobody may plan with its place.
+    """
+
+    def __init__(
+        self,
+        config: HypicConfig,
+        geometry: PoolGeometry,
+        namespace: Namespace,
+        max_model_len: int,
+        primitive_ids: Callable[[], PrimitiveIds],
+        prefill_flops: Callable[[int], float],
+        directory: SegmentDirectory,
+    ) -> None:
+        self._config, self._geometry, self._namespace = config, geometry, namespace
+        self._max_model_len = max_model_len
+        self._primitive_ids = primitive_ids
+        self._ids: PrimitiveIds | None = None
+        self._prefill_flops = prefill_flops
+        self._directory = directory
+        self.shared_tiers = tuple(shared_tiers(config.store))
+        """Identities of the tiers that other engines use, too; fastest first."""
+
+    @property
+    def ids(self) -> PrimitiveIds:
+        """Ids of the primitives; the tokenizer is loaded at the first request."""
+        if self._ids is None:
+            self._ids = self._primitive_ids()
+        return self._ids
+
+    @property
+    def traits(self) -> ModelTraits:
+        geometry = self._geometry
+        return ModelTraits(has_linear=bool(geometry.linear), has_attention=bool(geometry.attention))
+
+    def plan(self, request: PlanRequest) -> PromptPlan | None:
+        """Plan a request; ``None`` when it has no primitives.  Changes nothing.
+
+        Raises ``LinkError`` or ``PromptError`` when it asks for something impossible.
+        """
+        if not self.ids.contains(request.token_ids):
+            return None
+        config = self._config
+        method = link_of_request(
+            request.extra_args, default_link=config.link, default_seam=config.seam_tokens
+        )
+        if reason := method.refused_by(self.traits):
+            raise LinkError(reason)
+        return build_plan(
+            parse_prompt(request.token_ids, self.ids),
+            method,
+            self._namespace.scoped(salt=request.salt, lora=request.lora),
+            self.limits(),
+            min_segment_tokens=config.min_segment_tokens,
+            kept=self._directory.kept,
+        )
+
+    def transfer(self, request: PlanRequest) -> Transfer:
+        """What a request says of other instances.  Changes nothing; raises ``LinkError``."""
+        parallel = self._config.segment_parallel
+        longest_s = None if parallel is None else parallel.deadline_s
+        return transfer_of_request(request.extra_args, longest_s=longest_s, shared=self.shared_tiers)
+
+    def limits(self) -> PoolLimits:
+        """What a request may take: everything but what records hold that nobody may evict."""
+        kept, total = self._directory.kept_space(), self._directory.total
+        return PoolLimits(
+            total.pages - kept.pages if self._geometry.attention else _UNLIMITED,
+            total.slots - kept.slots,
+            self._geometry.page_tokens,
+            self._max_model_len - 1,
+            total.transition_blocks - kept.transition_blocks,
+            self._geometry.record_transition_blocks,
+        )
+
+    def need(self, segment: CachedSegment) -> Need:
+        """What the segment's record takes of the pool, and what it is worth: at most one transition block per
+        head of every linear layer, and none for a leading segment, as nothing stands before it."""
+        leading = segment.role is Role.LEADING
+        need = Need(segment.columns, 0 if leading else self._geometry.record_transition_blocks)
+        nbytes = self._geometry.bytes_of(self._directory.space_for(need))
+        return replace(need, value=CacheValue(segment.columns, self._prefill_flops(segment.stop), nbytes))
+
+    @property
+    def quadratic(self) -> float:
+        """What attention adds to a prefill: n tokens take FLOPs in proportion to ``n + quadratic * n^2``."""
+        n = 4096
+        once, twice = self._prefill_flops(n), self._prefill_flops(2 * n)
+        square = (twice - 2 * once) / (2 * n * n)
+        return max(0.0, square / (once / n - square * n))

@@ -1,0 +1,72 @@
+"""What routers are told of this engine: its description when they ask, changes of its pool as they happen."""
+
+from __future__ import annotations
+
+import secrets
+
+from ..connector.scheduler.directory import Lookup
+from ..connector.scheduler.side import SchedulerSide
+from ..segment_parallel.description import Description
+
+
+class RoutedInstance:
+    """One engine as an instance of segment parallelism; without that section it tells nothing.
+
+    Used by the scheduler's thread.
+    """
+
+    def __init__(self, side: SchedulerSide, models: tuple[str, ...], max_model_len: int) -> None:
+        """``models``: names under which the model is served."""
+        self._side, self._models, self._max_model_len = side, models, max_model_len
+        self._id = secrets.token_hex(8)
+        self._publisher = None
+        if (parallel := side.config.segment_parallel) is not None:
+            from ..segment_parallel.events import Publisher
+            from ..segment_parallel.secret import Secret
+
+            side.directory.watch()
+            self._publisher = Publisher(parallel.events, Secret.read(parallel.secret_file))
+
+    def describe(self) -> Description | None:
+        """What a router must know to plan as this engine does; ``None`` without segment parallelism."""
+        config, planner = self._side.config, self._side.planner
+        parallel = config.segment_parallel
+        if parallel is None:
+            return None
+        ids, traits = planner.ids, planner.traits
+        return Description(
+            instance=self._id,
+            models=self._models,
+            namespace=self._side.namespace.digest,
+            receiver=parallel.receiver_url,
+            events=parallel.events_url,
+            separator=ids.sep,
+            pdep=ids.pdep,
+            pad=ids.pad,
+            link=config.link,
+            seam_tokens=config.seam_tokens,
+            min_segment_tokens=config.min_segment_tokens,
+            max_model_len=self._max_model_len,
+            has_linear=traits.has_linear,
+            has_attention=traits.has_attention,
+            limits=planner.limits(),
+            deadline_s=parallel.deadline_s,
+            quadratic=planner.quadratic,
+            shared_tiers=planner.shared_tiers,
+        )
+
+    def publish(self, unprefilled_tokens: int) -> None:
+        """Tell which records came and went since the last call, and how many prompt tokens are still to be
+        computed."""
+        if self._publisher is None:
+            return
+        by_state: dict[Lookup, list[str]] = {state: [] for state in Lookup}
+        for key, state in self._side.directory.take_changes().items():
+            by_state[state].append(key)
+        self._publisher.change(
+            by_state[Lookup.HIT], by_state[Lookup.PENDING], by_state[Lookup.MISS], unprefilled_tokens
+        )
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
