@@ -16,6 +16,7 @@ from http_server import STOP_S, HttpServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_hypic.config.router import RouterConfig
+from vllm_hypic.segment_parallel import events
 from vllm_hypic.segment_parallel.router.app import build_app
 from vllm_hypic.segment_parallel.secret import Secret
 
@@ -73,6 +74,10 @@ class RunningRouter:
             "all instances known",
         )
 
+    def idle(self) -> None:
+        """Wait until nobody has anything to do: a request that comes sooner may find its workers loaded."""
+        wait_for(lambda: not any(i["load_tokens"] for i in self.health()["instances"]), "all are idle")
+
     def counted(self, name: str, *values: str) -> float:
         """A metric; the sum over the labels that are left out."""
         total = 0.0
@@ -110,6 +115,8 @@ class Site:
         ready: bool = True,
         **options: Any,
     ) -> RunningRouter:
+        """Nothing is late on a busy machine unless ``options`` say so."""
+        options = {"straggler_min_s": 1000.0, **options}
         settings = RouterConfig(tuple(f.url for f in prefill), tuple(f.url for f in combine), **options)
         self.routers.append(RunningRouter(settings, secret))
         if ready:
@@ -132,6 +139,12 @@ def running() -> Iterator[Site]:
         yield site
     finally:
         site.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy machines keep instances silent for seconds; tests of dead ones say how long is too long."""
+    monkeypatch.setattr(events, "SILENCE_S", 10.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import pytest
 
 from vllm_hypic.config.router import RouterConfig
 from vllm_hypic.primitives.plan import PoolLimits
-from vllm_hypic.segment_parallel.router import notifier
+from vllm_hypic.segment_parallel import events
+from vllm_hypic.segment_parallel.router import notifier, watch
 from vllm_hypic.segment_parallel.router.transfers import InFlightTransfers
 from vllm_hypic.segment_parallel.secret import Secret
 
@@ -86,6 +87,7 @@ def test_a_worker_is_asked_again_once_it_is_well(site: Site) -> None:
     assert not router.instance(bad)["up"]
     bad.start()
     wait_for(lambda: router.instance(bad)["up"], "it is trusted again")
+    router.idle()
     assert router.complete(cold(LENGTHS)).status_code == 200
     assert bad.computed
 
@@ -141,6 +143,7 @@ def test_a_straggler_is_helped_out(site: Site, monkeypatch: pytest.MonkeyPatch) 
     for fake in (slow, fast):
         fake.behaviour.s_per_token = 0.0002
     assert router.complete(cold(LENGTHS)).status_code == 200
+    router.idle()
     slow.behaviour.segments_hang = True
     assert router.complete(cold(LENGTHS)).status_code == 200
     assert combine.computed == []
@@ -158,6 +161,7 @@ def test_hung_workers_without_another_one(site: Site) -> None:
     workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
     router = site.router(workers, [combine], straggler_min_s=0.5, straggler_factor=1.0)
     assert router.complete(cold(LENGTHS)).status_code == 200  # their speed is known
+    router.idle()
     for worker in workers:
         worker.behaviour.segments_hang = True
     prompt = cold(LENGTHS)
@@ -245,7 +249,9 @@ def test_a_combine_node_that_fails_before_its_first_byte(site: Site, fault: str,
     assert [s.headers["x-request-id"] for s in combines[1].composed] == ["r"]
 
 
-def test_when_all_combine_nodes_fail_the_client_is_told(site: Site) -> None:
+def test_when_all_combine_nodes_fail_the_client_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "SILENCE_S", 1.0)
+    monkeypatch.setattr(watch, "_SILENT_AGAIN_S", 0.5)
     worker, combines = site.fake(), [site.fake(), site.fake()]
     router = site.router([worker], combines)
     for combine in combines:
@@ -451,6 +457,7 @@ def test_with_a_secret(site: Site) -> None:
     fakes = [site.fake(secret=secret) for _ in range(3)]
     router = site.router(fakes[:2], fakes[2:], secret=secret)
     assert router.complete(cold(LENGTHS)).status_code == 200
+    router.idle()
     for worker in fakes[:2]:
         worker.behaviour.segment_status = 500
     assert router.complete(cold(LENGTHS)).status_code == 200

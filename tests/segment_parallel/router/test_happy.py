@@ -89,6 +89,7 @@ def test_chats_and_token_lists_are_spread_too(site: Site) -> None:
     messages = [{"role": "system", "content": cold([80, 90, 100], "go on")}, {"role": "user", "content": "?"}]
     assert router.http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
     assert len(combine.composed[-1].extra["hypic_remote"]) == 3
+    router.idle()
     before = sum(s.path == "/tokenize" for f in site.fakes for s in f.seen)
     ids = tokens_of(cold([80, 90, 100]))
     assert router.complete(ids).status_code == 200
