@@ -25,16 +25,16 @@ ROOT = Path(__file__).parents[1]
 
 
 @cache
-def _shares_a_server(folder: str) -> bool:
+def _has_one_worker(folder: str) -> bool:
     conftest = ROOT / folder / "conftest.py"
-    return conftest.exists() and 'scope="package"' in conftest.read_text()
+    return conftest.exists() and "\nONE_WORKER = True" in conftest.read_text()
 
 
 def unit(nodeid: str) -> str:
-    """What one worker runs as a whole: a file, or a folder whose ``conftest.py`` shares a fixture."""
+    """What one worker runs as a whole: a file, or a folder whose ``conftest.py`` says ``ONE_WORKER``."""
     file = nodeid.split("::")[0]
     folder = file.rpartition("/")[0]
-    return folder if _shares_a_server(folder) else file
+    return folder if _has_one_worker(folder) else file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -19,6 +19,8 @@ from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.harness.serving import Server
 
+ONE_WORKER = True  # all tests of this folder use the same servers
+
 ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

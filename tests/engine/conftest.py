@@ -64,9 +64,9 @@ def _factory(engine_logs: Path) -> Iterator[EngineFactory]:
         engine.close()
 
 
-@pytest.fixture(scope="session")
-def session_engine(engine_logs: Path) -> Iterator[EngineFactory]:
-    """Start an engine that lives until the session ends."""
+@pytest.fixture(scope="package")
+def shared_engine(engine_logs: Path) -> Iterator[EngineFactory]:
+    """Start an engine that lives until the tests of this folder are done."""
     yield from _factory(engine_logs)
 
 
@@ -82,14 +82,14 @@ def start_engine(engine_logs: Path) -> Iterator[EngineFactory]:
     yield from _factory(engine_logs)
 
 
-@pytest.fixture(scope="session")
-def _hypic(session_engine: EngineFactory, hybrid_model: Path) -> Engine:
-    return session_engine(hybrid_model)
+@pytest.fixture(scope="package")
+def _hypic(shared_engine: EngineFactory, hybrid_model: Path) -> Engine:
+    return shared_engine(hybrid_model)
 
 
-@pytest.fixture(scope="session")
-def _stock(session_engine: EngineFactory, hybrid_model: Path) -> Engine:
-    return session_engine(hybrid_model, hypic=False)
+@pytest.fixture(scope="package")
+def _stock(shared_engine: EngineFactory, hybrid_model: Path) -> Engine:
+    return shared_engine(hybrid_model, hypic=False)
 
 
 def tight_args() -> dict[str, Any]:
@@ -119,17 +119,17 @@ def _tight_options(units: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
-def _tight(session_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
+@pytest.fixture(scope="package")
+def _tight(shared_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
     options = _tight_options(_hypic.call(pool_unit_bytes))
-    return session_engine(hybrid_model, options=options, **tight_args())
+    return shared_engine(hybrid_model, options=options, **tight_args())
 
 
-@pytest.fixture(scope="session")
-def _overlapped(session_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
+@pytest.fixture(scope="package")
+def _overlapped(shared_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
     options = _tight_options(_hypic.call(pool_unit_bytes))
     args = tight_args() | {"enable_prefix_caching": True, "num_gpu_blocks_override": 20}
-    return session_engine(hybrid_model, options=options, overlap=True, **args)
+    return shared_engine(hybrid_model, options=options, overlap=True, **args)
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 
+ONE_WORKER = True  # all tests of this folder use the same servers
+
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 MAX_MODEL_LEN = 20480
 POOL_SEGMENTS = 48

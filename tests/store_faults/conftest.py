@@ -20,6 +20,8 @@ from .asking import DOCUMENT_TOKENS, DOCUMENTS, Questions, ask_right
 from .faulty import NoDisk, SlowWay, SmallDisk
 from .observing import TierCounts, settled, tiers_when
 
+ONE_WORKER = True  # all tests of this folder use the same servers
+
 ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

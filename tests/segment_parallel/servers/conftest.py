@@ -22,6 +22,8 @@ from vllm_hypic.harness.prompts import Writer, writer
 from .redis_tier import COMBINE, WORKER, allow, store_of
 from .stand import Stand
 
+ONE_WORKER = True  # all tests of this folder use the same servers
+
 SETUP = Setup(
     EXAMPLE / "model",
     combines=2,
