@@ -14,7 +14,7 @@ from vllm_hypic.segment_parallel.complaints import Complaints
 from vllm_hypic.segment_parallel.received import Outcome, Received
 from vllm_hypic.segment_parallel.receiver_machine import Grant, ReceiverMachine
 from vllm_hypic.segment_parallel.sender_machine import Next, SenderMachine, Sent, Transfer
-from vllm_hypic.segment_parallel.transport import Handover, Outbound, Route, Tcp
+from vllm_hypic.segment_parallel.transport import Handover, Outbound, Route, TcpOutbound
 from vllm_hypic.store.protocol import Verdict
 
 from .peers import bytes_of
@@ -23,11 +23,10 @@ LIMIT = 1000
 URL = "tcp://127.0.0.1:7100"
 
 
-class Memory:
+class Memory(Outbound):
     """NIXL, played: one record has room in the memory that others read; it is overwritten by the next."""
 
     route = Route.NIXL
-    busy = False
 
     def __init__(self) -> None:
         self.bytes = b""
@@ -42,10 +41,6 @@ class Memory:
     def release(self, handover: Handover) -> None:
         assert handover is self.handed, "released twice"
         self.handed = None
-
-    def progress(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -93,9 +88,9 @@ class Network:
         return ReceiverMachine("ns", LIMIT, Complaints(), pull=self._pull)
 
     def _end(self, i: int, memory: Memory | None) -> End:
-        transports: list[Outbound] = [Tcp()] if memory is None else [memory, Tcp()]
+        transports: list[Outbound] = [TcpOutbound()] if memory is None else [memory, TcpOutbound()]
         hello = wire.Hello(wire.VERSION, "ns", f"{i:032x}")
-        return End(SenderMachine(URL, hello, transports, Complaints()), memory)
+        return End(SenderMachine(URL, hello, transports, [], Complaints()), memory)
 
     # -- owners
 

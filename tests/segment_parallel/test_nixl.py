@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from vllm_hypic.config.segment_parallel import SegmentParallelConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.segment_parallel import nixl, wire
-from vllm_hypic.segment_parallel.nixl import Exporter, Puller, open_nixl
-from vllm_hypic.segment_parallel.span_allocator import SpanAllocator
+from vllm_hypic.segment_parallel.nixl import Exporter, Puller, SpanAllocator, open_nixl
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.record import ALIGNMENT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.segment_parallel.notifier import awithdraw, withdraw
+from vllm_hypic.segment_parallel.notifier import withdraw
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
@@ -375,7 +376,7 @@ async def test_a_withdrawal_under_asyncio_with_a_secret() -> None:
     secret = Secret(b"s" * 32)
     with Owner(secret=secret) as owner:
         owner.expect(A)
-        await awithdraw(owner.url, "ns", [A], secret)
+        await asyncio.to_thread(withdraw, owner.url, "ns", [A], secret)
         assert not owner.wait_for(A)[0].taken
 
 

@@ -24,11 +24,10 @@ import numpy as np
 
 from ..config.segment_parallel import SegmentParallelConfig
 from ..errors import ConfigError
-from ..store.record import aligned_buffer
+from ..store.record import ALIGNMENT, aligned_buffer
 from . import wire
 from .complaints import Complaints, logger
-from .span_allocator import SpanAllocator
-from .transport import Arrival, Handover, Route, TransportError
+from .transport import Arrival, Handover, Inbound, Outbound, Route, TransportError
 
 INSTALL: Final = "pip install nixl==1.5.1"
 """On a machine without CUDA: ``pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1``."""
@@ -39,6 +38,35 @@ LATE_S, LATE_BYTES_PER_S = 5.0, 10e6
 
 _DEVICES = "UCX_NET_DEVICES"
 _DONE, _UNDER_WAY = "DONE", "PROC"
+
+
+class SpanAllocator:
+    """Spans of ``0..nbytes``, each aligned to :data:`~vllm_hypic.store.record.ALIGNMENT`: the first gap that
+    is long enough is taken.  For a few dozen spans at a time, and one thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._taken: dict[int, int] = {}
+        """End of each span by its start, in order."""
+
+    def __len__(self) -> int:
+        """Spans that are taken."""
+        return len(self._taken)
+
+    def take(self, nbytes: int) -> int | None:
+        """Start of a span of ``nbytes`` (at least 1); ``None`` when no gap is long enough."""
+        start = 0
+        for taken, end in self._taken.items():
+            if start + nbytes <= taken:
+                break
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+        if start + nbytes > self._nbytes:
+            return None
+        self._taken = dict(sorted([*self._taken.items(), (start, start + nbytes)]))
+        return start
+
+    def give_back(self, start: int) -> None:
+        del self._taken[start]
 
 
 class _Agent:
@@ -78,7 +106,7 @@ class _Agent:
         del self.nixl
 
 
-class Exporter:
+class Exporter(Outbound):
     """The sender's half: copies of records, in ``nbytes`` of memory, for receivers to read.
 
     Made by any thread, then used by the sender's thread only.
@@ -94,11 +122,9 @@ class Exporter:
 
     @property
     def busy(self) -> bool:
-        """Whether something is laid out: then ``progress`` is to be called each millisecond."""
         return len(self._spans) > 0
 
     def hand_over(self, name: str, data: memoryview) -> Handover | None:
-        """Copy ``data`` to where it can be read; ``None`` when there is no room at present."""
         start = self._spans.take(data.nbytes)
         if start is None:
             return None
@@ -113,11 +139,9 @@ class Exporter:
         self._spans.give_back(handover.message.address - self._agent.address)
 
     def progress(self) -> None:
-        """Serve those who read, as far as their network needs that."""
         self._agent.progress()
 
     def close(self) -> None:
-        """Nobody can read from now on.  Nothing may be called afterwards."""
         self._agent.close()
 
 
@@ -143,7 +167,7 @@ class _Source:
     """A pull failed: it is connected anew once all have ended."""
 
 
-class Puller:
+class Puller(Inbound):
     """The receiver's half: what it reads, into ``nbytes`` of memory.
 
     Made by any thread, then used by the receiver's thread only.
@@ -164,14 +188,9 @@ class Puller:
 
     @property
     def busy(self) -> bool:
-        """Whether ``poll`` is to be called each millisecond."""
         return bool(self._under_way)
 
     def start(self, message: wire.Data | wire.Held, payload: memoryview, nbytes: int) -> Pull:
-        """Begin to read ``nbytes`` from where the sender says that they lie.
-
-        :class:`TransportError` when that cannot be done, or there is no room; else ``poll`` tells of its end.
-        """
         assert isinstance(message, wire.Held)
         source = self._source(message.metadata)
         start = self._spans.take(nbytes)
@@ -194,7 +213,6 @@ class Puller:
         return pull
 
     def poll(self) -> Sequence[Pull]:
-        """Pulls that ended since the last call, each told once.  Those without a fault are to be released."""
         self._given_up = [pull for pull in self._given_up if not self._worked_off(pull)]
         if not self._under_way:
             self._agent.progress()
@@ -215,12 +233,10 @@ class Puller:
         return ended
 
     def release(self, arrival: Arrival) -> None:
-        """The bytes of a pull that has ended without a fault are no longer needed."""
         assert isinstance(arrival, Pull)
         self._spans.give_back(arrival.start)
 
     def close(self) -> None:
-        """End everything, pulls under way included.  Nothing may be called afterwards."""
         for pull in (*self._under_way, *self._given_up):
             self._let_go(pull)
             pull.handle = None

@@ -1,11 +1,11 @@
 """Receiver notifier: what a receiver is told of records that it expects, by who sends none: the router.
 
-``withdraw``: nobody will send them.  ``tell_stored``: they are in a shared tier.
+``withdraw``: nobody will send them.  ``tell_stored``: they are in a shared tier.  Both wait: asyncio has
+threads for that (``to_thread``).
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -100,17 +100,3 @@ def _tell(
                 send(socket, codec.encode(message))  # in vain: the next connection begins with Again
     finally:
         context.destroy(linger=0)
-
-
-async def awithdraw(
-    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
-) -> None:
-    """:func:`withdraw` on a thread."""
-    await asyncio.to_thread(withdraw, destination, namespace, names, secret, timeout_s)
-
-
-async def atell_stored(
-    destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
-) -> None:
-    """:func:`tell_stored` on a thread."""
-    await asyncio.to_thread(tell_stored, destination, namespace, names, secret, timeout_s)

@@ -22,7 +22,7 @@ from .received import Received, ReceiverCounts
 from .receiver_machine import SEND_S, Expected, Grant, ReceiverMachine
 from .secret import Secret
 from .sockets import router
-from .transport import Arrival, Inbound, Tcp, TransportError
+from .transport import Arrival, Inbound, TcpInbound, TransportError
 
 _TICK_S = 0.2
 _POLL_TICK_MS = 1
@@ -88,7 +88,7 @@ class Receiver:
         )
         self._reading: Expected | None = None
         # The thread's own.
-        self._transports: dict[type[wire.Request], Inbound] = {wire.Data: Tcp()}
+        self._transports: dict[type[wire.Request], Inbound] = {wire.Data: TcpInbound()}
         if nixl is not None:
             self._transports[wire.Held] = nixl
         self._arriving: dict[Arrival, tuple[Grant, Inbound]] = {}

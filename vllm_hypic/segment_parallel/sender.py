@@ -24,7 +24,7 @@ from .loop import SocketLoop
 from .secret import Secret
 from .sender_machine import Next, SenderMachine, Sent, Transfer
 from .sockets import dealer, destination_of
-from .transport import Outbound, Tcp
+from .transport import Outbound, TcpOutbound
 
 MOST_DESTINATIONS = 512
 """Connected at a time."""
@@ -61,7 +61,7 @@ class Sender:
         records over it."""
         self._secret, self._idle_s = secret, idle_s
         self._hello = wire.Hello(wire.VERSION, namespace, secrets.token_hex(16))
-        self._transports: list[Outbound] = [Tcp()] if nixl is None else [nixl, Tcp()]
+        self._transports: list[Outbound] = [TcpOutbound()] if nixl is None else [nixl, TcpOutbound()]
         self._tickets = itertools.count(1)
         self._codec = wire.Codec()
         self._complaints = Complaints()
@@ -154,7 +154,6 @@ class Sender:
             self._loop.leave(connection.socket)
         for connection in self._connections.values():
             connection.machine.end(_CLOSED, now)
-            self._collect(connection.machine)
         self._connections.clear()
         with self._lock:
             self._over = True
@@ -176,7 +175,9 @@ class Sender:
         now = time.monotonic()
         connection = self._connections.get(transfer.url)
         if connection is None:
-            machine = SenderMachine(transfer.url, self._hello, self._transports, self._complaints)
+            machine = SenderMachine(
+                transfer.url, self._hello, self._transports, self._releasing, self._complaints
+            )
             try:
                 connection = self._connect(transfer.url, machine)
             except zmq.ZMQError as e:
@@ -212,7 +213,6 @@ class Sender:
             self._connect(url, machine)
         except zmq.ZMQError as e:
             machine.end(f"cannot connect: {e.strerror}", time.monotonic())
-            self._collect(machine)
 
     def _receive(self, url: str, connection: _Connection) -> None:
         while True:
@@ -227,7 +227,6 @@ class Sender:
                 after = connection.machine.handle(self._codec.reply(frames[0]), time.monotonic())
             except wire.Malformed as e:
                 self._complaints.warn(url, "sender: an answer of %s is ignored: %s", url, e)
-            self._collect(connection.machine)
             if after is Next.CLOSE:
                 self._disconnect(url)
                 return
@@ -252,24 +251,13 @@ class Sender:
         now = time.monotonic()
         for url, connection in list(self._connections.items()):
             machine = connection.machine
-            after = machine.tick(now)
-            self._collect(machine)
-            if after is Next.RENEW:
+            if machine.tick(now) is Next.RENEW:
                 self._reconnect(url)
             elif machine.idle and now >= machine.used + self._idle_s:
                 self._disconnect(url)
             else:
                 self._flush(connection)
         self._report_released(now)
-
-    # -- ends
-
-    def _collect(self, machine: SenderMachine) -> None:
-        """Report what is over, at once where libzmq has let go of it."""
-        if machine.ended:
-            self._releasing.extend(machine.ended)
-            machine.ended.clear()
-            self._report_released(time.monotonic())
 
     def _report_released(self, now: float) -> None:
         """Report what is over and no longer read by libzmq."""
@@ -283,7 +271,7 @@ class Sender:
                 logger.error("sender: libzmq still holds %s", wire.short(transfer.name))
             with self._lock:
                 self._report(transfer)
-        self._releasing = waiting
+        self._releasing[:] = waiting
 
     def _report(self, transfer: Transfer) -> None:
         """Lock held."""

@@ -109,13 +109,18 @@ class SenderMachine:
     """
 
     def __init__(
-        self, url: str, hello: wire.Hello, transports: Sequence[Outbound], complaints: Complaints
+        self,
+        url: str,
+        hello: wire.Hello,
+        transports: Sequence[Outbound],
+        ended: list[Transfer],
+        complaints: Complaints,
     ) -> None:
-        """``transports``: the first that the other side can use and that has room takes a record."""
+        """``transports``: the first that the other side can use and that has room takes a record.  ``ended``:
+        where transfers that are over are put."""
         self._url, self._hello, self._transports, self._complaints = url, hello, transports, complaints
+        self.ended = ended
         self.outbox: deque[tuple[wire.Request, Transfer | None]] = deque()
-        self.ended: list[Transfer] = []
-        """Transfers that are over, for the caller to take."""
         self._queues: dict[str, deque[Transfer]] = {}
         self._greeted = False
         self._heard = False
@@ -164,10 +169,14 @@ class SenderMachine:
                 return Next.CLOSE  # it may become another: what is sent later asks again
             case wire.Withdrawn() | wire.Noted():
                 raise wire.Malformed("an answer to what was not asked")
-            case _ if queue := self._queues.get(reply.name):
-                self._answered(queue[0], reply, now)
             case wire.ClearToSend():
-                self._say(wire.Retract(reply.name))
+                self._clear(reply)
+            case wire.Ack():
+                self._answered(reply.name, True, "", now)
+            case wire.Done():
+                self._answered(reply.name, True, "not needed", now)
+            case wire.Nack():
+                self._answered(reply.name, False, f"refused: {reply.reason}", now)
         return Next.KEEP
 
     def tick(self, now: float) -> Next:
@@ -205,27 +214,22 @@ class SenderMachine:
     def _firsts(self) -> list[Transfer]:
         return [queue[0] for queue in self._queues.values()]
 
-    def _answered(
-        self, transfer: Transfer, reply: wire.ClearToSend | wire.Done | wire.Ack | wire.Nack, now: float
-    ) -> None:
-        match reply:
-            case wire.ClearToSend():
-                self._clear(transfer, reply.pull)
-            case wire.Ack():
-                self._over(transfer, True, "", now)
-            case wire.Done():
-                self._over(transfer, True, "not needed", now)
-            case wire.Nack():
-                self._over(transfer, False, f"refused: {reply.reason}", now)
+    def _answered(self, name: str, delivered: bool, reason: str, now: float) -> None:
+        if queue := self._queues.get(name):
+            self._over(queue[0], delivered, reason, now)
 
-    def _clear(self, transfer: Transfer, pull: bool) -> None:
+    def _clear(self, cleared: wire.ClearToSend) -> None:
         """The record may be sent, or read where the other side says that it can do that."""
-        if transfer.state is State.HELD and not pull:
+        if cleared.name not in self._queues:
+            self._say(wire.Retract(cleared.name))
+            return
+        transfer = self._queues[cleared.name][0]
+        if transfer.state is State.HELD and not cleared.pull:
             transfer.take_back()  # it could not be read
         elif transfer.state is not State.OFFERED:
             return
         for transport in self._transports:
-            if transport.route is Route.NIXL and not pull:
+            if transport.route is Route.NIXL and not cleared.pull:
                 continue
             if handover := transfer.hand_over(transport):
                 transfer.state = State.SENDING if handover.inline else State.HELD

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
@@ -19,30 +21,20 @@ def router(
     context: zmq.Context[Any], address: Address, secret: Secret | None, max_nbytes: int
 ) -> zmq.Socket[Any]:
     """A socket bound to ``address``, that takes frames of ``max_nbytes``.  Raises :class:`zmq.ZMQError`."""
-    socket = context.socket(zmq.ROUTER)
-    try:
-        socket.linger = 0
-        socket.ipv6 = address.ipv6
+    with _socket(context, zmq.ROUTER, address) as socket:
         socket.maxmsgsize = max(max_nbytes, wire.HEADER_BYTES)
         socket.rcvhwm = _UNREAD_MESSAGES
         socket.backlog = 1024  # many workers may connect at once after a restart
         socket.router_mandatory = True  # so that one learns that a peer has gone
-        keep_alive(socket, idle_s=30, probe_s=10)
         if secret is not None:
             secret.serve(socket)
         socket.bind(address.url)
-    except zmq.ZMQError:
-        socket.close()
-        raise
     return socket
 
 
 def dealer(context: zmq.Context[Any], address: Address, secret: Secret | None) -> zmq.Socket[Any]:
     """A socket that connects until it is closed.  Raises :class:`zmq.ZMQError`."""
-    socket = context.socket(zmq.DEALER)
-    try:
-        socket.linger = 0
-        socket.ipv6 = address.ipv6
+    with _socket(context, zmq.DEALER, address) as socket:
         socket.maxmsgsize = wire.HEADER_BYTES
         socket.sndhwm = 0  # what is queued is ours, and not copied
         # Nothing is queued for a connection that is not there, and nothing outlives one: each begins with an
@@ -52,14 +44,24 @@ def dealer(context: zmq.Context[Any], address: Address, secret: Secret | None) -
         socket.reconnect_ivl = 100
         socket.reconnect_ivl_max = 1000
         socket.connect_timeout = 5000
-        keep_alive(socket, idle_s=30, probe_s=10)
         if secret is not None:
             secret.connect(socket)
         socket.connect(address.url)
+    return socket
+
+
+@contextlib.contextmanager
+def _socket(context: zmq.Context[Any], kind: int, address: Address) -> Iterator[zmq.Socket[Any]]:
+    """A socket to be set up, which is closed if that fails."""
+    socket = context.socket(kind)
+    try:
+        socket.linger = 0
+        socket.ipv6 = address.ipv6
+        keep_alive(socket, idle_s=30, probe_s=10)
+        yield socket
     except zmq.ZMQError:
         socket.close()
         raise
-    return socket
 
 
 def keep_alive(socket: zmq.Socket[Any], *, idle_s: int, probe_s: int) -> None:

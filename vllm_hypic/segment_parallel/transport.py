@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from . import wire
 
@@ -41,26 +40,28 @@ class Handover:
     """The bytes follow the message as a frame of their own, uncopied; else nobody needs the caller's."""
 
 
-class Outbound(Protocol):
+class Outbound:
     """A sender's half."""
 
-    @property
-    def route(self) -> Route: ...
+    route: Route
 
     @property
     def busy(self) -> bool:
         """Whether ``progress`` is to be called each millisecond."""
+        return False
 
     def hand_over(self, name: str, data: memoryview) -> Handover | None:
         """Take charge of a record; ``None`` when there is no room at present."""
+        raise NotImplementedError
 
     def release(self, handover: Handover) -> None:
         """The receiver has the record, or shall not get it this way any more."""
 
-    def progress(self) -> None: ...
+    def progress(self) -> None:
+        """Serve those who read, as far as their network needs that."""
 
     def close(self) -> None:
-        """Nothing may be called afterwards."""
+        """Nobody can read from now on.  Nothing may be called afterwards."""
 
 
 @dataclass(eq=False)
@@ -74,48 +75,44 @@ class Arrival:
     """Why they did not come; of an arrival that is over."""
 
 
-class Inbound(Protocol):
+class Inbound:
     """A receiver's half."""
 
-    @property
-    def route(self) -> Route: ...
+    route: Route
 
     @property
     def busy(self) -> bool:
         """Whether ``poll`` is to be called each millisecond."""
+        return False
 
     def start(self, message: wire.Data | wire.Held, payload: memoryview, nbytes: int) -> Arrival:
-        """Begin to get ``nbytes``, of which a sender's transport has told ``message``, with ``payload``
-        behind it.  :class:`TransportError`: it cannot be done.  The arrival may be over at once; else
-        ``poll`` tells."""
+        """Begin to get ``nbytes`` as the sender's ``message`` says, which came with ``payload``.  The arrival
+        may be over at once; else ``poll`` tells.  :class:`TransportError`: it cannot be done."""
+        raise NotImplementedError
 
     def poll(self) -> Sequence[Arrival]:
-        """Arrivals that are over since the last call, each told once."""
+        """Arrivals that are over since the last call, each told once.  Those without a fault are to be
+        released."""
+        return ()
 
     def release(self, arrival: Arrival) -> None:
         """The bytes of an arrival without a fault are no longer needed."""
 
     def close(self) -> None:
-        """End everything.  Nothing may be called afterwards."""
+        """End everything, arrivals under way included.  Nothing may be called afterwards."""
 
 
-class Tcp:
-    """Both halves: libzmq has the bytes on its connections, and nothing has to be set up."""
+class TcpOutbound(Outbound):
+    """libzmq has the bytes on its connection."""
 
     route = Route.TCP
-    busy = False
 
     def hand_over(self, name: str, data: memoryview) -> Handover:
         return Handover(wire.Data(name), inline=True)
 
+
+class TcpInbound(Inbound):
+    route = Route.TCP
+
     def start(self, message: wire.Data | wire.Held, payload: memoryview, nbytes: int) -> Arrival:
         return Arrival(payload, over=True)
-
-    def poll(self) -> list[Arrival]:
-        return []
-
-    def release(self, passed: Handover | Arrival) -> None: ...
-
-    def progress(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import zmq
 
 from ...config.router import RecordRoute
 from ...store.cache_value import object_name
-from ..notifier import atell_stored, awithdraw
+from ..notifier import tell_stored, withdraw
 from .assign import Traffic
 from .instances import Instance
 from .metrics import RouterMetrics
@@ -28,7 +28,7 @@ _REMIND_S = 2.0
 _LEFT_S = 1.0
 """Seconds that a combine node has to notice that a client left."""
 
-_Tell = Callable[..., Awaitable[None]]
+_Tell = Callable[..., None]
 
 
 class ReceiverNotifier:
@@ -39,11 +39,11 @@ class ReceiverNotifier:
 
     async def withdraw(self, combine: Instance, keys: Sequence[str]) -> None:
         """Nobody sends these.  A combine node that cannot be told computes them after its deadline."""
-        await self._tell(awithdraw, combine, keys, "withdraw", "are not coming")
+        await self._tell(withdraw, combine, keys, "withdraw", "are not coming")
 
     async def stored(self, combine: Instance, keys: Sequence[str]) -> bool:
         """These are in a tier that it shares.  Whether it knows now."""
-        return await self._tell(atell_stored, combine, keys, "stored", "are in a shared tier")
+        return await self._tell(tell_stored, combine, keys, "stored", "are in a shared tier")
 
     async def remind(self, combine: Instance, transfers: Sequence[InFlightTransfer]) -> None:
         """Withdraw what is over and did not arrive, or tell again which tier has it, until cancelled.
@@ -83,7 +83,7 @@ class ReceiverNotifier:
             return False
         names = [object_name(key) for key in keys]
         try:
-            await tell(description.receiver, description.namespace, names, self._secret)
+            await asyncio.to_thread(tell, description.receiver, description.namespace, names, self._secret)
         except (OSError, TimeoutError, ValueError, zmq.ZMQError) as e:
             self._metrics.failures.labels(failure, description.receiver).inc()
             log.warning(
