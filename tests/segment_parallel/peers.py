@@ -196,6 +196,15 @@ class Peer:
         self.close()
 
 
+DATA = bytes_of(name_of(1), 10_000)
+
+
+def deliver(peer: Peer, name: str, data: bytes = DATA) -> wire.Reply:
+    assert peer.ask(wire.Offer(name, len(data))) == wire.ClearToSend(name)
+    peer.data(name, data)
+    return peer.hear()
+
+
 class Gated(Exporter):
     """Serves those who read only when it may: over UCX's TCP nothing moves before that."""
 

@@ -39,32 +39,6 @@ def tell_stored(
     _tell(wire.Stored, destination, namespace, names, secret, timeout_s)
 
 
-class NotifierMachine:
-    """The notifier's half of the protocol: says its batches on each connection until all are answered."""
-
-    def __init__(self, hello: wire.Hello, batches: Sequence[wire.Withdraw | wire.Stored]) -> None:
-        self._hello, self._batches = hello, batches
-        self._unanswered = len(batches)
-
-    @property
-    def done(self) -> bool:
-        return self._unanswered <= 0
-
-    def handle(self, reply: wire.Reply) -> Sequence[wire.Request]:
-        """What to say to this answer.  ``ConnectionRefusedError``: it turns us away."""
-        match reply:
-            case wire.Again():
-                return [self._hello]
-            case wire.Welcome():
-                self._unanswered = len(self._batches)
-                return self._batches
-            case wire.Withdrawn() | wire.Noted():
-                self._unanswered -= 1
-            case wire.Unwelcome():
-                raise ConnectionRefusedError(reply.reason)
-        return []
-
-
 def _tell(
     what: type[wire.Withdraw | wire.Stored],
     destination: str,
@@ -76,15 +50,15 @@ def _tell(
     address = destination_of(destination, secret)
     names = [wire.check_name(name) for name in names]
     batches = [what(names[i : i + wire.MOST_NAMES]) for i in range(0, len(names), wire.MOST_NAMES)]
-    until = time.monotonic() + timeout_s
-    codec = wire.Codec()
-    machine = NotifierMachine(wire.Hello(wire.VERSION, namespace, secrets.token_hex(16)), batches)
-    if machine.done:
+    if not batches:
         return
+    until = time.monotonic() + timeout_s
+    hello = wire.Hello(wire.VERSION, namespace, secrets.token_hex(16))
+    codec, unanswered = wire.Codec(), len(batches)
     context: zmq.Context[Any] = zmq.Context()
     try:
         socket = dealer(context, address, secret)
-        while not machine.done:
+        while unanswered > 0:
             left = until - time.monotonic()
             if left <= 0 or not socket.poll(max(1, int(1000 * left))):
                 raise TimeoutError(f"{address.url} did not take the message within {timeout_s:.3g} s")
@@ -92,11 +66,16 @@ def _tell(
                 reply = codec.reply(b"".join(socket.recv_multipart(zmq.NOBLOCK)))
             except (zmq.Again, wire.Malformed):
                 continue
-            try:
-                said = machine.handle(reply)
-            except ConnectionRefusedError as e:
-                raise ConnectionRefusedError(f"turned away by {address.url}: {e}") from None
-            for message in said:
-                send(socket, codec.encode(message))  # in vain: the next connection begins with Again
+            match reply:  # what is said in vain is said again: the next connection begins with Again
+                case wire.Again():
+                    send(socket, codec.encode(hello))
+                case wire.Welcome():
+                    unanswered = len(batches)
+                    for batch in batches:
+                        send(socket, codec.encode(batch))
+                case wire.Withdrawn() | wire.Noted():
+                    unanswered -= 1
+                case wire.Unwelcome():
+                    raise ConnectionRefusedError(f"turned away by {address.url}: {reply.reason}")
     finally:
         context.destroy(linger=0)

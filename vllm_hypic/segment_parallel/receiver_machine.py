@@ -202,9 +202,8 @@ class ReceiverMachine:
     def drop(self, peer: bytes, reason: str) -> None:
         """A message of the peer is not understood, or was not asked for: it changes nothing."""
         self.counts.dropped += 1
-        self._complaints.warn(
-            "dropped", "receiver: a message of %s is dropped: %s", self._address(peer), reason
-        )
+        who = self._address(peer)
+        self._complaints.warn("dropped", "receiver: a message of %s is dropped: %s", who, reason)
 
     # -- bytes
 
@@ -225,12 +224,9 @@ class ReceiverMachine:
     def failed(self, grant: Grant, reason: str, now: float) -> None:
         """The bytes cannot be read where they lie: their peer is to send them."""
         self.counts.unpulled += 1
+        what = f"{wire.short(grant.name)} of {self._address(grant.peer)}, which is asked for over TCP"
         self._complaints.warn(
-            f"unpulled {self._address(grant.peer)}",
-            "receiver: NIXL did not bring %s of %s, which is asked for over TCP: %s",
-            wire.short(grant.name),
-            self._address(grant.peer),
-            reason,
+            f"unpulled {self._address(grant.peer)}", "receiver: NIXL did not bring %s: %s", what, reason
         )
         if (expected := self._current(grant)) is not None:
             self._clear_to_send(expected, grant.peer, grant.nbytes, False, now)
@@ -269,7 +265,7 @@ class ReceiverMachine:
         if expected is None and self._settled.has(name, now):
             self._reply(peer, wire.Done(name))
         elif offer.nbytes > limit:
-            self._refuse_size(peer, name, offer.nbytes, limit)
+            self._refuse(peer, name, f"{offer.nbytes} bytes; at most {limit} are taken")
         else:
             self._withdrawn.discard(name)
             self._offers.add(name, peer, offer.nbytes, now)
@@ -334,7 +330,8 @@ class ReceiverMachine:
                 return
             self._offers.pop(name, offered.peer)
             if offered.nbytes > expected.limit:
-                self._refuse_size(offered.peer, name, offered.nbytes, expected.limit)
+                reason = f"{offered.nbytes} bytes; at most {expected.limit} are taken"
+                self._refuse(offered.peer, name, reason)
             else:
                 self._clear_to_send(expected, offered.peer, offered.nbytes, self._pull, now)
 
@@ -382,18 +379,10 @@ class ReceiverMachine:
         self.ended.append(Received(name, Outcome.IN_TIER, "it is in a shared tier", route=Route.TIER))
         self._settled.add(name, now)
 
-    def _refuse_size(self, peer: bytes, name: str, nbytes: int, limit: int) -> None:
-        self._refuse(peer, name, f"{nbytes} bytes; at most {limit} are taken")
-
     def _refuse(self, peer: bytes, name: str, reason: str) -> None:
         self.counts.refused += 1
-        self._complaints.warn(
-            f"refused {self._address(peer)}",
-            "receiver: %s of %s is refused: %s",
-            wire.short(name),
-            self._address(peer),
-            reason,
-        )
+        what, who = wire.short(name), self._address(peer)
+        self._complaints.warn(f"refused {who}", "receiver: %s of %s is refused: %s", what, who, reason)
         self._reply(peer, wire.Nack(name, wire.clip(reason)))
 
     def _reply(self, peer: bytes, reply: wire.Reply) -> None:

@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from . import wire
 from .complaints import Complaints
 from .transport import Handover, Outbound, Route
+
+if TYPE_CHECKING:
+    import zmq
 
 RENEW_S = 10.0
 """An offer without an answer is made again after so long, so that the other side does not forget it."""
@@ -41,14 +44,6 @@ class State(Enum):
     SENDING = "sent, not acknowledged"
 
 
-class Tracker(Protocol):
-    """What libzmq says of bytes that it was given."""
-
-    @property
-    def done(self) -> bool:
-        """It reads them no more."""
-
-
 @dataclass(eq=False)
 class Transfer:
     ticket: int
@@ -62,7 +57,7 @@ class Transfer:
     deadline: float
     state: State = State.NEW
     offered: float = 0.0
-    trackers: list[Tracker] = field(default_factory=list)
+    trackers: list[zmq.MessageTracker] = field(default_factory=list)
     """Trackers of ``data`` on its way through libzmq, on this connection or one that was lost."""
     outcome: Sent | None = None
     """Set once it is over; reported when libzmq has let go of ``data``."""

@@ -1,0 +1,355 @@
+"""The receiver, asked by peers that speak frames: what is refused, changes nothing, or fails; its life."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.segment_parallel import wire
+from vllm_hypic.segment_parallel.offers import Offers, Recent
+from vllm_hypic.segment_parallel.receiver import Receiver
+from vllm_hypic.segment_parallel.receiver_machine import MOST_OFFERS
+from vllm_hypic.store.protocol import Verdict
+
+from .peers import DATA, MIB, Outgoing, Owner, Peer, deliver, name_of, until
+
+A, B, C = name_of(1), name_of(2), name_of(3)
+
+
+# -- readers
+
+
+@pytest.mark.parametrize("verdict", [Verdict.DAMAGED, Verdict.FOREIGN])
+def test_a_record_that_is_not_taken_stays_expected(
+    owner: Owner, peer: Peer, other: Peer, verdict: Verdict
+) -> None:
+    owner.expect(A)
+    owner.verdict = verdict
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    peer.data(A, DATA)
+    assert peer.hear() == wire.Nack(A, f"the record is {verdict.value}")
+    assert other.hear() == wire.ClearToSend(A)
+    assert not owner.poll() and owner.receiver.counts().refused == 1
+    owner.verdict = Verdict.TAKEN
+    other.data(A, DATA)
+    assert other.hear() == wire.Ack(A)
+    assert owner.wait_for(A)[0].taken
+
+
+@pytest.mark.parametrize("fault", ["raises", "no verdict"])
+def test_a_reader_that_fails_is_logged_and_ends_nothing(
+    owner: Owner, peer: Peer, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def reader(data: memoryview) -> Verdict:
+        if fault == "raises":
+            raise RuntimeError("disk on fire")
+        return None  # type: ignore[return-value]
+
+    owner.receiver.expect(A, MIB, reader)
+    answer = deliver(peer, A)
+    assert isinstance(answer, wire.Nack) and answer.reason.startswith("the reader failed")
+    assert wire.short(A) in caplog.text and "Traceback" in caplog.text
+    owner.receiver.withdraw(A)  # does not wait for a reader that has failed
+    owner.expect(A)
+    assert deliver(peer, A) == wire.Ack(A)
+
+
+@pytest.mark.parametrize("call", ["withdraw", "settle"])
+def test_withdrawing_waits_for_a_reader_under_way(owner: Owner, peer: Peer, call: str) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    over = False
+
+    def reader(data: memoryview) -> Verdict:
+        nonlocal over
+        begun.set()
+        assert go_on.wait(20)
+        over = True
+        return Verdict.TAKEN
+
+    owner.receiver.expect(A, MIB, reader)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
+    peer.data(A, DATA)
+    assert begun.wait(20)
+    seen: list[bool] = []
+
+    def withdraw() -> None:
+        getattr(owner.receiver, call)(A)
+        seen.append(over)
+
+    threads = [threading.Thread(target=withdraw, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not seen
+    owner.receiver.counts(), owner.receiver.poll(), owner.receiver.settle(B)  # others go on
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert seen == [True, True]
+    assert peer.hear() == wire.Done(A)
+    assert not owner.poll() and owner.receiver.counts().taken == 0
+
+
+def test_nothing_is_reported_of_what_was_withdrawn(owner: Owner, peer: Peer) -> None:
+    owner.expect(A)
+    assert deliver(peer, A) == wire.Ack(A)  # reported, but not polled
+    owner.receiver.withdraw(A)
+    assert not owner.poll()
+
+
+def test_who_was_told_to_go_is_told_of_the_withdrawal(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
+    other.say(wire.Offer(A, len(DATA)))
+    assert other.hears_nothing()
+    owner.receiver.withdraw(A)
+    assert peer.hear() == wire.Done(A)
+    assert other.hear() == wire.Done(A)
+    peer.data(A, DATA)
+    assert peer.hears_nothing() and not owner.read
+
+
+# -- sizes and bounds
+
+
+def test_sizes_are_refused_before_anything_is_sent(owner: Owner, peer: Peer) -> None:
+    owner.expect(A, limit=9_999)
+    answer = peer.ask(wire.Offer(A, len(DATA)))
+    assert answer == wire.Nack(A, "10000 bytes; at most 9999 are taken")
+    answer = peer.ask(wire.Offer(B, 64 * MIB + 1))  # larger than whatever may be expected later
+    assert isinstance(answer, wire.Nack) and f"at most {64 * MIB} are taken" in answer.reason
+    peer.say(wire.Offer(C, 500))
+    assert peer.hears_nothing()
+    owner.expect(C, limit=499)
+    assert peer.hear() == wire.Nack(C, "500 bytes; at most 499 are taken")
+    assert deliver(peer, A, DATA[:9_999]) == wire.Ack(A)
+    assert owner.receiver.counts().refused == 3
+
+
+def test_a_frame_that_is_too_large_ends_the_connection() -> None:
+    with Owner(max_nbytes=MIB) as owner, Peer(owner.url) as peer, Peer(owner.url) as other:
+        owner.expect(A)
+        assert peer.ask(wire.Offer(A, MIB)) == wire.ClearToSend(A)
+        other.say(wire.Offer(A, len(DATA)))
+        assert other.hears_nothing()
+        peer.data(A, bytes(MIB + 1))
+        assert other.hear() == wire.ClearToSend(A)  # the peer that was told to go has been cut off
+        other.data(A, DATA)
+        assert other.hear() == wire.Ack(A)
+        assert len(owner.read) == 1
+        counts = owner.receiver.counts()
+        assert counts.refused == counts.dropped == 0, "libzmq let it through"
+
+
+def test_of_too_many_offers_the_oldest_is_forgotten(owner: Owner, peer: Peer) -> None:
+    names = [name_of(i) for i in range(MOST_OFFERS + 1)]
+    peer.say(*(wire.Offer(name, 10) for name in names))
+    assert peer.hears_nothing()
+    owner.expect(names[0])
+    assert peer.hears_nothing()
+    owner.expect(names[-1], names[1])
+    assert {peer.hear(), peer.hear()} == {wire.ClearToSend(names[-1]), wire.ClearToSend(names[1])}
+
+
+def test_memory_is_bounded_in_number_and_age() -> None:
+    offers, recent = Offers(most=3, age_s=10), Recent(most=3, age_s=10)
+    for i, name in enumerate("abcd"):
+        offers.add(name, b"p", 1, now=i)
+        recent.add(name, now=i)
+    assert len(offers) == len(recent) == 3
+    assert not offers.of("a") and offers.of("b") and not recent.has("a", 4) and recent.has("b", 4)
+    offers.add("b", b"p", 1, now=5)
+    offers.expire(13.5)
+    recent.expire(13.5)
+    assert len(offers) == 1 and offers.of("b") and len(recent) == 0
+    assert not Recent(3, 10).has("x", 0)
+    recent.add("x", 20)
+    assert recent.has("x", 29.9) and not recent.has("x", 30)
+
+
+def test_offers_of_a_name_keep_their_order() -> None:
+    offers = Offers(most=10, age_s=10)
+    offers.add("a", b"p", 1, now=0)
+    offers.add("a", b"q", 1, now=1)
+    offers.add("a", b"p", 1, now=2)
+    assert [o.peer for o in offers.of("a")] == [b"p", b"q"]
+    offers.drop_peer(b"p")
+    assert [o.peer for o in offers.pop_name("a")] == [b"q"] and len(offers) == 0
+
+
+# -- hostile frames
+
+
+def test_data_that_nobody_asked_for_is_dropped(owner: Owner, peer: Peer, other: Peer) -> None:
+    owner.expect(A)
+    peer.data(A, DATA)  # never offered
+    peer.say(wire.Offer(B, len(DATA)))
+    peer.data(B, DATA)  # offered, not expected
+    assert other.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
+    peer.say(wire.Offer(A, len(DATA)))
+    peer.data(A, DATA)  # another was told to go
+    assert peer.hears_nothing()
+    assert owner.receiver.counts().dropped == 3 and not owner.read and not owner.poll()
+    other.data(A, DATA)
+    assert other.hear() == wire.Ack(A)
+
+
+NAMES = st.sampled_from([A, B, "", "A" * 64, "0" * 97, "0" * 10_000, "../../etc/passwd", A + "\n", "é"])
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 64) - 1),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=3),
+)
+TAGS = st.sampled_from(
+    ["hello", "offer", "data", "held", "retract", "withdraw", "go", "taken", "again", "", "x"]
+)
+HEADERS = st.one_of(
+    st.binary(max_size=200),
+    ODD.map(msgspec.msgpack.encode),
+    st.lists(ODD, max_size=5).map(msgspec.msgpack.encode),
+    st.builds(
+        lambda tag, rest: msgspec.msgpack.encode([tag, *rest]), TAGS, st.lists(ODD | NAMES, max_size=4)
+    ),
+    st.builds(lambda depth: b"\x91" * depth, st.integers(1, 5_000)),
+    st.sampled_from(
+        [b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"x" * 65_537]
+    ),
+)
+MESSAGES = st.lists(HEADERS | st.binary(max_size=2_000), min_size=1, max_size=4)
+
+
+def understood(frames: list[bytes]) -> bool:
+    """Whether a message keeps to the protocol by chance."""
+    if frames == [b""]:
+        return True
+    try:
+        return (
+            isinstance(wire.Codec().request(frames[0]), wire.Data) == (len(frames) == 2) and len(frames) < 3
+        )
+    except wire.Malformed:
+        return False
+
+
+def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    sent = 0
+    with Owner() as owner, Peer(owner.url) as greeted, Peer(owner.url, greet=False) as stranger:
+        owner.expect(A)
+        owner.receiver.settle(B)
+
+        @settings(max_examples=300, suppress_health_check=list(HealthCheck))
+        @given(st.lists(MESSAGES, min_size=8, max_size=12))
+        def attack(messages: list[list[bytes]]) -> None:
+            nonlocal sent
+            hostile = [frames for frames in messages if not understood(frames)]
+            for frames in hostile:
+                greeted.frames(*frames)
+                stranger.frames(*frames)
+                sent += 2
+            assert greeted.hears_nothing()
+            assert stranger.ask(wire.Offer(A, 1)) == wire.Again()
+            counts = owner.receiver.counts()
+            assert counts.dropped == sent
+            assert counts.offers == counts.taken == counts.refused == counts.withdrawn == 0
+
+        attack()
+        assert sent >= 2_000
+        assert not owner.poll() and not owner.read
+        assert greeted.ask(wire.Offer(B, 1)) == wire.Done(B)
+        assert deliver(greeted, A) == wire.Ack(A)
+        assert owner.wait_for(A)[0].taken
+    assert len(caplog.records) < 20, "the log was flooded"
+
+
+# -- life
+
+
+def test_an_address_that_cannot_be_bound_is_named(owner: Owner) -> None:
+    with pytest.raises(ConfigError, match=r"segment_parallel.listen='tcp://127.0.0.1:\d+': cannot be bound"):
+        Receiver(owner.url, "ns", None, MIB)
+    with pytest.raises(ConfigError, match=r"listen='tcp://192.0.2.1:7100': expected a loopback address"):
+        Receiver("tcp://192.0.2.1:7100", "ns", None, MIB)
+    with pytest.raises(ConfigError, match="listen='udp://x': expected tcp://ADDRESS:PORT"):
+        Receiver("udp://x", "ns", None, MIB)
+
+
+@pytest.mark.parametrize("name", ["", "G" * 64, "a" * 97, "../x"])
+def test_only_object_names_are_expected(owner: Owner, name: str) -> None:
+    with pytest.raises(ValueError, match="expected 1 to 96 of 0-9 a-f"):
+        owner.expect(name)
+    with pytest.raises(ValueError, match="expected 1 to 96 of 0-9 a-f"):
+        owner.receiver.settle(name)
+
+
+def test_expecting_twice_is_a_mistake(owner: Owner) -> None:
+    owner.expect(A)
+    with pytest.raises(ValueError, match="expected already"):
+        owner.expect(A)
+    with pytest.raises(ValueError, match="limit=0"):
+        owner.expect(B, limit=0)
+
+
+def test_closing_with_peers_connected_frees_the_port_and_ends_all_expectations() -> None:
+    owner = Owner()
+    with Peer(owner.url) as peer, Outgoing() as outgoing:
+        owner.expect(A, B)
+        assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
+        ticket = outgoing.send(C, DATA, owner.url, deadline_s=20)
+        until(lambda: owner.receiver.counts().offers == 2)
+        owner.receiver.close()
+        owner.receiver.close()
+        assert {(x.name, x.taken, x.reason) for x in owner.receiver.poll()} == {
+            (A, False, "the receiver is closed"),
+            (B, False, "the receiver is closed"),
+        }
+        owner.expect(C)
+        assert [x.taken for x in owner.receiver.poll()] == [False]
+        owner.receiver.withdraw(A), owner.receiver.settle(A)
+        with Owner(owner.url) as successor:
+            successor.expect(C)
+            assert outgoing.wait_for(ticket).delivered
+            assert successor.wait_for(C)[0].taken
+
+
+def test_ipv6(owner: Owner) -> None:
+    with Owner("tcp://[::1]:0") as six, Outgoing() as outgoing:
+        six.expect(A)
+        assert outgoing.deliver(A, DATA, six.url).delivered
+
+
+def test_the_owner_is_not_kept_waiting_while_a_reader_runs(owner: Owner, peer: Peer) -> None:
+    """An engine's step calls these: none may wait for the network or a copy under way."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def reader(data: memoryview) -> Verdict:
+        begun.set()
+        assert go_on.wait(20)
+        return Verdict.TAKEN
+
+    owner.receiver.expect(A, MIB, reader)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
+    peer.data(A, DATA)
+    assert begun.wait(20)
+    started = time.monotonic()
+    owner.expect(B)
+    owner.receiver.withdraw(B)
+    owner.receiver.settle(C)
+    assert not owner.poll() and owner.receiver.counts().taken == 0
+    assert time.monotonic() < started + 10, "the reader waits for 20 s"
+    go_on.set()
+    assert peer.hear() == wire.Ack(A)
