@@ -71,7 +71,7 @@ class Composition:
         inside = (torch.arange(self.segments)[:, None] + seams).flatten()
         return torch.cat([inside, torch.full((self.query,), self.segments)])
 
-    def column_positions(self) -> Tensor:
+    def kv_positions(self) -> Tensor:
         """Logical position of every public column, int64."""
         inside = torch.arange(self.window, self.length - self.window)
         return (self.length * torch.arange(self.segments)[:, None] + inside).flatten()
@@ -201,7 +201,7 @@ class ComposedPass:
         blind = operations[0].tokens
         public = SpanRows(
             [pool.slots.flatten()],
-            [prompt.column_positions().to(device)],
+            [prompt.kv_positions().to(device)],
             np.array([(blind, len(positions))]),
             (prompt.composed_before()[blind:] * prompt.interior).numpy(),
         )

@@ -65,16 +65,19 @@ def measure_rates(timer: Timer) -> Rates:
 
 
 def span_work(
-    shape: AttentionShape, visible: Sequence[Sequence[int]], itemsize: int, kv_itemsize: int | None = None
+    shape: AttentionShape,
+    visible_kv_lens: Sequence[Sequence[int]],
+    itemsize: int,
+    kv_itemsize: int | None = None,
 ) -> Work:
-    """Span attention of requests whose rows see ``visible[request][row]`` columns.
+    """Span attention of requests whose rows see ``visible_kv_lens[request][row]`` columns.
 
     A request's K and V are read once, up to the last column that one of its rows sees.
     """
     kv = itemsize if kv_itemsize is None else kv_itemsize
-    columns = sum(max(rows, default=0) for rows in visible)
-    rows = sum(len(r) for r in visible)
-    pairs = sum(sum(r) for r in visible)
+    columns = sum(max(rows, default=0) for rows in visible_kv_lens)
+    rows = sum(len(r) for r in visible_kv_lens)
+    pairs = sum(sum(r) for r in visible_kv_lens)
     read = columns * 2 * shape.kv_heads * shape.size * kv + rows * shape.heads * shape.size * itemsize
     written = rows * shape.heads * (shape.size + 1) * PARTIAL_BYTES
     return Work(read + written, pairs * shape.heads * 4 * shape.size)

@@ -34,19 +34,20 @@ def interpreting() -> bool:
 class SpanRows:
     """Rows that see public columns.
 
-    ``column_slots``, ``column_positions``: per request, int64 on the device; ``bounds [requests, 2]`` int64:
-    its rows ``[first, last)``; ``visible [rows]`` int64: columns that each row sees. These two on the host.
+    ``slot_mapping``, ``kv_positions``: per request, int64 on the device; ``query_ranges [requests, 2]``
+    int64: its rows ``[first, last)``; ``visible_kv_lens [rows]`` int64: columns that each row sees. These two
+    on the host.
     """
 
-    column_slots: Sequence[Tensor]
-    column_positions: Sequence[Tensor]
-    bounds: np.ndarray
-    visible: np.ndarray
+    slot_mapping: Sequence[Tensor]
+    kv_positions: Sequence[Tensor]
+    query_ranges: np.ndarray
+    visible_kv_lens: np.ndarray
 
     def seen(self) -> list[list[int]]:
         """Columns that each row of each request sees."""
-        edges = np.cumsum(self.bounds[:-1, 1] - self.bounds[:-1, 0])
-        return [part.tolist() for part in np.split(self.visible, edges)]
+        edges = np.cumsum(self.query_ranges[:-1, 1] - self.query_ranges[:-1, 0])
+        return [part.tolist() for part in np.split(self.visible_kv_lens, edges)]
 
 
 class SpanStep(Protocol):
@@ -111,7 +112,13 @@ class Operators(Protocol):
         ...
 
     def cache_lse(
-        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        index: Tensor,
+        blocks: Tensor,
+        query_ranges: Tensor,
+        scale: float,
     ) -> Tensor:
         """See the package ``backends/ops/span_attention``."""
         ...
@@ -143,8 +150,10 @@ class TorchOperators:
     name = "torch"
 
     def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
-        device = rows.column_slots[0].device
-        return _TorchSpan(rows, torch.from_numpy(rows.bounds), torch.from_numpy(rows.visible).to(device))
+        device = rows.slot_mapping[0].device
+        return _TorchSpan(
+            rows, torch.from_numpy(rows.query_ranges), torch.from_numpy(rows.visible_kv_lens).to(device)
+        )
 
     def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
         return _TorchSegments(rows)
@@ -168,9 +177,15 @@ class TorchOperators:
         pool[1].index_copy_(0, slots, value.index_select(0, rows))
 
     def cache_lse(
-        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        index: Tensor,
+        blocks: Tensor,
+        query_ranges: Tensor,
+        scale: float,
     ) -> Tensor:
-        return span_torch.cache_lse(query, kv_cache, index, blocks, bounds, scale)
+        return span_torch.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         for source, target in zip(pool, (key, value), strict=True):
@@ -184,21 +199,21 @@ class TorchOperators:
 @dataclass(frozen=True)
 class _TorchSpan:
     rows: SpanRows
-    bounds: Tensor
-    visible: Tensor
+    query_ranges: Tensor
+    visible_kv_lens: Tensor
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
     ) -> tuple[Tensor, Tensor]:
         r = self.rows
         return span_torch.span_attention(
-            *(query, key, value, r.column_slots, r.column_positions),
-            *(table, neox, self.visible, self.bounds, scale),
+            *(query, key, value, r.slot_mapping, r.kv_positions),
+            *(table, neox, self.visible_kv_lens, self.query_ranges, scale),
         )
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        rows = torch.cat([torch.arange(first, last) for first, last in self.rows.bounds.tolist()])
-        span_torch.merge_(output, lse[rows.to(lse.device)], other, other_lse, self.bounds)
+        rows = torch.cat([torch.arange(first, last) for first, last in self.rows.query_ranges.tolist()])
+        span_torch.merge_(output, lse[rows.to(lse.device)], other, other_lse, self.query_ranges)
 
 
 @dataclass(frozen=True)

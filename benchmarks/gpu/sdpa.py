@@ -41,7 +41,7 @@ def parts_of(case: SpanCase) -> list[Part]:
     found, first = [], 0
     for columns, rows in ((n, len(list(same))) for n, same in groupby(seen[0])):
         query = torch.stack(
-            [case.query[at + first : at + first + rows] for at in case.rows.bounds[:, 0].tolist()]
+            [case.query[at + first : at + first + rows] for at in case.rows.query_ranges[:, 0].tolist()]
         )
         folded = query.unflatten(2, (case.shape.kv_heads, -1)).transpose(1, 2).flatten(2, 3).contiguous()
         found.append(Part(folded, keys[:, :, :columns], values[:, :, :columns], first))
@@ -69,7 +69,7 @@ def variants(case: SpanCase) -> dict[str, Callable[[], list[Tensor]]]:
 
 def difference(case: SpanCase, out: Tensor) -> float:
     """Largest relative difference of a vector of ``out``, span attention's result, from SDPA's."""
-    outs = out.unflatten(0, (len(case.rows.bounds), -1))
+    outs = out.unflatten(0, (len(case.rows.query_ranges), -1))
     errors = []
     for part in parts_of(case):
         theirs = F.scaled_dot_product_attention(part.query, part.key, part.value, scale=case.shape.scale)

@@ -17,10 +17,10 @@ from .shapes import AttentionShape
 
 @dataclass(frozen=True)
 class SpanRequest:
-    """Public ``columns`` of a request; ``visible``: how many of them each of its rows sees."""
+    """Public ``columns`` of a request; ``visible_kv_lens``: how many of them each of its rows sees."""
 
     columns: int
-    visible: tuple[int, ...]
+    visible_kv_lens: tuple[int, ...]
 
     @staticmethod
     def decode(columns: int) -> SpanRequest:
@@ -76,21 +76,21 @@ class SpanCase:
             unused[mine] = False
         key[unused], value[unused] = torch.nan, torch.nan
 
-        bounds, first = [], 1  # row 0 is nobody's
+        query_ranges, first = [], 1  # row 0 is nobody's
         for request in requests:
-            bounds.append((first, first + len(request.visible)))
-            first += len(request.visible) + 1
+            query_ranges.append((first, first + len(request.visible_kv_lens)))
+            first += len(request.visible_kv_lens) + 1
         query = normal(first, shape.heads, shape.size)
         query[0] = torch.nan
-        for _, last in bounds:
+        for _, last in query_ranges:
             query[last] = torch.nan
         longest = max((r.columns for r in requests), default=0)
         table = rotary_table(shape, longest + 1, device).to(dtype) if shape.rotary else None
         rows = SpanRows(
             slots,
             [torch.arange(r.columns, device=device) for r in requests],
-            np.array(bounds, dtype=np.int64),
-            np.array([n for r in requests for n in r.visible], dtype=np.int64),
+            np.array(query_ranges, dtype=np.int64),
+            np.array([n for r in requests for n in r.visible_kv_lens], dtype=np.int64),
         )
         return SpanCase(shape, query, key, value, table, rows, neox)
 
@@ -100,7 +100,7 @@ class SpanCase:
         from vllm_hypic.backends.ops.span_attention.torch import rotate
 
         keys, values = [], []
-        for slots, positions in zip(self.rows.column_slots, self.rows.column_positions, strict=True):
+        for slots, positions in zip(self.rows.slot_mapping, self.rows.kv_positions, strict=True):
             rotation = None if self.table is None else self.table[positions]
             keys.append(rotate(self.key[slots], rotation, self.neox).transpose(0, 1))
             values.append(self.value[slots].transpose(0, 1))

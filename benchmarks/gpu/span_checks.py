@@ -84,12 +84,12 @@ def _attend(operators: Operators, name: str, case: SpanCase) -> Iterator[Finding
         case.query.cpu(),
         case.key.cpu(),
         case.value.cpu(),
-        [s.cpu() for s in rows.column_slots],
-        [p.cpu() for p in rows.column_positions],
+        [s.cpu() for s in rows.slot_mapping],
+        [p.cpu() for p in rows.kv_positions],
         None if case.table is None else case.table.cpu(),
         case.neox,
-        torch.from_numpy(rows.visible),
-        torch.from_numpy(rows.bounds),
+        torch.from_numpy(rows.visible_kv_lens),
+        torch.from_numpy(rows.query_ranges),
         scale,
     )
     yield Finding("span attention", name, kind(dtype), worst(out, exact, 1), OUT[dtype])
@@ -101,7 +101,7 @@ def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> It
     shape = REAL.attention
     requests = [SpanRequest(8, (1,) * 9), SpanRequest.decode(3)]
     case = SpanCase.make(shape, requests, dtype, device)
-    rows = torch.cat([torch.arange(first, last) for first, last in case.rows.bounds.tolist()])
+    rows = torch.cat([torch.arange(first, last) for first, last in case.rows.query_ranges.tolist()])
     drawn = torch.Generator(device).manual_seed(2)
     other = torch.randn(len(rows), shape.heads, shape.size, device=device, generator=drawn)
     lse, other_lse = (
@@ -112,9 +112,9 @@ def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> It
     lse[4, 0], other_lse[5, 1] = -torch.inf, -torch.inf
     other[3], other[5, 1] = 0.0, 0.0  # what span attention returns for them
     output = case.query.clone()
-    bounds = torch.from_numpy(case.rows.bounds)
+    query_ranges = torch.from_numpy(case.rows.query_ranges)
     exact = output.cpu().double()
-    reference.merge_(exact, lse.cpu(), other.cpu(), other_lse.cpu(), bounds)
+    reference.merge_(exact, lse.cpu(), other.cpu(), other_lse.cpu(), query_ranges)
     by_token[rows.to(device)] = lse
     operators.span(case.rows, shape, dtype).merge_(output, by_token, other, other_lse)
     error = max(worst(output.cpu()[rows], exact[rows], 1), untouched(output, rows))
@@ -130,9 +130,9 @@ def _capture(
         ("no rotation", replace(REAL.attention, rotary=0)),
     ):
         case = SpanCase.make(shape, [SpanRequest.decode(tokens)], dtype, device)
-        key, value = case.key[case.rows.column_slots[0]], case.value[case.rows.column_slots[0]]
+        key, value = case.key[case.rows.slot_mapping[0]], case.value[case.rows.slot_mapping[0]]
         rows = torch.arange(3, tokens - 2, device=device)
-        slots, positions = case.rows.column_slots[0][rows], case.rows.column_positions[0][rows]
+        slots, positions = case.rows.slot_mapping[0][rows], case.rows.kv_positions[0][rows]
         pool = torch.full_like(case.key, torch.nan), torch.full_like(case.value, torch.nan)
         operators.capture(pool, key, value, rows, slots, positions, case.table)
         table = None if case.table is None else case.table.cpu()
@@ -148,7 +148,7 @@ def _capture(
 def _pages(operators: Operators, device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Finding]:
     """A record out of the pool and into another one: bit for bit, and nothing else."""
     case = SpanCase.make(REAL.attention, [SpanRequest.decode(tokens)], dtype, device)
-    [slots] = case.rows.column_slots
+    [slots] = case.rows.slot_mapping
     key, value = (torch.full_like(case.key[:tokens], torch.nan) for _ in range(2))
     operators.gather((case.key, case.value), slots, key, value)
     pool = torch.full_like(case.key, torch.nan), torch.full_like(case.value, torch.nan)
@@ -181,9 +181,11 @@ def _cache_lse(
     index = torch.arange(blocks[0, 0].numel(), dtype=torch.int32, device=device).view(blocks.shape[2:])
     rows = (tokens[0] // 2, 1)
     query = torch.randn(sum(rows), shape.heads, shape.size, generator=drawn, device=device).to(dtype)
-    bounds = torch.tensor([[0, rows[0], 0, tokens[0]], [rows[0], sum(rows), 1, tokens[1]]])
-    lse = operators.cache_lse(query, blocks, index, table, bounds, shape.scale)
-    exact = reference.cache_lse(query.cpu(), blocks.cpu(), index.cpu(), table.cpu(), bounds, shape.scale)
+    query_ranges = torch.tensor([[0, rows[0], 0, tokens[0]], [rows[0], sum(rows), 1, tokens[1]]])
+    lse = operators.cache_lse(query, blocks, index, table, query_ranges, shape.scale)
+    exact = reference.cache_lse(
+        query.cpu(), blocks.cpu(), index.cpu(), table.cpu(), query_ranges, shape.scale
+    )
     yield Finding(
         "log-sum-exp of a cache", "prompt and decode", kind(dtype), difference(lse, exact), LSE[dtype]
     )

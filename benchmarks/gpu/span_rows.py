@@ -99,7 +99,7 @@ def _moves(
 ) -> Iterator[KernelTimes]:
     """Capture, gather, scatter of a segment's K and V, beside PyTorch's indexing."""
     case = SpanCase.make(shape, [SpanRequest.decode(tokens)], DTYPE, timer.device)
-    [slots], [positions] = case.rows.column_slots, case.rows.column_positions
+    [slots], [positions] = case.rows.slot_mapping, case.rows.kv_positions
     pool = case.key, case.value
     key, value = (
         torch.zeros(tokens, *case.key.shape[1:], dtype=DTYPE, device=timer.device) for _ in range(2)

@@ -31,9 +31,9 @@ class TritonOperators:
     name = "triton"
 
     def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
-        columns = SpanColumns.of(rows.column_slots, rows.column_positions)
+        columns = SpanColumns.of(rows.slot_mapping, rows.kv_positions)
         heads = shape.heads, shape.kv_heads, shape.size
-        return _Span(SpanPlan.of(columns, rows.bounds, rows.visible, *heads, dtype))
+        return _Span(SpanPlan.of(columns, rows.query_ranges, rows.visible_kv_lens, *heads, dtype))
 
     def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
         return _Segments(plan_segments(rows, device))
@@ -55,9 +55,15 @@ class TritonOperators:
         span_triton.capture_(key, value, *pool, rows, slots, positions, table, neox)
 
     def cache_lse(
-        self, query: Tensor, kv_cache: Tensor, index: Tensor, blocks: Tensor, bounds: Tensor, scale: float
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        index: Tensor,
+        blocks: Tensor,
+        query_ranges: Tensor,
+        scale: float,
     ) -> Tensor:
-        return span_triton.cache_lse(query, kv_cache, index, blocks, bounds, scale)
+        return span_triton.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         span_triton.gather_slots(*pool, slots, key, value)

@@ -18,9 +18,9 @@ from vllm_hypic.backends.linear.layout import LinearStep, linear_step, stock_row
 from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.step import (
+    BatchRow,
     CaptureRow,
     ComposedRow,
-    Row,
     StepContext,
     StreamTensors,
     capture_row,
@@ -71,7 +71,7 @@ def test_every_pass_runs_every_token_once_and_in_order(block: int, batch: tuple[
 def check_pass(batch: list[Request], step_number: int, block: int) -> None:
     composed: list[ComposedRow] = []
     captures: list[CaptureRow] = []
-    rows: list[Row] = []
+    rows: list[BatchRow] = []
     # Batches hold decodes, requests with one token, first.
     counts = [r.cuts[step_number] - (r.cuts[step_number - 1] if step_number else 0) for r in batch]
     order = sorted(range(len(batch)), key=lambda i: counts[i] > 1)
@@ -79,7 +79,7 @@ def check_pass(batch: list[Request], step_number: int, block: int) -> None:
     bounds = [0, *accumulate(counts)]
     for index, request in enumerate(batch):
         s1 = request.cuts[step_number]
-        row = Row(index, bounds[index], bounds[index + 1], s1 - counts[index], s1)
+        row = BatchRow(index, bounds[index], bounds[index + 1], s1 - counts[index], s1)
         rows.append(row)
         if isinstance(request.plan, StreamPlan):
             composed.append(composed_row(row, StreamTensors.of(request.plan, CPU)))
@@ -156,7 +156,7 @@ def check_captures(work: LinearStep, captures: list[CaptureRow]) -> list[int]:
 
 
 def check_stock(
-    work: LinearStep, batch: list[Request], rows: list[Row], bounds: list[int], decodes: int
+    work: LinearStep, batch: list[Request], rows: list[BatchRow], bounds: list[int], decodes: int
 ) -> list[int]:
     stock = stock_rows(work, bounds, [r.s0 > 0 for r in rows], decodes)
     if stock is None:
@@ -189,10 +189,10 @@ def test_layers_share_one_layout() -> None:
 def test_neighbours_are_taken_as_a_slice() -> None:
     """Decodes stand first, so that in a batch of decodes and segments stock code gets views."""
     plan = CapturePlan(0, 9, 0, np.arange(9), None, False)
-    work = linear_step(StepContext([], [capture_row("segment", Row(2, 2, 11, 0, 9), plan)], CPU), 64)
+    work = linear_step(StepContext([], [capture_row("segment", BatchRow(2, 2, 11, 0, 9), plan)], CPU), 64)
     stock = stock_rows(work, [0, 1, 2, 11], [True, True, False], 2)
     assert stock is not None and stock.tokens == slice(0, 2)
-    between = linear_step(StepContext([], [capture_row("segment", Row(1, 2, 11, 0, 9), plan)], CPU), 64)
+    between = linear_step(StepContext([], [capture_row("segment", BatchRow(1, 2, 11, 0, 9), plan)], CPU), 64)
     stock = stock_rows(between, [0, 2, 11, 13], [True, False, True], 0)
     assert stock is not None and isinstance(stock.tokens, torch.Tensor)
     assert stock.tokens.tolist() == [0, 1, 11, 12]
@@ -204,8 +204,8 @@ def test_rows_after_the_next_block_boundary_are_left_to_stock_code() -> None:
         positions=np.arange(200, dtype=np.int64),
         n_logical=200,
         points=(ComposePoint(10, 0, 0, True), ComposePoint(70, 1, 0, False)),
-        column_slots=np.zeros(0, dtype=np.int64),
-        column_positions=np.zeros(0, dtype=np.int64),
+        slot_mapping=np.zeros(0, dtype=np.int64),
+        kv_positions=np.zeros(0, dtype=np.int64),
         use_transition=True,
     )
     stream = StreamTensors.of(plan, CPU)
@@ -217,8 +217,8 @@ def test_rows_after_the_next_block_boundary_are_left_to_stock_code() -> None:
         (60, 75): None,
     }
     for (s0, s1), expected in cases.items():
-        row = Row(0, 5, 5 + s1 - s0, s0, s1)
+        row = BatchRow(0, 5, 5 + s1 - s0, s0, s1)
         work = linear_step(StepContext([composed_row(row, stream)], [], CPU), 64)
         rest = [(r.first - 5 + s0, r.stop - 5 + s0) for r in work.rest]
         assert rest == ([] if expected is None else [expected]), (s0, s1)
-    assert linear_step(StepContext([composed_row(Row(0, 0, 10, 100, 110), stream)], [], CPU), 64).empty
+    assert linear_step(StepContext([composed_row(BatchRow(0, 0, 10, 100, 110), stream)], [], CPU), 64).empty

@@ -68,17 +68,17 @@ class Case:
             angles = torch.arange(5000)[:, None] / 10000 ** (torch.arange(0, rotary, 2) / rotary)
             self.table = torch.cat([angles.cos(), angles.sin()], -1).to(table_dtype or dtype)
         self.neox = neox
-        bounds, visible, at = [], [], 0
+        query_ranges, visible_kv_lens, at = [], [], 0
         for rows, c in requests:
             at += 3  # rows of somebody else
-            bounds.append((at, at + rows))
+            query_ranges.append((at, at + rows))
             at += rows
             seen = torch.randint(0, c + 1, (rows,), generator=rng)
             seen[0], seen[-1] = 0, c
-            visible.append(seen)
-        self.bounds, self.visible = torch.tensor(bounds), torch.cat(visible)
+            visible_kv_lens.append(seen)
+        self.query_ranges, self.visible_kv_lens = torch.tensor(query_ranges), torch.cat(visible_kv_lens)
         self.query = torch.full((at + 2, heads, size), float("nan"), dtype=dtype)
-        for first, last in bounds:
+        for first, last in query_ranges:
             self.query[first:last] = normal(last - first, heads, size)
         self.scale = size**-0.5
 
@@ -91,8 +91,8 @@ class Case:
             self.positions,
             self.table,
             self.neox,
-            self.visible,
-            self.bounds,
+            self.visible_kv_lens,
+            self.query_ranges,
             self.scale,
         )
 
@@ -101,11 +101,11 @@ class Case:
         out, lse = self.run(kernels)
         wanted_out, wanted_lse = self.run(reference)
         assert out.dtype == lse.dtype == torch.float32
-        assert out.shape == (len(self.visible), *self.query.shape[1:]) and lse.shape == out.shape[:2]
+        assert out.shape == (len(self.visible_kv_lens), *self.query.shape[1:]) and lse.shape == out.shape[:2]
         values = self.value[torch.cat(self.slots)]
         error = float((out.double() - wanted_out).abs().max()) / float(values.abs().max())
         assert error <= larger * TOLERANCE[self.query.dtype], error
-        blind = self.visible == 0
+        blind = self.visible_kv_lens == 0
         assert (lse[blind] == float("-inf")).all() and (out[blind] == 0).all()
         seen = ~blind
         if seen.any():
@@ -160,7 +160,7 @@ def test_requests(dtype: torch.dtype, kernels: ModuleType) -> None:
 def test_a_request_does_not_feel_its_neighbours(dtype: torch.dtype) -> None:
     case = Case((9, 5000), (2, 300), dtype=dtype)
     out, lse = case.run(native)
-    case.bounds, case.visible = case.bounds[:1], case.visible[:9]
+    case.query_ranges, case.visible_kv_lens = case.query_ranges[:1], case.visible_kv_lens[:9]
     case.slots, case.positions = case.slots[:1], case.positions[:1]
     alone, alone_lse = case.run(native)
     assert torch.equal(out[:9], alone) and torch.equal(lse[:9], alone_lse)
@@ -189,7 +189,7 @@ def test_rotations(rotary: int, neox: bool, kernels: ModuleType) -> None:
 @pytest.mark.parametrize("seen", [0, 1, 62, 63])
 def test_all_rows_see_the_same(seen: int, kernels: ModuleType) -> None:
     case = Case((7, 63))
-    case.visible = torch.full((7,), seen)
+    case.visible_kv_lens = torch.full((7,), seen)
     case.check(kernels)
 
 
@@ -211,7 +211,7 @@ def test_what_is_no_number_is_not_passed_over(
 ) -> None:
     case = Case((rows, 300), dtype=dtype)
     getattr(case, what)[case.slots[0][270]] = float("nan")
-    case.visible[:] = 300
+    case.visible_kv_lens[:] = 300
     out, lse = case.run(kernels)
     assert out.isnan().all()
     assert lse.isnan().all() == (what == "key")
@@ -223,8 +223,8 @@ def test_what_is_no_number_is_not_passed_over(
         ({"slots": [torch.tensor([99])]}, "in slot 99 of 7"),
         ({"slots": [torch.tensor([-1])]}, "in slot -1 of 7"),
         ({"positions": [torch.tensor([5000])]}, "at position 5000 of 5000"),
-        ({"visible": torch.tensor([2])}, "sees 2 of 1 columns"),
-        ({"bounds": torch.tensor([[3, 99]])}, r"rows \[3, 99\) of 6"),
+        ({"visible_kv_lens": torch.tensor([2])}, "sees 2 of 1 columns"),
+        ({"query_ranges": torch.tensor([[3, 99]])}, r"rows \[3, 99\) of 6"),
         ({"slots": []}, "one tensor of slots"),
         ({"key": torch.zeros(7, 2, 32)}, "with contiguous heads"),
         ({"key": torch.zeros(7, 2, 64).half()}, "one dtype"),
@@ -251,8 +251,8 @@ def test_the_compiler_knows_the_operators() -> None:
             case.positions,
             case.table,
             True,
-            case.visible,
-            case.bounds,
+            case.visible_kv_lens,
+            case.query_ranges,
             0.1,
         ),
         test_utils=("test_schema", "test_faketensor"),
@@ -274,7 +274,7 @@ class Cached:
         self.table = torch.full((len(requests) + 1, max(blocks)), 10**6, dtype=torch.int32)
         order = torch.randperm(sum(blocks) + 2, generator=rng).int()
         self.cache = torch.full((len(order), 2 * elements), float("nan"), dtype=dtype)
-        bounds, at = [], 0
+        query_ranges, at = [], 0
         for i, (rows, tokens) in enumerate(requests):
             self.table[i + 1, : blocks[i]], order = order[: blocks[i]], order[blocks[i] :]
             for token in range(tokens):
@@ -282,13 +282,13 @@ class Cached:
                 self.cache[int(self.table[i + 1, token // block])][where] = torch.randn(
                     kv_heads, size, generator=rng
                 ).to(dtype)
-            bounds.append((at + 1, at + 1 + rows, i + 1, tokens))
+            query_ranges.append((at + 1, at + 1 + rows, i + 1, tokens))
             at += rows + 1
-        self.bounds = torch.tensor(bounds)
+        self.query_ranges = torch.tensor(query_ranges)
         self.query = torch.randn(at + 1, group * kv_heads, size, generator=rng).to(dtype)
 
     def run(self, kernels: ModuleType) -> torch.Tensor:
-        return kernels.cache_lse(self.query, self.cache, self.index, self.table, self.bounds, 32**-0.5)
+        return kernels.cache_lse(self.query, self.cache, self.index, self.table, self.query_ranges, 32**-0.5)
 
 
 @KERNELS
@@ -313,13 +313,13 @@ def test_merge_in_place(dtype: torch.dtype, kernels: ModuleType) -> None:
     rng = torch.Generator().manual_seed(0)
     output = torch.randn(12, 4, 48, generator=rng).to(dtype)
     output[[0, 4, 11]] = float("nan")
-    bounds = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0]])
+    query_ranges = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0]])
     lse, other_lse = 8 * torch.randn(9, 4, generator=rng), 8 * torch.randn(9, 4, generator=rng)
     lse[3], other_lse[5] = float("-inf"), float("-inf")
     other = torch.randn(9, 4, 48, generator=rng)
     wanted = output.clone()
-    reference.merge_(wanted, lse, other, other_lse, bounds)
-    kernels.merge_(output, lse, other, other_lse, bounds)
+    reference.merge_(wanted, lse, other, other_lse, query_ranges)
+    kernels.merge_(output, lse, other, other_lse, query_ranges)
     assert output[[0, 4, 11]].isnan().all()
     named = [*range(1, 4), *range(5, 11)]
     # One rounding of the result.
@@ -369,19 +369,19 @@ def test_columns_split_anywhere(first: int, second: int, seed: int, kernels: Mod
     """Two spans merged are the span over both, for rows that end anywhere."""
     case = Case((5, first + second), seed=seed)
     whole, lse = case.run(kernels)
-    slots, positions, visible = case.slots[0], case.positions[0], case.visible
+    slots, positions, visible_kv_lens = case.slots[0], case.positions[0], case.visible_kv_lens
 
     def span(columns: slice, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        case.slots, case.positions, case.visible = (
+        case.slots, case.positions, case.visible_kv_lens = (
             [slots[columns].clone()],
             [positions[columns].clone()],
             seen,
         )
         return case.run(kernels)
 
-    head = span(slice(first), visible.clamp(max=first))
-    tail = span(slice(first, None), (visible - first).clamp(min=0))
-    seen = visible > 0
+    head = span(slice(first), visible_kv_lens.clamp(max=first))
+    tail = span(slice(first, None), (visible_kv_lens - first).clamp(min=0))
+    seen = visible_kv_lens > 0
     torch.testing.assert_close(merge(*head, *tail)[seen], whole[seen], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.logaddexp(head[1], tail[1]), lse, rtol=1e-5, atol=1e-5)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
-from vllm_hypic.pool.step import ComposedRow, Row, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.step import BatchRow, ComposedRow, StepContext, StreamTensors, capture_row, composed_row
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_visible_and_logical(plan: StreamPlan, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, n + 5))
     stop = data.draw(st.integers(start + 1, n + 10))
     for i, (seen, position) in enumerate(
-        zip(plan.visible(start, stop), plan.logical(start, stop), strict=True), start=start
+        zip(plan.visible_kv_lens(start, stop), plan.logical(start, stop), strict=True), start=start
     ):
         assert seen == sum(p.columns for p in plan.points if p.at <= i)
         assert position == (plan.positions[i] if i < n else plan.n_logical + i - n)
@@ -51,9 +51,9 @@ def test_composed_row(plan: StreamPlan, data: st.DataObject) -> None:
     n = len(plan.positions)
     s0 = data.draw(st.integers(0, n - 1))
     s1 = data.draw(st.integers(s0 + 1, n + 1))
-    composed = composed_row(Row(0, 3, 3 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
-    assert composed.visible.tolist() == plan.visible(s0, s1).tolist()
-    assert composed.max_visible == composed.visible.max()
+    composed = composed_row(BatchRow(0, 3, 3 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
+    assert composed.visible_kv_lens.tolist() == plan.visible_kv_lens(s0, s1).tolist()
+    assert composed.max_visible_kv_len == composed.visible_kv_lens.max()
     assert composed.points == [p for p in plan.points if s0 <= p.at < s1]
 
 
@@ -71,7 +71,7 @@ def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> Non
     slots: list[int] = []
     firsts = lasts = 0
     for s0, s1 in pairwise(cuts):
-        row = Row(0, 5, 5 + s1 - s0, s0, s1)
+        row = BatchRow(0, 5, 5 + s1 - s0, s0, s1)
         capture = capture_row("r", row, plan)
         wanted = [t for t in range(s0, s1) if lo <= t < hi]
         assert list(range(capture.begin, capture.end)) == wanted
@@ -85,7 +85,7 @@ def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> Non
         slots += captured.slots.tolist()
         firsts += capture.first
         lasts += capture.last
-    assert slots == plan.column_slots.tolist()
+    assert slots == plan.slot_mapping.tolist()
     assert firsts == lasts == 1
 
 
@@ -96,13 +96,13 @@ def test_public_rows_of_a_batch() -> None:
         points = tuple(ComposePoint(i + 2, 0, n, False) for i, n in enumerate(columns))
         count = sum(columns)
         plan = StreamPlan(np.arange(9), 9, points, np.arange(count) + index, np.arange(count), True)
-        return composed_row(Row(index, q0, q0 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
+        return composed_row(BatchRow(index, q0, q0 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
 
     blind, one, two = row(0, 0, 0, 2, [5]), row(3, 2, 0, 4, [5]), row(4, 9, 3, 5, [1, 2])
     assert StepContext([blind], [], CPU).public is None
     public = StepContext([blind, one, two], [], CPU).public
     assert public is not None
-    assert public.bounds.tolist() == [[2, 6], [9, 11]]
-    assert public.cache_bounds.tolist() == [[2, 6, 3, 4], [9, 11, 4, 5]]
-    assert public.visible.tolist() == [0, 0, 5, 5, 3, 3]
-    assert [s.tolist() for s in public.column_slots] == [[3, 4, 5, 6, 7], [4, 5, 6]]
+    assert public.query_ranges.tolist() == [[2, 6], [9, 11]]
+    assert public.cache_ranges.tolist() == [[2, 6, 3, 4], [9, 11, 4, 5]]
+    assert public.visible_kv_lens.tolist() == [0, 0, 5, 5, 3, 3]
+    assert [s.tolist() for s in public.slot_mapping] == [[3, 4, 5, 6, 7], [4, 5, 6]]

@@ -32,9 +32,9 @@ class Nothing:
     def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> Any:
         def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float) -> Any:
             assert query.dtype == key.dtype == value.dtype == dtype
-            together(query, key, value, table, *rows.column_slots, *rows.column_positions)
+            together(query, key, value, table, *rows.slot_mapping, *rows.kv_positions)
             assert key.shape == value.shape and key.shape[1:] == (shape.kv_heads, shape.size)
-            return query.new_empty(len(rows.visible), shape.heads, shape.size), None
+            return query.new_empty(len(rows.visible_kv_lens), shape.heads, shape.size), None
 
         def merge_(output: Tensor, lse: Tensor, other: Tensor, other_lse: None) -> None:
             together(output, lse, other)

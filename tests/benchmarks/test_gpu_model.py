@@ -97,7 +97,7 @@ def test_faults_show(stack: Stack, fault: str, monkeypatch: pytest.MonkeyPatch) 
     mode = Mode.ADD if fault == "no transition" else Mode.TRANSITION
     if fault == "wrong rotation":
         offsets = torch.arange(PROMPT.window, PROMPT.length - PROMPT.window).repeat(PROMPT.segments)
-        monkeypatch.setattr(Composition, "column_positions", lambda self: offsets)
+        monkeypatch.setattr(Composition, "kv_positions", lambda self: offsets)
     elif fault == "stale context":
         for layer in pool.delta.values():
             layer.conv_tail.zero_()
@@ -147,7 +147,7 @@ def test_streams_are_those_of_the_plugin() -> None:
     operations = PROMPT.operations()
     assert [s.compose_at for s in plan.segments] == [op.first + op.tokens for op in operations[:-1]]
     columns = [s.start + offset for s in plan.segments for offset in s.interior_offsets()]
-    assert columns == PROMPT.column_positions().tolist()
+    assert columns == PROMPT.kv_positions().tolist()
     assert operations[-1].first + operations[-1].tokens == len(plan.stream)
 
 

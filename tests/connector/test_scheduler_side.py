@@ -60,7 +60,7 @@ def test_segment_request_ends_with_its_interior(link: str, lo: int, sent: list[i
     assert lead.token_ids == LEAD and (leading.lo, leading.hi, leading.leading) == (0, len(LEAD), True)
     assert job.token_ids == sent and (plan.lo, plan.hi, plan.leading) == (lo, len(sent), False)
     for capture in (leading, plan):
-        assert capture.positions is None and len(capture.column_slots) == capture.hi - capture.lo
+        assert capture.positions is None and len(capture.slot_mapping) == capture.hi - capture.lo
     assert job.for_request == lead.for_request == "r"
 
 
@@ -89,7 +89,7 @@ def test_all_segments_of_a_prompt_are_asked_for_at_once() -> None:
     documents = [[100 * i + j for j in range(30)] for i in range(1, 5)]
     jobs = pumped(on, [IDS.sep, *(t for d in documents for t in (*d, IDS.sep)), *QUERY])
     assert [job.token_ids for job, _ in jobs] == [d[:-3] for d in documents]
-    slots = [set((plan.column_slots // PAGE).tolist()) for _, plan in jobs]
+    slots = [set((plan.slot_mapping // PAGE).tolist()) for _, plan in jobs]
     assert all(not (a & b) for a, b in pairwise(slots)), "two records share a page"
     assert not on.ready("r")
     for job, _ in jobs[:-1]:

@@ -26,7 +26,7 @@ from vllm_hypic.connector.worker.link import RecordLink
 from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace
-from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 from vllm_hypic.primitives.keys import SegmentKey
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def captured(worker: Worker, serial: int) -> None:
     """A pass that completes a record, which is to be saved."""
     assert worker.side.runtime is not None
     plan = CapturePlan(0, 4, serial, np.arange(4), None, True, serial, place(serial))
-    worker.side.runtime.step = StepContext([], [capture_row("r", Row(0, 0, 4, 0, 4), plan)], CPU)
+    worker.side.runtime.step = StepContext([], [capture_row("r", BatchRow(0, 0, 4, 0, 4), plan)], CPU)
 
 
 def test_captured_records_are_saved(worker: Worker) -> None:

@@ -26,7 +26,7 @@ from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import (
     Batch,
-    Row,
+    BatchRow,
     StepContext,
     StreamTensors,
     capture_row,
@@ -130,7 +130,7 @@ def test_partial_results_are_bounded() -> None:
     points = (ComposePoint(0, 0, columns, False),)
     plan = StreamPlan(np.arange(9000), 9000, points, np.arange(columns), np.arange(columns), True)
     stream = StreamTensors.of(plan, CPU)
-    at_rows = [Row(i, starts[i], starts[i + 1], 10, 10 + n) for i, n in enumerate(counts)]
+    at_rows = [BatchRow(i, starts[i], starts[i + 1], 10, 10 + n) for i, n in enumerate(counts)]
     step = StepContext([composed_row(row, stream) for row in at_rows], [], CPU)
     runtime = HypicRuntime(DevicePool(PoolGeometry((), (), 8, 0, 0), CPU), 0.0)
     pieces = span_pieces(runtime, step, 16, 2, 256, torch.bfloat16)
@@ -155,8 +155,11 @@ def mixed_step() -> StepContext:
     padded = CapturePlan(0, 4, 0, np.arange(4), np.array([0, 1, 6, 7]), leading=False)
     unpadded = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
     return StepContext(
-        [composed_row(Row(0, 0, 3, 1, 4), stream), composed_row(Row(2, 5, 7, 4, 6), stream)],
-        [capture_row("a", Row(3, 7, 9, 1, 3), padded), capture_row("b", Row(4, 9, 10, 0, 1), unpadded)],
+        [composed_row(BatchRow(0, 0, 3, 1, 4), stream), composed_row(BatchRow(2, 5, 7, 4, 6), stream)],
+        [
+            capture_row("a", BatchRow(3, 7, 9, 1, 3), padded),
+            capture_row("b", BatchRow(4, 9, 10, 0, 1), unpadded),
+        ],
         CPU,
         Batch.of(np.array([1, 9, 4, 1, 0]), np.array([3, 2, 2, 2, 1])),
     )
@@ -179,7 +182,10 @@ def test_logical_positions_are_written_into_the_persistent_buffers(mrope: bool) 
 
 def test_a_pass_without_rewritten_positions_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
-    assert rewritten_positions(StepContext([], [capture_row("b", Row(0, 0, 4, 0, 4), capture)], CPU)) is None
+    assert (
+        rewritten_positions(StepContext([], [capture_row("b", BatchRow(0, 0, 4, 0, 4), capture)], CPU))
+        is None
+    )
 
 
 def test_arrays_travel_together_and_keep_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from vllm_hypic.pool.copy import stream as streams_module
 from vllm_hypic.pool.copy.stream import CPUSideStream, CUDASideStream, side_stream_of
 from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
-from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 from vllm_hypic.pool.transition_blocks import NO_BLOCK, TransitionBlocks
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def capture(worker: WorkerSide, slot: int, serial: int, *, leading: bool = False
     """A pass that completes a record, ``dead`` heads of which have forgotten."""
     assert worker.runtime is not None
     plan = CapturePlan(0, 4, slot, np.arange(4), None, leading, serial)
-    worker.runtime.step = StepContext([], [capture_row(f"r{serial}", Row(0, 0, 4, 0, 4), plan)], CPU)
+    worker.runtime.step = StepContext([], [capture_row(f"r{serial}", BatchRow(0, 0, 4, 0, 4), plan)], CPU)
     if not leading:
         worker.runtime.pool.transition_blocks.offer(slot)
         worker.runtime.pool.transition_blocks.block_of[1][slot, :dead] = NO_BLOCK
@@ -223,7 +223,7 @@ def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         def record_stream(self, stream: object) -> None:
             log.append("kept until copied")
 
-    class Row:
+    class BatchRow:
         device = "cuda"
 
         def clone(self) -> Kept:
@@ -248,7 +248,7 @@ def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(streams_module.torch, "empty", lambda *args, **options: Host())
-    back = CUDASideStream(torch.device("cuda")).read_back(Row())  # type: ignore[arg-type]
+    back = CUDASideStream(torch.device("cuda")).read_back(BatchRow())  # type: ignore[arg-type]
     assert log == [
         "cloned on compute",
         "copies wait for compute",

@@ -40,14 +40,16 @@ class Faulty(_TorchSpan):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
     ) -> tuple[Tensor, Tensor]:
-        rows, visible = self.rows, self.visible
+        rows, visible_kv_lens = self.rows, self.visible_kv_lens
         if self.fault == "position":
-            rows = replace(rows, column_positions=[p + (p > 8).long() for p in rows.column_positions])
+            rows = replace(rows, kv_positions=[p + (p > 8).long() for p in rows.kv_positions])
         elif self.fault == "column":
-            visible = torch.where(visible > 1, visible - 1, visible)
+            visible_kv_lens = torch.where(visible_kv_lens > 1, visible_kv_lens - 1, visible_kv_lens)
         elif self.fault == "pairs":
             neox = not neox
-        out, lse = _TorchSpan(rows, self.bounds, visible).attend(query, key, value, table, scale, neox)
+        out, lse = _TorchSpan(rows, self.query_ranges, visible_kv_lens).attend(
+            query, key, value, table, scale, neox
+        )
         return (out * (1 + 2**-5) if self.fault == "scale" else out), lse
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -63,7 +65,7 @@ class FaultyOperators(TorchOperators):
     def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
         right = super().span(rows, shape, dtype)
         assert isinstance(right, _TorchSpan)
-        return Faulty(right.rows, right.bounds, right.visible, self.fault)
+        return Faulty(right.rows, right.query_ranges, right.visible_kv_lens, self.fault)
 
     def capture(
         self,
@@ -169,7 +171,7 @@ def test_sdpa_computes_the_same(requests: list[SpanRequest]) -> None:
     assert sdpa.difference(case, out) < 1e-5
     assert sdpa.difference(case, out * 1.01) > 1e-3
     parts = sdpa.parts_of(case)
-    assert sum(p.query.shape[2] for p in parts) == 2 * len(requests[0].visible)  # groups of 2
+    assert sum(p.query.shape[2] for p in parts) == 2 * len(requests[0].visible_kv_lens)  # groups of 2
     calls: dict[str, Callable[[], list[Tensor]]] = sdpa.variants(case)
     assert "flash" in calls and len(calls) == len(parts)
     assert [r.shape[2] for r in calls["flash"]()] == [p.query.shape[2] for p in parts]
@@ -183,10 +185,10 @@ def test_sdpa_needs_requests_that_are_alike() -> None:
 
 def test_cases_are_poisoned() -> None:
     case = SpanCase.make(TINY.attention, [SpanRequest(17, (3, 17)), SpanRequest(0, (0,))], torch.float32, CPU)
-    used = torch.cat(list(case.rows.column_slots))
+    used = torch.cat(list(case.rows.slot_mapping))
     assert len(used) == 17 == len(set(used.tolist()))
     assert not case.key[used].isnan().any() and not case.value[used].isnan().any()
     assert untouched(case.key, used) == 0.0
     rows = torch.tensor([1, 2, 4])
-    assert case.rows.bounds.tolist() == [[1, 3], [4, 5]] and case.rows.seen() == [[3, 17], [0]]
+    assert case.rows.query_ranges.tolist() == [[1, 3], [4, 5]] and case.rows.seen() == [[3, 17], [0]]
     assert untouched(case.query, rows) == 0.0 and not case.query[rows].isnan().any()

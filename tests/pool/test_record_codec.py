@@ -77,7 +77,7 @@ def written(codec: RecordCodec, at: RecordPlace) -> memoryview:
 
 def contents(pool: DevicePool, at: RecordPlace) -> list[torch.Tensor]:
     """Everything that a request reads of the record."""
-    slots = torch.from_numpy(at.column_slots)
+    slots = torch.from_numpy(at.slot_mapping)
     parts = [t[slots] for kv in pool.kv.values() for t in (kv.key, kv.value)]
     for records in pool.linear.values():
         parts += [records.state[at.slot], records.conv_tail[at.slot]]
@@ -113,7 +113,7 @@ def test_round_trip_to_another_place(
     before = contents(pool, source)
     if not leading:
         pool.transition_blocks.offer(target.slot)
-    others = torch.from_numpy(place(0, pages[6:], 6 * PAGE).column_slots)
+    others = torch.from_numpy(place(0, pages[6:], 6 * PAGE).slot_mapping)
     untouched = [kv.value[others] for kv in pool.kv.values()]
     assert codec.reader(target, expected)(data) is Verdict.TAKEN
     if not leading:
@@ -137,7 +137,7 @@ def test_dead_heads_take_no_bytes() -> None:
     ("change", "codec_args"),
     [
         ({"key": SegmentKey("cd" * 32)}, {}),
-        ({"column_slots": np.arange(5)}, {}),
+        ({"slot_mapping": np.arange(5)}, {}),
         ({"leading": True}, {}),
         ({}, {"part": RankPart(1, 2)}),
         ({}, {"model": "another"}),

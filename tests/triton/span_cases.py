@@ -65,16 +65,16 @@ class Case:
         value[taken] = normal(len(taken), *pool[1:])
         rotary = shape.size if shape.rotary is None else shape.rotary
         table = cos_sin_table(rotary, table_dtype or dtype) if rotary else None
-        bounds, visible, at = [], [], 0
+        query_ranges, visible_kv_lens, at = [], [], 0
         for rows, columns in requests:
             at += 3  # rows of somebody else
-            bounds.append((at, at + rows))
+            query_ranges.append((at, at + rows))
             at += rows
             seen = torch.randint(0, columns + 1, (rows,), generator=rng)
             seen[0], seen[-1] = 0, columns
-            visible.append(seen)
+            visible_kv_lens.append(seen)
         query = torch.full((at + 2, shape.heads, shape.size), float("nan"), dtype=dtype)
-        for first, last in bounds:
+        for first, last in query_ranges:
             query[first:last] = normal(last - first, shape.heads, shape.size)
 
         self.neox, self.scale, self.device, self.dtype = shape.neox, shape.size**-0.5, device, dtype
@@ -82,7 +82,7 @@ class Case:
         self.table = None if table is None else table.to(device)
         self.slots = [s.to(device) for s in taken.split(counts)]
         self.positions = [torch.randint(0, POSITIONS, (c,), generator=rng).to(device) for c in counts]
-        self.bounds, self.visible = torch.tensor(bounds), torch.cat(visible)
+        self.query_ranges, self.visible_kv_lens = torch.tensor(query_ranges), torch.cat(visible_kv_lens)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the kernels, on the CPU."""
@@ -94,8 +94,8 @@ class Case:
             self.positions,
             self.table,
             self.neox,
-            self.visible,
-            self.bounds,
+            self.visible_kv_lens,
+            self.query_ranges,
             self.scale,
         )
         return out.cpu(), lse.cpu()
@@ -110,8 +110,8 @@ class Case:
             [p.cpu() for p in self.positions],
             None if self.table is None else self.table.cpu(),
             self.neox,
-            self.visible,
-            self.bounds,
+            self.visible_kv_lens,
+            self.query_ranges,
             self.scale,
         )
 
@@ -126,7 +126,7 @@ class Case:
         largest = float(self.value[torch.cat(self.slots)].abs().max())
         error = float((out.double() - wanted_out).abs().max()) / largest
         assert error <= larger * TOLERANCE[self.dtype], error
-        blind = self.visible == 0
+        blind = self.visible_kv_lens == 0
         assert (lse[blind] == float("-inf")).all() and (out[blind] == 0).all()
         if not blind.all():
             error = float((lse - wanted_lse)[~blind].abs().max())

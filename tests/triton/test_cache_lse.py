@@ -26,18 +26,18 @@ class Cached:
         order = torch.randperm(sum(blocks) + 2, generator=rng).int()
         self.table = torch.full((len(requests) + 1, max(blocks)), 10**6, dtype=torch.int32)
         self.cache = torch.full((len(order), 2 * elements), float("nan"), dtype=dtype)
-        bounds, at = [], 0
+        query_ranges, at = [], 0
         for i, (rows, tokens) in enumerate(requests):
             self.table[i + 1, : blocks[i]], order = order[: blocks[i]], order[blocks[i] :]
             for first in range(0, tokens, block):
                 places = self.index[: min(block, tokens - first)].flatten().long()
                 values = torch.randn(len(places), generator=rng).to(dtype)
                 self.cache[int(self.table[i + 1, first // block]), places] = values
-            bounds.append((at + 1, at + 1 + rows, i + 1, tokens))
+            query_ranges.append((at + 1, at + 1 + rows, i + 1, tokens))
             at += rows + 1
-        self.bounds = torch.tensor(bounds)
+        self.query_ranges = torch.tensor(query_ranges)
         self.query = torch.full((at + 1, group * KV_HEADS, size), float("nan"), dtype=dtype)
-        for first, last, _, _ in bounds:
+        for first, last, _, _ in query_ranges:
             self.query[first:last] = torch.randn(last - first, group * KV_HEADS, size, generator=rng).to(
                 dtype
             )
@@ -49,10 +49,12 @@ class Cached:
             self.cache.to(device),
             self.index.to(device),
             self.table.to(device),
-            self.bounds,
+            self.query_ranges,
             self.scale,
         )
-        wanted = reference.cache_lse(self.query, self.cache, self.index, self.table, self.bounds, self.scale)
+        wanted = reference.cache_lse(
+            self.query, self.cache, self.index, self.table, self.query_ranges, self.scale
+        )
         assert ours.dtype == torch.float32 and ours.shape == wanted.shape
         return float((ours.cpu() - wanted).abs().max())
 

@@ -25,9 +25,9 @@ class Parts:
         self.other = torch.randn(len(NAMED), 4, size, generator=rng)
         self.lse[3], self.other_lse[5], self.other_lse[6, 2] = float("-inf"), float("-inf"), float("-inf")
         self.wanted = self.output.clone()
-        bounds = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0], [12, 33, 0, 0]])
-        reference.merge_(self.wanted, self.lse, self.other, self.other_lse, bounds)
-        self.bounds = bounds
+        query_ranges = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0], [12, 33, 0, 0]])
+        reference.merge_(self.wanted, self.lse, self.other, self.other_lse, query_ranges)
+        self.query_ranges = query_ranges
         # An empty part is not read.
         self.output[NAMED[3]] = float("nan")
         self.other[5] = float("nan")
@@ -50,7 +50,7 @@ def test_rows_of_requests(size: int, dtype: torch.dtype, device: torch.device) -
     parts = Parts(dtype, size)
     output = parts.output.to(device)
     operators.merge_(
-        output, parts.lse.to(device), parts.other.to(device), parts.other_lse.to(device), parts.bounds
+        output, parts.lse.to(device), parts.other.to(device), parts.other_lse.to(device), parts.query_ranges
     )
     parts.check(output)
 

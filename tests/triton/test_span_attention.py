@@ -61,15 +61,15 @@ def test_rows_and_columns(rows: int, columns: int, device: torch.device) -> None
 def test_requests(dtype: torch.dtype, device: torch.device) -> None:
     """Uneven ones, one without columns, one that sees none of its columns."""
     case = Case((1, 300), (5, 1), (3, 0), (40, 130), (1, 0), (2, 9), (1, 65), dtype=dtype, device=device)
-    case.visible[-3:-1] = 0
+    case.visible_kv_lens[-3:-1] = 0
     case.check()
 
 
 def test_no_rows(device: torch.device) -> None:
     """Requests of which nothing is computed, and columns that nobody has."""
     case = Case((1, 70), (1, 0), device=device)
-    case.bounds[:, 1] = case.bounds[:, 0]
-    case.visible = case.visible[:0]
+    case.query_ranges[:, 1] = case.query_ranges[:, 0]
+    case.visible_kv_lens = case.visible_kv_lens[:0]
     out, lse = case.run()
     assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
     out, lse = Case((2, 0), device=device).run()
@@ -79,7 +79,7 @@ def test_no_rows(device: torch.device) -> None:
 @pytest.mark.parametrize("seen", [0, 1, 63, 64, 70])
 def test_all_rows_see_the_same(seen: int, device: torch.device) -> None:
     case = Case((9, 70), device=device)
-    case.visible[:] = seen
+    case.visible_kv_lens[:] = seen
     case.check()
 
 
@@ -111,7 +111,7 @@ def test_more_parts_than_are_read_at_a_time(device: torch.device) -> None:
     """The largest scores come last, so that all that was merged before must shrink."""
     columns = 64 * 17 + 1
     case = Case((2, columns), shape=Heads(heads=2, kv_heads=1, size=16), device=device)
-    case.visible[0] = 64 * 16 + 3
+    case.visible_kv_lens[0] = 64 * 16 + 3
     case.key[case.slots[0][64 * 16 :]] *= 8
     case.check(larger=8)
 
@@ -134,12 +134,17 @@ def test_a_request_does_not_feel_its_neighbours(device: torch.device) -> None:
     """Bit for bit, whether it is decoded or prefilled."""
     case = Case((1, 200), (20, 150), (2, 300), (30, 70), dtype=torch.bfloat16, device=device)
     out, lse = case.run()
-    bounds, visible, slots, positions = case.bounds, case.visible, case.slots, case.positions
+    query_ranges, visible_kv_lens, slots, positions = (
+        case.query_ranges,
+        case.visible_kv_lens,
+        case.slots,
+        case.positions,
+    )
     done = 0
-    for i, (first, last) in enumerate(bounds.tolist()):
+    for i, (first, last) in enumerate(query_ranges.tolist()):
         rows = slice(done, done + last - first)
         done += last - first
-        case.bounds, case.visible = bounds[i : i + 1], visible[rows]
+        case.query_ranges, case.visible_kv_lens = query_ranges[i : i + 1], visible_kv_lens[rows]
         case.slots, case.positions = slots[i : i + 1], positions[i : i + 1]
         alone, alone_lse = case.run()
         assert torch.equal(alone, out[rows]) and torch.equal(alone_lse, lse[rows])
@@ -160,7 +165,7 @@ def test_unlike_scores(device: torch.device) -> None:
 def test_what_is_no_number_is_not_passed_over(what: str, rows: int, device: torch.device) -> None:
     case = Case((rows, 200), dtype=torch.bfloat16, device=device)
     getattr(case, what)[case.slots[0][170]] = float("nan")
-    case.visible[:] = 200
+    case.visible_kv_lens[:] = 200
     out, lse = case.run()
     assert out.isnan().all()
     assert lse.isnan().all() == (what == "key") and lse.isnan().any() == (what == "key")
@@ -172,8 +177,8 @@ def test_one_plan_serves_all_layers(device: torch.device) -> None:
     sizes = [(1, 200), (30, 70)]
     cases = [Case(*sizes, device=device), Case(*sizes, shape=Heads(rotary=32, neox=False), device=device)]
     columns = SpanColumns.of(cases[0].slots, cases[0].positions)
-    bounds, visible = cases[0].bounds.numpy(), cases[0].visible.numpy()
-    shared = SpanPlan.of(columns, bounds, visible, 4, 2, 64, torch.float32)
+    query_ranges, visible_kv_lens = cases[0].query_ranges.numpy(), cases[0].visible_kv_lens.numpy()
+    shared = SpanPlan.of(columns, query_ranges, visible_kv_lens, 4, 2, 64, torch.float32)
     for case in cases:
         wide = torch.full((len(case.query), 8, 64), float("nan"), device=device)
         wide[:, 2:6] = case.query
@@ -193,7 +198,7 @@ def test_warming_up_runs(device: torch.device) -> None:
 def test_a_plan_for_another_dtype_is_refused(device: torch.device) -> None:
     case = Case((1, 70), device=device)
     columns = SpanColumns.of(case.slots, case.positions)
-    other = SpanPlan.of(columns, case.bounds.numpy(), case.visible.numpy(), 4, 2, 64)
+    other = SpanPlan.of(columns, case.query_ranges.numpy(), case.visible_kv_lens.numpy(), 4, 2, 64)
     with pytest.raises(ValueError, match=r"a plan for 2 bytes .* dtype=torch.float32"):
         operators.attend(case.query, case.key, case.value, case.table, case.neox, other, case.scale)
 
@@ -201,11 +206,11 @@ def test_a_plan_for_another_dtype_is_refused(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"visible": torch.tensor([71])}, "row 0 sees 71 of 70 columns"),
-        ({"visible": torch.tensor([-1])}, "row 0 sees -1 of 70 columns"),
-        ({"visible": torch.tensor([1, 2])}, "visible: 2 numbers for 1 rows"),
-        ({"bounds": torch.tensor([[3, 2]])}, "request 0 has -1 rows"),
-        ({"bounds": torch.tensor([[3, 4], [4, 5]])}, "bounds of 2 requests, columns of 1"),
+        ({"visible_kv_lens": torch.tensor([71])}, "row 0 sees 71 of 70 columns"),
+        ({"visible_kv_lens": torch.tensor([-1])}, "row 0 sees -1 of 70 columns"),
+        ({"visible_kv_lens": torch.tensor([1, 2])}, "visible_kv_lens: 2 numbers for 1 rows"),
+        ({"query_ranges": torch.tensor([[3, 2]])}, "request 0 has -1 rows"),
+        ({"query_ranges": torch.tensor([[3, 4], [4, 5]])}, "query_ranges of 2 requests, columns of 1"),
         ({"slots": []}, r"\(\) slots, but \(70,\) positions"),
         ({"key": torch.zeros(7, 2, 32)}, r"pool_key \(7, 2, 32\): expected \[slots, 2, 64\]"),
         ({"value": torch.zeros(7, 2, 64).half()}, "pool_value torch.float16, query torch.float32"),

@@ -32,12 +32,12 @@ def test_every_row_meets_what_it_sees_once(
     rng = np.random.default_rng(seed)
     rows, counts = [r for r, _ in requests], [c for _, c in requests]
     first = np.cumsum([2 + r for r in rows]) - rows
-    bounds = np.stack([first, first + rows], 1)
-    visible = np.concatenate([rng.integers(0, c + 1, r) for r, c in requests])
-    plan = SpanPlan.of(columns_of(counts), bounds, visible, group * kv_heads, kv_heads, 64)
+    query_ranges = np.stack([first, first + rows], 1)
+    visible_kv_lens = np.concatenate([rng.integers(0, c + 1, r) for r, c in requests])
+    plan = SpanPlan.of(columns_of(counts), query_ranges, visible_kv_lens, group * kv_heads, kv_heads, 64)
 
-    assert plan.token_rows.tolist() == [t for a, b in bounds.tolist() for t in range(a, b)]
-    assert plan.visible.tolist() == visible.tolist()
+    assert plan.token_rows.tolist() == [t for a, b in query_ranges.tolist() for t in range(a, b)]
+    assert plan.visible_kv_lens.tolist() == visible_kv_lens.tolist()
     outputs = np.cumsum(rows) - rows
     requests_of = {int(o): i for i, (o, r) in enumerate(zip(outputs, rows, strict=True)) if r}
     met = np.zeros((sum(rows), group, max(counts)), dtype=np.int64)
@@ -47,7 +47,7 @@ def test_every_row_meets_what_it_sees_once(
         for item in work.items.tolist():
             query, output, count, folded, first_column, begin, end, _ = item
             i = requests_of[output]
-            assert (query, count) == (bounds[i, 0], rows[i])
+            assert (query, count) == (query_ranges[i, 0], rows[i])
             assert first_column == sum(counts[:i])
             assert (work.block == FEW_ROWS) == (count * group <= FEW_ROWS)
             assert end - begin <= part_columns(kv_heads, work.block)
@@ -56,7 +56,7 @@ def test_every_row_meets_what_it_sees_once(
                 met[output + f // group, f % group, begin:end] += 1
                 written[output + f // group, f % group] += begin == 0
     assert (written == 1).all()
-    for row, seen in enumerate(visible):
+    for row, seen in enumerate(visible_kv_lens):
         assert (met[row, :, :seen] == 1).all()
     assert met.max(initial=0) <= 1
 
@@ -96,7 +96,7 @@ def test_arrays_are_aligned() -> None:
     """Kernels are compiled anew for pointers of another alignment."""
     plan = SpanPlan.of(columns_of([700, 9]), np.array([[0, 3], [3, 40]]), np.full(40, 9), 4, 1, 64)
     for work in plan.work:
-        for array in (work.items, work.merges, plan.visible, plan.token_rows):
+        for array in (work.items, work.merges, plan.visible_kv_lens, plan.token_rows):
             assert array.storage_offset() % 16 == 0
 
 

@@ -54,7 +54,7 @@ class RecordCodec:
             place.key,
             self.part.rank,
             self.part.world,
-            len(place.column_slots),
+            len(place.slot_mapping),
             place.leading,
             place.value_tokens,
             place.value_flops,
@@ -75,7 +75,7 @@ class RecordCodec:
             place.key,
             self.part.rank,
             self.part.world,
-            len(place.column_slots),
+            len(place.slot_mapping),
             place.leading,
             tuple(sections),
         )
@@ -113,7 +113,7 @@ class RecordCodec:
     # -- the layout ----------------------------------------------------------------------------
 
     def _attention_sections(self, place: RecordPlace) -> list[Section]:
-        columns = len(place.column_slots)
+        columns = len(place.slot_mapping)
         return [
             Section(f"{a.layer}.{part}", _name(a.dtype), (columns, a.kv_heads, a.head_size))
             for a in self.pool.geometry.attention

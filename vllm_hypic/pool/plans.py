@@ -51,16 +51,16 @@ class ComposePoint:
 class StreamPlan:
     """A composed request as the worker sees it.
 
-    ``positions [stream]`` int64: logical positions; ``column_slots [columns]`` and
-    ``column_positions [columns]`` int64: token slot in the pool and logical position of every
+    ``positions [stream]`` int64: logical positions; ``slot_mapping [columns]`` and
+    ``kv_positions [columns]`` int64: token slot in the pool and logical position of every
     public column, the request's interiors laid end to end.
     """
 
     positions: np.ndarray
     n_logical: int
     points: tuple[ComposePoint, ...]
-    column_slots: np.ndarray
-    column_positions: np.ndarray
+    slot_mapping: np.ndarray
+    kv_positions: np.ndarray
     use_transition: bool
 
     @property
@@ -77,7 +77,7 @@ class StreamPlan:
         first = max(start, n) - n + self.n_logical
         return np.concatenate([known, np.arange(first, self.n_logical + stop - n, dtype=np.int64)])
 
-    def visible(self, start: int, stop: int) -> np.ndarray:
+    def visible_kv_lens(self, start: int, stop: int) -> np.ndarray:
         """Public columns that stream indices ``[start, stop)`` see: a prefix each, int64."""
         counts = np.concatenate([[0], np.cumsum([p.columns for p in self.points], dtype=np.int64)])
         seen = np.searchsorted(self.point_indices, np.arange(start, stop), side="right")
@@ -88,13 +88,13 @@ class StreamPlan:
 class RecordPlace:
     """A record and its place in the pool: what the worker needs to move it to the store, or from there.
 
-    ``column_slots [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.
+    ``slot_mapping [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.
     """
 
     serial: int
     key: SegmentKey
     slot: int
-    column_slots: np.ndarray
+    slot_mapping: np.ndarray
     leading: bool
     value_tokens: int
     value_flops: float
@@ -104,14 +104,14 @@ class RecordPlace:
 class CapturePlan:
     """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
 
-    ``column_slots [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when the segment
+    ``slot_mapping [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when the segment
     has padding inside; ``leading`` records need no transition.
     """
 
     lo: int
     hi: int
     slot: int
-    column_slots: np.ndarray
+    slot_mapping: np.ndarray
     positions: np.ndarray | None
     leading: bool
     serial: int = 0

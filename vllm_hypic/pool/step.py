@@ -20,16 +20,16 @@ class StreamTensors:
     """A stream plan on the device, kept while its request lives."""
 
     plan: StreamPlan
-    column_slots: torch.Tensor
-    column_positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    kv_positions: torch.Tensor
 
     @staticmethod
     def of(plan: StreamPlan, device: torch.device) -> StreamTensors:
-        return StreamTensors(plan, *upload([plan.column_slots, plan.column_positions], device))
+        return StreamTensors(plan, *upload([plan.slot_mapping, plan.kv_positions], device))
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One request in the batch: token rows ``[q0, q1)`` hold its stream indices ``[s0, s1)``."""
 
     index: int
@@ -41,12 +41,13 @@ class Row:
 
 @dataclass(frozen=True)
 class ComposedRow:
-    """A request that reads records; ``visible [q1 - q0]`` int64 on the host: public columns per token row."""
+    """A request that reads records; ``visible_kv_lens [q1 - q0]`` int64 on the host: public columns per
+    token row."""
 
-    row: Row
+    row: BatchRow
     stream: StreamTensors
-    visible: torch.Tensor
-    max_visible: int
+    visible_kv_lens: torch.Tensor
+    max_visible_kv_len: int
 
     @property
     def points(self) -> list:
@@ -59,7 +60,7 @@ class CaptureRow:
     """A segment request; this chunk holds interior tokens ``[begin, end)`` of it (empty allowed)."""
 
     request_id: str
-    row: Row
+    row: BatchRow
     plan: CapturePlan
     begin: int
     end: int
@@ -80,27 +81,27 @@ class PublicRows:
     """The rows of a pass that see public columns, as span attention takes them; int64, on the host but for
     the columns.
 
-    ``bounds [requests, 2]``: first and last token row of each request; ``cache_bounds [requests, 4]``: these,
-    its row of the block table and its stream tokens so far; ``visible [rows]``: public columns that each of
-    the rows sees; ``column_slots``, ``column_positions``: per request, all its public columns.
+    ``query_ranges [requests, 2]``: first and last token row of each request; ``cache_ranges [requests, 4]``:
+    these, its row of the block table and its stream tokens so far; ``visible_kv_lens [rows]``: public columns
+    that each of the rows sees; ``slot_mapping``, ``kv_positions``: per request, all its public columns.
     """
 
-    bounds: torch.Tensor
-    cache_bounds: torch.Tensor
-    visible: torch.Tensor
-    column_slots: list[torch.Tensor]
-    column_positions: list[torch.Tensor]
+    query_ranges: torch.Tensor
+    cache_ranges: torch.Tensor
+    visible_kv_lens: torch.Tensor
+    slot_mapping: list[torch.Tensor]
+    kv_positions: list[torch.Tensor]
 
     @staticmethod
     def of(composed: Sequence[ComposedRow]) -> PublicRows:
         rows = [c.row for c in composed]
-        cache_bounds = torch.tensor([(r.q0, r.q1, r.index, r.s1) for r in rows], dtype=torch.int64)
+        cache_ranges = torch.tensor([(r.q0, r.q1, r.index, r.s1) for r in rows], dtype=torch.int64)
         return PublicRows(
-            cache_bounds[:, :2].contiguous(),
-            cache_bounds,
-            torch.cat([c.visible for c in composed]),
-            [c.stream.column_slots for c in composed],
-            [c.stream.column_positions for c in composed],
+            cache_ranges[:, :2].contiguous(),
+            cache_ranges,
+            torch.cat([c.visible_kv_lens for c in composed]),
+            [c.stream.slot_mapping for c in composed],
+            [c.stream.kv_positions for c in composed],
         )
 
 
@@ -119,7 +120,7 @@ class CapturedRows:
         if not inside:
             return None
         rows = [np.arange(c.row.q0 + c.begin - c.row.s0, c.row.q0 + c.end - c.row.s0) for c in inside]
-        slots = [c.plan.column_slots[c.begin - c.plan.lo : c.end - c.plan.lo] for c in inside]
+        slots = [c.plan.slot_mapping[c.begin - c.plan.lo : c.end - c.plan.lo] for c in inside]
         positions = [c.plan.local_positions(c.begin, c.end) for c in inside]
         return CapturedRows(*upload([np.concatenate(part) for part in (rows, slots, positions)], device))
 
@@ -156,7 +157,7 @@ class StepContext:
     @cached_property
     def public(self) -> PublicRows | None:
         """Rows that see public columns; ``None`` when there are none."""
-        seeing = [c for c in self.composed if c.max_visible]
+        seeing = [c for c in self.composed if c.max_visible_kv_len]
         return PublicRows.of(seeing) if seeing else None
 
     @cached_property
@@ -184,13 +185,13 @@ def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:
     return upload([np.concatenate(rows), np.concatenate(positions)], step.device) if rows else None
 
 
-def composed_row(row: Row, stream: StreamTensors) -> ComposedRow:
+def composed_row(row: BatchRow, stream: StreamTensors) -> ComposedRow:
     """The rows of a composed request in this pass, with what each may see."""
-    visible = stream.plan.visible(row.s0, row.s1)
-    return ComposedRow(row, stream, torch.from_numpy(visible), int(visible.max()))
+    visible_kv_lens = stream.plan.visible_kv_lens(row.s0, row.s1)
+    return ComposedRow(row, stream, torch.from_numpy(visible_kv_lens), int(visible_kv_lens.max()))
 
 
-def capture_row(request_id: str, row: Row, plan: CapturePlan) -> CaptureRow:
+def capture_row(request_id: str, row: BatchRow, plan: CapturePlan) -> CaptureRow:
     begin = min(max(plan.lo, row.s0), row.s1)
     end = max(begin, min(plan.hi, row.s1))
     return CaptureRow(request_id, row, plan, begin, end)

@@ -25,7 +25,7 @@ from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
-from vllm_hypic.pool.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool
 
 CPU = torch.device("cpu")
@@ -128,7 +128,8 @@ class World:
         computed, scheduled = (np.array(part) for part in zip(*self.lengths, strict=True))
         self.starts = [0, *np.cumsum(scheduled).tolist()]
         rows = [
-            Row(i, self.starts[i], self.starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(self.lengths)
+            BatchRow(i, self.starts[i], self.starts[i + 1], s0, s0 + n)
+            for i, (s0, n) in enumerate(self.lengths)
         ]
         composed = [
             composed_row(rows[i], StreamTensors.of(plan, CPU))
@@ -209,11 +210,11 @@ class World:
                 key, value = private_key[: s0 + r + 1], private_value[: s0 + r + 1]
                 if i in composed:
                     plan = composed[i].stream.plan
-                    seen = int(plan.visible(s0 + r, s0 + r + 1)[0])
-                    slots = torch.from_numpy(plan.column_slots[:seen])
+                    seen = int(plan.visible_kv_lens(s0 + r, s0 + r + 1)[0])
+                    slots = torch.from_numpy(plan.slot_mapping[:seen])
                     rotation = None
                     if self.table is not None:
-                        rotation = self.table[torch.from_numpy(plan.column_positions[:seen])]
+                        rotation = self.table[torch.from_numpy(plan.kv_positions[:seen])]
                     public_key = rotate(self.public.key[slots].double(), rotation, self.neox)
                     key = torch.cat([public_key.double(), key])
                     value = torch.cat([self.public.value[slots].double(), value])
@@ -286,7 +287,7 @@ def test_interiors_are_captured_unrotated() -> None:
     assert world.runtime.calls == {"capture_kv": 1, "span_attention": 1}
 
 
-@pytest.mark.parametrize("fault", ["tokens", "blocks", "positions", "visible"])
+@pytest.mark.parametrize("fault", ["tokens", "blocks", "positions", "visible_kv_lens"])
 def test_a_fault_would_show(fault: str) -> None:
     """Each is larger than what is tolerated."""
     world = World(torch.float32, angles(128))
@@ -295,17 +296,17 @@ def test_a_fault_would_show(fault: str) -> None:
         case "tokens":  # FlashAttention told of one token too few
             public = world.step.public
             assert public is not None
-            public.cache_bounds[:, 3] -= 1
+            public.cache_ranges[:, 3] -= 1
         case "blocks":  # the wrong request's blocks
             metadata = world.metadata
             world.metadata = replace(metadata, block_table=metadata.block_table.roll(1, 0).contiguous())
             world.metadata.seq_lens.fill_(BLOCK)
         case "positions":  # public K rotated as if it stood elsewhere
             for composed in world.step.composed:
-                composed.stream.column_positions += 1
-        case "visible":
+                composed.stream.kv_positions += 1
+        case "visible_kv_lens":
             for composed in world.step.composed:
-                composed.visible.clamp_(max=max(0, int(composed.visible.max()) - 1))
+                composed.visible_kv_lens.clamp_(max=max(0, int(composed.visible_kv_lens.max()) - 1))
     try:
         error = (world.forward().double() - expected).abs().max()
     except AssertionError:

@@ -30,7 +30,7 @@ from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
-from vllm_hypic.pool.step import Batch, Row, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
@@ -173,7 +173,8 @@ class World:
         plan = StreamPlan(np.arange(23), 23, points, np.arange(8), np.arange(8), use_transition=True)
         capture = CapturePlan(4, 12, 2, np.arange(8), None, leading=False)
         at = [
-            Row(i, self.starts[i], self.starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(self.lengths)
+            BatchRow(i, self.starts[i], self.starts[i + 1], s0, s0 + n)
+            for i, (s0, n) in enumerate(self.lengths)
         ]
         self.step = StepContext(
             [composed_row(at[2], StreamTensors.of(plan, CPU))],

@@ -38,7 +38,7 @@ def made() -> tuple[DevicePool, RecordMover]:
 
 def parts(pool: DevicePool, place: RecordPlace) -> list[torch.Tensor]:
     """All that a request reads of a record."""
-    rows = torch.from_numpy(place.column_slots).to(DEVICE)
+    rows = torch.from_numpy(place.slot_mapping).to(DEVICE)
     kv, linear = pool.kv["layers.1"], pool.linear["layers.0"]
     found = [kv.key[rows], kv.value[rows], linear.state[place.slot], linear.conv_tail[place.slot]]
     return [*found, linear.transition(place.slot)] if not place.leading else found

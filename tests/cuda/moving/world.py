@@ -32,7 +32,7 @@ from vllm_hypic.pool.copy.host import HostMover
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace
-from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
@@ -93,9 +93,9 @@ class Content:
             {g.layer: [rng.random() < 0.6 for _ in range(g.heads)] for g in LINEAR},
         )
 
-    def put(self, pool: DevicePool, slot: int, column_slots: np.ndarray, leading: bool) -> None:
+    def put(self, pool: DevicePool, slot: int, slot_mapping: np.ndarray, leading: bool) -> None:
         """As a pass that captures it: into the transition blocks that the row offers."""
-        rows = torch.from_numpy(column_slots)
+        rows = torch.from_numpy(slot_mapping)
         for name, kv in pool.kv.items():
             kv.key[rows], kv.value[rows] = self.columns[f"{name}.k"], self.columns[f"{name}.v"]
         for name, records in pool.linear.items():
@@ -108,9 +108,9 @@ class Content:
                 else:
                     records.block_of[slot, head] = NO_BLOCK
 
-    def check(self, pool: DevicePool, slot: int, column_slots: np.ndarray, leading: bool) -> None:
+    def check(self, pool: DevicePool, slot: int, slot_mapping: np.ndarray, leading: bool) -> None:
         """As a pass that uses it."""
-        rows = torch.from_numpy(column_slots)
+        rows = torch.from_numpy(slot_mapping)
         for name, kv in pool.kv.items():
             assert torch.equal(kv.key[rows], self.columns[f"{name}.k"]), "K is another's"
             assert torch.equal(kv.value[rows], self.columns[f"{name}.v"]), "V is another's"
@@ -211,7 +211,7 @@ class World:
         for request_id, plan in captures.items():
             assert plan is not None
             self._capture(plan)
-            rows.append(capture_row(request_id, Row(0, 0, plan.hi, 0, plan.hi), plan))
+            rows.append(capture_row(request_id, BatchRow(0, 0, plan.hi, 0, plan.hi), plan))
         if rows:
             self.worker.runtime.step = StepContext([], rows, CPU)
         for name in [n for n in self._waiting if self.side.ready(n)]:
@@ -235,15 +235,15 @@ class World:
             self.pool.transition_blocks.offer(plan.slot)
         entry = self.side.directory.of_serial(plan.serial)
         assert entry is not None
-        content = Content.of(entry.key, self.weights, len(plan.column_slots))
-        self._on_passes(lambda: content.put(self.pool, plan.slot, plan.column_slots, plan.leading))
+        content = Content.of(entry.key, self.weights, len(plan.slot_mapping))
+        self._on_passes(lambda: content.put(self.pool, plan.slot, plan.slot_mapping, plan.leading))
 
     def _use(self, name: str) -> None:
         plan, seen = self.side.stream_plan(name), 0
         prompt = self.side.plan_of(name)
         assert plan is not None and prompt is not None
         for point, segment in zip(plan.points, prompt.segments, strict=True):
-            columns = plan.column_slots[seen : seen + point.columns]
+            columns = plan.slot_mapping[seen : seen + point.columns]
             seen += point.columns
             self._check(segment.key, point.slot, columns)
 
@@ -298,7 +298,7 @@ class World:
             assert staging.free == staging.count and not self.mover._parcels and not self.mover.unfinished
         for key, entry in self._entries().items():
             assert entry.resident and not entry.pins
-            columns = self.side._view.column_slots(entry)
+            columns = self.side._view.slot_mapping(entry)
             self._check(key, entry.slot, columns)
             if self._origins[entry.serial].weights == self.weights:
                 assert self.store.holds(self.codec.name_of(key)), "a record was not stored"
@@ -341,7 +341,7 @@ def written_at_once(key: SegmentKey, weights: int, kind: tuple[int, bool], value
     place = RecordPlace(0, key, 0, np.arange(columns), leading, *value)
     if not leading:
         pool.transition_blocks.offer(0)
-    Content.of(key, weights, columns).put(pool, 0, place.column_slots, leading)
+    Content.of(key, weights, columns).put(pool, 0, place.slot_mapping, leading)
     pool.transition_blocks.settle(0)
     mover = HostMover(pool)
     codec = RecordCodec(pool, NAMESPACE, RankPart(), mover)

@@ -79,15 +79,15 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             query,
             link.public.key,
             link.public.value,
-            public.column_slots,
-            public.column_positions,
+            public.slot_mapping,
+            public.kv_positions,
             link.table(),
             link.neox,
-            public.visible,
-            public.bounds,
+            public.visible_kv_lens,
+            public.query_ranges,
             self.scale,
         )
         private_lse = link.ops.cache_lse(
-            query, kv_cache, link.key_index, metadata.block_table, public.cache_bounds, self.scale
+            query, kv_cache, link.key_index, metadata.block_table, public.cache_ranges, self.scale
         )
-        link.ops.merge_(output, private_lse, out, lse, public.bounds)
+        link.ops.merge_(output, private_lse, out, lse, public.query_ranges)

@@ -45,28 +45,33 @@ def span_pieces(
     if key not in shared.pieces:
         columns = shared.columns(lambda: runtime.shared.of(_KeptColumns).get(public))
 
-        def plan(bounds: np.ndarray, visible: np.ndarray) -> SpanPlan:
-            return SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size, dtype)
+        def plan(query_ranges: np.ndarray, visible_kv_lens: np.ndarray) -> SpanPlan:
+            return SpanPlan.of(columns, query_ranges, visible_kv_lens, heads, kv_heads, head_size, dtype)
 
-        shared.pieces[key] = _pieces(plan, public.bounds.numpy(), public.visible.numpy(), 0)
+        shared.pieces[key] = _pieces(plan, public.query_ranges.numpy(), public.visible_kv_lens.numpy(), 0)
     return shared.pieces[key]
 
 
 def _pieces(
-    make: Callable[[np.ndarray, np.ndarray], SpanPlan], bounds: np.ndarray, visible: np.ndarray, at: int
+    make: Callable[[np.ndarray, np.ndarray], SpanPlan],
+    query_ranges: np.ndarray,
+    visible_kv_lens: np.ndarray,
+    at: int,
 ) -> list[SpanPiece]:
-    """Of requests with rows ``bounds [requests, 2]``, the first of which is number ``at`` of the pass; halved
-    until each is small enough."""
-    plan, count = make(bounds, visible), len(visible)
+    """Pieces of requests with rows ``query_ranges [requests, 2]``, the first of which is number ``at`` of the
+    pass; halved until each is small enough."""
+    plan, count = make(query_ranges, visible_kv_lens), len(visible_kv_lens)
     partial = sum(work.partial_rows for work in plan.work) * plan.kv_heads * plan.head_size * FLOAT_BYTES
     if partial <= PARTIAL_BYTES or count <= SHORTEST:
         return [SpanPiece(plan, slice(at, at + count))]
     cut = -(-count // (2 * SHORTEST)) * SHORTEST
-    rows = bounds[:, 1] - bounds[:, 0]
+    rows = query_ranges[:, 1] - query_ranges[:, 0]
     before = np.clip(cut - (np.cumsum(rows) - rows), 0, rows)
-    middle = bounds[:, 0] + before
-    first, second = np.stack([bounds[:, 0], middle], 1), np.stack([middle, bounds[:, 1]], 1)
-    return _pieces(make, first, visible[:cut], at) + _pieces(make, second, visible[cut:], at + cut)
+    middle = query_ranges[:, 0] + before
+    first, second = np.stack([query_ranges[:, 0], middle], 1), np.stack([middle, query_ranges[:, 1]], 1)
+    return _pieces(make, first, visible_kv_lens[:cut], at) + _pieces(
+        make, second, visible_kv_lens[cut:], at + cut
+    )
 
 
 @dataclass
@@ -78,10 +83,10 @@ class _KeptColumns:
     columns: SpanColumns | None = None
 
     def get(self, public: PublicRows) -> SpanColumns:
-        of = tuple(public.column_slots)
+        of = tuple(public.slot_mapping)
         same = len(self.of) == len(of) and all(a is b for a, b in zip(self.of, of, strict=True))
         if self.columns is None or not same:
-            self.of, self.columns = of, SpanColumns.of(public.column_slots, public.column_positions)
+            self.of, self.columns = of, SpanColumns.of(public.slot_mapping, public.kv_positions)
         return self.columns
 
 
@@ -109,7 +114,7 @@ class PrivateRows:
     @staticmethod
     def _make(step: StepContext) -> PrivateRows:
         assert step.public is not None
-        first, last, requests, tokens = step.public.cache_bounds.numpy().T
+        first, last, requests, tokens = step.public.cache_ranges.numpy().T
         counts = last - first
         starts = np.concatenate([[0], np.cumsum(counts)])
         rows: slice | torch.Tensor = slice(int(first[0]), int(last[-1]))

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from ...pool.step import CaptureRow, ComposedRow, Row, StepContext
+from ...pool.step import BatchRow, CaptureRow, ComposedRow, StepContext
 from ..ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 
@@ -188,5 +188,5 @@ def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
     return stop
 
 
-def _token_row(row: Row, stream: int) -> int:
+def _token_row(row: BatchRow, stream: int) -> int:
     return row.q0 + stream - row.s0

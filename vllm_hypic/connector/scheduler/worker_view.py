@@ -17,7 +17,7 @@ class WorkerView:
     def __init__(self, geometry: PoolGeometry, directory: SegmentDirectory) -> None:
         self._geometry, self._directory = geometry, directory
 
-    def column_slots(self, entry: Entry) -> np.ndarray:
+    def slot_mapping(self, entry: Entry) -> np.ndarray:
         """Token slots ``[columns]`` int64 of the record's K and V; zeros in a model without attention."""
         page = self._geometry.page_tokens
         if not self._geometry.attention:
@@ -30,7 +30,7 @@ class WorkerView:
             entry.serial,
             entry.key,
             entry.slot,
-            self.column_slots(entry),
+            self.slot_mapping(entry),
             role is Role.LEADING,
             entry.value.tokens,
             entry.value.flops,
@@ -40,7 +40,7 @@ class WorkerView:
         """A composed request whose records are all resident."""
         entries = [self._directory.get(s.key) for s in plan.segments]
         nothing = np.zeros(0, dtype=np.int64)
-        slots = [self.column_slots(e) for e in entries]
+        slots = [self.slot_mapping(e) for e in entries]
         offsets = [np.asarray(s.interior_offsets(), dtype=np.int64) + s.start for s in plan.segments]
         return StreamPlan(
             positions=np.asarray(plan.positions, dtype=np.int64),
@@ -49,8 +49,8 @@ class WorkerView:
                 ComposePoint(s.compose_at, e.slot, s.columns, replace_state=s.role is Role.LEADING)
                 for s, e in zip(plan.segments, entries, strict=True)
             ),
-            column_slots=np.concatenate([nothing, *slots]),
-            column_positions=np.concatenate([nothing, *offsets]),
+            slot_mapping=np.concatenate([nothing, *slots]),
+            kv_positions=np.concatenate([nothing, *offsets]),
             use_transition=plan.method.use_transition,
         )
 
@@ -66,7 +66,7 @@ class WorkerView:
             lo=lo,
             hi=lo + segment.columns,
             slot=entry.slot,
-            column_slots=self.column_slots(entry),
+            slot_mapping=self.slot_mapping(entry),
             positions=positions,
             leading=segment.role is Role.LEADING,
             serial=entry.serial,

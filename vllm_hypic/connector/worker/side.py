@@ -18,9 +18,9 @@ from ...pool.plans import CapturePlan
 from ...pool.runtime import HypicRuntime
 from ...pool.step import (
     Batch,
+    BatchRow,
     CaptureRow,
     ComposedRow,
-    Row,
     StepContext,
     StreamTensors,
     capture_row,
@@ -166,7 +166,7 @@ class WorkerSide:
                 if stream is None and capture is None:
                     continue
                 count, s0, q1 = int(scheduled[index]), int(computed[index]), int(ends[index])
-                row = Row(index, q1 - count, q1, s0, s0 + count)
+                row = BatchRow(index, q1 - count, q1, s0, s0 + count)
                 if stream is not None:
                     composed.append(composed_row(row, stream))
                 elif capture is not None:

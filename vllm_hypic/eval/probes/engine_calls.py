@@ -227,10 +227,10 @@ def _attention(
     positions, table = torch.from_numpy(live.stream), link.table()
     raw = unrotate(key, table, positions, link.neox)
     if (plan := live.plan) is not None:
-        slots = torch.from_numpy(plan.column_slots)
+        slots = torch.from_numpy(plan.slot_mapping)
         raw = torch.cat([raw, link.public.key[slots].float()])
         value = torch.cat([value, link.public.value[slots].float()])
-        positions = torch.cat([positions, torch.from_numpy(plan.column_positions)])
+        positions = torch.cat([positions, torch.from_numpy(plan.kv_positions)])
     order = positions.argsort()
     if not torch.equal(positions[order], torch.arange(live.prompt)):
         raise RuntimeError("reused and computed tokens do not make up the prompt")

@@ -41,7 +41,7 @@ class HostMover:
         self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
     ) -> None:
         views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
-        runs = _runs(place.column_slots)
+        runs = _runs(place.slot_mapping)
         for name, (k, v) in self._kv.items():
             for part, rows in (("k", k), ("v", v)):
                 out = views[f"{name}.{part}"].reshape(-1, rows.shape[1])
@@ -65,7 +65,7 @@ class HostMover:
         return partial(self._scatter, place)
 
     def _scatter(self, place: RecordPlace, sections: Sections) -> None:
-        runs = _runs(place.column_slots)
+        runs = _runs(place.slot_mapping)
         for name, (k, v) in self._kv.items():
             for part, rows in (("k", k), ("v", v)):
                 given = sections[f"{name}.{part}"].reshape(-1, rows.shape[1])

@@ -318,7 +318,7 @@ class _Tables:
         ``blocks``: by linear layer, ``[heads]``, :data:`NO_BLOCK` where the transition is zero; not looked at
         for leading records.
         """
-        strips = [Strip(section, table, place.column_slots) for section, table in self._kv.items()]
+        strips = [Strip(section, table, place.slot_mapping) for section, table in self._kv.items()]
         for number, (name, layer) in enumerate(self._linear.items()):
             state = place.slot * layer.heads + np.arange(layer.heads)
             conv = place.slot * layer.conv_rows + np.arange(layer.conv_rows)

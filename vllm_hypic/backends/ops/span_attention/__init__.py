@@ -1,35 +1,35 @@
 """Span attention: query rows over paged public K and V, rotated at logical positions while read.
 
-Three operators, each with one signature in ``reference`` (float64), ``torch_ops``, ``cpu`` (C++) and
+Three operators, each with one signature in ``reference`` (float64), ``torch``, ``native`` (C++) and
 ``triton.operators`` (CUDA, where layers use a prepared form instead, see ``plan``):
 
-``span_attention(query, pool_key, pool_value, column_slots, column_positions, table, neox, visible, bounds,
-scale)``
+``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
+query_ranges, scale)``
     Attention of each request's rows over a prefix of its public columns.
 
     ``query [tokens, heads, size]``, rotated; ``pool_key``, ``pool_value [slots, kv_heads, size]``, K not
-    rotated; per request ``column_slots``, ``column_positions [columns]`` int64: where a column lies in the
-    pool and at which logical position it stands; ``table [positions, rotary_dim]``: cos, then sin, or
-    ``None`` (NoPE); ``neox``: pairs are halves apart, else neighbours; ``bounds [requests, 2]`` int64: rows
-    ``[first, last)`` of the query; ``visible`` int64: for the rows of all requests in order, row r sees
-    columns < visible[r].
+    rotated; per request ``slot_mapping``, ``kv_positions [columns]`` int64: where a column lies in the pool
+    and at which logical position it stands; ``table [positions, rotary_dim]``: cos, then sin, or ``None``
+    (NoPE); ``neox``: pairs are halves apart, else neighbours; ``query_ranges [requests, 2]`` int64: rows
+    ``[first, last)`` of the query; ``visible_kv_lens`` int64: for the rows of all requests in order, row r
+    sees columns < visible_kv_lens[r].
 
     Returns, for these rows in order, ``out [rows, heads, size]`` and log-sum-exp ``lse [rows, heads]``,
     float32; a row that sees nothing has ``out = 0`` and ``lse = -inf``.
 
-``cache_lse(query, kv_cache, index, block_table, bounds, scale) -> lse [rows, heads]`` float32
+``cache_lse(query, kv_cache, index, block_table, query_ranges, scale) -> lse [rows, heads]`` float32
     Log-sum-exp of causal attention over vLLM's own paged cache, whose kernel does not return it.
 
     ``kv_cache [blocks, ...]``; ``index [block_size, kv_heads, size]`` int32: where the elements of K lie in a
-    block; ``block_table [requests, blocks]`` int32; ``bounds [requests, 4]`` int64: first and last row of the
-    query, row of the block table, and tokens in the cache: the last row sees all of them.
+    block; ``block_table [requests, blocks]`` int32; ``query_ranges [requests, 4]`` int64: first and last row
+    of the query, row of the block table, and tokens in the cache: the last row sees all of them.
 
-``merge_(output, output_lse, other, other_lse, bounds)``
+``merge_(output, output_lse, other, other_lse, query_ranges)``
     Joint attention of two partial results over disjoint columns, in place.
 
-    ``output [tokens, heads, size]``, of which rows ``[first, last)`` of ``bounds [requests, >= 2]`` take
-    part, with their ``output_lse [rows, heads]``; ``other [rows, heads, size]`` and ``other_lse`` float32.
-    One of the two is not empty.
+    ``output [tokens, heads, size]``, of which rows ``[first, last)`` of ``query_ranges [requests, >= 2]``
+    take part, with their ``output_lse [rows, heads]``; ``other [rows, heads, size]`` and ``other_lse``
+    float32.  One of the two is not empty.
 """
 
 from __future__ import annotations

@@ -22,24 +22,24 @@ def span_attention(
     query: torch.Tensor,
     pool_key: torch.Tensor,
     pool_value: torch.Tensor,
-    column_slots: Sequence[torch.Tensor],
-    column_positions: Sequence[torch.Tensor],
+    slot_mapping: Sequence[torch.Tensor],
+    kv_positions: Sequence[torch.Tensor],
     table: torch.Tensor | None,
     neox: bool,
-    visible: torch.Tensor,
-    bounds: torch.Tensor,
+    visible_kv_lens: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.ops.vllm_hypic.span_attention(
         query,
         pool_key,
         pool_value,
-        column_slots,
-        column_positions,
+        slot_mapping,
+        kv_positions,
         table,
         neox,
-        visible,
-        bounds,
+        visible_kv_lens,
+        query_ranges,
         scale,
     )
     return out, lse
@@ -50,10 +50,12 @@ def cache_lse(
     kv_cache: torch.Tensor,
     index: torch.Tensor,
     block_table: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    lse: torch.Tensor = torch.ops.vllm_hypic.cache_lse(query, kv_cache, index, block_table, bounds, scale)
+    lse: torch.Tensor = torch.ops.vllm_hypic.cache_lse(
+        query, kv_cache, index, block_table, query_ranges, scale
+    )
     return lse
 
 
@@ -62,30 +64,30 @@ def merge_(
     output_lse: torch.Tensor,
     other: torch.Tensor,
     other_lse: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
 ) -> None:
-    torch.ops.vllm_hypic.merge_(output, output_lse, other, other_lse, bounds)
+    torch.ops.vllm_hypic.merge_(output, output_lse, other, other_lse, query_ranges)
 
 
 def register_fakes() -> None:
     """Shapes and dtypes of the operators for tracing; their schemas say what they change."""
 
     @torch.library.register_fake("vllm_hypic::span_attention")
-    def _(query, pool_key, pool_value, slots, positions, table, neox, visible, bounds, scale):  # type: ignore
-        rows = visible.shape[0]
+    def _(query, pool_key, pool_value, slots, positions, table, neox, visible_kv_lens, query_ranges, scale):  # type: ignore
+        rows = visible_kv_lens.shape[0]
         return (
             query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
             query.new_empty((rows, query.shape[1]), dtype=torch.float32),
         )
 
     @torch.library.register_fake("vllm_hypic::cache_lse")
-    def _(query, kv_cache, index, block_table, bounds, scale):  # type: ignore
+    def _(query, kv_cache, index, block_table, query_ranges, scale):  # type: ignore
         # How many rows take part is data.
         rows = torch.library.get_ctx().new_dynamic_size()
         return query.new_empty((rows, query.shape[1]), dtype=torch.float32)
 
     @torch.library.register_fake("vllm_hypic::merge_")
-    def _(output, output_lse, other, other_lse, bounds):  # type: ignore
+    def _(output, output_lse, other, other_lse, query_ranges):  # type: ignore
         return None
 
 

@@ -6,8 +6,8 @@ pass, so grids follow from them without waiting for the GPU.  Once per step, bef
 1. ``columns = SpanColumns.of(slots, positions)`` over the requests that see public columns, from the int64
    tensors that each request keeps on the device.  The same object serves later steps with the same requests
    in the same order, as while decoding.
-2. ``plan = SpanPlan.of(columns, bounds, visible, heads, kv_heads, head_size)`` with ``bounds`` and
-   ``visible`` as numpy arrays; one plan per (heads, kv_heads, head_size) where layers differ in them.
+2. ``plan = SpanPlan.of(columns, query_ranges, visible_kv_lens, heads, kv_heads, head_size)``, both as numpy
+   arrays; one plan per (heads, kv_heads, head_size) where layers differ in them.
 
 and each layer calls ``operators.attend(query, pool_key, pool_value, table, neox, plan, scale)`` and then
 ``operators.merge_tokens_(output, output_lse, out, lse, plan)``.
@@ -87,8 +87,8 @@ class SpanWork:
 class SpanPlan:
     """The rows of one forward pass that see public columns, and how their attention is divided.
 
-    ``token_rows [rows]`` int32: row of the query of each of them; ``visible [rows]`` int32: the columns it
-    sees are the first so many of its request; ``work``: the launches, at most two.  All on the device.
+    ``token_rows [rows]`` int32: row of the query of each of them; ``visible_kv_lens [rows]`` int32: the
+    columns it sees are the first so many of its request; ``work``: the launches, at most two.  All on the device.
     """
 
     heads: int
@@ -97,7 +97,7 @@ class SpanPlan:
     itemsize: int
     columns: SpanColumns
     token_rows: torch.Tensor
-    visible: torch.Tensor
+    visible_kv_lens: torch.Tensor
     work: tuple[SpanWork, ...]
 
     @property
@@ -107,34 +107,46 @@ class SpanPlan:
     @staticmethod
     def of(
         columns: SpanColumns,
-        bounds: np.ndarray,
-        visible: np.ndarray,
+        query_ranges: np.ndarray,
+        visible_kv_lens: np.ndarray,
         heads: int,
         kv_heads: int,
         head_size: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> SpanPlan:
-        """``bounds [requests, >= 2]``: rows ``[first, last)`` of the query, per request of ``columns``;
-        ``visible [rows]``: for the rows of all requests in order, how many columns of its request a row sees;
-        ``dtype`` of the query, K and V: all of two bytes have the same plan.
+        """``query_ranges [requests, >= 2]``: rows ``[first, last)`` of the query, per request of ``columns``;
+        ``visible_kv_lens [rows]``: for the rows of all requests in order, how many columns of its request a row
+        sees; ``dtype`` of the query, K and V: all of two bytes have the same plan.
 
         Makes one copy from pinned memory to the device and does not wait for it.  Raises ``ValueError`` for
         numbers that contradict each other: rows, columns, more columns visible than there are.
         """
         group = _group(heads, kv_heads)
-        bounds, visible = np.asarray(bounds, dtype=np.int64)[:, :2], np.asarray(visible, dtype=np.int64)
-        rows = bounds[:, 1] - bounds[:, 0]
+        query_ranges, visible_kv_lens = (
+            np.asarray(query_ranges, dtype=np.int64)[:, :2],
+            np.asarray(visible_kv_lens, dtype=np.int64),
+        )
+        rows = query_ranges[:, 1] - query_ranges[:, 0]
         counts = np.asarray(columns.counts, dtype=np.int64)
-        _check(rows, counts, visible)
+        _check(rows, counts, visible_kv_lens)
         few = rows * group <= FEW_ROWS
         many = many_rows(head_size, dtype, columns.slots.device)
         divided = [
-            _divide(bounds, rows, counts, visible, group, block, part_columns(kv_heads, block), chosen)
+            _divide(
+                query_ranges,
+                rows,
+                counts,
+                visible_kv_lens,
+                group,
+                block,
+                part_columns(kv_heads, block),
+                chosen,
+            )
             for block, chosen in ((FEW_ROWS, few), (many, ~few))
             if (chosen & (rows > 0)).any()
         ]
-        token_rows = _ranges(bounds[:, 0], rows)
-        arrays = [token_rows, visible]
+        token_rows = _ranges(query_ranges[:, 0], rows)
+        arrays = [token_rows, visible_kv_lens]
         for d in divided:
             arrays += [d.items, d.merges]
         on_device = _copy(arrays, columns.slots.device)
@@ -169,18 +181,18 @@ def _group(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
-def _check(rows: np.ndarray, counts: np.ndarray, visible: np.ndarray) -> None:
+def _check(rows: np.ndarray, counts: np.ndarray, visible_kv_lens: np.ndarray) -> None:
     if len(rows) != len(counts):
-        raise ValueError(f"bounds of {len(rows)} requests, columns of {len(counts)}")
+        raise ValueError(f"query_ranges of {len(rows)} requests, columns of {len(counts)}")
     if (rows < 0).any():
-        raise ValueError(f"bounds: request {int(rows.argmin())} has {int(rows.min())} rows")
-    if int(rows.sum()) != len(visible):
-        raise ValueError(f"visible: {len(visible)} numbers for {int(rows.sum())} rows")
+        raise ValueError(f"query_ranges: request {int(rows.argmin())} has {int(rows.min())} rows")
+    if int(rows.sum()) != len(visible_kv_lens):
+        raise ValueError(f"visible_kv_lens: {len(visible_kv_lens)} numbers for {int(rows.sum())} rows")
     there = np.repeat(counts, rows)
-    wrong = np.flatnonzero((visible < 0) | (visible > there))
+    wrong = np.flatnonzero((visible_kv_lens < 0) | (visible_kv_lens > there))
     if len(wrong):
         raise ValueError(
-            f"row {int(wrong[0])} sees {int(visible[wrong[0]])} of {int(there[wrong[0]])} columns"
+            f"row {int(wrong[0])} sees {int(visible_kv_lens[wrong[0]])} of {int(there[wrong[0]])} columns"
         )
 
 
@@ -195,10 +207,10 @@ class _Divided:
 
 
 def _divide(
-    bounds: np.ndarray,
+    query_ranges: np.ndarray,
     rows: np.ndarray,
     counts: np.ndarray,
-    visible: np.ndarray,
+    visible_kv_lens: np.ndarray,
     group: int,
     block: int,
     part: int,
@@ -213,7 +225,7 @@ def _divide(
     end = np.minimum(first + block, folded[request])
     # Rows [a, b) of all rows have a member in the tile.
     a, b = first_output[request] + first // group, first_output[request] - (-end // group)
-    seen = np.maximum.reduceat(np.append(visible, 0), np.stack([a, b], 1).ravel())[::2]
+    seen = np.maximum.reduceat(np.append(visible_kv_lens, 0), np.stack([a, b], 1).ravel())[::2]
 
     parts = np.maximum(-(-seen // part), 1)
     tile = np.repeat(np.arange(len(request)), parts)
@@ -223,7 +235,7 @@ def _divide(
     first_partial = np.where(parts[tile] > 1, _starts(partial), -1)
     items = np.stack(
         [
-            bounds[request, 0][tile],
+            query_ranges[request, 0][tile],
             first_output[request][tile],
             rows[request][tile],
             first[tile],

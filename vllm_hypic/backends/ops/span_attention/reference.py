@@ -44,18 +44,20 @@ def span_attention(
     query: torch.Tensor,
     pool_key: torch.Tensor,
     pool_value: torch.Tensor,
-    column_slots: Sequence[torch.Tensor],
-    column_positions: Sequence[torch.Tensor],
+    slot_mapping: Sequence[torch.Tensor],
+    kv_positions: Sequence[torch.Tensor],
     table: torch.Tensor | None,
     neox: bool,
-    visible: torch.Tensor,
-    bounds: torch.Tensor,
+    visible_kv_lens: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; float64."""
     outs, lses = [], []
-    seen = visible.tolist()
-    for (first, last), slots, positions in zip(bounds.tolist(), column_slots, column_positions, strict=True):
+    seen = visible_kv_lens.tolist()
+    for (first, last), slots, positions in zip(
+        query_ranges.tolist(), slot_mapping, kv_positions, strict=True
+    ):
         columns = max(seen[: last - first])
         rotation = None if table is None else table[positions[:columns]]
         key = rotate_reference(pool_key[slots[:columns]], rotation, neox)
@@ -73,12 +75,12 @@ def cache_lse(
     kv_cache: torch.Tensor,
     index: torch.Tensor,
     block_table: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """See the package's docstring; float64."""
     lses = []
-    for first, last, row, tokens in bounds.tolist():
+    for first, last, row, tokens in query_ranges.tolist():
         flat = kv_cache.reshape(kv_cache.shape[0], -1)
         token = torch.arange(tokens)
         blocks = block_table[row].long()[token // index.shape[0]]
@@ -104,10 +106,10 @@ def merge_(
     output_lse: torch.Tensor,
     other: torch.Tensor,
     other_lse: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
 ) -> None:
     """See the package's docstring; float64."""
-    rows = torch.cat([torch.arange(first, last) for first, last in bounds[:, :2].tolist()])
+    rows = torch.cat([torch.arange(first, last) for first, last in query_ranges[:, :2].tolist()])
     output[rows] = merge_reference(output[rows], output_lse, other, other_lse).to(output.dtype)
 
 

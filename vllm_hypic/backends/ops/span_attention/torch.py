@@ -66,19 +66,21 @@ def span_attention(
     query: torch.Tensor,
     pool_key: torch.Tensor,
     pool_value: torch.Tensor,
-    column_slots: Sequence[torch.Tensor],
-    column_positions: Sequence[torch.Tensor],
+    slot_mapping: Sequence[torch.Tensor],
+    kv_positions: Sequence[torch.Tensor],
     table: torch.Tensor | None,
     neox: bool,
-    visible: torch.Tensor,
-    bounds: torch.Tensor,
+    visible_kv_lens: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring."""
     outs, lses = [], []
     done = 0
-    for (first, last), slots, positions in zip(bounds.tolist(), column_slots, column_positions, strict=True):
-        seen = visible[done : done + last - first]
+    for (first, last), slots, positions in zip(
+        query_ranges.tolist(), slot_mapping, kv_positions, strict=True
+    ):
+        seen = visible_kv_lens[done : done + last - first]
         done += last - first
         columns = int(seen.max())
         slots, positions = slots[:columns], positions[:columns]
@@ -91,21 +93,22 @@ def span_attention(
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible_kv_lens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``query [rows, heads, size]`` over the first ``visible [rows]`` of the columns each; float32."""
+    """Attention of rows ``query [rows, heads, size]`` over the first ``visible_kv_lens [rows]`` of the columns
+    each; float32."""
     if not len(key):
         return query.new_zeros(query.shape, dtype=torch.float32), query.new_full(
             query.shape[:2], float("-inf"), dtype=torch.float32
         )
     columns = torch.arange(len(key), device=query.device)
-    hidden = columns >= visible[:, None]
+    hidden = columns >= visible_kv_lens[:, None]
     mask = None
     if bool(hidden.any()):
         mask = torch.zeros(hidden.shape, dtype=torch.float32, device=query.device)
         mask.masked_fill_(hidden, float("-inf"))
     out, lse = _grouped_flash(query, key, value, mask, scale)
-    blind = visible == 0
+    blind = visible_kv_lens == 0
     if bool(blind.any()):
         out[blind], lse[blind] = 0, float("-inf")
     return out.float(), lse
@@ -116,12 +119,12 @@ def cache_lse(
     kv_cache: torch.Tensor,
     index: torch.Tensor,
     block_table: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """See the package's docstring."""
     lses = []
-    for first, last, row, tokens in bounds.tolist():
+    for first, last, row, tokens in query_ranges.tolist():
         key = gather_keys(kv_cache, index, block_table[row], tokens)
         lses.append(causal_lse(query[first:last], key, scale))
     return torch.cat(lses)
@@ -167,11 +170,11 @@ def merge_(
     output_lse: torch.Tensor,
     other: torch.Tensor,
     other_lse: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
 ) -> None:
     """See the package's docstring."""
     done = 0
-    for first, last in bounds[:, :2].tolist():
+    for first, last in query_ranges[:, :2].tolist():
         part = slice(done, done + last - first)
         done += last - first
         merged = merge(output[first:last], output_lse[part], other[part], other_lse[part])

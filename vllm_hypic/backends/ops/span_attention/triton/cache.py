@@ -92,14 +92,14 @@ def cache_lse(
     kv_cache: torch.Tensor,
     index: torch.Tensor,
     block_table: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """See the package's docstring; ``bounds`` on the CPU, else this waits for the GPU."""
+    """See the package's docstring; ``query_ranges`` on the CPU, else this waits for the GPU."""
     block_size, kv_heads, size = index.shape
     heads = query.shape[1]
     group = heads // kv_heads
-    limits = bounds.cpu().numpy()
+    limits = query_ranges.cpu().numpy()
     rows = limits[:, 1] - limits[:, 0]
     tiles = _tiles(limits, rows, group)
     lse = query.new_empty((int(rows.sum()), heads), dtype=torch.float32)

@@ -49,7 +49,7 @@ def span_attention_kernel(
     slots,
     positions,
     table,
-    visible,
+    visible_kv_lens,
     items,
     out,
     lse,
@@ -98,7 +98,7 @@ def span_attention_kernel(
     row = folded // GROUP
     member = folded % GROUP
     ours = row < request_rows
-    seen = tl.load(visible + first_output + row, mask=ours, other=0)
+    seen = tl.load(visible_kv_lens + first_output + row, mask=ours, other=0)
     query_head = kv_head * GROUP + member
     query_rows = query + (first_query + row).to(tl.int64) * query_stride + query_head * query_head_stride
     END_OF_TAIL: tl.constexpr = 2 * HALF + TAIL if REST else SIZE
@@ -251,7 +251,7 @@ def attend(
             plan.columns.slots,
             plan.columns.positions,
             table,
-            plan.visible,
+            plan.visible_kv_lens,
             work.items,
             out,
             lse,
@@ -354,7 +354,7 @@ def _attention_spec(
         span_attention_kernel,
         {
             **dict.fromkeys((*pools, "table"), "*fp32" if dtype == torch.float32 else "*bf16"),
-            **dict.fromkeys(("slots", "positions", "visible", "items"), "*i32"),
+            **dict.fromkeys(("slots", "positions", "visible_kv_lens", "items"), "*i32"),
             **dict.fromkeys(("out", "lse", "part_out", "part_lse"), "*fp32"),
             **dict.fromkeys((*strides, "table_stride"), "i32"),
             "scale_log2": "fp32",
@@ -368,7 +368,7 @@ def _attention_spec(
         launch.stages,
         aligned=(
             *(*pools, "table", *strides, "table_stride"),
-            *("slots", "positions", "visible", "items", "out", "lse", "part_out", "part_lse"),
+            *("slots", "positions", "visible_kv_lens", "items", "out", "lse", "part_out", "part_lse"),
         ),
         # A decoded token waits for memory: three blocks at a time on a multiprocessor hide that.
         limit=Limits(registers=168, shared=75_000, mma=2) if block == FEW_ROWS else Limits(mma=2),

@@ -48,19 +48,19 @@ def span_attention(
     query: torch.Tensor,
     pool_key: torch.Tensor,
     pool_value: torch.Tensor,
-    column_slots: Sequence[torch.Tensor],
-    column_positions: Sequence[torch.Tensor],
+    slot_mapping: Sequence[torch.Tensor],
+    kv_positions: Sequence[torch.Tensor],
     table: torch.Tensor | None,
     neox: bool,
-    visible: torch.Tensor,
-    bounds: torch.Tensor,
+    visible_kv_lens: torch.Tensor,
+    query_ranges: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package's docstring; waits for the GPU where ``visible`` or ``bounds`` lie there."""
+    """See the package's docstring; waits for the GPU where lengths or ranges lie there."""
     plan = SpanPlan.of(
-        SpanColumns.of(column_slots, column_positions),
-        bounds.cpu().numpy(),
-        visible.cpu().numpy(),
+        SpanColumns.of(slot_mapping, kv_positions),
+        query_ranges.cpu().numpy(),
+        visible_kv_lens.cpu().numpy(),
         query.shape[1],
         pool_key.shape[1],
         query.shape[2],
@@ -74,10 +74,10 @@ def merge_(
     output_lse: torch.Tensor,
     other: torch.Tensor,
     other_lse: torch.Tensor,
-    bounds: torch.Tensor,
+    query_ranges: torch.Tensor,
 ) -> None:
-    """See the package's docstring; waits for the GPU where ``bounds`` lies there."""
-    rows = [torch.arange(first, last, dtype=torch.int32) for first, last in bounds[:, :2].tolist()]
+    """See the package's docstring; waits for the GPU where ``query_ranges`` lies there."""
+    rows = [torch.arange(first, last, dtype=torch.int32) for first, last in query_ranges[:, :2].tolist()]
     token_rows = torch.cat(rows).to(output.device)
     merge_rows_(output, output_lse, other, other_lse, token_rows, lse_by_token=False)
 
@@ -117,9 +117,11 @@ def warm_up(
     slots = torch.zeros(columns, dtype=torch.int64, device=device)
     key, value = (torch.zeros(1, kv_heads, head_size, dtype=dtype, device=device) for _ in "kv")
     query = torch.zeros(1 + many, heads, head_size, dtype=dtype, device=device)
-    bounds, visible = torch.tensor([[0, 1], [1, 1 + many]]), torch.full((1 + many,), columns)
+    query_ranges, visible_kv_lens = torch.tensor([[0, 1], [1, 1 + many]]), torch.full((1 + many,), columns)
     twice = SpanColumns.of([slots] * 2, [slots] * 2)
-    plan = SpanPlan.of(twice, bounds.numpy(), visible.numpy(), heads, kv_heads, head_size, dtype)
+    plan = SpanPlan.of(
+        twice, query_ranges.numpy(), visible_kv_lens.numpy(), heads, kv_heads, head_size, dtype
+    )
     out, lse = attend(query, key, value, table, neox, plan, head_size**-0.5)
     merge_tokens_(query, lse.t().contiguous().t(), out, lse, plan)
     one = slots[:1]
