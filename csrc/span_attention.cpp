@@ -62,12 +62,12 @@ struct Job {
   int64_t partial;  // first of its rows in the buffers of partial results
 };
 
-void check_rows(const Tensor& query, const Tensor& bounds) {
+void check_rows(const Tensor& query, const Tensor& query_ranges) {
   TORCH_CHECK_VALUE(query.dim() == 3 && query.stride(2) == 1 && query.stride(1) == query.size(2),
                     "query must be [rows, heads, size] with contiguous heads");
   TORCH_CHECK_VALUE(query.size(2) % 16 == 0, "head size ", query.size(2), ": expected a multiple of 16");
-  TORCH_CHECK_VALUE(bounds.scalar_type() == at::kLong && bounds.dim() == 2 && bounds.is_contiguous(),
-                    "bounds must be int64 [requests, ...], contiguous");
+  TORCH_CHECK_VALUE(query_ranges.scalar_type() == at::kLong && query_ranges.dim() == 2 && query_ranges.is_contiguous(),
+                    "query_ranges must be int64 [requests, ...], contiguous");
 }
 
 Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads, double scale) {
@@ -96,7 +96,7 @@ void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
   for (size_t i = 0; i < spans.size(); ++i) {
     const Span& s = spans[i];
     const int64_t group = s.heads / s.kv_heads;
-    const int64_t columns = *std::max_element(s.visible, s.visible + s.rows);
+    const int64_t columns = *std::max_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
     const int64_t rows = std::max<int64_t>(1, PART_ROWS / group);
     // Many rows: one part for all columns, so that partial results stay small.
     const int64_t width = s.rows > 2 * rows ? std::max<int64_t>(columns, 1) : PART_COLUMNS;
@@ -185,13 +185,13 @@ void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
 // See vllm_hypic/backends/ops/span_attention/__init__.py for what these compute.
 
 std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
-                                          at::TensorList column_slots, at::TensorList column_positions,
-                                          const std::optional<Tensor>& table, bool neox, const Tensor& visible,
-                                          const Tensor& bounds, double scale) {
-  check_rows(query, bounds);
-  const int64_t requests = bounds.size(0), kv_heads = pool_key.size(1), size = query.size(2);
-  TORCH_CHECK_VALUE(bounds.size(1) == 2, "bounds must be [requests, 2]");
-  TORCH_CHECK_VALUE(int64_t(column_slots.size()) == requests && int64_t(column_positions.size()) == requests,
+                                          at::TensorList slot_mapping, at::TensorList kv_positions,
+                                          const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
+                                          const Tensor& query_ranges, double scale) {
+  check_rows(query, query_ranges);
+  const int64_t requests = query_ranges.size(0), kv_heads = pool_key.size(1), size = query.size(2);
+  TORCH_CHECK_VALUE(query_ranges.size(1) == 2, "query_ranges must be [requests, 2]");
+  TORCH_CHECK_VALUE(int64_t(slot_mapping.size()) == requests && int64_t(kv_positions.size()) == requests,
                     "one tensor of slots and one of positions per request");
   for (const Tensor* t : {&pool_key, &pool_value}) {
     TORCH_CHECK_VALUE(t->dim() == 3 && t->size(1) == kv_heads && t->size(2) == size && t->stride(2) == 1 &&
@@ -199,7 +199,7 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
                       "pool tensors must be [slots, kv heads, ", size, "] with contiguous heads");
     TORCH_CHECK_TYPE(t->scalar_type() == query.scalar_type(), "pool and query must have one dtype");
   }
-  TORCH_CHECK_VALUE(visible.scalar_type() == at::kLong && visible.is_contiguous(), "visible must be int64");
+  TORCH_CHECK_VALUE(visible_kv_lens.scalar_type() == at::kLong && visible_kv_lens.is_contiguous(), "visible_kv_lens must be int64");
   PoolColumns pool{};
   pool.key = pool_key.data_ptr();
   pool.value = pool_value.data_ptr();
@@ -214,22 +214,22 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
     pool.table_stride = table->stride(0);
     pool.rotary = int(table->size(1));
   }
-  const int64_t* row_bounds = bounds.data_ptr<int64_t>();
+  const int64_t* row_bounds = query_ranges.data_ptr<int64_t>();
   std::vector<Span> spans;
   int64_t rows = 0;
   for (int64_t i = 0; i < requests; ++i) {
     Span s = span_of(query, row_bounds[2 * i], row_bounds[2 * i + 1], kv_heads, scale);
     s.pool = pool;
-    for (const Tensor* t : {&column_slots[i], &column_positions[i]})
-      TORCH_CHECK_VALUE(t->scalar_type() == at::kLong && t->is_contiguous() && t->numel() == column_slots[i].numel(),
+    for (const Tensor* t : {&slot_mapping[i], &kv_positions[i]})
+      TORCH_CHECK_VALUE(t->scalar_type() == at::kLong && t->is_contiguous() && t->numel() == slot_mapping[i].numel(),
                         "column slots and positions must be int64 and of one length");
-    s.pool.slots = column_slots[i].data_ptr<int64_t>();
-    s.pool.positions = column_positions[i].data_ptr<int64_t>();
-    TORCH_CHECK_VALUE(rows + s.rows <= visible.numel(), "visible has ", visible.numel(), " rows");
-    s.visible = visible.data_ptr<int64_t>() + rows;
-    const auto [least, most] = std::minmax_element(s.visible, s.visible + s.rows);
-    TORCH_CHECK_VALUE(*least >= 0 && *most <= column_slots[i].numel(), "a row of request ", i, " sees ", *most, " of ",
-                      column_slots[i].numel(), " columns");
+    s.pool.slots = slot_mapping[i].data_ptr<int64_t>();
+    s.pool.positions = kv_positions[i].data_ptr<int64_t>();
+    TORCH_CHECK_VALUE(rows + s.rows <= visible_kv_lens.numel(), "visible_kv_lens has ", visible_kv_lens.numel(), " rows");
+    s.visible_kv_lens = visible_kv_lens.data_ptr<int64_t>() + rows;
+    const auto [least, most] = std::minmax_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
+    TORCH_CHECK_VALUE(*least >= 0 && *most <= slot_mapping[i].numel(), "a row of request ", i, " sees ", *most, " of ",
+                      slot_mapping[i].numel(), " columns");
     for (int64_t c = 0; c < *most; ++c) {
       const int64_t slot = s.pool.slots[c], position = s.pool.positions[c];
       TORCH_CHECK_INDEX(0 <= slot && slot < pool_key.size(0), "column ", c, " in slot ", slot, " of ",
@@ -247,9 +247,9 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
 }
 
 Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& index, const Tensor& block_table,
-                 const Tensor& bounds, double scale) {
-  check_rows(query, bounds);
-  TORCH_CHECK_VALUE(bounds.size(1) == 4, "bounds must be [requests, 4]: first row, last row, batch row, tokens");
+                 const Tensor& query_ranges, double scale) {
+  check_rows(query, query_ranges);
+  TORCH_CHECK_VALUE(query_ranges.size(1) == 4, "query_ranges must be [requests, 4]: first row, last row, batch row, tokens");
   TORCH_CHECK_VALUE(index.scalar_type() == at::kInt && index.is_contiguous() && index.dim() == 3 &&
                         index.size(2) == query.size(2),
                     "index must be int32 [block size, kv heads, ", query.size(2), "]");
@@ -261,13 +261,13 @@ Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& inde
   cache.block_stride = kv_cache.stride(0);
   cache.block_size = int(index.size(0));
   cache.index = index.data_ptr<int32_t>();
-  const int64_t* b = bounds.data_ptr<int64_t>();
+  const int64_t* b = query_ranges.data_ptr<int64_t>();
   int64_t rows = 0;
-  for (int64_t i = 0; i < bounds.size(0); ++i) rows += b[4 * i + 1] - b[4 * i];
-  std::vector<int64_t> visible(rows);
+  for (int64_t i = 0; i < query_ranges.size(0); ++i) rows += b[4 * i + 1] - b[4 * i];
+  std::vector<int64_t> visible_kv_lens(rows);
   std::vector<Span> spans;
   rows = 0;
-  for (int64_t i = 0; i < bounds.size(0); ++i, b += 4) {
+  for (int64_t i = 0; i < query_ranges.size(0); ++i, b += 4) {
     Span s = span_of(query, b[0], b[1], index.size(1), scale);
     const int64_t row = b[2], tokens = b[3];
     TORCH_CHECK_VALUE(tokens >= s.rows, s.rows, " rows of ", tokens, " tokens");
@@ -279,8 +279,8 @@ Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& inde
     for (int64_t k = 0; k < blocks; ++k)
       TORCH_CHECK_INDEX(0 <= s.cache.blocks[k] && s.cache.blocks[k] < kv_cache.size(0), "block ", s.cache.blocks[k],
                         " of ", kv_cache.size(0));
-    s.visible = visible.data() + rows;
-    for (int r = 0; r < s.rows; ++r) visible[rows + r] = tokens - s.rows + r + 1;
+    s.visible_kv_lens = visible_kv_lens.data() + rows;
+    for (int r = 0; r < s.rows; ++r) visible_kv_lens[rows + r] = tokens - s.rows + r + 1;
     rows += s.rows;
     spans.push_back(s);
   }
@@ -291,15 +291,15 @@ Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& inde
 
 template <class T>
 void merge_rows(Tensor& output, const Tensor& output_lse, const Tensor& other, const Tensor& other_lse,
-                const Tensor& bounds) {
+                const Tensor& query_ranges) {
   const int64_t heads = output.size(1), size = output.size(2), stride = output.stride(0);
   T* out = output.data_ptr<T>();
   const float *a = output_lse.data_ptr<float>(), *b = other_lse.data_ptr<float>(), *more = other.data_ptr<float>();
-  const int64_t* rows = bounds.data_ptr<int64_t>();
+  const int64_t* rows = query_ranges.data_ptr<int64_t>();
   std::vector<int64_t> where;
-  for (int64_t i = 0; i < bounds.size(0); ++i)
-    for (int64_t r = rows[i * bounds.size(1)]; r < rows[i * bounds.size(1) + 1]; ++r) where.push_back(r);
-  TORCH_CHECK_VALUE(int64_t(where.size()) == other.size(0), "bounds name ", where.size(), " rows, other has ",
+  for (int64_t i = 0; i < query_ranges.size(0); ++i)
+    for (int64_t r = rows[i * query_ranges.size(1)]; r < rows[i * query_ranges.size(1) + 1]; ++r) where.push_back(r);
+  TORCH_CHECK_VALUE(int64_t(where.size()) == other.size(0), "query_ranges name ", where.size(), " rows, other has ",
                     other.size(0));
   at::parallel_for(0, int64_t(where.size()) * heads, 512, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
@@ -313,8 +313,8 @@ void merge_rows(Tensor& output, const Tensor& output_lse, const Tensor& other, c
 }
 
 void merge_(Tensor output, const Tensor& output_lse, const Tensor& other, const Tensor& other_lse,
-            const Tensor& bounds) {
-  check_rows(output, bounds);
+            const Tensor& query_ranges) {
+  check_rows(output, query_ranges);
   const int64_t heads = output.size(1);
   for (const Tensor* t : {&output_lse, &other_lse})
     TORCH_CHECK_VALUE(t->scalar_type() == at::kFloat && t->is_contiguous() && t->dim() == 2 &&
@@ -324,21 +324,21 @@ void merge_(Tensor output, const Tensor& output_lse, const Tensor& other, const 
                         other.size(1) == heads && other.size(2) == output.size(2),
                     "the other result must be float32 [rows, heads, size]");
   switch (dtype_of(output, "output")) {
-    case DType::f32: return merge_rows<float>(output, output_lse, other, other_lse, bounds);
-    case DType::bf16: return merge_rows<at::BFloat16>(output, output_lse, other, other_lse, bounds);
-    case DType::f16: return merge_rows<at::Half>(output, output_lse, other, other_lse, bounds);
+    case DType::f32: return merge_rows<float>(output, output_lse, other, other_lse, query_ranges);
+    case DType::bf16: return merge_rows<at::BFloat16>(output, output_lse, other, other_lse, query_ranges);
+    case DType::f16: return merge_rows<at::Half>(output, output_lse, other, other_lse, query_ranges);
   }
 }
 
 TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
   m.def(
-      "span_attention(Tensor query, Tensor pool_key, Tensor pool_value, Tensor[] column_slots, "
-      "Tensor[] column_positions, Tensor? table, bool neox, Tensor visible, Tensor bounds, float scale) "
+      "span_attention(Tensor query, Tensor pool_key, Tensor pool_value, Tensor[] slot_mapping, "
+      "Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, Tensor query_ranges, float scale) "
       "-> (Tensor, Tensor)");
   m.def(
-      "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor bounds, float scale) "
+      "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor query_ranges, float scale) "
       "-> Tensor");
-  m.def("merge_(Tensor(a!) output, Tensor output_lse, Tensor other, Tensor other_lse, Tensor bounds) -> ()");
+  m.def("merge_(Tensor(a!) output, Tensor output_lse, Tensor other, Tensor other_lse, Tensor query_ranges) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {

@@ -39,7 +39,7 @@ struct Span {
   ptrdiff_t query_stride;   // elements between rows
   int rows, heads, kv_heads, size;
   DType dtype;
-  const int64_t* visible;   // [rows]: a row sees columns < visible
+  const int64_t* visible_kv_lens;  // [rows]: a row sees columns < visible_kv_lens
   float scale;
   GemmBf16 gemm;            // null: compute in float
   PoolColumns pool;

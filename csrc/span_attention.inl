@@ -273,7 +273,7 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
       const int count = (int)at_most(ROW_BLOCK, rows - r0);
       int64_t furthest = 0;
       for (int r = p.row0 + r0 / group; r <= p.row0 + (r0 + count - 1) / group; ++r)
-        if (s.visible[r] > furthest) furthest = s.visible[r];
+        if (s.visible_kv_lens[r] > furthest) furthest = s.visible_kv_lens[r];
       if (furthest <= c0) continue;
       if (!packed) {
         pack_keys<dtype>(s, p.kv_head, c0, n, padded, (E*)x.row, keys);
@@ -288,7 +288,7 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
       multiply(s, count, padded, size, query + (ptrdiff_t)r0 * size, size, keys, padded, x.scores, padded, false);
       for (int i = 0; i < count; ++i) {
         const int r = r0 + i;
-        const int seen = (int)at_most(n, s.visible[p.row0 + r / group] - c0);
+        const int seen = (int)at_most(n, s.visible_kv_lens[p.row0 + r / group] - c0);
         const float shrink = softmax_row(x.scores + (ptrdiff_t)i * padded, seen, padded, s.scale,
                                          weights + (ptrdiff_t)i * padded, p.top + r, p.total + r);
         if (p.sum && shrink != 1.0f) {
@@ -406,7 +406,7 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
   if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
   int64_t furthest = 0;
   for (int r = p.row0; r < p.row1; ++r)
-    if (s.visible[r] > furthest) furthest = s.visible[r];
+    if (s.visible_kv_lens[r] > furthest) furthest = s.visible_kv_lens[r];
   const int64_t stop = at_most(p.column1, furthest);
   for (int64_t c0 = p.column0; c0 < stop; c0 += TILE) {
     const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
@@ -428,7 +428,7 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
       score_keys(query, rows, keys, size, x.scores + j);
     }
     for (int r = 0; r < rows; ++r) {
-      const int seen = (int)at_most(n, s.visible[p.row0 + r / group] - c0);
+      const int seen = (int)at_most(n, s.visible_kv_lens[p.row0 + r / group] - c0);
       const float shrink =
           softmax_row(x.scores + r * TILE, seen, padded, s.scale, weights + r * TILE, p.top + r, p.total + r);
       if (p.sum && shrink != 1.0f)

@@ -15,7 +15,7 @@ import torch
 from .upload import upload
 
 NO_BLOCK = -1
-"""In place of a block's number: the transition is zero."""
+"""Stands where a block's number would: the transition is zero."""
 
 
 class TransitionBlocks:
@@ -50,7 +50,7 @@ class TransitionBlocks:
         self._ends = np.cumsum(heads, dtype=np.int64)
         self._free = list(range(blocks - 1, -1, -1))
         self._held: dict[int, np.ndarray] = {}
-        """By slot, ``[all heads]``: the blocks as the host knows them, offered or settled."""
+        """A record's blocks ``[all heads]``, by slot, as the host knows them, offered or settled."""
 
     @property
     def free(self) -> int:
@@ -86,7 +86,7 @@ class TransitionBlocks:
         return self._keep(slot, found.cpu().numpy())
 
     def held(self, slot: int) -> list[np.ndarray]:
-        """By layer, ``[heads]`` integers: the record's blocks as the host knows them, offered or settled,
+        """The record's blocks ``[heads]``, by layer, as the host knows them, offered or settled,
         :data:`NO_BLOCK` where there is none.  Never waits."""
         return self._by_layer(self._held.get(slot, np.full(sum(t.size(1) for t in self._tables), NO_BLOCK)))
 

@@ -31,6 +31,6 @@ def _packed(arrays: Sequence[np.ndarray], *, pinned: bool) -> torch.Tensor:
 
 
 def _parts(whole: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Its views, shaped like the arrays that were packed."""
+    """Views of ``whole``, shaped like the arrays that were packed."""
     parts = whole.split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...pool.step import CapturedRows, PublicRows, StepContext
 
 MAX_HEAD_SIZE = 256
-"""Of FlashAttention 2, which every supported GPU has."""
+"""Largest head of FlashAttention 2, which every supported GPU has."""
 
 
 class HypicFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):

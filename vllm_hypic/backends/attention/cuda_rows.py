@@ -108,7 +108,7 @@ class PrivateRows:
 
     @staticmethod
     def of(step: StepContext) -> PrivateRows:
-        """Of the step, made once."""
+        """The private rows of the step, made once."""
         return step.shared.of(_SharedPlans).private(lambda: PrivateRows._make(step))
 
     @staticmethod
@@ -133,11 +133,11 @@ class PrivateRows:
         )
 
     def query(self, query: torch.Tensor) -> torch.Tensor:
-        """These rows of ``query [tokens, heads, size]``."""
+        """The private rows of ``query [tokens, heads, size]``."""
         return query[self.rows] if isinstance(self.rows, slice) else query.index_select(0, self.rows)
 
     def blocks(self, step: StepContext, block_table: torch.Tensor) -> torch.Tensor:
-        """These requests' rows of ``block_table [requests, blocks]``, gathered once for each table."""
+        """The requests' rows of ``block_table [requests, blocks]``, gathered once for each table."""
         made = step.shared.of(_SharedPlans).blocks
         if id(block_table) not in made:
             # The table itself is kept beside, so that no other can have its address.
@@ -151,7 +151,7 @@ class _SharedPlans:
 
     columns: Once[SpanColumns] = field(default_factory=Once)
     pieces: dict[tuple[int, int, int, torch.dtype], list[SpanPiece]] = field(default_factory=dict)
-    """By query heads, KV heads, head size and dtype."""
+    """Pieces, by query heads, KV heads, head size and dtype."""
     private: Once[PrivateRows] = field(default_factory=Once)
     blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Rows of block tables, by the identity of the table that they are of."""

@@ -37,7 +37,7 @@ class LinearLayer(Generic[CarryT]):
     hypic_reached = False
     """Our core ran: a compiled graph of stock vLLM, taken from a cache, could pass it by."""
     carries: dict[str, CarryT]
-    """By segment request whose interior is cut."""
+    """What is carried, by segment request whose interior is cut."""
 
     def connect(self, runtime: HypicRuntime) -> None:
         """Take part in PIC from now on."""

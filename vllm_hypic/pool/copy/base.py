@@ -18,7 +18,7 @@ Intake = Callable[[Sections], None]
 
 
 class RecordMover(Protocol):
-    """Of one worker.  Called by its thread only, but for what :meth:`intake` returns."""
+    """Moves the records of one worker.  Called by its thread only, but for what :meth:`intake` returns."""
 
     @property
     def unfinished(self) -> int:
@@ -35,7 +35,7 @@ class RecordMover(Protocol):
         """
 
     def intake(self, place: RecordPlace) -> Intake:
-        """For one record that is to come to ``place``, which is reserved and was offered
+        """A function that takes one record, which is to come to ``place``, which is reserved and was offered
         transition blocks."""
 
     def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:

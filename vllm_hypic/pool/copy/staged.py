@@ -41,7 +41,7 @@ class StagedMover:
         self._tables = _Tables(pool)
         self._staging = torch.empty(blocks.nbytes, dtype=torch.uint8, device=pool.device)
         self._parcels: dict[int, _Parcel] = {}
-        """By serial: records that came and wait to be settled or discarded.  Written by any thread."""
+        """Records, by serial, that came and wait to be settled or discarded.  Written by any thread."""
         self._arrivals: deque[_Job] = deque()
         self._departures: deque[_Job] = deque()
         self._flights: deque[_Flight] = deque()
@@ -139,7 +139,8 @@ class StagedMover:
         self.dropped([departure.place.slot for departure in self._departing])
 
     def _launch(self) -> None:
-        """As many copies as there are blocks.  Requests wait for records that arrive: those go first."""
+        """Launch as many copies as there are blocks.  Requests wait for records that arrive: those go
+        first."""
         for jobs in (self._arrivals, self._departures):
             while jobs:
                 job = jobs[0]
@@ -159,7 +160,7 @@ class _Job(Protocol):
     """A record on its way."""
 
     chunks: deque[Chunk]
-    """Not launched yet, for want of a block."""
+    """Chunks that are not launched yet, for want of a block."""
     last: Mark | None
     """Behind the copy launched last."""
 
@@ -183,7 +184,7 @@ class _Flight:
 
 @dataclass(eq=False)
 class _Departure:
-    """From the pool to ``views``, by section."""
+    """A record on its way from the pool to ``views``, by section."""
 
     place: RecordPlace
     views: Mapping[str, np.ndarray]
@@ -227,7 +228,7 @@ class _Parcel:
 
     def __init__(self, live: list[np.ndarray]) -> None:
         self.live = live
-        """Of every linear layer, ``[heads]`` bool; of leading records nothing."""
+        """Live heads of every linear layer, ``[heads]`` bool each; empty for leading records."""
         self.loaded: list[tuple[Chunk, Block]] = []
         self.loose: deque[tuple[Chunk, np.ndarray]] = deque()
 
@@ -247,7 +248,7 @@ class _Parcel:
 
 
 class _Arrival:
-    """From a parcel to the pool.  ``chunks``: those without a block."""
+    """A record on its way from a parcel to the pool.  ``chunks``: those without a block."""
 
     def __init__(self, parcel: _Parcel, then: Callable[[], None]) -> None:
         self.chunks = deque(chunk for chunk, _ in parcel.loose)

@@ -12,7 +12,7 @@ import torch
 from ...config.engine import HypicConfig
 
 BLOCK_BYTES = 32 << 20
-"""Of pinned memory, and of the one block on the device that all copies go through."""
+"""Bytes of a block of pinned memory, and of the one block on the device that all copies go through."""
 HOST_BLOCKS = 8
 """Copies under way at a time; more wait."""
 _ALIGNMENT = 64

@@ -33,7 +33,8 @@ class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
     _views: _Views | None = None
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As stock, but for the core operator: opaque to the compiler, it looks at the step at run time."""
+        """The stock method, but for the core operator: opaque to the compiler, it looks at the step at run
+        time."""
         mixed_qkv, z, b, a = self._project(hidden_states)
         core = torch.zeros(
             (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),

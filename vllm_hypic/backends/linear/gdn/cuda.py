@@ -105,7 +105,7 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
     def sub_batch(
         self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
     ) -> GDNAttentionMetadata:
-        """As vLLM's builder would make it of these rows alone."""
+        """Metadata as vLLM's builder would make it of these rows alone."""
         shared = step.shared.of(_SharedPlans).sub_batch(lambda: _SubBatch.of(step, rows))
         slots = metadata.non_spec_state_indices_tensor
         assert slots is not None

@@ -34,7 +34,7 @@ class Weights:
     def prepare(
         weight: Tensor, bias: Tensor | None, A_log: Tensor, dt_bias: Tensor, key_heads: int, eps: float
     ) -> Weights:
-        """From the model's parameters; its convolution's weight is [channels, taps]."""
+        """Weights from the model's parameters; its convolution's weight is [channels, taps]."""
         return Weights(
             weight.detach().t().float().contiguous(),
             None if bias is None else bias.detach().float().contiguous(),
@@ -92,7 +92,7 @@ class Carry:
 
     @staticmethod
     def beside(states: Tensor) -> Carry:
-        """Of a layer whose records have `states` [slots, Hv, K, V]; uninitialised."""
+        """A carry of a layer whose records have `states` [slots, Hv, K, V]; uninitialised."""
         _, heads, K, V = states.shape
         return Carry(
             states.new_empty(heads, K, K),

@@ -26,7 +26,7 @@ class SegmentRow(NamedTuple):
     begin: int
     end: int
     slot: int
-    """Of its record."""
+    """Slot of its record."""
     leading: int
     """Nothing stands before it, so its record needs no T."""
     begins: int

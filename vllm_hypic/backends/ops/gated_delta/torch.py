@@ -231,7 +231,7 @@ class _Tokens:
 
     @staticmethod
     def of(pieces: Sequence[_Piece], x: Inputs, weights: Weights, caches: Caches) -> _Tokens:
-        """Of all pieces, in order.
+        """Tokens of all pieces, in order.
 
         Their rows, each piece behind its context, make one sequence, so that one convolution serves all.
         """

@@ -31,13 +31,14 @@ FEW_ROWS = 16
 """Folded rows of a tile where a request has no more: a decoded token or a few of them.  See `many_rows`."""
 
 ITEM_FIELDS = 8
-"""Of an item, int32: first query row of the request, its first output row, its rows, the tile's first folded
+"""Fields of an item, int32: first query row of the request, its first output row, its rows, the tile's
+first folded
 row, the request's first column, first column of the part and its end, both counted within the request, first
 partial row or -1: the tile is not split, write the result."""
 
 MERGE_FIELDS = 8
-"""Of a split tile, int32: first output row of the request, the tile's first folded row, its folded rows, its
-first partial row, its parts, and three unused."""
+"""Fields of a split tile, int32: first output row of the request, the tile's first folded row, its folded
+rows, its first partial row, its parts, and three unused."""
 
 _ALIGNMENT = 16
 """Elements: each array begins at a multiple of 64 bytes."""
@@ -57,7 +58,8 @@ class SpanColumns:
 
     @staticmethod
     def of(slots: Sequence[torch.Tensor], positions: Sequence[torch.Tensor]) -> SpanColumns:
-        """From each request's ``[columns]`` int64 tensors, all on the device where attention will run.
+        """Columns from each request's ``[columns]`` int64 tensors, all on the device where attention will
+        run.
 
         Copies on the device; does not wait for it.  Raises ``ValueError`` when the two differ in length.
         """
@@ -88,7 +90,8 @@ class SpanPlan:
     """The rows of one forward pass that see public columns, and how their attention is divided.
 
     ``token_rows [rows]`` int32: row of the query of each of them; ``visible_kv_lens [rows]`` int32: the
-    columns it sees are the first so many of its request; ``work``: the launches, at most two.  All on the device.
+    columns it sees are the first so many of its request; ``work``: the launches, at most two.  All on the
+    device.
     """
 
     heads: int
@@ -115,8 +118,8 @@ class SpanPlan:
         dtype: torch.dtype = torch.bfloat16,
     ) -> SpanPlan:
         """``query_ranges [requests, >= 2]``: rows ``[first, last)`` of the query, per request of ``columns``;
-        ``visible_kv_lens [rows]``: for the rows of all requests in order, how many columns of its request a row
-        sees; ``dtype`` of the query, K and V: all of two bytes have the same plan.
+        ``visible_kv_lens [rows]``: for the rows of all requests in order, how many columns of its request a
+        row sees; ``dtype`` of the query, K and V: all of two bytes have the same plan.
 
         Makes one copy from pinned memory to the device and does not wait for it.  Raises ``ValueError`` for
         numbers that contradict each other: rows, columns, more columns visible than there are.

@@ -27,7 +27,7 @@ def rotate_reference(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool)
 def unrotate_reference(
     x: torch.Tensor, table: torch.Tensor | None, positions: torch.Tensor, neox: bool
 ) -> torch.Tensor:
-    """Same signature and meaning as :func:`.torch_ops.unrotate`, in float64: a linear solve per pair."""
+    """Same signature and meaning as :func:`.torch.unrotate`, in float64: a linear solve per pair."""
     x = x.double()
     if table is None:
         return x

@@ -95,8 +95,8 @@ def span_attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible_kv_lens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of rows ``query [rows, heads, size]`` over the first ``visible_kv_lens [rows]`` of the columns
-    each; float32."""
+    """Attention of ``query [rows, heads, size]`` over the first ``visible_kv_lens [rows]`` columns each;
+    float32."""
     if not len(key):
         return query.new_zeros(query.shape, dtype=torch.float32), query.new_full(
             query.shape[:2], float("-inf"), dtype=torch.float32

@@ -30,7 +30,7 @@ from .plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
 from .scan import Shape, constants, load_columns, scan_chunk, store_columns, zeros_like_columns
 
 RECORD_COLUMNS = 32
-"""Of S that a program of `records_kernel` makes."""
+"""Columns of S that a program of `records_kernel` makes."""
 _RECORD_SLICE = 32
 """Columns of T that it holds at a time."""
 
@@ -233,7 +233,7 @@ def records_kernel(
 
 @dataclass(frozen=True)
 class Summaries:
-    """Of a plan's interiors, in the order of its summaries n, in float32.
+    """Summaries of a plan's interiors, in the order of its summaries n, in float32.
 
     edges         [2, n, Hv, K, V]  S before and behind the interior
     transitions   [n, Hv, K, K]

@@ -19,7 +19,7 @@ from ..arguments import Caches, Inputs, Records, Weights
 from .plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
 ROWS, CHANNELS = 16, 128
-"""Of a block."""
+"""Elements of a block."""
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _CONTEXT_FIELDS = tl.constexpr(len(ContextRow._fields))

@@ -137,7 +137,8 @@ class Reach:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Of `gdn_segments`. Tables are int32 on the device, a row per entry with the fields of the named type.
+    """A step's plan of `gdn_segments`. Tables are int32 on the device, a row per entry with the fields of
+    the named type.
 
     chunk                     rows of a chunk: 16 or 32
     chunks                    `ChunkRow`
@@ -160,8 +161,8 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class ComposePlan:
-    """Of `gdn_compose`. Tables as in `SegmentPlan`: of `ChunkRow`, `ComposeScan` (one per request),
-    `ComposeStep` and `ContextRow` (one per request)."""
+    """A step's plan of `gdn_compose`. Tables as in `SegmentPlan`: of `ChunkRow`, `ComposeScan` (one per
+    request), `ComposeStep` and `ContextRow` (one per request)."""
 
     chunk: int
     chunks: Tensor

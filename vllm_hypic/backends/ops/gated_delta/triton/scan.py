@@ -38,7 +38,7 @@ class Shape:
 
     @staticmethod
     def of(chunk: int, K: int, V: int) -> Shape:
-        """For chunks of so many rows.
+        """The shape of launches for chunks of so many rows.
 
         Slices as tall as chunks make all products of one height. Triton gives warps rows where a product is
         taken of another, 16 to each, and columns where there are no more than 16 rows; so no warp does what
@@ -49,7 +49,7 @@ class Shape:
 
 
 def constants(chunk: int, K: int, V: int, key_heads: int, heads: int) -> dict[str, int]:
-    """Of the kernels that go from chunk to chunk."""
+    """Constants of the kernels that go from chunk to chunk."""
     shape = Shape.of(chunk, K, V)
     return {
         "KEY_HEADS": key_heads,

@@ -19,8 +19,8 @@ from .tiles import SMALLEST, dot_precision
 ROWS, COLUMNS = 16, 64
 
 FIELDS = 6
-"""Of a tile, int32: first query row of the request, its first output row, its rows, the tile's first folded
-row, the request's row of the block table, its tokens in the cache."""
+"""Fields of a tile, int32: first query row of the request, its first output row, its rows, the tile's
+first folded row, the request's row of the block table, its tokens in the cache."""
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def capture_(
 ) -> None:
     """Write row ``rows[i]`` of K, its rotation undone, and of V into slot ``slots[i]`` of the pool.
 
-    As ``pool_key.index_copy_(0, slots, torch_ops.unrotate(key[rows], table, positions, neox))`` and
+    As ``pool_key.index_copy_(0, slots, torch.unrotate(key[rows], table, positions, neox))`` and
     ``pool_value.index_copy_(0, slots, value[rows])``.  ``key``, ``value [tokens, kv_heads, size]``, heads
     contiguous, K rotated; pools ``[slots, kv_heads, size]``, contiguous; ``rows``, ``slots`` and
     ``positions [n]`` integers on the device, no slot twice, positions those by which K was rotated;

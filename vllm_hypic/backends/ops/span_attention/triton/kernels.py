@@ -293,7 +293,7 @@ def attend(
 def _constants(
     kv_heads: int, group: int, tiles: HeadTiles, neox: bool, dtype: torch.dtype
 ) -> dict[str, int | bool | str]:
-    """Those of a layer."""
+    """The shape of a layer's heads."""
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,
