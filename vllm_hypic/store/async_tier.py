@@ -48,7 +48,7 @@ class Item:
 
 @dataclass
 class _Intent:
-    """What the operations of one name that have not ended (hanging ones included) leave behind."""
+    """Whether the object will be there once the operations on its name, hanging ones included, have ended."""
 
     present: bool
     operations: int = 0
@@ -151,12 +151,12 @@ class AsyncTier:
 
     @property
     def settled(self) -> bool:
-        """Opened, or known to fail: nothing to wait for."""
+        """Whether the tier is open, or known to fail: nothing to wait for."""
         return self.opened or self._failing
 
     @property
     def readable(self) -> bool:
-        """Not bypassed for reading."""
+        """Whether reads are not bypassed."""
         return self.opened and self.reads.up
 
     def may_hold(self, name: ObjectName) -> bool:
@@ -176,11 +176,11 @@ class AsyncTier:
         return self._tells and self.may_hold(name)
 
     def idle(self) -> bool:
-        """Nothing to be written any more, or no way to write it."""
+        """Whether nothing is to be written any more, or there is no way to write it."""
         return not self.opened or not self.writes.up or self.writes.idle()
 
     def at_rest(self) -> bool:
-        """Opened, and nothing to watch."""
+        """Whether the tier is open, and there is nothing to watch."""
         return self.opened and self.reads.idle() and self.writes.idle()
 
     def expire(self, now: float) -> None:
@@ -297,7 +297,7 @@ class AsyncTier:
             self._over(name)
 
     def _put_now(self, item: Item) -> float | None:
-        """A call to the tier.  The seconds that it took; ``None``: the object is no longer wanted."""
+        """Call the tier.  Returns the seconds that it took; ``None``: the object is no longer wanted."""
         with self._lock:
             expired = item.expires is not None and item.expires <= self._wall()
             if expired or not self._intents[item.name].present:
@@ -309,7 +309,7 @@ class AsyncTier:
         return time.perf_counter() - started
 
     def delete(self, name: ObjectName) -> None:
-        """Wins over every put before it, also over one that is running or hanging."""
+        """Delete the object: wins over every put before it, also over one that is running or hanging."""
         self._intend(name, present=False)
         Task(self._delete(name))
 
@@ -318,7 +318,7 @@ class AsyncTier:
         self._over(name)
 
     def clear(self) -> None:
-        """Wins over every put before it."""
+        """Delete everything: wins over every put before it."""
         for intent in self._intents.values():
             intent.present = False
         self._clears += 1
@@ -340,7 +340,7 @@ class AsyncTier:
     async def _control(
         self, what: str, call: Callable[[], object], again_after_timeout: bool = False
     ) -> None:
-        """Waits while the tier is bypassed; what fails is tried again, before all others."""
+        """Make a call that waits while the tier is bypassed; if it fails, it is the first to be tried."""
         for tries in range(1, _CONTROL_TRIES + 1):
             io = IoTask(what, call, self._settings.write_deadline_s, stays=True)
             try:
@@ -375,12 +375,12 @@ class AsyncTier:
     # -- levels
 
     def _refresh_soon(self) -> None:
-        """Once the queue is empty, and now and then before."""
+        """Refresh the levels once the queue is empty, and now and then before."""
         if not self.writes.backlog() or self._clock() >= self._refreshed_at + _REFRESH_S:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Not while writing is bypassed: that looking works does not say that writing does."""
+        """Refresh the levels unless writing is bypassed: looking may work when writing does not."""
         if not self._refreshing and self.writes.up and not self._closing:
             self._refreshing = True
             Task(self._look_how_full())
@@ -399,7 +399,7 @@ class AsyncTier:
         self._refreshing = False
 
     def _levels(self) -> tuple[tuple[int, int | None], int, Counts | None]:
-        """A call to the tier."""
+        """Call the tier: bytes used and budget, objects held, and what left it."""
         objects = sum(1 for _ in self.tier.held() or ()) if self._tells else 0
         return self.tier.used(), objects, getattr(self.tier, "counts", None)
 

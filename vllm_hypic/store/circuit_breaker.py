@@ -1,4 +1,4 @@
-"""Whether to use something that may fail: closed, open for a while, half-open for one probe, closed again."""
+"""A circuit breaker: closed, open for a while after a failure, half-open for one probe, closed again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """The usual three, as in an electric circuit: closed is well."""
+    """The states of a circuit breaker; closed is well."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -15,7 +15,7 @@ class State(Enum):
 
 
 class CircuitBreaker:
-    """State of one side of a tier.  Not thread-safe: its owner locks.
+    """Says whether one side of a tier may be used.  Not thread-safe: its owner locks.
 
     Times are seconds of one monotonic clock.
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 Clock = Callable[[], float]
-"""Monotonic seconds."""
+"""Returns monotonic seconds."""
 
 MOST_QUEUED = 65536
 
@@ -56,7 +56,7 @@ class IoTask(Future[T]):
         super().__init__()
         self.what, self.call, self.patience_s, self.stays = what, call, patience_s, stays
         self.started = self.seconds = 0.0
-        """On the executor's clock; how long the call took."""
+        """When it began, on the executor's clock, and how long it took."""
         self.watched = True
         self.returned: Future[None] | None = None
         self.next: tuple[Callable[[], Any], Future[Any]] | None = None
@@ -97,7 +97,7 @@ class WatchdogExecutor:
         self._queue: deque[IoTask[Any]] = deque()
         self._running: list[IoTask[Any]] = []
         self._working = self._hung = 0
-        """Threads: those that work or wait, and those that were abandoned."""
+        """Number of threads that work or wait, and of those that were abandoned."""
         self._started = self._stopped = False
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class WatchdogExecutor:
 
     @property
     def up(self) -> bool:
-        """Not bypassed."""
+        """Whether calls are not bypassed."""
         return self.breaker.closed and self._hung < self._most_hung
 
     def accepts(self) -> bool:
@@ -139,7 +139,7 @@ class WatchdogExecutor:
             task.fail(TimedOut("it waited in vain", Future()))
 
     def idle(self) -> bool:
-        """Nothing queued, nothing running but what was given up."""
+        """Whether nothing is queued, and nothing runs but what was given up."""
         with self._lock:
             return not self._queue and not self._running
 

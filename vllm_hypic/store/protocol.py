@@ -11,7 +11,7 @@ from .cache_value import CacheValue, ObjectName
 
 
 class Verdict(Enum):
-    """What a reader made of an object's bytes."""
+    """A reader's answer to an object's bytes."""
 
     TAKEN = "taken"
     DAMAGED = "damaged"
@@ -44,7 +44,7 @@ class Fetched:
 
 
 class Presence(Enum):
-    """What is known of an object in one tier."""
+    """Whether an object is in one tier."""
 
     THERE = "there"
     ABSENT = "absent"
@@ -59,7 +59,7 @@ class Located:
     ticket: int
     presence: Presence
     reason: str
-    """Why it failed; else empty."""
+    """The fault, if it failed; else empty."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class TierStats:
     corrupt: int = 0
     stored: int = 0
     refused: int = 0
-    """By admission or for want of room."""
+    """Objects not taken, by admission or for want of room."""
     evictions: int = 0
     expired: int = 0
     errors: int = 0
@@ -83,7 +83,7 @@ class TierStats:
     write_seconds: list[float] = field(default_factory=list)
     bytes_used: int = 0
     bytes_budget: int = 0
-    """0: unknown or unlimited."""
+    """Bytes; 0 when unknown or unlimited."""
     objects: int = 0
     up: bool = True
     """False while the tier is bypassed."""
@@ -93,7 +93,7 @@ class TierStats:
 class StoreStats:
     tiers: dict[str, TierStats] = field(default_factory=dict)
     queued_bytes: int = 0
-    """Committed, not yet in every tier."""
+    """Bytes that were committed and are not yet in every tier."""
     dropped_writes: int = 0
     """Reservations refused because writing lags behind."""
     inflight: int = 0
@@ -128,7 +128,7 @@ class SegmentStore(Protocol):
         tier.  Returns a ticket.  ``KeyError``: no such tier."""
 
     def located(self) -> list[Located]:
-        """What was found out since the last call; each ticket is reported once, within the deadlines."""
+        """The answers found out since the last call; each ticket is reported once, within the deadlines."""
 
     def delete(self, name: ObjectName) -> None: ...
 

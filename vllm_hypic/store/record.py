@@ -22,7 +22,7 @@ from .protocol import Verdict
 
 VERSION = 1
 ALIGNMENT = 64
-"""Of every section within the object, in bytes."""
+"""Alignment of every section within the object, in bytes."""
 MAX_BODY_BYTES = 1 << 18
 """Longest header body that is written or read: four thousand sections or so."""
 
@@ -33,7 +33,7 @@ _PREFIX = struct.Struct(
 )  # magic, version, body bytes, payload bytes, CRC of payload, CRC of header
 _HEADER_CRC_AT = _PREFIX.size - 4
 PEEK_BYTES = _PREFIX.size + MAX_BODY_BYTES + ALIGNMENT
-"""So many leading bytes of an object are enough for :func:`peek_value`, however large its header."""
+"""Leading bytes of an object that are enough for :func:`peek_value`, however large its header."""
 
 _ITEM_BYTES = {
     "bool": 1,
@@ -93,7 +93,7 @@ class Section:
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """What a record says of itself.
+    """A record's description of itself.
 
     ``namespace`` and ``key`` are SHA-256 digests in hex; ``columns`` counts the tokens whose K and V are
     kept, ``value_tokens`` and ``value_flops`` what a hit saves (see :class:`~.cache_value.CacheValue`).
@@ -319,7 +319,7 @@ def _read_header(data: memoryview, prefix: _Prefix) -> RecordHeader | Fault:
 
 
 def _header_crc(data: memoryview, start: int) -> int:
-    """Of all bytes before the payload but the checksum itself.  The magic counts as sealed."""
+    """The CRC of all bytes before the payload but the checksum itself.  The magic counts as sealed."""
     crc = zlib.crc32(data[8:_HEADER_CRC_AT], zlib.crc32(_MAGIC))
     return zlib.crc32(data[_PREFIX.size : start], crc)
 
@@ -417,7 +417,7 @@ def _section(row: object) -> Section | None:
 
 
 def _problem(header: RecordHeader) -> str | None:
-    """What keeps ``header`` from being one; its types are right."""
+    """The reason why no record has ``header``, if there is one; its types are right."""
     for digest in (header.namespace, header.key):
         if _DIGEST.fullmatch(digest) is None:
             return f"{digest[:80]!r}: expected a digest of 64 hex digits"

@@ -23,7 +23,7 @@ def shared_tiers(config: StoreConfig) -> dict[str, str]:
 
 
 def identity_of(tier: TierConfig) -> str | None:
-    """What all engines that share the tier call it; ``None``: it is not shared.
+    """The identity by which all engines that share the tier know it; ``None``: it is not shared.
 
     A digest of the type and of what ``shared`` says: a name, or, where that is true, the address as it is
     configured, without user and password.  It must therefore be written alike everywhere.

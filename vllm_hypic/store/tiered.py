@@ -36,7 +36,7 @@ Appraise = Callable[[memoryview], CacheValue | None]
 
 
 Source = AsyncTier | Writing
-"""Where an object may be."""
+"""A place where an object may be."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Fetch:
     started: float
     deadline: float
     give_up_at: float | None = None
-    """When to leave the source that is being asked; ``None`` while the reader runs."""
+    """The time to leave the source that is being asked; ``None`` while the reader runs."""
     current: bool = True
     """False once the object was deleted: it may be taken, but not be kept anywhere."""
     ended: Fetched | None = None
@@ -61,7 +61,7 @@ class _Fetch:
             self.task.interrupt(Unavailable("its time is over"))
 
     def read(self, data: memoryview) -> Verdict | None:
-        """On the thread that brought the object.  ``None``: the reader failed."""
+        """Run the reader, on the thread that brought the object.  ``None``: the reader failed."""
         try:
             return self.reader(data) if data.nbytes <= self.limit else Verdict.DAMAGED
         except Exception:
@@ -89,7 +89,7 @@ class TieredStore:
         self._appraise, self._clock, self._wall = appraise, clock, wall
         self._lock = threading.RLock()
         self._begun = threading.Condition(self._lock)
-        """Something that may need watching."""
+        """Notified when something begins that may need watching."""
         self._tiers = [AsyncTier(tier, self._settings, self._lock, clock, wall) for tier in tiers]
         self._writes = WriteBehind(self._tiers, self._settings, self._lock, clock)
         self._fetches: dict[ObjectName, _Fetch] = {}
@@ -175,7 +175,7 @@ class TieredStore:
     # -- reading
 
     def prefetch(self, name: ObjectName, limit: int, reader: Reader) -> bool:
-        """As the protocol says.  ``ValueError`` while an earlier fetch of ``name`` was not reported."""
+        """See the protocol.  ``ValueError`` while an earlier fetch of ``name`` was not reported."""
         with self._lock:
             if name in self._fetches:
                 raise ValueError(f"{name}: a fetch of it was not reported yet")
@@ -329,7 +329,7 @@ class TieredStore:
             )
 
     def _remember_expiry(self, name: ObjectName, at: float | None) -> None:
-        """For copies that move up later: a tier does not say when its object expires."""
+        """Keep it for copies that move up later: a tier does not say when its object expires."""
         if at is None and self._settings.ttl_s is None:
             self._expiries.pop(name, None)
             return

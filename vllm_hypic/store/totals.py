@@ -80,7 +80,7 @@ def append_stats(before: StoreStats | None, now: StoreStats) -> StoreStats:
 
 
 def since(now: StoreStats, before: StoreStats | None) -> StoreStats:
-    """What was counted after ``before``; levels and latencies are ``now``'s."""
+    """The counts after ``before``; levels and latencies are ``now``'s."""
     if before is None:
         return now
     tiers = {}

@@ -25,7 +25,7 @@ class Writing:
 
     name = "queue"
     stats = TierStats()
-    """Nobody asks for these."""
+    """Counted like a tier's; nobody asks for these."""
 
     def __init__(self, owner: WriteBehind, reservation: Reservation, expires: float | None) -> None:
         self.object, self.value, self.buffer = reservation.name, reservation.value, reservation.buffer
@@ -34,11 +34,11 @@ class Writing:
         self.finished: Future[None] = Future()
         """Fails when the object is deleted before, or cannot be finished."""
         self.ended: defaultdict[str, Future[str]] = defaultdict(Future)
-        """By tier: why it has not got the object, or nothing."""
+        """Ends, for each tier, with why that has not got the object, or with nothing."""
         self._owner = owner
 
     async def get(self, name: ObjectName, limit: int, patience_s: float) -> IoTask[memoryview | None]:
-        """As :meth:`AsyncTier.get`, once the object is finished."""
+        """Read the object, like :meth:`AsyncTier.get`, once it is finished."""
         await self.finished
         io: IoTask[memoryview | None] = IoTask(f"read {name}", self.buffer.toreadonly)
         try:
@@ -49,7 +49,7 @@ class Writing:
         return io
 
     def delete(self, name: ObjectName) -> None:
-        """Nor shall it stay where it has reached a tier, or is about to."""
+        """Withdraw the object, and delete it where it has reached a tier, or is about to."""
         self._owner.withdraw(name)
         for tier in self._owner.tiers:
             tier.delete(name)
@@ -58,7 +58,7 @@ class Writing:
         """Tell those who wait that they do so in vain."""
         fault = "it was deleted, or could not be finished"
         self.finished.fail(Unavailable(fault))
-        for ended in self.ended.values():
+        for ended in list(self.ended.values()):
             ended.set(fault)
 
 
@@ -78,9 +78,9 @@ class WriteBehind:
         self.tiers = tiers
         self.dropped = 0
         self.nbytes = 0
-        """Reserved, committed, promoted."""
+        """Bytes that are reserved, committed or being promoted."""
         self.queued = 0
-        """Committed."""
+        """Bytes that are committed."""
         self._settings, self._lock = settings, lock
         self._reserved: dict[int, Reservation] = {}
         self._writing: dict[ObjectName, Writing] = {}
@@ -106,7 +106,7 @@ class WriteBehind:
     # -- the caller's
 
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
-        """As :meth:`SegmentStore.reserve`; allocates without the lock."""
+        """See :meth:`SegmentStore.reserve`.  Allocates without the lock."""
         if value.nbytes < 1:
             raise ValueError(f"nbytes={value.nbytes} of {name}: expected an integer >= 1")
         with self._lock:
@@ -151,7 +151,7 @@ class WriteBehind:
         return self._writing.get(name)
 
     def withdraw(self, name: ObjectName) -> None:
-        """What has not reached a tier never will."""
+        """Turn the object away: where it has not reached a tier it never will."""
         writing = self._writing.pop(name, None)
         if writing is not None:
             writing.withdrawn = True
@@ -195,7 +195,7 @@ class WriteBehind:
         self._left(writing.value.nbytes)
 
     def _finish(self, writing: Writing, finish: Finish | None) -> bool:
-        """On the finisher's thread."""
+        """Run ``finish``, on the finisher's thread.  Whether it succeeded."""
         try:
             if finish is not None and not writing.withdrawn:
                 finish(writing.buffer)

@@ -1,4 +1,4 @@
-"""What leaves when a budget is full: policies by name (here), FLOPs of a model, tuning, replay."""
+"""Eviction: policies by name (here), how they rank objects, FLOPs of a model, tuning, replay."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class EvictionPolicy(Protocol):
         """
 
     def worst_first(self) -> Iterator[str]:
-        """All held keys, the first to evict first.  Changes nothing.
+        """All held keys, in the order of eviction.  Changes nothing.
 
         ``RuntimeError`` when the policy is changed before the walk ends: collect victims, then remove them.
         """

@@ -43,7 +43,7 @@ class FlopAwarePolicy:
 
     @property
     def setting(self) -> Setting:
-        """What is in force."""
+        """The setting in force."""
         if self._fixed is not None:
             return self._fixed
         assert self.tuner is not None
@@ -51,7 +51,7 @@ class FlopAwarePolicy:
 
     @property
     def tunings(self) -> int:
-        """Settings found so far."""
+        """Number of settings found so far."""
         return self.tuner.tunings if self.tuner is not None else 0
 
     def added(self, key: str, value: CacheValue) -> None:
@@ -109,7 +109,7 @@ class FlopAwarePolicy:
             self.tuner.close()
 
     def _access(self, key: str, value: CacheValue, *, hit: bool) -> int:
-        """One more access; its time."""
+        """Count one more access; returns its time."""
         self._now += 1
         if self.tuner is not None:
             self.tuner.accessed(key, value, self._most_bytes, hit=hit)

@@ -1,4 +1,4 @@
-"""Memory of objects that are not held: when they were asked for.  Bounded; the oldest are forgotten."""
+"""A bounded memory of when objects that are not held were asked for: the oldest are forgotten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ghost:
-    """``latest`` time of asking, and the one before, if remembered.
+    """The ``latest`` time of asking, and the one before, if remembered.
 
     ``open``: the latest asking was a miss whose object has not come yet.
     """
@@ -31,12 +31,12 @@ class GhostList:
         return self._seen.get(key)
 
     def missed(self, key: str, now: int, limit: int) -> None:
-        """Asked for and not there; what was asked longest ago is forgotten beyond ``limit`` names."""
+        """The object was asked for and is not there; beyond ``limit`` names the oldest is forgotten."""
         old = self._seen.pop(key, None)
         self._keep(key, Ghost(now, old.latest if old else None, open=True), limit)
 
     def evicted(self, key: str, used: int, limit: int) -> None:
-        """Held until now, last used at ``used``."""
+        """The object was held until now, and last used at ``used``."""
         self._keep(key, Ghost(used, None, open=False), limit)
 
     def forget(self, key: str) -> None:

@@ -30,7 +30,7 @@ def grade(value: CacheValue) -> int:
 
 
 def weight(grade: int, best: int, alpha: float) -> float:
-    """What multiplies an object's age: ``(density of best / density of grade) ** alpha``, at least 1."""
+    """The factor of an object's age: ``(density of best / density of grade) ** alpha``, at least 1."""
     return math.exp(min(_STEEPEST, alpha * (best - grade) * math.log(2) / GRADES_PER_OCTAVE))
 
 

@@ -11,12 +11,12 @@ from .replay import Setting, Window
 ALPHAS = (0.0, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 PATIENCES = (0.0, 200.0, 2000.0, math.inf)
 MARGIN = 0.01
-"""What a setting must gain over plain LRU to be chosen, as a share: less may be the window's luck."""
+"""A setting is chosen if it gains this share over plain LRU: less may be the window's luck."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """``setting``, the share of FLOPs that it saved in the window, that of LRU, and how many were tried."""
+    """A setting, the share of FLOPs that it saved in the window, that of LRU, and how many were tried."""
 
     setting: Setting
     share: float
@@ -27,7 +27,7 @@ class Tuned:
 def best_setting(
     window: Window, budget: int, *, choosy: bool, stopped: Callable[[], bool] | None = None
 ) -> Tuned:
-    """``alpha`` first, letting every newcomer in; if ``choosy`` then ``patience``, then ``alpha`` once more.
+    """Search ``alpha``, letting every newcomer in; if ``choosy`` then ``patience``, and ``alpha`` once more.
 
     Raises ``Interrupted`` soon after ``stopped`` says so.
     """

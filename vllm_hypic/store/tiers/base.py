@@ -1,4 +1,4 @@
-"""What every tier does: keep whole objects under names.  Blocking: ``../async_tier.py`` gives it threads.
+"""The interface of tiers: keep whole objects under names.  Blocking: ``../async_tier.py`` gives it threads.
 
 A tier knows nothing of records: bytes in, the same bytes out.  Whoever reads checks them.
 """
@@ -13,7 +13,7 @@ from ..cache_value import CacheValue, ObjectName
 
 
 class TierError(Exception):
-    """The tier failed (not: has no such object).  It is bypassed for a while, then tries again."""
+    """The tier failed (not: has no such object).  The store bypasses it for a while, then tries again."""
 
 
 class TierFull(TierError):
@@ -27,7 +27,7 @@ class Held:
     name: ObjectName
     value: CacheValue
     expires: float | None = None
-    """Unix time, seconds."""
+    """Unix time in seconds; ``None``: never."""
 
 
 class Tier(Protocol):

@@ -1,4 +1,4 @@
-"""Books of a tier with a byte budget: what is held, pinned, expiring, being written.  No bytes, no clock.
+"""The index of a tier with a byte budget: what is held, pinned, expiring, being written.  No bytes, no clock.
 
 Not thread-safe: its owner locks.  Only ``in`` may be asked without the lock.
 """
@@ -15,7 +15,7 @@ from .base import Held
 
 
 class Refusal(Enum):
-    """Why an object gets no room."""
+    """Reasons why an object gets no room."""
 
     TOO_LARGE = "larger than the budget"
     PINNED = "no room beside pinned objects and those being written"
@@ -38,11 +38,11 @@ class Counts:
     evicted: int = 0
     expired: int = 0
     damaged: int = 0
-    """Longer than their reader can take, or not as they were written."""
+    """Objects that were longer than their reader can take, or not as they were written."""
 
 
 class CapacityIndex:
-    """Books of one tier.  ``value.nbytes`` of an object is what counts against ``budget`` bytes.
+    """The objects of one tier.  ``value.nbytes`` of an object is what counts against ``budget`` bytes.
 
     A put goes through ``plan_put -> reserve -> commit | abort``; the victims of a plan leave with
     ``reserve``.  Pins belong to names, whether held or not, and are not counted: pinned twice, one unpin
@@ -81,7 +81,7 @@ class CapacityIndex:
         return None if value is None else Held(name, value, self._expiries.get(name))
 
     def held(self) -> list[Held]:
-        """Changes nothing."""
+        """All objects.  Changes nothing."""
         return [Held(name, value, self._expiries.get(name)) for name, value in self._held.items()]
 
     # -- coming
@@ -169,7 +169,7 @@ class CapacityIndex:
             self._soonest = min(self._soonest, at)
 
     def is_expired(self, name: ObjectName, now: float) -> bool:
-        """Safe without the lock."""
+        """Whether the object has expired at ``now``.  Safe without the lock."""
         at = self._expiries.get(name)
         return at is not None and at <= now and name not in self._pins
 

@@ -218,7 +218,7 @@ class DiskTier:
             self._end_put(plan, success=True)
 
     def _reserve(self, plan: Plan) -> list[Held]:
-        """Room in the books, with the lock held; the files of the victims are for :meth:`_unlink_victims`."""
+        """Book room, with the lock held; the files of the victims are for :meth:`_unlink_victims`."""
         victims = self._take_out(plan.victims)
         self._index.reserve(replace(plan, victims=()))
         return victims
@@ -267,14 +267,14 @@ class DiskTier:
             self.delete(name)
 
     def _drop_expired(self) -> None:
-        """What cannot be removed now is tried again by the next operation, and absent until then."""
+        """Remove what has expired; what cannot be removed now is absent, and tried again by the next call."""
         with self._free:
             self._check_open()
             victims = self._take_out(self._index.expired(self._clock(), self._busy), expired=True)
         self._unlink_if_possible(victims)
 
     def _take_out(self, names: Collection[ObjectName], *, expired: bool = False) -> list[Held]:
-        """Out of the books, with the lock held; their files are for :meth:`_unlink_victims`."""
+        """Take objects out of the books, with the lock held; their files are for :meth:`_unlink_victims`."""
         victims = [held for name in names if (held := self._index.entry(name)) is not None]
         for held in victims:
             self._index.remove(held.name, evicted=not expired, expired=expired)
@@ -297,7 +297,7 @@ class DiskTier:
             raise TierError(f"{self.name}: {fault}") from fault
 
     def _unlink_if_possible(self, victims: list[Held]) -> bool:
-        """A disk that has become read-only is still read: only writing fails for it."""
+        """Remove files; a disk that has become read-only is still read: only writing fails for it."""
         try:
             self._unlink_victims(victims)
         except TierError as e:
@@ -349,7 +349,7 @@ class DiskTier:
 
     @contextlib.contextmanager
     def _claim(self, name: ObjectName) -> Iterator[None]:
-        """The only thread that makes or removes this file.  Waits for one that does; claims one name only."""
+        """Let no other thread make or remove this file.  Waits for one that does; claims one name only."""
         with self._free:
             self._check_open()
             self._free.wait_for(lambda: name not in self._busy)

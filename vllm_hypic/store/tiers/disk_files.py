@@ -66,7 +66,7 @@ class ObjectFiles:
                     os.close(fd)
 
     def names(self) -> Iterator[ObjectName]:
-        """All that look like objects."""
+        """Names of all files that look like objects."""
         digits = "0123456789abcdef"
         for first in digits:
             for second in digits:
@@ -157,7 +157,7 @@ class ObjectFiles:
     # -- writing
 
     def write(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
-        """Complete and durable at its place when this returns; nothing is left when it raises."""
+        """Make a file: complete and durable at its place when this returns, gone when it raises."""
         place = self._place(name)
         partial, fd = self._begin_partial(name)
         written = partial

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.storage_manager import StorageManager
 
 RELEASE = "0.5.6"
-"""Its interfaces are internal to LMCache and change with every release: another one must be tried first."""
+"""LMCache's release.  The interfaces used are internal to it: another release must be tried first."""
 
 _INSTALL = f"pip install 'vllm-hypic[lmcache]' && pip install --no-deps lmcache=={RELEASE}"
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -22,7 +22,7 @@ from .lmcache import check_namespace
 from .lmcache_objects import LMCacheObjects
 
 L2_TIMEOUT_S = 5.0
-"""Of each wait for one of the server's L2."""
+"""Bounds each wait for one of the server's L2."""
 
 
 _NO_DATA = memoryview(b"")
@@ -39,7 +39,7 @@ class Status(IntEnum):
 
 
 class Call(msgspec.Struct, array_like=True):
-    """What a client sends; a method reads the fields that it needs."""
+    """A client's call; a method reads the fields that it needs."""
 
     namespace: str
     name: ObjectName = ObjectName("")
@@ -146,5 +146,5 @@ class HypicModule:
 
 
 def build_server_modules(build: ExtServerModuleBuildContext) -> HypicModule:
-    """What ``lmcache server`` looks for in a module."""
+    """The entry point that ``lmcache server`` looks for in a module."""
     return HypicModule(build.server_context)

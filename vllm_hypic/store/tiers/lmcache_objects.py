@@ -37,12 +37,12 @@ _MODEL = "vllm-hypic"
 _BODY, _HEAD = 0, 1  # LMCache's object groups
 _STRIPES = 64
 _ROOM_WAIT_S = 1.0
-"""How long a put waits for objects to become evictable that are just being read or written."""
+"""Seconds that a put waits for objects to become evictable that are just being read or written."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the object's body must be."""
+    """The length and checksum that an object's body must have, and when it expires."""
 
     nbytes: int
     crc: int
@@ -313,7 +313,7 @@ class _Adapters:
         self._stored = threading.Event()
         self._suspect: set[int] = set()
         self._missing: list[L2AdapterConfigBase] = []
-        """Taken out, and not yet back."""
+        """Adapters that were taken out and are not yet back."""
         self._watched: set[int] = set()
         for descriptor, _ in manager.l2_adapters():
             self._watch(descriptor.index)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NO_NAME, _NO_DATA = ObjectName(""), memoryview(b"")
 _PROBE_S = 1.0
-"""For a connection to the server's port: a server that is down is told at once."""
+"""Bounds the connection to the server's port: a server that is down is told at once."""
 
 
 class LMCacheServerTier:

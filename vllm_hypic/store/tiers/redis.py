@@ -188,7 +188,7 @@ class RedisTier:
                     self._pinned[name] = None
 
     def _ask(self, command: Callable[[], T]) -> T:
-        """What the server answers; its faults as :class:`TierError`.  Connections mend themselves."""
+        """The server's answer; its faults as :class:`TierError`.  Connections mend themselves."""
         from redis.exceptions import OutOfMemoryError, RedisError
 
         if not self._opened:
