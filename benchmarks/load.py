@@ -1,7 +1,8 @@
 """``load``: a RAG trace against ``vllm serve``, with this plugin and stock with prefix caching.
 
 Measures the time to first token, from the scheduled arrival on, over request rates; or searches each
-server's *sustainable rate*: the highest at which a percentile of it stays below a limit.
+server's *sustainable rate*: the highest at which a percentile of it stays below a limit.  Requests are sent
+and timed by ``vllm bench serve`` (``bench_serve.py``), a process for each measurement.
 
 What makes the two comparable:
 
@@ -15,7 +16,8 @@ What makes the two comparable:
 * One server works at a time, and they take turns: an idle vLLM server takes next to no time.
 * vLLM's defaults for everything else, compiled models among it.
 
-With 60 requests in a measurement the 99th percentile is the slowest of them: strict, and decided early.
+With 60 requests in a measurement the 99th percentile is the slowest of them: strict, and decided early: in a search
+a measurement ends once more requests than allowed have waited longer than the limit.
 More requests, or the 90th percentile, are steadier.  The ratio's range says how far apart the rates are that
 were and were not sustained; how much luck there is in the trace, other seeds say.
 
