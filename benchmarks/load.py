@@ -16,9 +16,9 @@ What makes the two comparable:
 * One server works at a time, and they take turns: an idle vLLM server takes next to no time.
 * vLLM's defaults for everything else, compiled models among it.
 
-With 60 requests in a measurement the 99th percentile is the slowest of them: strict, and decided early: in a search
-a measurement ends once more requests than allowed have waited longer than the limit.
-More requests, or the 90th percentile, are steadier.  The ratio's range says how far apart the rates are that
+With 60 requests in a measurement the 99th percentile is the slowest of them: strict, and decided early:
+in a search a measurement ends once more requests than allowed have waited longer than the limit.  More
+requests, or the 90th percentile, are steadier.  The ratio's range says how far apart the rates are that
 were and were not sustained; how much luck there is in the trace, other seeds say.
 
 The limit of 10 s is a few times what stock vLLM needs for one prompt of the default trace on a small
