@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.engine.instance import RoutedInstance
+from vllm_hypic.harness.processes import free_port
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.plan import PromptError, PromptPlan
@@ -126,6 +128,28 @@ def test_the_longest_segment_that_a_model_takes() -> None:
         ids = [*([1] * n), IDS.sep, *([2] * 40), IDS.sep, 3]
         plan = planned_alike(side, ids, {}, None)
         assert plan is not None and len(plan.segments) == (2 if n < MODEL_LEN else 1)
+
+
+def test_an_engine_describes_itself_so() -> None:
+    events = f"tcp://127.0.0.1:{free_port()}"
+    side = engine(linear=True, segment_parallel={"listen": "tcp://127.0.0.1:7100", "events": events})
+    instance = RoutedInstance(side, ("m",), MODEL_LEN)
+    try:
+        said = instance.describe()
+    finally:
+        instance.close()
+    assert said is not None and said.deadline_s == 120 and said.instance
+    own = {"instance": "i", "events": "tcp://127.0.0.1:7101", "deadline_s": None}
+    assert msgspec.structs.replace(said, **own) == described(side)
+    wire = msgspec.json.encode(said)
+    assert msgspec.json.decode(wire, type=Description) == said
+    told = msgspec.json.decode(wire)
+    # Names that routers of other versions look for.
+    numbers = "separator pdep pad seam_tokens min_segment_tokens max_model_len deadline_s quadratic"
+    others = "instance model namespace landing events link has_linear has_attention shared_tiers limits"
+    assert set(told) == {*numbers.split(), *others.split()}
+    limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
+    assert set(told["limits"]) == set(limits.split())
 
 
 @pytest.mark.parametrize(

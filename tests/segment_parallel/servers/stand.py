@@ -92,7 +92,7 @@ class Stand:
             numbers = {i.url: _hypic(i) for i in alive}
             held = {u: (n.get("pinned", 0), n.get("waiting", 0)) for u, n in numbers.items()}
             busy = [i["url"] for i in health["instances"] if i["open_requests"]]
-            if not health["flights"] and not busy and not any(any(h) for h in held.values()):
+            if not health["in_flight_transfers"] and not busy and not any(any(h) for h in held.values()):
                 break
             assert time.monotonic() < deadline, f"still under way: {health}, pinned and waiting: {held}"
             time.sleep(0.1)
