@@ -38,12 +38,12 @@ def pool_batches(examples: Sequence[Example], limits: PoolLimits | None, most: i
     """
     begin = 0
     while begin < len(examples):
-        end, pages, slots, tiles = begin, 0, 0, 0
+        end, pages, slots, blocks = begin, 0, 0, 0
         while end < min(begin + most, len(examples)):
             if limits is not None:
                 more = _need(examples[end].prompt, limits)
-                pages, slots, tiles = pages + more[0], slots + more[1], tiles + more[2]
-                if pages > limits.pages or slots > limits.slots or tiles > limits.tiles:
+                pages, slots, blocks = pages + more[0], slots + more[1], blocks + more[2]
+                if pages > limits.pages or slots > limits.slots or blocks > limits.tiles:
                     break
             end += 1
         if end == begin:
@@ -58,7 +58,7 @@ def pool_batches(examples: Sequence[Example], limits: PoolLimits | None, most: i
 
 
 def _need(prompt: Prompt, limits: PoolLimits) -> tuple[int, int, int]:
-    """Most pages, slots and tiles that the prompt's records take with any link method."""
+    """Most pages, slots and transition blocks that the prompt's records take with any link method."""
     parts = (prompt.head, *prompt.documents)
     pages = sum(-(-len(part) // limits.page_tokens) for part in parts)
     return pages, len(parts), len(prompt.documents) * limits.record_tiles

@@ -142,7 +142,7 @@ class CachedSegment:
 @dataclass(frozen=True)
 class PoolLimits:
     """What one request may take of the public pool: pages, state slots, tokens of a segment request; and
-    tiles for transitions, of which an interior segment takes at most ``record_tiles``.
+    ``tiles``, the transition blocks, of which an interior segment takes at most ``record_tiles``.
 
     Instances tell routers these numbers under these names.
     """
@@ -239,7 +239,7 @@ class _Budget:
     """Greedy count of what a request's distinct records take of the pool."""
 
     def __init__(self, limits: PoolLimits, kept: Collection[SegmentKey]) -> None:
-        self.limits, self.pages, self.slots, self.tiles = limits, 0, 0, 0
+        self.limits, self.pages, self.slots, self.blocks = limits, 0, 0, 0
         self.seen = set(kept)
 
     def take(self, segment: CachedSegment) -> bool:
@@ -247,15 +247,15 @@ class _Budget:
         if segment.key in self.seen and not too_long:
             return True
         pages = self.pages + -(-segment.columns // self.limits.page_tokens)
-        tiles = self.tiles + (0 if segment.role is Role.LEADING else self.limits.record_tiles)
+        blocks = self.blocks + (0 if segment.role is Role.LEADING else self.limits.record_tiles)
         if (
             too_long
             or pages > self.limits.pages
             or self.slots + 1 > self.limits.slots
-            or tiles > self.limits.tiles
+            or blocks > self.limits.tiles
         ):
             return False
-        self.pages, self.slots, self.tiles = pages, self.slots + 1, tiles
+        self.pages, self.slots, self.blocks = pages, self.slots + 1, blocks
         self.seen.add(segment.key)
         return True
 
