@@ -139,7 +139,7 @@ def test_commands_write_what_they_show(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "open_eyes", lambda probe, shapes: nullcontext(replace(pair, probe=probe)))
+    monkeypatch.setattr(module, "running_pair", lambda probe, shapes: nullcontext(replace(pair, probe=probe)))
     name = module.__name__.rpartition(".")[2]
     found, plot = tmp_path / "found.json", tmp_path / "found.png"
     files = ["--json", str(found), "--plot", str(plot)]
