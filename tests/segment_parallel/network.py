@@ -256,7 +256,7 @@ class Network:
         return any(isinstance(m, wire.Data | wire.Held) for m in messages) or end in self.reads.values()
 
     def bring(self, i: int) -> None:
-        """Until the bytes of a record of sender ``i`` are on their way, or being read."""
+        """Exchange messages until bytes of sender ``i`` are on their way, or being read."""
         self.connect(i)
         for _ in range(20):
             if not self.carries_bytes(i):

@@ -69,7 +69,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(i=ENDS, name=NAMES, steps=st.integers(0, 3))
     def send_what_is_expected(self, i: int, name: str, steps: int) -> None:
-        """Until its bytes are on their way, and perhaps further."""
+        """Its bytes are on their way then, or further."""
         self.expect(name, LIMIT)
         self.network.send(i, name)
         self.network.bring(i)

@@ -181,7 +181,7 @@ class Puller(Inbound):
         self._spans = SpanAllocator(nbytes)
         self._late_s = late_s
         self._sources: OrderedDict[bytes, _Source] = OrderedDict()
-        """By their metadata; the least recently read first."""
+        """Sources by their metadata; the least recently read first."""
         self._under_way: list[Pull] = []
         self._given_up: list[Pull] = []
         """Their memory may still be written: it is not used again before NIXL says that they have ended."""

@@ -89,7 +89,7 @@ class ReceiverMachine:
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
         """Peers that have greeted, the least recently heard first."""
         self._peer_of: dict[str, bytes] = {}
-        """By the sender's id."""
+        """Peers by their sender's id."""
 
     @property
     def waiting(self) -> bool:

@@ -127,7 +127,7 @@ class Sender:
     # -- the thread
 
     def _wait_ms(self) -> int:
-        """Until the next deadline, renewal, check whether libzmq has let go of bytes, or progress of NIXL."""
+        """The next deadline, renewal, check whether libzmq has let go of bytes, or progress of NIXL."""
         wait = _RELEASE_TICK_S if self._releasing else _TICK_S
         if any(transport.busy for transport in self._transports):
             wait = _PROGRESS_TICK_S
@@ -274,7 +274,7 @@ class Sender:
         self._releasing[:] = waiting
 
     def _report(self, transfer: Transfer) -> None:
-        """Lock held."""
+        """The caller holds the lock."""
         assert transfer.outcome is not None
         self._pending_bytes -= transfer.data.nbytes
         self._outbox.append(transfer.outcome)

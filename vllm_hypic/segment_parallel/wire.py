@@ -66,13 +66,13 @@ class Retract(Struct, frozen=True, array_like=True, tag="retract", forbid_unknow
 
 
 class Withdraw(Struct, frozen=True, array_like=True, tag="withdraw", forbid_unknown_fields=True):
-    """From a router: nobody will send these."""
+    """A router says: nobody will send these."""
 
     names: Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 
 
 class Stored(Struct, frozen=True, array_like=True, tag="stored", forbid_unknown_fields=True):
-    """From a router: these are in a tier that the instance shares with who computed them.  Said only to
+    """A router says: these are in a tier that the instance shares with who computed them.  Said only to
     instances that describe a shared tier: older ones do not know this message."""
 
     names: Annotated[list[Name], Meta(max_length=MOST_NAMES)]
@@ -128,9 +128,9 @@ class Noted(Struct, frozen=True, array_like=True, tag="noted", forbid_unknown_fi
 
 
 Request = Hello | Offer | Data | Held | Retract | Withdraw | Stored
-"""From senders and routers to a receiver."""
+"""Messages of senders and routers to a receiver."""
 Reply = Again | Welcome | Unwelcome | ClearToSend | Done | Ack | Nack | Withdrawn | Noted
-"""From a receiver."""
+"""Answers of a receiver."""
 
 
 class Malformed(Exception):
