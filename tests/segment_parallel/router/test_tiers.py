@@ -117,10 +117,10 @@ def test_a_tier_that_hangs_at_one_worker(site: Site, monkeypatch: pytest.MonkeyP
 
 
 def test_a_combine_node_that_cannot_be_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def in_vain(*told: object) -> None:
+    def in_vain(*told: object) -> None:
         raise TimeoutError("it did not answer")
 
-    monkeypatch.setattr(notifier, "atell_stored", in_vain)
+    monkeypatch.setattr(notifier, "tell_stored", in_vain)
     tiers = {FAST: set[str]()}
     workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
     router = site.router(workers, [combine], through=RecordRoute.TIERS)
