@@ -1,0 +1,76 @@
+"""Documents name what exists: files, folders, modules, and what ``python -m`` runs."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("", "docs", "docs/benchmarks", "csrc", "vllm_hypic/store", "examples/models/*")
+DOCUMENTS = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/*.md".lstrip("/")))]
+OUTPUT = {"build/docs"}  # what make targets make
+
+NAMED = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)*/?)`")
+IN_TREE = re.compile(
+    r"(?<![\w./-])(?:vllm_hypic|benchmarks|tests|docs|examples|csrc|tools)/[\w./-]*[\w/]|\btools/[\w.]+\.py"
+)
+MODULE = re.compile(r"(?<![\w.])vllm_hypic((?:\.[a-z]\w*)+)")
+RUN = re.compile(r"\bpython3? -m ([a-z]\w*(?:\.\w+)*)")
+FORMER = re.compile(r"\(was [^)]*\)")
+
+
+def text_of(document: Path) -> str:
+    """The document without the former names of its changes: ``(was ...)``."""
+    return FORMER.sub("", document.read_text())
+
+
+def wrong_paths(document: Path) -> list[str]:
+    """Paths that do not exist, seen from the repository, the package, or the document's folder.  A file's name
+    alone may also follow its folder: in the same paragraph."""
+    wrong = []
+    seen_from = [ROOT, ROOT / "vllm_hypic", document.parent]
+    for paragraph in text_of(document).split("\n\n"):
+        named = [p for p in NAMED.findall(paragraph) if "/" in p or p.endswith((".py", ".md"))]
+        found = [f for p in named if "/" in p for root in seen_from for f in root.glob(p.rstrip("/"))]
+        folders = [f if f.is_dir() else f.parent for f in found]
+        for path in named + IN_TREE.findall(paragraph):
+            names = [path.rstrip("/") + suffix for suffix in ("", ".py", ".md")]
+            exists = any(list(root.glob(name)) for root in seen_from for name in names)
+            follows = "/" not in path and any(list(f.rglob(path)) for f in folders)
+            if not exists and not follows and path not in OUTPUT:
+                wrong.append(path)
+    return wrong
+
+
+def runs(module: str) -> bool:
+    try:
+        found = find_spec(module)
+        return found is not None and (
+            found.submodule_search_locations is None or find_spec(f"{module}.__main__") is not None
+        )
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_what_is_named_exists(document):
+    text = text_of(document)
+    assert wrong_paths(document) == []
+    assert [m for m in RUN.findall(text) if not runs(m)] == []
+    dotted = [m.replace(".", "/") for m in MODULE.findall(text)]
+    package = ROOT / "vllm_hypic"
+    assert [
+        m for m in dotted if not (Path(f"{package}{m}").is_dir() or Path(f"{package}{m}.py").is_file())
+    ] == []
+
+
+def test_planted_faults_are_found(tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text(
+        "`engine/worker.py`, `worker.py`, `pool/` (was `connector/streams.py`)\n\n`worker.py` `gone/x`\n"
+    )
+    assert wrong_paths(document) == ["worker.py", "gone/x"]
+    assert runs("benchmarks") and not runs("vllm_hypic.bench") and not runs("vllm_hypic.pool")
