@@ -28,8 +28,8 @@ def text_of(document: Path) -> str:
 
 
 def wrong_paths(document: Path) -> list[str]:
-    """Paths that do not exist, seen from the repository, the package, or the document's folder.  A file's name
-    alone may also follow its folder: in the same paragraph."""
+    """Paths that do not exist, seen from the repository, the package, or the document's folder.  A file's
+    name alone may also follow its folder, in the same paragraph."""
     wrong = []
     seen_from = [ROOT, ROOT / "vllm_hypic", document.parent]
     for paragraph in text_of(document).split("\n\n"):
