@@ -11,15 +11,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.probes import dtype
+from benchmarks.probes.__main__ import main
+from benchmarks.probes.attention import Profile, _deviation, _Tokens, token_deviation, zones
+from benchmarks.probes.drift import aggregate
+from benchmarks.probes.engine_calls import Observation
+from benchmarks.probes.engine_pair import MethodRun, Probe, PromptRuns, make_prompts, require_long
 from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
 from vllm_hypic.eval.estimates import relative
 from vllm_hypic.eval.methods import FULL, link_method
-from vllm_hypic.eval.probes import dtype
-from vllm_hypic.eval.probes.__main__ import main
-from vllm_hypic.eval.probes.attention import Profile, _deviation, _Tokens, token_deviation, zones
-from vllm_hypic.eval.probes.drift import aggregate
-from vllm_hypic.eval.probes.engine_calls import Observation
-from vllm_hypic.eval.probes.engine_pair import MethodRun, Probe, PromptRuns, make_prompts, require_long
 from vllm_hypic.harness.fidelity import distance
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import Prompt, Writer

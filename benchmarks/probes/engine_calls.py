@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...harness import engine_calls
-from ...harness.engine_calls import Ask
+from vllm_hypic.harness import engine_calls
+from vllm_hypic.harness.engine_calls import Ask
 
 if TYPE_CHECKING:
-    from ...pool.plans import StreamPlan
+    from vllm_hypic.pool.plans import StreamPlan
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _attention(
     """Put computed and reused K and V in the order of the prompt, and attend to them from the question."""
     import torch
 
-    from ...backends.ops.span_attention.torch import rotate, unrotate
+    from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
 
     link, size = layer.impl.link, layer.head_size
     query, key, value = (torch.cat(parts).unflatten(-1, (-1, size)) for parts in zip(*chunks, strict=True))

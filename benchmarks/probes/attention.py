@@ -16,13 +16,14 @@ from typing import Any
 import click
 import numpy as np
 
-from ...harness import gate, report
-from ...harness.prompts import Shape
-from ...harness.report import check_outputs, output_options
-from ...harness.settings import SHORTEST, model_name
-from ..estimates import Estimate, mean, mean_and_interval
-from ..methods import is_noise, noise_name
-from ..tables import wide_console
+from vllm_hypic.eval.estimates import Estimate, mean, mean_and_interval
+from vllm_hypic.eval.methods import is_noise, noise_name
+from vllm_hypic.eval.tables import wide_console
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.prompts import Shape
+from vllm_hypic.harness.report import check_outputs, output_options
+from vllm_hypic.harness.settings import SHORTEST, model_name
+
 from .engine_calls import AttentionObservation
 from .engine_pair import EnginePair, Probe, PromptRuns, require_long, running_pair
 from .options import facts, probe_options, write
@@ -234,7 +235,7 @@ def _each(found: AttentionReport) -> list[tuple[int, str]]:
 
 
 def _plot(path: Path, title: str, found: AttentionReport) -> None:
-    from ...harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
 
     layer = list(found.weights)[-1]
     panels = []

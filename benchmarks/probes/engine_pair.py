@@ -10,17 +10,18 @@ from typing import Any
 
 import click
 
-from ...config.engine import HypicConfig
-from ...harness import engine_calls as engine_calls
-from ...harness.engines import Engine, running
-from ...harness.fidelity import Distance, top
-from ...harness.gate import GateFailed, checked_distance
-from ...harness.generators import FIRST_SEED, Generator, find_generator
-from ...harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
-from ...harness.settings import EngineSettings
-from ...primitives.policies import parse_link
-from ..methods import FULL, Method
-from ..pool_batches import traits
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.eval.methods import FULL, Method
+from vllm_hypic.eval.pool_batches import traits
+from vllm_hypic.harness import engine_calls as engine_calls
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.fidelity import Distance, top
+from vllm_hypic.harness.gate import GateFailed, checked_distance
+from vllm_hypic.harness.generators import FIRST_SEED, Generator, find_generator
+from vllm_hypic.harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
+from vllm_hypic.harness.settings import EngineSettings
+from vllm_hypic.primitives.policies import parse_link
+
 from .engine_calls import Layers, Observation, layers, observe
 
 SPARE = 192

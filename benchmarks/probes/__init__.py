@@ -1,4 +1,4 @@
-"""Where reuse differs from full recompute, inside the model: ``python -m vllm_hypic.eval.probes``.
+"""Where reuse differs from full recompute, inside the model: ``python -m benchmarks.probes``.
 
     drift      recurrent states and hidden states, layer by layer
     attention  K and V by distance from the ends of their segment, and where the question looks

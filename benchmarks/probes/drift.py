@@ -10,13 +10,14 @@ from typing import Any
 import click
 import numpy as np
 
-from ...harness import gate, report
-from ...harness.prompts import Shape
-from ...harness.report import check_outputs, output_options
-from ...harness.settings import SHORTEST, model_name
-from ..estimates import Estimate, mean, mean_and_interval, relative, share
-from ..methods import is_noise, noise_name
-from ..tables import wide_console
+from vllm_hypic.eval.estimates import Estimate, mean, mean_and_interval, relative, share
+from vllm_hypic.eval.methods import is_noise, noise_name
+from vllm_hypic.eval.tables import wide_console
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.prompts import Shape
+from vllm_hypic.harness.report import check_outputs, output_options
+from vllm_hypic.harness.settings import SHORTEST, model_name
+
 from .engine_calls import Layers, Observation
 from .engine_pair import EnginePair, Probe, PromptRuns, require_long, running_pair
 from .options import facts, probe_options, write
@@ -184,7 +185,7 @@ def _notes(found: DriftReport) -> list[str]:
 
 
 def _plot(path: Path, title: str, found: DriftReport) -> None:
-    from ...harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
 
     def lines(values: Callable[[MethodDrift], Sequence[Estimate]]) -> list[Line]:
         return [

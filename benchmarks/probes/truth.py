@@ -16,7 +16,7 @@ from .engine_calls import layers, loaded_model
 if TYPE_CHECKING:
     import torch
 
-    from ...backends.ops.gated_delta.reference import DeltaTokens
+    from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
 
 
 EPS = 1e-6
@@ -42,7 +42,7 @@ def first_layer(llm: Any, tokens: list[int]) -> DeltaTokens:
     import torch
     import torch.nn.functional as F
 
-    from ...backends.ops.gated_delta.reference import DeltaTokens
+    from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
 
     found = _first(llm)
     if isinstance(found, str):

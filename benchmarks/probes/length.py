@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
-from ...harness import gate, report
-from ...harness.prompts import Shape
-from ...harness.report import check_outputs, output_options
-from ...harness.settings import SHORTEST, Numbers, model_name
-from ..estimates import Estimate, mean_and_interval
-from ..tables import wide_console
+from vllm_hypic.eval.estimates import Estimate, mean_and_interval
+from vllm_hypic.eval.tables import wide_console
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.prompts import Shape
+from vllm_hypic.harness.report import check_outputs, output_options
+from vllm_hypic.harness.settings import SHORTEST, Numbers, model_name
+
 from .drift import FULL_NAME, MethodDrift, measure
 from .engine_pair import Probe, require_long, running_pair
 from .options import facts, probe_options, write
@@ -127,7 +128,7 @@ def _table(title: str, points: Sequence[ShapeDrifts], value: Callable[[LengthRow
 
 
 def _plot(path: Path, title: str, more: Sequence[ShapeDrifts], longer: Sequence[ShapeDrifts]) -> None:
-    from ...harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
 
     def panel(points: Sequence[ShapeDrifts], x: Sequence[int], label: str, name: str) -> Axes:
         lines = []

@@ -16,13 +16,13 @@ from engine.engines import FIRST_WORD, LAST_WORD, SEP, Engine, run_apart
 from oracle import Oracle
 from oracle.models import save_hybrid_model
 
+from benchmarks.probes import attention, drift, dtype, length
+from benchmarks.probes.__main__ import main
+from benchmarks.probes.engine_calls import layers
+from benchmarks.probes.engine_pair import EnginePair, Probe
+from benchmarks.probes.truth import refusal, true_state
 from vllm_hypic.eval.estimates import relative
 from vllm_hypic.eval.methods import link_method, noise_name
-from vllm_hypic.eval.probes import attention, drift, dtype, length
-from vllm_hypic.eval.probes.__main__ import main
-from vllm_hypic.eval.probes.engine_calls import layers
-from vllm_hypic.eval.probes.engine_pair import EnginePair, Probe
-from vllm_hypic.eval.probes.truth import refusal, true_state
 from vllm_hypic.harness.settings import EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -148,7 +148,7 @@ def test_commands_write_what_they_show(
     assert result.exit_code == 0, result.output
     report = json.loads(found.read_text())
     assert report["benchmark"] == f"probe {name}"
-    assert report["command"].startswith("python -m vllm_hypic.eval.probes ")
+    assert report["command"].startswith("python -m benchmarks.probes ")
     assert report["settings"]["probe"]["prompts"] == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = {

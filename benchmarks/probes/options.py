@@ -9,13 +9,14 @@ from typing import Any
 
 import click
 
-from ...harness import report
-from ...harness.engines import described
-from ...harness.generators import EXAMPLE
-from ...harness.settings import EngineSettings, HypicOptions, model_name, with_options
-from ...harness.sizes import SIZES, random_model
-from ...primitives.policies import LinkError
-from ..methods import Method, link_method
+from vllm_hypic.eval.methods import Method, link_method
+from vllm_hypic.harness import report
+from vllm_hypic.harness.engines import described
+from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.settings import EngineSettings, HypicOptions, model_name, with_options
+from vllm_hypic.harness.sizes import SIZES, random_model
+from vllm_hypic.primitives.policies import LinkError
+
 from .engine_pair import EnginePair, Probe
 
 METHODS = "naive-8,block,epic-0,epic-4,epic-16,hypic-8,hypic-16,seam-4-0+16"
@@ -140,7 +141,7 @@ def write(
         settings,
         {"engines": eyes_facts, **results},
         threads=probe.engine.threads,
-        module="vllm_hypic.eval.probes",
+        module="benchmarks.probes",
     )
     report.write_json(path, _rounded(found))
 

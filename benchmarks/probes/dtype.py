@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from ...harness import gate, report
-from ...harness.engine_calls import Ask
-from ...harness.prompts import Prompt, Shape
-from ...harness.report import check_outputs, output_options
-from ...harness.settings import SHORTEST, model_name
-from ...primitives.policies import parse_link
-from ..estimates import Estimate, mean, mean_and_interval, relative
-from ..methods import link_method, noise_name
-from ..tables import wide_console
+from vllm_hypic.eval.estimates import Estimate, mean, mean_and_interval, relative
+from vllm_hypic.eval.methods import link_method, noise_name
+from vllm_hypic.eval.tables import wide_console
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.engine_calls import Ask
+from vllm_hypic.harness.prompts import Prompt, Shape
+from vllm_hypic.harness.report import check_outputs, output_options
+from vllm_hypic.harness.settings import SHORTEST, model_name
+from vllm_hypic.primitives.policies import parse_link
+
 from .engine_calls import answered, layers
 from .engine_pair import EnginePair, Probe, require_long, running_pair
 from .options import facts, probe_options, write
@@ -33,7 +34,7 @@ from .truth import first_layer, refusal
 if TYPE_CHECKING:
     import torch
 
-    from ...backends.ops.gated_delta.reference import DeltaTokens
+    from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
 
     Summaries = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -172,7 +173,7 @@ def dtype(
     to.print(report.table(title, columns, rows))
     write(json_path, "dtype", described, probe, {"dtype": found}, segments=segments, tokens=tokens, seam=seam)
     if plot_path is not None:
-        from ...harness.plots import plot_bars
+        from vllm_hypic.harness.plots import plot_bars
 
         bars = {r.name: {"": r.error.value} for r in found}
         plot_bars(plot_path, bars, title=title, label="relative error of the state after the prompt")
