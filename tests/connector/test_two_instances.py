@@ -1,0 +1,176 @@
+"""Both halves of two instances without an engine: a record is computed here, and is there byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cuda.moving.late_device import CPU
+from cuda.moving.world import DOCUMENTS, GEOMETRY, IDS, NAMESPACE, Content
+from store.awkward_tiers import AwkwardTier, wait_for
+
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.metadata import HypicMetadata
+from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.connector.worker.link import RecordLink
+from vllm_hypic.connector.worker.shared_tier_link import SharedTierLink
+from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.connector.worker.store_link import StoreLink
+from vllm_hypic.connector.worker.transfer_link import TransferLink
+from vllm_hypic.pool.codec import RankPart, RecordCodec
+from vllm_hypic.pool.copy.base import RecordMover
+from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.segment_parallel.notifier import tell_stored
+from vllm_hypic.segment_parallel.receiver import Receiver
+from vllm_hypic.segment_parallel.sender import Sender
+from vllm_hypic.store.settings import StoreSettings
+from vllm_hypic.store.tiered import TieredStore
+
+PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
+TIERS = [{"type": "redis", "url": "redis://cache", "shared": True}]
+"""What the scheduler's half knows of the tier; the test's stands in for it."""
+
+
+class Instance:
+    """Scheduler and worker, stepped by the test.  ``tier``: shared with the other instance."""
+
+    def __init__(self, tier: AwkwardTier | None) -> None:
+        options: dict[str, Any] = {"min_segment_tokens": 4, "seam_tokens": 0, "segment_parallel": PARALLEL}
+        if tier is not None:
+            options["store"] = {"tiers": TIERS}
+        self.tier = tier
+        config = HypicConfig.from_mapping(options)
+        self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
+        self.worker = WorkerSide(GEOMETRY, config, self._open_links)
+        self.pool = self.worker.start(CPU).pool
+        self.names = 0
+
+    def _open_links(self, pool: DevicePool, mover: RecordMover) -> list[RecordLink]:
+        def codec() -> RecordCodec:
+            return RecordCodec(pool, NAMESPACE, RankPart(), mover)
+
+        self.receiver = Receiver("tcp://127.0.0.1:0", NAMESPACE.digest, None, GEOMETRY.nbytes, None)
+        links: list[RecordLink] = [TransferLink(self.receiver, Sender(NAMESPACE.digest, None), codec())]
+        if self.tier is not None:
+            store = TieredStore([self.tier], StoreSettings())
+            store.open()
+            link = StoreLink(store, codec())
+            (identity,) = self.side.planner.shared_tiers
+            links += [link, SharedTierLink(link, {identity: self.tier.name})]
+        return links
+
+    def admit(self, *documents: int, query: bool, **extra: Any) -> str:
+        self.names += 1
+        name = f"r{self.names}"
+        tokens = [t for d in documents for t in (*DOCUMENTS[d], IDS.sep)] + ([900, 901] if query else [])
+        request = PlanRequest(tokens, extra, None, None)
+        plan = self.side.planner.plan(PlanRequest(tokens, None, None, None))
+        assert plan is not None
+        self.side.admit(name, plan, self.side.planner.transfer(request))
+        if not query:
+            self.side.hold(name)
+        return name
+
+    def keys(self, name: str) -> list[SegmentKey]:
+        plan = self.side.plan_of(name)
+        assert plan is not None
+        return [s.key for s in plan.segments]
+
+    def step(self) -> None:
+        started = self.side.pump()
+        metadata = HypicMetadata()
+        self.side.instruct(metadata)
+        rows = []
+        for request in started:
+            plan = self.side.capture_plan(request.request_id)
+            segment = self.side.segment_requests.segment_of(request.request_id)
+            assert plan is not None and segment is not None
+            metadata.captures[request.request_id] = plan
+            rows.append(capture_row(request.request_id, Row(0, 0, plan.hi, 0, plan.hi), plan))
+            if not plan.leading:
+                self.pool.transition_blocks.offer(plan.slot)
+            content = Content.of(segment.key, 0, len(plan.column_slots))
+            content.put(self.pool, plan.slot, plan.column_slots, plan.leading)
+        self.worker.absorb(metadata)
+        assert self.worker.runtime is not None
+        if rows:
+            self.worker.runtime.step = StepContext([], rows, CPU)
+        self.worker.end_step()
+        if (report := self.worker.take_report()) is not None:
+            self.side.absorb(report)
+        for request in started:
+            self.side.finished(request.request_id, completed=True)
+
+    def check(self, name: str) -> None:
+        """The records of a request that is ready hold what was computed elsewhere."""
+        stream, plan, seen = self.side.stream_plan(name), self.side.plan_of(name), 0
+        assert stream is not None and plan is not None
+        for point, segment in zip(stream.points, plan.segments, strict=True):
+            columns = stream.column_slots[seen : seen + point.columns]
+            seen += point.columns
+            Content.of(segment.key, 0, len(columns)).check(
+                self.pool, point.slot, columns, point.replace_state
+            )
+        self.side.directory.check_integrity()
+
+
+@pytest.fixture(params=["direct", "shared tier"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Instance, Instance]]:
+    tier = AwkwardTier("redis", tells=False) if request.param == "shared tier" else None
+    instances = Instance(tier), Instance(tier)
+    yield instances
+    for instance in instances:
+        instance.worker.close()
+
+
+def stepped(*instances: Instance) -> None:
+    for instance in instances:
+        instance.step()
+
+
+def test_records_go_from_one_to_the_other(pair: tuple[Instance, Instance]) -> None:
+    here, there = pair
+    direct = here.tier is None
+    to = there.receiver.url if direct else f"tier:{here.side.planner.shared_tiers[0]}"
+    warm = here.admit(0, 1, query=False, hypic_push_to=to)
+    keys = here.keys(warm)
+    asked = there.admit(0, 1, query=True, hypic_remote=list(keys))
+    told = False
+    while not here.side.over(warm) or not there.side.ready(asked):
+        if here.side.over(warm) and not direct and not told:
+            tell_stored(there.receiver.url, NAMESPACE.digest, [f"{key}.0-1" for key in keys], None)
+            told = True
+        wait_for(lambda: stepped(here, there) or True, "a step")
+    assert here.side.push_fault(warm) is None
+    there.check(asked)
+    sent, got = here.side.take_counters(), there.side.take_counters()
+    assert (sent.segments_computed, sent.segments_pushed, sent.segments_unpushed) == (2, 2, 0)
+    assert (got.segments_computed, got.segments_unlanded) == (0, 0)
+    assert (got.segments_landed, got.segments_loaded) == ((2, 0) if direct else (0, 2))
+    assert there.side.hit_tokens(asked) > 0 and not there.side.awaits_others
+
+
+def test_what_nobody_sends_is_computed(pair: tuple[Instance, Instance]) -> None:
+    _, there = pair
+    asked = there.admit(0, 1, query=True, hypic_remote_deadline_s=0.2)
+    keys = there.keys(asked)
+    there.side.finished(asked, completed=False)
+    asked = there.admit(0, 1, query=True, hypic_remote=list(keys), hypic_remote_deadline_s=0.2)
+    wait_for(lambda: there.step() or there.side.ready(asked), "the end of waiting")
+    there.check(asked)
+    counters = there.side.take_counters()
+    assert (counters.segments_computed, counters.segments_unlanded) == (2, 2)
+    assert there.side.hit_tokens(asked) == 0
+
+
+def test_a_push_to_nobody_is_told(pair: tuple[Instance, Instance]) -> None:
+    here, there = pair
+    there.worker.links[0].close()
+    warm = here.admit(0, query=False, hypic_push_to=there.receiver.url, hypic_push_deadline_s=0.5)
+    wait_for(lambda: here.step() or here.side.over(warm), "the end of the push")
+    assert here.side.push_fault(warm)
+    assert here.side.take_counters().segments_unpushed == 1
