@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cuda.moving.late_device import CPU
-from cuda.moving.world import DOCUMENTS, GEOMETRY, IDS, NAMESPACE, Content
-from store.awkward_tiers import AwkwardTier, wait_for
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
@@ -21,14 +19,19 @@ from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.connector.worker.transfer_link import TransferLink
 from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy.base import RecordMover
-from vllm_hypic.pool.step import Row, StepContext, capture_row
+from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.segment_parallel.notifier import tell_stored
 from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.sender import Sender
+from vllm_hypic.store.eviction import make_policy
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
+from vllm_hypic.store.tiers.memory import MemoryTier
+
+from .late_device import CPU
+from .world import DOCUMENTS, GEOMETRY, IDS, NAMESPACE, Content
 
 PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
 TIERS = [{"type": "redis", "url": "redis://cache", "shared": True}]
@@ -38,7 +41,7 @@ TIERS = [{"type": "redis", "url": "redis://cache", "shared": True}]
 class Instance:
     """Scheduler and worker, stepped by the test.  ``tier``: shared with the other instance."""
 
-    def __init__(self, tier: AwkwardTier | None) -> None:
+    def __init__(self, tier: MemoryTier | None) -> None:
         options: dict[str, Any] = {"min_segment_tokens": 4, "seam_tokens": 0, "segment_parallel": PARALLEL}
         if tier is not None:
             options["store"] = {"tiers": TIERS}
@@ -90,7 +93,7 @@ class Instance:
             segment = self.side.segment_requests.segment_of(request.request_id)
             assert plan is not None and segment is not None
             metadata.captures[request.request_id] = plan
-            rows.append(capture_row(request.request_id, Row(0, 0, plan.hi, 0, plan.hi), plan))
+            rows.append(capture_row(request.request_id, BatchRow(0, 0, plan.hi, 0, plan.hi), plan))
             if not plan.leading:
                 self.pool.transition_blocks.offer(plan.slot)
             content = Content.of(segment.key, 0, len(plan.column_slots))
@@ -120,16 +123,21 @@ class Instance:
 
 @pytest.fixture(params=["direct", "shared tier"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Instance, Instance]]:
-    tier = AwkwardTier("redis", tells=False) if request.param == "shared tier" else None
+    tier = (
+        MemoryTier("redis", 1 << 20, make_policy("lru", "always")) if request.param == "shared tier" else None
+    )
     instances = Instance(tier), Instance(tier)
     yield instances
     for instance in instances:
         instance.worker.close()
 
 
-def stepped(*instances: Instance) -> None:
-    for instance in instances:
-        instance.step()
+def step_until(fact: Callable[[], bool], *instances: Instance) -> None:
+    end = time.monotonic() + 60.0
+    while not fact():
+        assert time.monotonic() < end, "it never happened"
+        for instance in instances:
+            instance.step()
 
 
 def test_records_go_from_one_to_the_other(pair: tuple[Instance, Instance]) -> None:
@@ -139,12 +147,11 @@ def test_records_go_from_one_to_the_other(pair: tuple[Instance, Instance]) -> No
     warm = here.admit(0, 1, query=False, hypic_push_to=to)
     keys = here.keys(warm)
     asked = there.admit(0, 1, query=True, hypic_remote=list(keys))
-    told = False
-    while not here.side.over(warm) or not there.side.ready(asked):
-        if here.side.over(warm) and not direct and not told:
-            tell_stored(there.receiver.url, NAMESPACE.digest, [f"{key}.0-1" for key in keys], None)
-            told = True
-        wait_for(lambda: stepped(here, there) or True, "a step")
+    step_until(lambda: here.side.over(warm), here, there)
+    if not direct:
+        assert not there.side.ready(asked), "nobody has said that the tier has them"
+        tell_stored(there.receiver.url, NAMESPACE.digest, [f"{key}.0-1" for key in keys], None)
+    step_until(lambda: there.side.ready(asked), there)
     assert here.side.push_fault(warm) is None
     there.check(asked)
     sent, got = here.side.take_counters(), there.side.take_counters()
@@ -160,7 +167,7 @@ def test_what_nobody_sends_is_computed(pair: tuple[Instance, Instance]) -> None:
     keys = there.keys(asked)
     there.side.finished(asked, completed=False)
     asked = there.admit(0, 1, query=True, hypic_remote=list(keys), hypic_remote_deadline_s=0.2)
-    wait_for(lambda: there.step() or there.side.ready(asked), "the end of waiting")
+    step_until(lambda: there.side.ready(asked), there)
     there.check(asked)
     counters = there.side.take_counters()
     assert (counters.segments_computed, counters.segments_unlanded) == (2, 2)
@@ -171,6 +178,6 @@ def test_a_push_to_nobody_is_told(pair: tuple[Instance, Instance]) -> None:
     here, there = pair
     there.worker.links[0].close()
     warm = here.admit(0, query=False, hypic_push_to=there.receiver.url, hypic_push_deadline_s=0.5)
-    wait_for(lambda: here.step() or here.side.over(warm), "the end of the push")
+    step_until(lambda: here.side.over(warm), here)
     assert here.side.push_fault(warm)
     assert here.side.take_counters().segments_unpushed == 1
