@@ -96,8 +96,8 @@ class Instance:
             rows.append(capture_row(request.request_id, BatchRow(0, 0, plan.hi, 0, plan.hi), plan))
             if not plan.leading:
                 self.pool.transition_blocks.offer(plan.slot)
-            content = Content.of(segment.key, 0, len(plan.column_slots))
-            content.put(self.pool, plan.slot, plan.column_slots, plan.leading)
+            content = Content.of(segment.key, 0, len(plan.slot_mapping))
+            content.put(self.pool, plan.slot, plan.slot_mapping, plan.leading)
         self.worker.absorb(metadata)
         assert self.worker.runtime is not None
         if rows:
@@ -113,7 +113,7 @@ class Instance:
         stream, plan, seen = self.side.stream_plan(name), self.side.plan_of(name), 0
         assert stream is not None and plan is not None
         for point, segment in zip(stream.points, plan.segments, strict=True):
-            columns = stream.column_slots[seen : seen + point.columns]
+            columns = stream.slot_mapping[seen : seen + point.columns]
             seen += point.columns
             Content.of(segment.key, 0, len(columns)).check(
                 self.pool, point.slot, columns, point.replace_state
