@@ -99,7 +99,7 @@ bench: $(READY)
 
 clean:
 	rm -rf build dist docs/autoapi *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find vllm_hypic tests tools examples -name __pycache__ -prune -exec rm -rf {} +
+	find vllm_hypic benchmarks tests tools examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV)

@@ -23,7 +23,7 @@ BREAKDOWN = Breakdown("parallel", "c", 0.001, 2.0, 1.5, 0.01, 0.2, 0, (Part("dis
 SPREAD = Reply(("a", "b"), ((("a", -0.5), ("b", -1.5)),), 2.1, 2.5, BREAKDOWN)
 ALONE = replace(SPREAD, first_token_s=3.0, breakdown=None)
 COUNTED = Counted(
-    landed=8, unlanded=0, computed=0, record_bytes=1, pushed={"worker0": 4, "worker1": 4}, failures=0
+    received=8, not_received=0, computed=0, record_bytes=1, pushed={"worker0": 4, "worker1": 4}, failures=0
 )
 
 
@@ -34,8 +34,8 @@ def test_the_verdict_can_be_good():
 @pytest.mark.parametrize(
     ("counted", "alone", "computed", "says"),
     [
-        ({"landed": 7, "computed": 1}, {}, 8, "7 came from workers"),
-        ({"unlanded": 1}, {}, 8, "1 were awaited in vain"),
+        ({"received": 7, "computed": 1}, {}, 8, "7 came from workers"),
+        ({"not_received": 1}, {}, 8, "1 were awaited in vain"),
         ({"pushed": {"worker0": 8, "worker1": 0}}, {}, 8, "worker1 did nothing"),
         ({"failures": 2}, {}, 8, "2 failures"),
         ({}, {"tokens": ("a", "c")}, 8, "other tokens"),

@@ -87,7 +87,7 @@ def test_500_short_segments_are_computed_in_the_stream(client):
 
 
 def test_500_segments_that_do_not_all_fit_the_pool(client):
-    """Those that fit are cached, the rest is computed in the stream; nothing waits for ever."""
+    """Segments that fit are cached, the rest is computed in the stream; nothing waits for ever."""
     segments = [" ".join(f"w{(i * k + k * k) % 96}" for k in range(30)) for i in range(500)]
     numbered = [f"{s} val{i // 100} val{i % 100}" for i, s in enumerate(segments)]
     prompt = SEP.join(["<bos>", *numbered, "w4"])

@@ -70,7 +70,7 @@ def test_a_killed_owner_takes_its_server_along(tmp_path):
 @pytest.mark.slow
 @pytest.mark.engine
 def test_demo():
-    """It checks itself that its servers are gone."""
+    """The demo checks itself that its servers are gone."""
     ended = subprocess.run(
         [sys.executable, "-m", "vllm_hypic.demo", "--tasks", "3"],
         cwd=ROOT,

@@ -70,7 +70,7 @@ class HypicConfig(ConfigSection):
     max_pinned_fraction: Share = 0.5
     """Share of the pool that pinned records may take."""
     segment_parallel: SegmentParallelConfig | None = None
-    """Where records of other instances land, and who may send them: see
+    """Where records of other instances are received, and who may send them: see
     :class:`.segment_parallel.SegmentParallelConfig`; ``None``: this engine neither takes nor gives any."""
     gate: GateConfig = field(default_factory=GateConfig)
     """What is asked of the model's sign-off when the engine starts: see :class:`.gate.GateConfig`."""

@@ -84,7 +84,7 @@ class RouterConfig(ConfigSection):
             raise ValueError("no instance computes segments: give --prefill URL, or --pool URL")
 
     def enough(self, gain: float) -> bool:
-        """Whether a request is spread that gains so much by it."""
+        """Whether a request that gains so much by it is spread."""
         return self.min_gain < 0 or (gain > 0 and gain >= self.min_gain)
 
     @property

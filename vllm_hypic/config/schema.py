@@ -32,7 +32,7 @@ Loc = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """What a field may hold, in the words of a refusal; a ``Literal`` needs none."""
+    """The values that a field may hold, in the words of a refusal; a ``Literal`` needs none."""
 
     text: str = ""
 
@@ -64,7 +64,7 @@ def refuse(where: str | Loc, value: object, text: str, kind: str = "expected") -
 
 
 def fault_of(cls: type, error: ValidationError) -> tuple[Loc, object, str, str]:
-    """Where the first fault is that was found in a ``cls``, the value, what is said of it, and its kind."""
+    """The first fault found in a ``cls``: its place, the value there, the message, and its kind."""
     fault = error.errors(include_url=False)[0]
     loc = fault["loc"]
     if loc and isinstance(loc[0], int):  # given to the constructor by position
@@ -77,14 +77,14 @@ _adapters: dict[type, TypeAdapter[Any]] = {}
 
 
 def adapter(cls: type) -> TypeAdapter[Any]:
-    """What makes a ``cls`` of a mapping.  Made once: requests look at an engine's options, too."""
+    """The validator that makes a ``cls`` of a mapping.  It is kept: requests look at an engine's options, too."""
     if cls not in _adapters:
         _adapters[cls] = TypeAdapter(cls)
     return _adapters[cls]
 
 
 def checked(cls: type, options: object, missing: str) -> dict[str, Any]:
-    """``options`` as they are, once they are an object with no unknown key and all that ``cls`` needs."""
+    """``options`` unchanged, if they are an object with no unknown key and all that ``cls`` needs."""
     if not isinstance(options, Mapping):
         raise expected("an object")
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -99,12 +99,12 @@ def checked(cls: type, options: object, missing: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Options that stand together.  Whether they are made of a mapping or in Python, they are checked."""
+    """Options that stand together; they are checked, whether a mapping or Python makes them."""
 
     section: ClassVar[str] = ""
-    """Where they stand among an engine's options."""
+    """The section's place among an engine's options."""
     missing: ClassVar[str] = ""
-    """What is said of an option that is not given and has no default."""
+    """The message for an option that is not given and has no default."""
 
     @model_validator(mode="before")
     @classmethod

@@ -60,12 +60,12 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Certainly on this machine: a name, whatever it stands for, is not."""
+        """Whether it is certainly on this machine: a name, whatever it stands for, is not."""
         return self._ip is not None and self._ip.is_loopback
 
     @property
     def wildcard(self) -> bool:
-        """All interfaces: one can bind to it, and nobody can connect to it."""
+        """Whether it means all interfaces: one can bind to it, and nobody can connect to it."""
         return self._ip is not None and self._ip.is_unspecified
 
     @property
@@ -95,7 +95,7 @@ class SegmentParallelConfig(ConfigSection):
     missing = "expected tcp://ADDRESS:PORT"
 
     listen: Url
-    """``tcp://ADDRESS:PORT``, where records of other instances land."""
+    """``tcp://ADDRESS:PORT``, where records of other instances are received."""
     events: Url
     """``tcp://ADDRESS:PORT``, where changes of what is cached here are published."""
     advertise: Url | None = None
@@ -137,10 +137,10 @@ class SegmentParallelConfig(ConfigSection):
 
     @property
     def receiver_url(self) -> str:
-        """What others are told of ``listen``."""
+        """The address that others are told for ``listen``."""
         return self.advertise if self.advertise is not None else self.listen
 
     @property
     def events_url(self) -> str:
-        """What others are told of ``events``."""
+        """The address that others are told for ``events``."""
         return self.advertise_events if self.advertise_events is not None else self.events

@@ -46,7 +46,7 @@ Adapters = Annotated[
 
 @dataclass(frozen=True)
 class TierConfig:
-    """What all tiers have.  ``name`` labels the tier's metrics; the default is its type."""
+    """Options that all tiers have.  ``name`` labels the tier's metrics; the default is its type."""
 
     type: ClassVar[str]
     name: Text = ""
@@ -159,7 +159,7 @@ class StoreConfig(ConfigSection):
         Allowed(),
         BeforeValidator(lambda given: "cache-value" if given == "worth" else given),
     ] = "cache-value"
-    """``cache-value``: a record that is worth less than what would have to leave is not kept.  ``worth``, its
+    """``cache-value``: a record of less value than what would have to leave is not kept.  ``worth``, its
     former name, is still understood."""
     deadline_s: Seconds = 5.0
     """A fetch ends within so many seconds; then the segment is computed."""

@@ -37,9 +37,9 @@ CONTEXT = 32768
 class Counted:
     """What the servers counted while they answered one request."""
 
-    landed: int
+    received: int
     """Records that the combine node took from others."""
-    unlanded: int
+    not_received: int
     """Records that it awaited in vain."""
     computed: int
     """Segments that it computed itself."""
@@ -47,11 +47,11 @@ class Counted:
     pushed: dict[str, int]
     """Records that each worker delivered."""
     failures: int
-    """The router's."""
+    """Failures that the router counted."""
 
 
 def send_spread(cluster: Cluster, prompt: list[int]) -> tuple[Reply, Counted]:
-    """The prompt through the router."""
+    """Send the prompt through the router: its reply, and what the servers counted meanwhile."""
     [combine] = cluster.combines
     routers, before = cluster.router.samples(), combine.metrics()
     workers = {w.name: w.metrics() for w in cluster.workers}
@@ -59,8 +59,8 @@ def send_spread(cluster: Cluster, prompt: list[int]) -> tuple[Reply, Counted]:
     after = _once_counted(combine, before)
     router_failures = {k: v for k, v in cluster.router.samples().items() if k[0] == FAILURES}
     return reply, Counted(
-        landed=_grown("segments_landed_total", before, after),
-        unlanded=_grown("segments_unlanded_total", before, after),
+        received=_grown("segments_landed_total", before, after),
+        not_received=_grown("segments_unlanded_total", before, after),
         computed=_grown("segments_computed_total", before, after),
         record_bytes=_grown("pool_bytes_used", before, after),
         pushed={w.name: _pushed(w, workers[w.name]) for w in cluster.workers},
@@ -69,7 +69,8 @@ def send_spread(cluster: Cluster, prompt: list[int]) -> tuple[Reply, Counted]:
 
 
 def send_alone(server: Server, prompt: list[int]) -> tuple[Reply, int]:
-    """The prompt to one server, and how many segments it computed: all, as nobody else has this salt."""
+    """Send the prompt to one server: its reply, and how many segments it computed.  As nobody else has this
+    salt, that must be all."""
     before = server.metrics()
     body = {"prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "cache_salt": "alone"}
     reply = completion(server.url, body)
@@ -77,14 +78,14 @@ def send_alone(server: Server, prompt: list[int]) -> tuple[Reply, int]:
 
 
 def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, segments: int) -> list[str]:
-    """What is wrong with the two; nothing, if all is well."""
+    """Faults of the two replies; none, if all is well."""
     faults = []
     if alone_computed != segments:
         faults.append(f"alone, {alone_computed} of {segments} segments were computed: it was not cold")
-    if (counted.landed, counted.unlanded, counted.computed) != (segments, 0, 0):
+    if (counted.received, counted.not_received, counted.computed) != (segments, 0, 0):
         faults.append(
-            f"of {segments} segments {counted.landed} came from workers, {counted.unlanded} were awaited in "
-            f"vain, {counted.computed} computed by the combine node: expected all to come from workers"
+            f"of {segments} segments {counted.received} came from workers, "
+            f"{counted.not_received} were awaited in vain, {counted.computed} computed by the combine node: expected all to come from workers"
         )
     if idle := [name for name, count in counted.pushed.items() if not count]:
         faults.append(f"{', '.join(idle)} did nothing")
@@ -100,7 +101,7 @@ def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, se
 
 
 def run(cluster: Cluster, draw: Writer, out: Console) -> int:
-    """Exit code."""
+    """Compare one cold prompt both ways and print the result; returns the exit code."""
     [combine] = cluster.combines
     separator = separator_of(combine.url)
     for _ in range(2):  # what happens once in a process stays out of the times
@@ -136,7 +137,7 @@ def _table(cluster: Cluster, spread: Reply, counted: Counted, alone: Reply) -> T
             (
                 "  transfer, exposed",
                 seconds(exposed),
-                f"{percent(exposed / found.dispatch_s)} of dispatch; {counted.landed} records, "
+                f"{percent(exposed / found.dispatch_s)} of dispatch; {counted.received} records, "
                 f"{size(counted.record_bytes)} in the pool",
             ),
             ("combine", seconds(found.combine_s), "last record delivered to first byte of the answer"),

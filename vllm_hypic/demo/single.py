@@ -61,7 +61,7 @@ class Prompt:
     cut: bool
 
     def request(self, token_ids: Callable[[str], list[int]]) -> tuple[str, dict[str, object]]:
-        """Path and body."""
+        """Path and body of the HTTP request."""
         body: dict[str, object] = {"max_tokens": ANSWER_TOKENS, "temperature": 0}
         task, documents = self.task, [self.task.documents[i] for i in self.order]
         if self.surface == "chat":
@@ -239,7 +239,7 @@ def table(columns: dict[str, list[Result]]) -> Table:
 
 
 def report_metrics(counts: dict[str, float]) -> None:
-    """What the server's own ``/metrics`` counted over cold and warm requests."""
+    """Numbers that the server's own ``/metrics`` counted over cold and warm requests."""
     shown = (
         "segments_queried",
         "segments_hit",
@@ -257,7 +257,7 @@ def report_metrics(counts: dict[str, float]) -> None:
 
 
 def check(stock: list[Result], cold: list[Result], warm: list[Result]) -> list[str]:
-    """What is wrong with these results; nothing, if all is well."""
+    """Faults of these results; none, if all is well."""
     faults = []
     least = _share(stock) - LOSS_ALLOWED
     for name, results in (("cold", cold), ("warm", warm)):

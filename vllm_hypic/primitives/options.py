@@ -25,7 +25,7 @@ PREFIX = "hypic_"
 KNOWN = (LINK, SEAM, PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
 
 TIER = "tier:"
-"""How a destination begins that is a tier; its identity follows."""
+"""Prefix of a destination that is a tier; its identity follows."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_REMOTE = 4096

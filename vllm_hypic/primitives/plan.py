@@ -121,17 +121,17 @@ class CachedSegment:
 
     @property
     def columns(self) -> int:
-        """Tokens of the interior: columns of public K and V."""
+        """Tokens of the interior, which the record has K and V of."""
         return self.stop - self.head
 
     @property
     def before(self) -> int:
-        """Tokens that it is computed behind."""
+        """The tokens that the segment is computed behind."""
         return self.dummies + len(self.anchor)
 
     @property
     def stop(self) -> int:
-        """Where the interior ends: later tokens have no part in the record."""
+        """The interior's end: later tokens have no part in the record."""
         return len(self.tokens) - self.tail
 
     def interior_offsets(self) -> range | tuple[int, ...]:
@@ -155,7 +155,7 @@ class PoolLimits:
     record_tiles: int = 0
 
     def __post_init__(self) -> None:
-        """``ValueError`` for numbers below 0, and pages that hold no token."""
+        """Raises ``ValueError`` for numbers below 0, and pages that hold no token."""
         for name, value in vars(self).items():
             least = 1 if name == "page_tokens" else 0
             if value < least:
@@ -268,7 +268,7 @@ def _try_segment(
     namespace: Namespace,
     min_tokens: int,
 ) -> CachedSegment | None:
-    """The record of ``piece``'s own tokens, or ``None`` when it is too short to be worth one."""
+    """The record of ``piece``'s own tokens, or ``None`` when it is too short for one."""
     tokens = piece.tokens[: piece.dependent_from]
     leading = role is Role.LEADING
     head, tail = (0, 0) if leading else (method.head, method.tail)

@@ -36,7 +36,7 @@ class LinkError(ValueError):
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What a link method needs to know of a model."""
+    """Traits of a model that a link method depends on."""
 
     has_linear: bool
     """Some layers carry a recurrent state (linear attention, SSM)."""

@@ -103,7 +103,7 @@ class World:
         return value
 
     def other_document(self, doc, chance):
-        """With this chance a second document, if both have room."""
+        """A second document with this chance, if both have room."""
         if self.n_docs < 2 or self.rng.random() >= chance or not self.room(doc):
             return None
         other = int(self.rng.random() * self.n_docs)
