@@ -77,7 +77,7 @@ _adapters: dict[type, TypeAdapter[Any]] = {}
 
 
 def adapter(cls: type) -> TypeAdapter[Any]:
-    """The validator that makes a ``cls`` of a mapping.  It is kept: requests look at an engine's options, too."""
+    """The validator that makes a ``cls`` of a mapping.  It is kept, as requests look at options, too."""
     if cls not in _adapters:
         _adapters[cls] = TypeAdapter(cls)
     return _adapters[cls]

@@ -85,7 +85,8 @@ def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, se
     if (counted.received, counted.not_received, counted.computed) != (segments, 0, 0):
         faults.append(
             f"of {segments} segments {counted.received} came from workers, "
-            f"{counted.not_received} were awaited in vain, {counted.computed} computed by the combine node: expected all to come from workers"
+            f"{counted.not_received} were awaited in vain, "
+            f"{counted.computed} computed by the combine node: expected all to come from workers"
         )
     if idle := [name for name, count in counted.pushed.items() if not count]:
         faults.append(f"{', '.join(idle)} did nothing")
