@@ -312,14 +312,15 @@ def audit(llm: Any) -> Audit:
     generate(llm, [Ask((FIRST_WORD, LAST_WORD), max_tokens=1)])
     scheduler, worker = scheduler_of(llm), worker_of(llm)
     side = scheduler.hypic
+    requests = side.segment_requests
     side.directory.check_integrity()
     return Audit(
         unfinished=scheduler.get_num_unfinished_requests(),
         free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         pinned=side.directory.pinned,
         composed=len(side._composed) + len(side._pending),
-        captures=len(side._captures) + len(side._lost) + len(side._loads) + len(side._pushes),
-        held=len(side._held) + len(scheduler._ending),
+        captures=len(requests._segments) + len(requests._lost) + len(side.arrivals) + len(side._deliveries),
+        held=len(side._held) + len(scheduler._ending) + len(scheduler._commands._answers),
         worker_streams=len(worker._streams),
         worker_captures=len(worker._captures),
         carried=sum(len(layer.carries) for layer in worker.runtime.carrying),

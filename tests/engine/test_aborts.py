@@ -25,7 +25,7 @@ def phase_of(scheduler: Any, request_id: str) -> str | None:
     if not side.resident(request_id):
         wanted = side._composed[request_id].wanted
         running = {r.request_id for r in scheduler.running if r.num_computed_tokens > 0}
-        computing = any(c.key in wanted and r in running for r, c in side._captures.items())
+        computing = any(s.key in wanted and r in running for r, s in side.segment_requests._segments.items())
         return "segment prefill" if computing else "waiting for records"
     if request.num_output_tokens:
         return "decode"

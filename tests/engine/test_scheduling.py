@@ -43,7 +43,7 @@ def records(llm: Any) -> dict[str, dict[str, np.ndarray]]:
     side, device = scheduler_of(llm).hypic, worker_of(llm).runtime.pool
     found = {}
     for key, entry in side.directory._entries.items():
-        rows = side._slot_mapping(entry)
+        rows = side._view.slot_mapping(entry)
         tensors = {}
         for layer, kv in device.kv.items():
             tensors[f"{layer} K"] = kv.key[rows].float().numpy()
