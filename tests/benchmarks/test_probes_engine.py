@@ -148,7 +148,7 @@ def test_commands_write_what_they_show(
     assert result.exit_code == 0, result.output
     report = json.loads(found.read_text())
     assert report["benchmark"] == f"probe {name}"
-    assert report["command"].startswith("python -m benchmarks.probes ")
+    assert report["command"].startswith("python -m benchmarks.probes")
     assert report["settings"]["probe"]["prompts"] == 1
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = {
