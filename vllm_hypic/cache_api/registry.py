@@ -58,7 +58,7 @@ class Entry:
     place: Place
     n_tokens: int
     key: SegmentKey | None
-    """Its record; ``None`` when it is computed in the stream (too short, or too long for the pool)."""
+    """The key of its record; ``None``: it is computed in the stream (too short, or too long for the pool)."""
     created: float
     last_used: float
     expires: float | None

@@ -16,7 +16,7 @@ SPARE = 32
 
 
 CHARACTERS_PER_TOKEN = 2
-"""Few in any language that is written with letters or digits."""
+"""A low estimate for any language that is written with letters or digits."""
 CHAT_TOKENS = 512
 """Tokens for what a chat template writes, and to spare."""
 

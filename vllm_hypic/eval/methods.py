@@ -46,7 +46,7 @@ FULL = Method("full recompute")
 PREFIX = Method("prefix caching")
 """The same documents were asked about before, in another order: what vLLM's prefix cache has of that."""
 PREFIX_SAME = Method("prefix caching, same order")
-"""They were asked about in the same order: full recompute's noise where the cache has most of the prompt."""
+"""The documents came in the same order before: full recompute's noise where most of the prompt is cached."""
 PLAIN = {"full": FULL, "prefix": PREFIX, "prefix-same": PREFIX_SAME}
 """Methods by what the command line calls them."""
 _OTHER_CHUNKS = f"{FULL.name}, chunks of "

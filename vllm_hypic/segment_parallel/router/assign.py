@@ -134,7 +134,7 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
 
 
 def _weight(ask: SegmentAsk, planned: Planned) -> float:
-    """Its prefill, in units of a token's FLOPs without attention: a long one costs more than its tokens."""
+    """The cost of a segment's prefill, in units of a token's FLOPs without attention."""
     return ask.tokens + planned.description.quadratic * ask.tokens**2
 
 

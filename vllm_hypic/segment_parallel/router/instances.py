@@ -214,7 +214,7 @@ class InstancePool:
         return chosen
 
     def s_per_token(self, worker: Instance) -> float:
-        """Its own speed, or that of the others, or the assumed one."""
+        """The instance's own speed, or that of the others, or the assumed one."""
         if worker.s_per_token is not None:
             return worker.s_per_token
         known = [i.s_per_token for i in self.instances if i.s_per_token is not None]

@@ -37,7 +37,7 @@ class Planned:
 
     @cached_property
     def segments(self) -> tuple[SegmentAsk, ...]:
-        """Its distinct records, in order."""
+        """The plan's distinct records, in order."""
         first = {s.key: s for s in reversed(self.plan.segments)}
         keys = dict.fromkeys(s.key for s in self.plan.segments)
         primitives = self.description.primitives

@@ -1,0 +1,240 @@
+"""Texts and ids of the primitives in a vocabulary, and what else of vLLM reads the tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AddedToken, PythonBackend
+from vllm.tokenizers.registry import get_tokenizer
+
+from vllm_hypic.engine.tokenizer import (
+    MODE,
+    TOKENS_ENV,
+    HypicTokenizer,
+    publish_texts,
+    published_texts,
+    with_primitives,
+)
+from vllm_hypic.primitives.tokens import (
+    Marker,
+    PrimitiveIds,
+    PrimitiveTexts,
+    primitive_ids,
+    split_ids,
+)
+
+from .test_tokenizer import alone, load
+
+T = PrimitiveTexts()
+
+
+@pytest.fixture
+def clean_environment(monkeypatch):
+    # publish_texts() writes the variable itself; monkeypatch restores what stood there before.
+    monkeypatch.setenv(TOKENS_ENV, "")
+
+
+def test_texts_come_from_the_environment(tokenizer_dirs, clean_environment):
+    assert published_texts() == T
+    texts = PrimitiveTexts(sep="<<PIC_SEP>>")
+    publish_texts(texts)
+    assert published_texts() == texts
+    tokenizer = get_tokenizer(str(tokenizer_dirs["qwen"]), tokenizer_mode=MODE, runner_type="generate")
+    assert tokenizer.hypic_texts == texts
+    assert tokenizer.encode("a<<PIC_SEP>>b")[1] == primitive_ids(tokenizer).sep
+    assert not primitive_ids(tokenizer).contains(tokenizer.encode("a<|hypic_sep|>b"))
+
+
+def test_publishing_other_texts_empties_vllms_tokenizer_cache(tokenizer_dirs, clean_environment):
+    from vllm.tokenizers import cached_get_tokenizer
+
+    path = str(tokenizer_dirs["qwen"])
+    for sep in ("[S1]", "[S2]"):
+        publish_texts(PrimitiveTexts(sep=sep))
+        assert cached_get_tokenizer(path, tokenizer_mode=MODE).hypic_texts.sep == sep
+    again = cached_get_tokenizer(path, tokenizer_mode=MODE)
+    publish_texts(PrimitiveTexts(sep="[S2]"))
+    assert cached_get_tokenizer(path, tokenizer_mode=MODE) is again
+
+
+def test_a_damaged_variable_is_named(monkeypatch):
+    monkeypatch.setenv(TOKENS_ENV, '{"sep": ""}')
+    with pytest.raises(
+        ValueError, match=f"environment variable {TOKENS_ENV}: sep='': expected a non-empty string"
+    ):
+        published_texts()
+
+
+def test_a_token_of_the_vocabulary_keeps_its_id(tokenizer_dirs):
+    texts = PrimitiveTexts(sep="<|im_end|>")
+    stock = load(tokenizer_dirs["qwen"], "hf")
+    tokenizer = HypicTokenizer.from_pretrained(str(tokenizer_dirs["qwen"]), primitive_texts=texts)
+    assert primitive_ids(tokenizer).sep == stock.convert_tokens_to_ids("<|im_end|>")
+    assert len(tokenizer) == len(stock) + 2
+    # It was the model's own to begin with.
+    assert tokenizer.get_vocab() == stock.get_vocab()
+    assert copy.deepcopy(tokenizer).get_vocab() == stock.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ({"sep": "Ġ"}, "sep='Ġ': the vocabulary uses this string for ' '"),
+        ({"pad": "<|im"}, "pad='<|im': is part of the model's token '<|im_start|>'"),
+    ],
+)
+def test_texts_that_would_change_ordinary_text_are_refused(tokenizer_dirs, texts, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HypicTokenizer.from_pretrained(str(tokenizer_dirs["qwen"]), primitive_texts=PrimitiveTexts(**texts))
+
+
+def test_a_token_that_stands_around_every_text_is_refused(tokenizer_dirs):
+    for kind, text in (("bert", "[SEP]"), ("llama-legacy", "<s>")):
+        with pytest.raises(ValueError, match="itself puts this token around every text"):
+            HypicTokenizer.from_pretrained(
+                str(tokenizer_dirs[kind]), primitive_texts=PrimitiveTexts(sep=text)
+            )
+
+
+def test_demo_model_with_its_own_separator():
+    path = Path(__file__).parents[2] / "examples/models/tiny-hybrid-qa/model"
+    texts = PrimitiveTexts(sep="<sep>")
+    tokenizer = HypicTokenizer.from_pretrained(str(path), primitive_texts=texts)
+    stock = load(path, "hf")
+    assert primitive_ids(tokenizer) == PrimitiveIds(sep=4, pdep=512, pad=513)
+    documents = ["ent0 => ent1 .", "ent2 => ent3 ."]
+    found = split_ids(tokenizer.encode("<sep>".join([*documents, "? ent0"])), primitive_ids(tokenizer))
+    assert [p for p in found if not isinstance(p, Marker)] == [
+        alone(stock, d) for d in [*documents, "? ent0"]
+    ]
+
+
+def test_primitive_ids_of_other_tokenizers_point_the_way_out(tokenizer_dirs):
+    with pytest.raises(ValueError, match="--tokenizer-mode hypic"):
+        primitive_ids(load(tokenizer_dirs["qwen"], "hf"))
+    with pytest.raises(ValueError, match=r"skip_tokenizer_init.*token_ids"):
+        primitive_ids(None)
+    with pytest.raises(ValueError, match="--tokenizer-mode hf"):
+        with_primitives(object(), T)
+
+
+def test_adding_twice_changes_nothing(tokenizer_dirs):
+    once = copy.deepcopy(load(tokenizer_dirs["qwen"], MODE))
+    twice = with_primitives(once, T)
+    assert (primitive_ids(twice), len(twice)) == (primitive_ids(once), len(once))
+    assert twice.get_vocab() == once.get_vocab()
+    other = with_primitives(once, PrimitiveTexts(sep="[SEP]"))
+    assert other.get_vocab() == once.get_vocab()
+    assert other.encode("a[SEP]b", add_special_tokens=False)[1] == primitive_ids(other).sep == len(once)
+
+
+# -- slow tokenizers ---------------------------------------------------------
+
+
+class CharTokenizer(PythonBackend):
+    """A Python tokenizer of single characters: BOS before a text, a mark before its first character."""
+
+    model_input_names = ("input_ids", "attention_mask")
+
+    def __init__(self, **kwargs):
+        self.chars = {c: i for i, c in enumerate(["<s>", "<unk>", "▁", *map(chr, range(32, 127))])}
+        super().__init__(bos_token="<s>", unk_token="<unk>", special_tokens_pattern="bos", **kwargs)
+
+    @property
+    def vocab_size(self):
+        return len(self.chars)
+
+    def get_vocab(self):
+        return {**self.chars, **self.get_added_vocab()}
+
+    def _tokenize(self, text, **kwargs):
+        return ["▁", *text]
+
+    def _convert_token_to_id(self, token):
+        return self.chars.get(token, 1)
+
+    def _convert_id_to_token(self, index):
+        return {i: c for c, i in self.chars.items()}.get(index, "<unk>")
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens).removeprefix("▁")
+
+
+def test_slow_tokenizer():
+    stock = CharTokenizer()
+    ours = with_primitives(CharTokenizer(), T)
+    assert not ours.is_fast
+    for tokenizer in (ours, copy.copy(ours), copy.deepcopy(ours)):
+        documents = ["one", "two words", " three"]
+        ids = tokenizer.encode(T.sep.join([*documents, "why?"]))
+        assert ids[0] == stock.bos_token_id
+        assert stock.bos_token_id not in ids[1:]
+        found = split_ids(ids[1:], primitive_ids(tokenizer))
+        assert [p for p in found if not isinstance(p, Marker)] == [
+            alone(stock, d) for d in [*documents, "why?"]
+        ]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "".join([*documents, "why?"])
+        assert tokenizer.encode("plain text") == stock.encode("plain text")
+        assert dict(tokenizer("plain text")) == dict(stock("plain text"))
+        assert tokenizer.max_token_id == max(primitive_ids(tokenizer))
+
+
+# -- structured output -------------------------------------------------------
+
+
+def _allowed(backend_cls, tokenizer, vocab_size: int, schema: str) -> set[int]:
+    """Ids that a structured-output backend of vLLM allows after ``["``."""
+    from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+    config = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(
+            disable_any_whitespace=True, disable_additional_properties=False
+        ),
+        model_config=None,
+        speculative_config=None,
+    )
+    backend = backend_cls(config, tokenizer=tokenizer, vocab_size=vocab_size)
+    grammar = backend.compile_grammar(StructuredOutputOptions.JSON, schema)
+    assert grammar.accept_tokens("r", tokenizer.encode('["', add_special_tokens=False))
+    mask = backend.allocate_token_bitmask(1)
+    grammar.fill_bitmask(mask, 0)
+    return {i for i in range(vocab_size) if int(mask[0, i // 32]) >> (i % 32) & 1}
+
+
+@pytest.mark.parametrize("model_rows", ["fewer", "more"])
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+def test_structured_output_allows_what_stock_allows(tokenizer_dirs, backend, model_rows):
+    """Whether the model has rows for the added ids (padding of the vocabulary) or not."""
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    backend_cls = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend}[backend]
+    stock, ours = load(tokenizer_dirs["qwen"], "hf"), load(tokenizer_dirs["qwen"], MODE)
+    vocab_size = len(stock) if model_rows == "fewer" else len(stock) + 64
+    schema = json.dumps({"type": "array", "items": {"type": "string"}})
+    expected = _allowed(backend_cls, stock, vocab_size, schema)
+    found = _allowed(backend_cls, ours, vocab_size, schema)
+    assert found == expected
+    assert len(found) > 50
+    assert not found & set(primitive_ids(ours))
+
+
+def test_outlines_vocabulary_is_stock(tokenizer_dirs):
+    from vllm.v1.structured_output.utils import _reduced_vocabulary
+
+    ours, stock = (_reduced_vocabulary(load(tokenizer_dirs["qwen"], mode)) for mode in (MODE, "hf"))
+    assert {text: set(ids) for text, ids in ours.items()} == {text: set(ids) for text, ids in stock.items()}
+
+
+def test_special_tokens_with_stripping_do_not_eat_a_segments_spaces(tokenizer_dirs):
+    """A configured token of the vocabulary may strip the spaces beside it; the segments keep theirs."""
+    plain = copy.deepcopy(load(tokenizer_dirs["gpt2"], "hf"))
+    plain.add_special_tokens({"additional_special_tokens": [AddedToken("<cut>", lstrip=True, rstrip=True)]})
+    tokenizer = with_primitives(plain, PrimitiveTexts(sep="<cut>"))
+    found = split_ids(tokenizer.encode("one <cut> two"), primitive_ids(tokenizer))
+    assert [tokenizer.decode(p) for p in found if not isinstance(p, Marker)] == ["one ", " two"]
