@@ -147,7 +147,7 @@ def usage_of(llm: Any) -> Usage:
         block_bytes,
         records=len(side.directory),
         pinned=side.directory.pinned,
-        pool_bytes=side.pool_bytes_used,
+        pool_bytes=side.geometry.bytes_of(side.directory.used),
     )
 
 
