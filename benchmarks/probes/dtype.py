@@ -24,7 +24,6 @@ from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.prompts import Prompt, Shape
 from vllm_hypic.harness.report import check_outputs, output_options
 from vllm_hypic.harness.settings import SHORTEST, model_name
-from vllm_hypic.primitives.policies import parse_link
 
 from .engine_calls import answered, layers
 from .engine_pair import EnginePair, Probe, require_long, running_pair
@@ -121,8 +120,8 @@ def measure(
 ) -> list[Rounding]:
     """All roundings, over all prompts, ``done`` after each.  The first layer must have a truth."""
     method = link_method(f"hypic-{seam}")
-    assert method.link is not None
-    link = parse_link(method.link, method.seam)
+    link = method.linked
+    assert link is not None
     found: dict[str, list[float]] = {}
     sizes: dict[str, int | None] = {}
     for prompt in pair.prompts(segments, tokens):

@@ -20,7 +20,6 @@ from vllm_hypic.harness.gate import GateFailed, checked_distance
 from vllm_hypic.harness.generators import FIRST_SEED, Generator, find_generator
 from vllm_hypic.harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
 from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.primitives.policies import parse_link
 
 from .engine_calls import Layers, Observation, layers, observe
 
@@ -137,9 +136,8 @@ def _question(generator: Generator, seed: int, segments: int, tokens: int) -> Pr
 def require_long(probe: Probe, tokens: int) -> None:
     """Refuse segments in which too little is left to reuse; raises ``click.UsageError``."""
     for method in probe.methods:
-        if method.link is None:
+        if (link := method.linked) is None:
             continue
-        link = parse_link(method.link, method.seam)
         if tokens - link.head - link.tail < probe.least:
             raise click.UsageError(
                 f"segments of {tokens} tokens: {method.name} recomputes {link.head + link.tail} of them, and "
@@ -166,5 +164,5 @@ def running_pair(probe: Probe, shapes: Sequence[Shape]) -> Iterator[EnginePair]:
 def _require_honoured(probe: Probe, engine: Engine) -> None:
     found = traits(engine)
     for method in probe.methods:
-        if method.link is not None and (reason := parse_link(method.link, method.seam).refused_by(found)):
+        if (link := method.linked) is not None and (reason := link.refused_by(found)):
             raise click.UsageError(f"--methods: {reason}")

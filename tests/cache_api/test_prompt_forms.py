@@ -20,7 +20,7 @@ from vllm_hypic.cache_api.forms import (
 )
 from vllm_hypic.cache_api.registry import Place
 from vllm_hypic.engine.front_end import _without_command
-from vllm_hypic.primitives.options import link_of_request
+from vllm_hypic.primitives.options import LinkDefaults, link_of_request
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
@@ -61,7 +61,7 @@ def test_only_commands_made_here_get_past_the_front_end():
         extra = {"hypic_command": imitation, "hypic_link": "full"}
         assert _without_command(extra) == extra
         with pytest.raises(LinkError, match="unknown request option 'hypic_command'"):
-            link_of_request(_without_command(extra), default_link="hypic", default_seam=8)
+            link_of_request(_without_command(extra), LinkDefaults("hypic", 8))
     assert _without_command({"hypic_command": Report(), "x": 1}) == {"x": 1}
 
 

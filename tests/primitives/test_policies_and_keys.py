@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,15 @@ from hypothesis import strategies as st
 
 from vllm_hypic.primitives import keys
 from vllm_hypic.primitives.keys import Namespace, Role, segment_key
-from vllm_hypic.primitives.options import link_of_request
-from vllm_hypic.primitives.policies import MAX_SEAM_TOKENS, LinkError, LinkMethod, ModelTraits, parse_link
+from vllm_hypic.primitives.options import LinkDefaults, link_of_request
+from vllm_hypic.primitives.policies import (
+    MAX_SEAM_TOKENS,
+    Islands,
+    LinkError,
+    LinkMethod,
+    ModelTraits,
+    parse_link,
+)
 
 HYBRID = ModelTraits(has_linear=True, has_attention=True)
 ATTENTION = ModelTraits(has_linear=False, has_attention=True)
@@ -75,6 +83,35 @@ def test_wide_epic_heads_are_refused() -> None:
         parse_link(f"epic-{MAX_SEAM_TOKENS + 1}", 8)
 
 
+def test_contexts_and_islands_belong_to_the_method() -> None:
+    method = parse_link("hypic", 8, "text", "query-10")
+    assert (method.context, method.islands) == ("text", Islands("query", 10))
+    assert parse_link("hypic", 8).context == "none" and parse_link("hypic", 8).islands is None
+    assert parse_link("full", 8, "text", "query-10") == parse_link("full", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "islands", "said"),
+    [
+        ("hypic", "page", "none", "hypic_context='page': expected one of none, lead, text, learned"),
+        ("hypic", 3, "none", "hypic_context=3: expected one of"),
+        ("hypic", "none", "query", "hypic_islands='query': expected one of none, query-<percent>"),
+        ("hypic", "none", "query-0", "expected 1 <= percent <= 50"),
+        ("hypic", "none", "query-51", "expected 1 <= percent <= 50"),
+        ("hypic", "none", 10, "hypic_islands=10: expected one of"),
+        ("epic-0", "text", "none", "puts its own tokens before a segment"),
+        ("seam-8-8+16", "lead", "none", "puts its own tokens before a segment"),
+        ("prompt-cache", "text", "none", "takes neither a context nor islands"),
+        ("prompt-cache", "none", "query-10", "takes neither a context nor islands"),
+    ],
+)
+def test_contexts_and_islands_that_mean_nothing_are_refused(
+    name: str, context: Any, islands: Any, said: str
+) -> None:
+    with pytest.raises(LinkError, match=re.escape(said)):
+        parse_link(name, 8, context, islands)
+
+
 @pytest.mark.parametrize("name", ["hypic", "block", "full", "epic-0", "epic-8"])
 def test_methods_that_every_model_can_honour(name: str) -> None:
     assert parse_link(name, 8).refused_by(HYBRID) is None
@@ -92,7 +129,7 @@ def test_methods_that_a_model_cannot_honour_name_the_reason_and_a_way_out() -> N
 
 class TestRequestOptions:
     def of(self, extra: Any) -> LinkMethod:
-        return link_of_request(extra, default_link="hypic", default_seam=8)
+        return link_of_request(extra, LinkDefaults("hypic", 8))
 
     def test_defaults(self) -> None:
         assert self.of(None) == self.of({}) == self.of({"other_plugin": 1}) == parse_link("hypic", 8)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PlainValidator, SkipValidation
 
+from ..primitives.options import LinkDefaults
 from ..primitives.policies import parse_link
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 from .gate import GateConfig
@@ -49,6 +50,12 @@ class HypicConfig(ConfigSection):
     """Link method of requests that name none."""
     seam_tokens: Annotated[int, SkipValidation] = 8
     """Seam window ``w``: tokens recomputed on either side of a segment boundary."""
+    context: Annotated[str, SkipValidation] = "none"
+    """What a segment's record has seen: see :data:`.primitives.policies.CONTEXTS`."""
+    islands: Annotated[str, SkipValidation] = "none"
+    """Windows inside segments that are recomputed, chosen by the query: ``query-10`` recomputes 10 %."""
+    context_file: str | None = None
+    """Text of the context ``text``; ``None``: the one that comes with the plugin."""
     min_segment_tokens: Positive = 32
     """A segment whose interior is shorter is computed in the stream."""
     page_tokens: Positive = 64
@@ -82,7 +89,12 @@ class HypicConfig(ConfigSection):
     """Token put before a segment by ``epic-0``; ``None``: the segment's own first token."""
 
     def __post_init__(self) -> None:
-        parse_link(self.link, self.seam_tokens)
+        parse_link(self.link, self.seam_tokens, self.context, self.islands)
+
+    @property
+    def link_defaults(self) -> LinkDefaults:
+        """The link method of requests that name none."""
+        return LinkDefaults(self.link, self.seam_tokens, self.context, self.islands)
 
 
 def config_of(vllm_config: VllmConfig) -> HypicConfig:

@@ -35,7 +35,7 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     extra = None if params is None else _without_command(params.extra_args)
     parallel = config.segment_parallel
     try:
-        method = link_of_request(extra, default_link=config.link, default_seam=config.seam_tokens)
+        method = link_of_request(extra, config.link_defaults)
         transfer = transfer_of_request(
             extra,
             longest_s=None if parallel is None else parallel.deadline_s,

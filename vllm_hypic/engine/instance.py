@@ -45,6 +45,8 @@ class RoutedInstance:
             pad=ids.pad,
             link=config.link,
             seam_tokens=config.seam_tokens,
+            context=config.context,
+            islands=config.islands,
             min_segment_tokens=config.min_segment_tokens,
             max_model_len=self._max_model_len,
             has_linear=traits.has_linear,

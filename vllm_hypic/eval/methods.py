@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..harness.engine_calls import Ask
 from ..harness.prompts import Prompt
-from ..primitives.options import LINK, SEAM
-from ..primitives.policies import LinkError, parse_link
+from ..primitives.options import CONTEXT, ISLANDS, LINK, SEAM
+from ..primitives.policies import CONTEXTS, LinkError, LinkMethod, parse_link
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,22 @@ class Method:
     link: str | None = None
     seam: int = 0
     """Seam window; only ``hypic`` and ``naive`` take one."""
+    context: str = "none"
+    islands: str = "none"
+
+    @property
+    def linked(self) -> LinkMethod | None:
+        """The link method; ``None``: the prompt goes without separators."""
+        if self.link is None:
+            return None
+        return parse_link(self.link, self.seam, self.context, self.islands)
 
     def ask(self, prompt: Prompt, separator: int, *, max_tokens: int, logprobs_of: list[int] | None) -> Ask:
         """The request.  ``logprobs_of``: tokens whose logprobs are compared, at the first position."""
         tokens = prompt.plain() if self.link is None else prompt.marked(separator)
-        extra = {} if self.link is None else {LINK: self.link, SEAM: self.seam}
+        extra: dict[str, str | int] = {}
+        if self.link is not None:
+            extra = {LINK: self.link, SEAM: self.seam, CONTEXT: self.context, ISLANDS: self.islands}
         return Ask(
             tokens,
             max_tokens,
@@ -35,9 +46,8 @@ class Method:
 
     def reusable(self, prompt: Prompt, least: int) -> int:
         """Tokens that come from records when every segment with ``least`` such tokens has one."""
-        if self.link is None:
+        if (link := self.linked) is None:
             return 0
-        link = parse_link(self.link, self.seam)
         inside = [len(prompt.head), *(len(d) - link.head - link.tail for d in prompt.documents)]
         return sum(n for n in inside if n >= least)
 
@@ -63,20 +73,26 @@ def is_noise(name: str) -> bool:
 
 def link_method(text: str) -> Method:
     """The method that the command line calls ``text``: ``hypic-8`` (seam window 8), ``naive-8``, ``epic-16``,
-    ``epic-0``, ``block``, ``seam-4-0+4``, ``full``, ``prefix``, ``prefix-same``.
+    ``epic-0``, ``block``, ``seam-4-0+4``, ``full``, ``prefix``, ``prefix-same``; a context and islands follow
+    behind strokes: ``hypic-8/text/query-10``, ``hypic-8/lead``, ``hypic-8/query-10``.
 
     Raises :class:`LinkError` naming a bad one.
     """
     if text in PLAIN:
         return PLAIN[text]
-    if match := re.fullmatch(r"(hypic|naive)-(\d{1,4})", text):
+    base, *rest = text.split("/")
+    if match := re.fullmatch(r"(hypic|naive)-(\d{1,4})", base):
         link, seam = match.group(1), int(match.group(2))
     else:
-        link, seam = text, 0
-        if text in ("hypic", "naive"):
-            raise LinkError(f"method {text!r}: say its seam window, too, like {text}-8")
-    parse_link(link, seam)
-    return Method(text, link, seam)
+        link, seam = base, 0
+        if base in ("hypic", "naive"):
+            raise LinkError(f"method {text!r}: say its seam window, too, like {base}-8")
+    context = rest.pop(0) if rest and rest[0] in CONTEXTS else "none"
+    islands = rest.pop(0) if rest else "none"
+    if rest:
+        raise LinkError(f"method {text!r}: expected LINK, LINK/CONTEXT, LINK/ISLANDS or LINK/CONTEXT/ISLANDS")
+    parse_link(link, seam, context, islands)
+    return Method(text, link, seam, context, islands)
 
 
 DEFAULT = (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ..harness.engines import Engine
 from ..harness.report import Steps
-from ..primitives.policies import parse_link
 from . import pool_batches
 from .fitting import fitting
 from .methods import FULL, Method
@@ -90,5 +89,5 @@ class Study:
 def refused(engine: Engine, methods: Sequence[Method]) -> dict[Method, str]:
     """Methods that the engine's model cannot honour, and why."""
     traits = pool_batches.traits(engine)
-    reasons = {m: parse_link(m.link, m.seam).refused_by(traits) for m in methods if m.link is not None}
+    reasons = {m: link.refused_by(traits) for m in methods if (link := m.linked) is not None}
     return {method: reason for method, reason in reasons.items() if reason is not None}

@@ -17,12 +17,14 @@ from .policies import LinkError, LinkMethod, parse_link
 
 LINK = "hypic_link"
 SEAM = "hypic_seam_tokens"
+CONTEXT = "hypic_context"
+ISLANDS = "hypic_islands"
 PUSH_TO = "hypic_push_to"
 PUSH_DEADLINE = "hypic_push_deadline_s"
 REMOTE = "hypic_remote"
 REMOTE_DEADLINE = "hypic_remote_deadline_s"
 PREFIX = "hypic_"
-KNOWN = (LINK, SEAM, PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
+KNOWN = (LINK, SEAM, CONTEXT, ISLANDS, PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
 
 TIER = "tier:"
 """Prefix of a destination that is a tier; its identity follows."""
@@ -31,18 +33,32 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_REMOTE = 4096
 
 
-def link_of_request(
-    extra_args: Mapping[str, Any] | None, *, default_link: str, default_seam: int
-) -> LinkMethod:
+@dataclass(frozen=True)
+class LinkDefaults:
+    """What requests of an engine that name nothing else get: arguments of
+    :func:`~vllm_hypic.primitives.policies.parse_link`."""
+
+    link: str
+    seam_tokens: int
+    context: str = "none"
+    islands: str = "none"
+
+
+def link_of_request(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -> LinkMethod:
     """The link method a request asks for.  Raises :class:`LinkError` naming a bad key or value."""
     extra = extra_args or {}
     unknown = sorted(k for k in extra if isinstance(k, str) and k.startswith(PREFIX) and k not in KNOWN)
     if unknown:
         raise LinkError(f"unknown request option {unknown[0]!r}: expected one of {', '.join(KNOWN)}")
-    seam = extra.get(SEAM, default_seam)
+    seam = extra.get(SEAM, defaults.seam_tokens)
     if isinstance(seam, float) and seam.is_integer():
         seam = int(seam)  # JSON clients send 8.0
-    return parse_link(extra.get(LINK, default_link), seam)
+    return parse_link(
+        extra.get(LINK, defaults.link),
+        seam,
+        extra.get(CONTEXT, defaults.context),
+        extra.get(ISLANDS, defaults.islands),
+    )
 
 
 @dataclass(frozen=True)

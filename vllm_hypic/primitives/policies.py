@@ -1,15 +1,15 @@
 """Link methods: how a request joins independently cached segments.
 
 A method decides, per interior segment, how many tokens at its head and tail are recomputed with
-full context, which tokens are put before it when it is compiled and then dropped, whether the transition
-``T_C`` is applied, and whether its position is part of its identity.  The leading segment never
+full context, which windows between them are (islands), what its record is computed behind, whether the
+transition ``T_C`` is applied, and whether its position is part of its identity.  The leading segment never
 has a seam: it stands at position 0 and has no left neighbour.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_SEAM_TOKENS = 1024
 """Upper bound of a seam window: beyond it a segment is better recomputed as a whole."""
@@ -29,6 +29,13 @@ METHODS = (
     "full",
 )
 
+CONTEXTS = ("none", "lead", "text", "learned")
+"""What a segment's record has seen: nothing, the prompt's leading segment, a fixed text, learned tokens."""
+
+ISLANDS = ("none", "query-<percent>")
+MAX_ISLAND_PERCENT = 50
+"""Upper bound of what islands recompute: beyond it a prompt is better recomputed as a whole."""
+
 
 class LinkError(ValueError):
     """A link method or seam width that does not exist or that the model cannot honour."""
@@ -45,12 +52,22 @@ class ModelTraits:
 
 
 @dataclass(frozen=True)
+class Islands:
+    """Windows inside segments that are recomputed with full context: those that ``chosen_by`` ranks first,
+    within ``percent`` of the tokens that records would serve."""
+
+    chosen_by: str
+    percent: int
+
+
+@dataclass(frozen=True)
 class LinkMethod:
     """One resolved link method.
 
     ``head`` and ``tail`` are the seam window of an interior segment in tokens, ``dummies`` the
     number of tokens put before it at compile time, ``anchor`` that of the leading segment's first tokens
-    put there instead, ``use_transition`` whether ``T_C`` is applied
+    put there instead, ``context`` (one of :data:`CONTEXTS`) the record that it is computed behind,
+    ``islands`` what is recomputed inside it, ``use_transition`` whether ``T_C`` is applied
     (``False``: ``S_after = S_before + S_C``), ``fixed_position`` whether a record is bound to its
     logical position, ``reuse`` whether records are used at all.
     """
@@ -60,6 +77,8 @@ class LinkMethod:
     tail: int = 0
     dummies: int = 0
     anchor: int = 0
+    context: str = "none"
+    islands: Islands | None = None
     use_transition: bool = True
     fixed_position: bool = False
     reuse: bool = True
@@ -79,12 +98,42 @@ class LinkMethod:
         return None
 
 
-def parse_link(name: str, seam_tokens: int) -> LinkMethod:
-    """Resolve a method name and the request's seam width to a :class:`LinkMethod`.
+def parse_link(name: str, seam_tokens: int, context: str = "none", islands: str = "none") -> LinkMethod:
+    """Resolve a method name, the request's seam width, its context and its islands to a :class:`LinkMethod`.
 
     ``seam_tokens`` is the window ``w`` of ``hypic`` and ``naive``; the other methods carry their
-    own.  Raises :class:`LinkError` for an unknown name or a width outside ``0..MAX_SEAM_TOKENS``.
+    own.  ``context``: one of :data:`CONTEXTS`; ``islands``: of :data:`ISLANDS`.  Raises :class:`LinkError`
+    for an unknown name, a width outside ``0..MAX_SEAM_TOKENS``, and a combination that means nothing.
     """
+    method = _parse_seams(name, seam_tokens)
+    if context not in CONTEXTS:
+        raise LinkError(f"hypic_context={context!r}: expected one of {', '.join(CONTEXTS)}")
+    windows = _parse_islands(islands)
+    if not method.reuse:
+        return method
+    if context != "none" and (method.dummies or method.anchor):
+        raise LinkError(
+            f"hypic_context={context!r}: link method {name!r} puts its own tokens before a segment; expected "
+            "'none', or a link method without them, such as 'hypic'"
+        )
+    if method.fixed_position and (context != "none" or windows is not None):
+        raise LinkError(f"link method {name!r} takes neither a context nor islands: expected 'none' for both")
+    return replace(method, context=context, islands=windows)
+
+
+def _parse_islands(islands: str) -> Islands | None:
+    if islands == "none":
+        return None
+    found = re.fullmatch(r"(query)-(\d{1,3})", islands) if isinstance(islands, str) else None
+    if found is None:
+        raise LinkError(f"hypic_islands={islands!r}: expected one of {', '.join(ISLANDS)}")
+    percent = int(found.group(2))
+    if not 1 <= percent <= MAX_ISLAND_PERCENT:
+        raise LinkError(f"hypic_islands={islands!r}: expected 1 <= percent <= {MAX_ISLAND_PERCENT}")
+    return Islands(found.group(1), percent)
+
+
+def _parse_seams(name: str, seam_tokens: int) -> LinkMethod:
     if not isinstance(name, str):
         raise LinkError(f"hypic_link={name!r}: expected one of {', '.join(METHODS)}")
     if isinstance(seam_tokens, bool) or not isinstance(seam_tokens, int):

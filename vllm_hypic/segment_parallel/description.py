@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ..config.segment_parallel import Address
+from ..primitives.options import LinkDefaults
 from ..primitives.plan import PoolLimits
 from ..primitives.policies import ModelTraits
 from ..primitives.tokens import PrimitiveIds
@@ -42,6 +43,8 @@ class Description(
     pad: _Count
     link: str
     seam_tokens: _Count
+    context: str = "none"
+    islands: str = "none"
     min_segment_tokens: _Count
     max_model_len: Annotated[int, Meta(ge=1)]
     has_linear: bool
@@ -73,6 +76,10 @@ class Description(
         return PrimitiveIds(self.separator, self.pdep, self.pad)
 
     @property
+    def link_defaults(self) -> LinkDefaults:
+        return LinkDefaults(self.link, self.seam_tokens, self.context, self.islands)
+
+    @property
     def traits(self) -> ModelTraits:
         return ModelTraits(self.has_linear, self.has_attention)
 
@@ -81,8 +88,7 @@ class Description(
         """Everything that a plan depends on."""
         return (
             self.primitives,
-            self.link,
-            self.seam_tokens,
+            self.link_defaults,
             self.traits,
             self.namespace,
             self.limits,

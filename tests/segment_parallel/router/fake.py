@@ -18,7 +18,7 @@ from http_server import STOP_S, HttpServer
 
 from vllm_hypic.harness.processes import reserve_port
 from vllm_hypic.primitives.keys import Namespace
-from vllm_hypic.primitives.options import link_of_request, tier_of
+from vllm_hypic.primitives.options import LinkDefaults, link_of_request, tier_of
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
@@ -173,7 +173,7 @@ class FakeInstance:
     def plan(self, body: dict[str, Any]) -> PromptPlan:
         """The plan that an engine would make."""
         extra = body.get("vllm_xargs") or {}
-        method = link_of_request(extra, default_link="hypic", default_seam=SEAM)
+        method = link_of_request(extra, LinkDefaults("hypic", SEAM))
         prompt = body.get("prompt")
         if prompt is None:
             prompt = chat_text(body["messages"])

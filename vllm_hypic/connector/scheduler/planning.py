@@ -76,9 +76,7 @@ class Planner:
         if not self.ids.contains(request.token_ids):
             return None
         config = self._config
-        method = link_of_request(
-            request.extra_args, default_link=config.link, default_seam=config.seam_tokens
-        )
+        method = link_of_request(request.extra_args, config.link_defaults)
         if reason := method.refused_by(self.traits):
             raise LinkError(reason)
         return build_plan(

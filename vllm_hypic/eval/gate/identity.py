@@ -113,8 +113,21 @@ def telling(config: HypicConfig) -> dict[str, Any]:
         unread.add("seam_tokens")
     if not parse_link(config.link, config.seam_tokens).dummies:
         unread.add("dummy_token")
-    values = config.to_mapping().items()
+    # Not named at all where they are not used: sign-offs from before there were any hold on.
+    values = [(name, value) for name, value in config.to_mapping().items() if name not in _unused(config)]
     return {name: None if name in unread else value for name, value in values if name not in NEUTRAL}
+
+
+def _unused(config: HypicConfig) -> set[str]:
+    """Options of contexts and islands that the link method does not have."""
+    unused = set()
+    if config.context == "none":
+        unused.add("context")
+    if config.context != "text":
+        unused.add("context_file")
+    if config.islands == "none":
+        unused.add("islands")
+    return unused
 
 
 def reads_seam(config: HypicConfig) -> bool:

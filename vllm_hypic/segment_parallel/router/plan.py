@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ...primitives.keys import Namespace, Role, SegmentKey
-from ...primitives.options import LINK, SEAM, link_of_request
+from ...primitives.options import CONTEXT, LINK, SEAM, link_of_request
 from ...primitives.plan import CachedSegment, PromptError, PromptPlan, build_plan, parse_prompt
 from ...primitives.policies import LinkError, LinkMethod
 from ...primitives.tokens import PrimitiveIds
@@ -76,17 +76,17 @@ def plan_request(
     if not description.primitives.contains(ids):
         return None
     try:
-        method = link_of_request(
-            extra_args, default_link=description.link, default_seam=description.seam_tokens
-        )
+        defaults = description.link_defaults
+        method = link_of_request(extra_args, defaults)
         if method.refused_by(description.traits) is not None:
             return None
         plan = _plan(ids, method, description, salt)
     except (LinkError, PromptError):
         return None
     options = {
-        LINK: extra_args.get(LINK, description.link),
-        SEAM: extra_args.get(SEAM, description.seam_tokens),
+        LINK: extra_args.get(LINK, defaults.link),
+        SEAM: extra_args.get(SEAM, defaults.seam_tokens),
+        CONTEXT: extra_args.get(CONTEXT, defaults.context),
     }
     return Planned(plan, description, salt, options)
 
