@@ -146,7 +146,8 @@ def test_an_engine_describes_itself_so() -> None:
     told = msgspec.json.decode(wire)
     # Names that routers of other versions look for.
     numbers = "separator pdep pad seam_tokens min_segment_tokens max_model_len deadline_s quadratic"
-    others = "instance model namespace landing events link has_linear has_attention shared_tiers limits context islands"
+    others = "instance model namespace landing events link context islands has_linear has_attention"
+    others += " shared_tiers limits"
     assert set(told) == {*numbers.split(), *others.split()}
     limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
     assert set(told["limits"]) == set(limits.split())
