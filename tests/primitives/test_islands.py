@@ -1,0 +1,238 @@
+"""The choice of islands: against BM25 as the textbook has it, and what must hold for any prompt."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from vllm_hypic.primitives.islands import choose_islands, scores_of
+from vllm_hypic.primitives.token_texts import TokenTexts
+from vllm_hypic.primitives.windows import MAX_WINDOW, Words, windows_of
+
+from .conftest import gpt2
+
+VOCABULARY = [*(f" w{i}" for i in range(12)), ".", "\n", " w0", "s"]
+TOKENS = st.integers(0, len(VOCABULARY) - 1)
+RUNS = st.lists(st.tuples(TOKENS, st.integers(1, 30)), max_size=12)
+INTERIOR = st.one_of(
+    st.lists(TOKENS, max_size=200).map(tuple),
+    RUNS.map(lambda runs: tuple(t for t, n in runs for _ in range(n))),
+)
+INTERIORS = st.lists(INTERIOR, max_size=5)
+QUERY = st.lists(TOKENS, max_size=12).map(tuple)
+BUDGET = st.integers(0, 400)
+
+
+def texts(tokens) -> list[str]:
+    return [VOCABULARY[token] for token in tokens]
+
+
+def bm25(interiors, query) -> list[float]:
+    """Scores of all windows, from the formula: k1 = 1.2, b = 0.75, every word of the query once."""
+    bags = []
+    for tokens in interiors:
+        for first, stop in windows_of(texts(tokens)):
+            bags.append(re.findall(r"\w+", "".join(texts(tokens[first:stop]))))
+    mean = sum(map(len, bags)) / len(bags) if bags else 0.0
+    scores = []
+    for bag in bags:
+        score = 0.0
+        for word in set(re.findall(r"\w+", "".join(texts(query)))):
+            n = sum(word in other for other in bags)
+            idf = math.log(1 + (len(bags) - n + 0.5) / (n + 0.5))
+            if bag:
+                score += (
+                    idf * bag.count(word) * 2.2 / (bag.count(word) + 1.2 * (0.25 + 0.75 * len(bag) / mean))
+                )
+        scores.append(score)
+    return scores
+
+
+def greedy(interiors, scores, budget) -> list[set[int]]:
+    """Tokens of the best windows that fit, one after the other."""
+    windows = [(i, w) for i, tokens in enumerate(interiors) for w in windows_of(texts(tokens))]
+    tokens: list[set[int]] = [set() for _ in interiors]
+    for rank in sorted(range(len(windows)), key=lambda rank: (-scores[rank], rank)):
+        interior, (first, stop) = windows[rank]
+        if scores[rank] > 0 and stop - first <= budget - sum(map(len, tokens)):
+            tokens[interior] |= set(range(first, stop))
+    return tokens
+
+
+def scores_in(interiors, query) -> list[float]:
+    words = Words(texts)
+    return scores_of([words.of_segment(tokens) for tokens in interiors], words.of_query(query))
+
+
+@given(INTERIORS, QUERY)
+def test_scores_are_bm25(interiors, query):
+    expected, scores = bm25(interiors, query), scores_in(interiors, query)
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert [score > 0 for score in scores] == [score > 0 for score in expected]
+
+
+def test_a_wrong_constant_would_show():
+    interiors, query = [tuple(i % 12 for i in range(200))], (3,)
+    scores = scores_in(interiors, query)
+    assert max(abs(a - 1.01 * a) for a in scores) > 1e-4 and scores == pytest.approx(
+        bm25(interiors, query), abs=1e-5
+    )
+
+
+@given(INTERIORS, QUERY, BUDGET)
+def test_the_best_windows_that_fit_are_chosen(interiors, query, budget):
+    chosen = choose_islands(interiors, query, budget, Words(texts))
+    expected = greedy(interiors, scores_in(interiors, query), budget)
+    assert [{i for first, stop in ranges for i in range(first, stop)} for ranges in chosen] == expected
+
+
+@given(INTERIORS, QUERY, BUDGET)
+def test_ranges_are_disjoint_ascending_and_within_segment_and_budget(interiors, query, budget):
+    chosen = choose_islands(interiors, query, budget, Words(texts))
+    assert len(chosen) == len(interiors)
+    assert sum(stop - first for ranges in chosen for first, stop in ranges) <= budget
+    for ranges, tokens in zip(chosen, interiors, strict=True):
+        assert all(0 <= first < stop <= len(tokens) for first, stop in ranges)
+        assert all(left[1] < right[0] for left, right in pairwise(ranges))
+
+
+@given(st.lists(st.tuples(INTERIORS, QUERY, BUDGET), min_size=2, max_size=6), st.integers(0, 4))
+def test_what_is_kept_changes_nothing(prompts, kept):
+    used = Words(texts, max_segments=kept, max_tokens=300)
+    for interiors, query, budget in [*prompts, *prompts[:2]]:
+        fresh = choose_islands(interiors, query, budget, Words(texts))
+        assert choose_islands(interiors, query, budget, used) == fresh
+
+
+@given(INTERIORS, QUERY, BUDGET)
+def test_nothing_but_windows_with_a_word_of_the_query(interiors, query, budget):
+    asked = set(re.findall(r"\w+", "".join(texts(query))))
+    chosen = choose_islands(interiors, query, budget, Words(texts))
+    for ranges, tokens in zip(chosen, interiors, strict=True):
+        inside = {i for first, stop in ranges for i in range(first, stop)}
+        for first, stop in windows_of(texts(tokens)):
+            if first in inside:
+                assert asked & set(re.findall(r"\w+", "".join(texts(tokens[first:stop]))))
+
+
+def test_ties_are_broken_by_order():
+    same = tuple([*([1] * 39), 12] * 4)
+    assert choose_islands([same, same], (1,), 100, Words(texts)) == [((0, 80),), ()]
+
+
+def test_a_window_too_long_for_the_rest_gives_way_to_the_next():
+    interior = (*[3] * 20, *[4] * 24, 12, *[3] * 33, 12)
+    windows = windows_of(texts(interior))
+    lengths = [stop - first for first, stop in windows]
+    scores = scores_in([interior], (3, 4))
+    assert len(windows) == 2 and scores[0] > scores[1] > 0 and lengths[0] > lengths[1]
+    assert choose_islands([interior], (3, 4), lengths[1], Words(texts)) == [(windows[1],)]
+    assert choose_islands([interior], (3, 4), lengths[0], Words(texts)) == [(windows[0],)]
+    assert choose_islands([interior], (3, 4), sum(lengths), Words(texts)) == [((0, len(interior)),)]
+    assert choose_islands([interior], (3, 4), lengths[1] - 1, Words(texts)) == [()]
+
+
+def test_no_budget_no_query_and_no_segments_choose_nothing():
+    words = Words(texts)
+    assert choose_islands([(1,) * 40], (1,), 0, words) == [()]
+    assert choose_islands([(1,) * 40, ()], (), 100, words) == [(), ()]
+    assert choose_islands([(12,) * 40], (12,), 100, words) == [()]
+    assert choose_islands([], (1,), 100, words) == []
+    with pytest.raises(ValueError, match=r"budget=-1: expected a number of tokens, at least 0"):
+        choose_islands([(1,) * 40], (1,), -1, words)
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+BPE = PreTrainedTokenizerFast(tokenizer_object=gpt2(False))
+BPE.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+ASK = "Answer with the number only.<|im_end|>\n<|im_start|>assistant\n"
+FILLER = "The dog sleeps and the fox does not, as was said of both of them in the story. "
+PLACES = ["Paris", "Oslo", "東京", "Wien"]
+DOCUMENTS = [
+    f"{FILLER * 6}The access code of the {place} office is {1000 + i}. {FILLER * 6}"
+    for i, place in enumerate(PLACES)
+]
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(BPE.encode(text, add_special_tokens=False))
+
+
+def chosen_text(documents: list[str], query: str, budget: int) -> list[str]:
+    interiors = [ids_of(document) for document in documents]
+    chosen = choose_islands(interiors, ids_of(query), budget, Words(TokenTexts(BPE).of))
+    return ["".join(BPE.decode(t[a:b]) for a, b in r) for t, r in zip(interiors, chosen, strict=True)]
+
+
+@pytest.mark.parametrize("place", range(4), ids=["Paris", "Oslo", "Tokyo", "Wien"])
+def test_the_sentence_that_is_asked_for_is_chosen_among_like_ones(place):
+    texts = chosen_text(
+        DOCUMENTS, f"What is the access code of the {PLACES[place]} office? {ASK}", MAX_WINDOW
+    )
+    assert f"{PLACES[place]} office is" in texts[place]
+    assert [bool(text) for text in texts] == [i == place for i in range(4)]
+
+
+def test_a_question_in_another_language_chooses_nothing():
+    assert chosen_text(DOCUMENTS[:2], "Какой код доступа в парижский офис?", 1000) == ["", ""]
+
+
+def test_the_template_of_a_chat_asks_for_nothing():
+    assert chosen_text(["I am at the end of it. " * 20], "Чат<|im_end|>\n<|im_start|>", 1000) == [""]
+
+
+def test_words_that_every_window_has_decide_nothing():
+    """They still count where there is nothing else to go by."""
+    documents = [*(FILLER * 10 for _ in range(3)), f"{FILLER * 5}The cat sleeps. {FILLER * 5}"]
+    chosen = chosen_text(documents, "Where does the cat of the story sleep?", MAX_WINDOW)
+    assert [("cat" in text) for text in chosen] == [False, False, False, True]
+
+
+def test_an_identifier_is_found_by_its_parts():
+    code = "def add(a, b):\n    return a + b\n\n" * 12
+    documents = [f"{code}def read_model_config(path):\n    return load(path)\n\n{code}", code]
+    first, second = chosen_text(documents, "Which function reads the model config?", MAX_WINDOW)
+    assert "read_model_config" in first and not second
+
+
+def test_broken_characters_at_the_ends_of_a_segment_are_no_fault():
+    ids = ids_of("東京は日本の首都です。" * 20)
+    for cut in range(1, 4):
+        (ranges,) = choose_islands([ids[cut:-cut]], ids_of("首都")[cut - 1 :], 128, Words(TokenTexts(BPE).of))
+        assert bool(ranges) == (cut == 1)  # later ones lack the first character
+
+
+PROGRAM = """
+import json, sys
+from vllm_hypic.primitives.islands import choose_islands
+from vllm_hypic.primitives.windows import Words
+vocabulary, interiors, query, budget = json.load(sys.stdin)
+words = Words(lambda tokens: [vocabulary[t] for t in tokens])
+print(json.dumps(choose_islands([tuple(i) for i in interiors], tuple(query), budget, words)))
+"""
+
+
+def test_every_process_chooses_the_same():
+    """Whatever the seed of its hashes: sets and dictionaries of words have another order in each."""
+    interiors = [[(i * i + j * i // 7) % 12 for i in range(300)] for j in range(4)]
+    prompt = json.dumps([VOCABULARY, interiors, list(range(12)), 300])
+    found = set()
+    for seed in ("0", "1", "77"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM], input=prompt, env=env, capture_output=True, text=True, check=True
+        )
+        found.add(run.stdout)
+    here = choose_islands([tuple(i) for i in interiors], tuple(range(12)), 300, Words(texts))
+    assert found == {json.dumps(here) + "\n"} and any(here)

@@ -1,0 +1,89 @@
+"""Texts of single tokens: what a tokenizer's ``decode`` says of whole sequences, told apart."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from vllm_hypic.primitives.token_texts import REPLACEMENT, TokenTexts
+
+from .conftest import KINDS, gpt2
+
+TEXTS = [
+    "The quick brown fox.",
+    "def add(a, b):\n    return a + b\n",
+    "Größe 東京は日本の首都です。 Привет, мир! 🙂🙂 हिन्दी",
+    "",
+]
+GPT2 = PreTrainedTokenizerFast(tokenizer_object=gpt2(False))
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_joined_they_are_the_text_of_all(tokenizer_dirs, kind, text):
+    """As it reads behind another token: a decoder that drops the first space does not drop it there."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dirs[kind])
+    before = ids_of(tokenizer, "a")
+    ids = ids_of(tokenizer, text)
+    whole = tokenizer.decode([*before, *ids])[len(tokenizer.decode(before)) :]
+    if tokenizer.unk_token_id in ids:
+        pytest.skip("the vocabulary has no such characters")
+    texts = TokenTexts(tokenizer).of(ids)
+    assert len(texts) == len(ids) and "".join(texts) == whole
+    assert all(part not in text for part in texts if REPLACEMENT in part)
+
+
+def test_every_kind_is_tried(kind):
+    assert kind in KINDS and len(KINDS) > 8
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), max_size=40))
+def test_byte_level_tokens_give_any_text_back(text):
+    ids = ids_of(GPT2, text)
+    assert "".join(TokenTexts(GPT2).of(ids)) == text
+
+
+def test_a_character_stands_with_its_last_token():
+    ids = ids_of(GPT2, "x🙂y")
+    assert len(ids) == 6
+    assert TokenTexts(GPT2).of(ids) == ["x", "", "", "", "🙂", "y"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        (slice(1, 4), [REPLACEMENT] * 3),
+        (slice(0, 3), ["x", REPLACEMENT, REPLACEMENT]),
+        (slice(2, 6), [REPLACEMENT, REPLACEMENT, REPLACEMENT, "y"]),
+    ],
+)
+def test_parts_of_characters_read_as_what_they_are(cut, expected):
+    assert TokenTexts(GPT2).of(ids_of(GPT2, "x🙂y")[cut]) == expected
+
+
+def test_the_replacement_character_itself_may_stand_in_a_text():
+    """Here it is three tokens, which look like parts of characters."""
+    text = f"a{REPLACEMENT}b{REPLACEMENT}{REPLACEMENT} 東"
+    found = "".join(TokenTexts(GPT2).of(ids_of(GPT2, text)))
+    assert found.replace(REPLACEMENT, "") == text.replace(REPLACEMENT, "")
+
+
+@given(st.lists(st.integers(0, len(GPT2) - 1), max_size=60), st.lists(st.integers(0, len(GPT2) - 1)))
+def test_any_tokens_have_texts_that_do_not_depend_on_what_came_before(ids, others):
+    used = TokenTexts(GPT2)
+    used.of(others)
+    texts = used.of(ids)
+    assert texts == TokenTexts(GPT2).of(ids) == used.of(ids)
+    assert len(texts) == len(ids)
+
+
+def test_special_tokens_end_words_and_name_none(tokenizer_dirs):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dirs["qwen"])
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    ids = ids_of(tokenizer, "fox<|im_end|>dog")
+    assert "".join(TokenTexts(tokenizer).of(ids)) == "fox\ndog"

@@ -1,0 +1,91 @@
+"""Islands: windows inside cached segments that are recomputed with full context, because the query asks
+about them.
+
+Which ones is part of a request's plan.  So the choice depends on the prompt's tokens and the budget alone,
+not on what is cached, and is the same in every process and on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from .windows import SegmentWords, Words
+
+K1, B = 1.2, 0.75
+"""BM25's usual constants: how soon a word's repetitions stop counting, how much a window's length counts."""
+
+IDF_STEP = 2.0**-20
+"""IDF is rounded to multiples of this: logarithms differ in their last bit between machines."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""Disjoint ranges ``[first, stop)`` of token indices, ascending, that do not touch."""
+
+
+def choose_islands(
+    interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int, words: Words
+) -> list[Ranges]:
+    """What to recompute of each of ``interiors``, the tokens that records would serve, for ``query``.
+
+    The windows of all interiors are ranked by BM25 against the different words of ``query``, IDF over these
+    very windows, ties in the order of the prompt.  In that order each is taken that has a word of the query
+    and is no longer than what is left of ``budget`` (tokens): the sum never exceeds it, part of a window
+    is never taken, and one that is too long gives way to the next.  A budget of
+    :data:`~.windows.MAX_WINDOW` has room for any window; one of 0 gives nothing.  Neighbouring windows
+    become one range.  Returns one entry per interior, empty where nothing is chosen.
+
+    Raises ``ValueError`` for a budget below 0.
+    """
+    if budget < 0:
+        raise ValueError(f"budget={budget}: expected a number of tokens, at least 0")
+    chosen: list[list[tuple[int, int]]] = [[] for _ in interiors]
+    if budget and (asked := words.of_query(query)):
+        segments = [words.of_segment(tokens) for tokens in interiors]
+        scores = scores_of(segments, asked)
+        windows = [(i, window) for i, segment in enumerate(segments) for window in segment.windows]
+        for rank in sorted((i for i, score in enumerate(scores) if score), key=lambda i: -scores[i]):
+            interior, (first, stop) = windows[rank]
+            if stop - first <= budget:
+                budget -= stop - first
+                chosen[interior].append((first, stop))
+    return [_merged(ranges) for ranges in chosen]
+
+
+def scores_of(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
+    """BM25 of every window of ``segments`` in order, against the different words ``query``.
+
+    0 exactly where a window has no word of it; else above 0, however common the words are.
+    """
+    lengths = [length for segment in segments for length in segment.lengths]
+    scores = [0.0] * len(lengths)
+    if not (total := sum(lengths)):
+        return scores
+    damping = [K1 * (1 - B + B * length * len(lengths) / total) for length in lengths]
+    begins = [0, *accumulate(len(segment.windows) for segment in segments[:-1])]
+    # Sums are taken in the order of the query's words: another order could round differently.
+    for word in query:
+        found = [(i, s.places[word]) for i, s in zip(begins, segments, strict=True) if word in s.places]
+        if not found:
+            continue
+        weight = _idf(sum(len(places) for _, places in found), len(lengths)) * (K1 + 1)
+        for begin, places in found:
+            for window, times in places:
+                scores[begin + window] += weight * times / (times + damping[begin + window])
+    return scores
+
+
+def _idf(containing: int, windows: int) -> float:
+    """How much a word says that ``containing`` of ``windows`` windows have: above 0."""
+    exact = math.log1p((windows - containing + 0.5) / (containing + 0.5))
+    return max(1, round(exact / IDF_STEP)) * IDF_STEP
+
+
+def _merged(ranges: list[tuple[int, int]]) -> Ranges:
+    merged: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if merged and merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((first, stop))
+    return tuple(merged)

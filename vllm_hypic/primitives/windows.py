@@ -1,0 +1,131 @@
+"""Segments cut into windows, and the words of each: what islands are chosen among.
+
+Both depend on a segment's tokens alone, and documents recur: :class:`Words` keeps them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .words import words_of
+
+MIN_WINDOW = 32
+MAX_WINDOW = 64
+"""Tokens of a window.  Less than a sentence says little, and each window is a gap in its record."""
+
+KEPT_SEGMENTS = 4096
+KEPT_TOKENS = 1 << 19
+"""What :class:`Words` keeps unless told otherwise; a token takes about 100 bytes."""
+
+_BEFORE_SPACE = ".!?…؟۔։"  # noqa: RUF001
+_ANYWHERE = "。！？｡।॥።။។"  # noqa: RUF001
+_CLOSING = "\"'”’»)\\]}*_`）」』】"  # noqa: RUF001
+_SENTENCE = re.compile(
+    # Points in 3.14 and os.path end nothing. A row of points is looked at once: from its first one.
+    rf"(?:(?<![{_BEFORE_SPACE}])[{_BEFORE_SPACE}]++[{_CLOSING}]*+(?=\s|\Z)|[{_ANYWHERE}]+[{_CLOSING}]*)\s*"
+    r"|\n[^\S\n]*\n\s*"
+)
+_LINE = re.compile(r"\n\s*")
+_INSIDE_WORD = re.compile(r"(?<=\S)(?=\S)")
+
+
+def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Cut a segment whose tokens read ``texts`` into windows ``[first, stop)`` of its token indices.
+
+    They are disjoint, cover the segment in order, and have :data:`MIN_WINDOW` to :data:`MAX_WINDOW` tokens (a
+    shorter segment is one window).  Each ends at the first end of a sentence or paragraph that leaves both it
+    and the rest long enough; else at the first end of a line; else at the last space; else at the last place
+    that is not inside a character (``""`` says that it goes on); else anywhere.  A segment without tokens has
+    no windows.
+    """
+    text, at = "".join(texts), [0, *accumulate(map(len, texts))]
+    sentences, lines = _marked(_SENTENCE, text), _marked(_LINE, text)
+    found: list[tuple[int, int]] = []
+    begin = 0
+    while len(texts) - begin > MAX_WINDOW:
+        most = min(begin + MAX_WINDOW, len(texts) - MIN_WINDOW)
+        places = [i for i in range(begin + MIN_WINDOW, most + 1) if texts[i - 1]] or [most]
+        stop = (
+            next((i for i in places if sentences[at[i]]), None)
+            or next((i for i in places if lines[at[i]]), None)
+            or next((i for i in reversed(places) if not _INSIDE_WORD.match(text, at[i])), places[-1])
+        )
+        found.append((begin, stop))
+        begin = stop
+    if begin < len(texts):
+        found.append((begin, len(texts)))
+    return tuple(found)
+
+
+def _marked(ends: re.Pattern[str], text: str) -> bytearray:
+    """1 at the characters of ``text`` that may begin a window: behind an end, and in the space after it."""
+    marks = bytearray(len(text) + 1)
+    for match in ends.finditer(text):
+        first = match.start() + (len(match.group().rstrip()) or 1)
+        stop = match.end()
+        marks[first : stop + 1] = b"\1" * (stop + 1 - first)
+    return marks
+
+
+@dataclass(frozen=True)
+class SegmentWords:
+    """One segment's windows, the number of words in each, and where each word stands:
+    ``places[word]`` are pairs (window, times), windows ascending."""
+
+    windows: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
+    places: Mapping[str, tuple[tuple[int, int], ...]]
+
+
+class Words:
+    """Words of token sequences.  ``texts`` gives the text of each token (:meth:`.token_texts.TokenTexts.of`).
+
+    Those of segments are kept, the last used ones, of at most ``max_segments`` and ``max_tokens`` in all (a
+    longer segment is not kept): what is kept changes no result.  For one thread.
+    """
+
+    def __init__(
+        self,
+        texts: Callable[[Sequence[int]], Sequence[str]],
+        *,
+        max_segments: int = KEPT_SEGMENTS,
+        max_tokens: int = KEPT_TOKENS,
+    ) -> None:
+        self._texts, self._max_segments, self._max_tokens = texts, max_segments, max_tokens
+        self._kept: OrderedDict[tuple[int, ...], SegmentWords] = OrderedDict()
+        self._tokens = 0
+
+    def of_query(self, tokens: Sequence[int]) -> list[str]:
+        """The different words of ``tokens``, in the order in which they first appear."""
+        return list(dict.fromkeys(words_of("".join(self._texts(tokens)))))
+
+    def of_segment(self, tokens: tuple[int, ...]) -> SegmentWords:
+        """Windows of ``tokens`` and their words."""
+        found = self._kept.get(tokens)
+        if found is not None:
+            self._kept.move_to_end(tokens)
+            return found
+        found = segment_words(self._texts(tokens))
+        if len(tokens) <= self._max_tokens and self._max_segments:
+            self._kept[tokens] = found
+            self._tokens += len(tokens)
+            while len(self._kept) > self._max_segments or self._tokens > self._max_tokens:
+                self._tokens -= len(self._kept.popitem(last=False)[0])
+        return found
+
+
+def segment_words(texts: Sequence[str]) -> SegmentWords:
+    """Windows and words of a segment whose tokens read ``texts``."""
+    windows = windows_of(texts)
+    lengths: list[int] = []
+    places: dict[str, list[tuple[int, int]]] = {}
+    for window, (first, stop) in enumerate(windows):
+        counts = Counter(words_of("".join(texts[first:stop])))
+        lengths.append(counts.total())
+        for word, times in counts.items():
+            places.setdefault(word, []).append((window, times))
+    return SegmentWords(windows, tuple(lengths), {word: tuple(p) for word, p in places.items()})
