@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.primitives.windows import MAX_WINDOW, MIN_WINDOW, Words, segment_words, windows_of
+from vllm_hypic.primitives.windows import (
+    MAX_WINDOW,
+    MIN_WINDOW,
+    SHORT_WINDOW,
+    Words,
+    segment_words,
+    windows_of,
+)
 from vllm_hypic.primitives.words import words_of
 
 WORD, LINE = " word", "\n"
@@ -28,10 +35,15 @@ def first_window(texts: list[str]) -> int:
 def test_windows_cover_the_segment_in_order_and_have_their_length(texts):
     windows = windows_of(texts)
     assert [i for first, stop in windows for i in range(first, stop)] == list(range(len(texts)))
-    if len(texts) >= MIN_WINDOW:
-        assert all(MIN_WINDOW <= stop - first <= MAX_WINDOW for first, stop in windows)
-    else:
-        assert len(windows) == (len(texts) > 0)
+    text = "".join(texts)
+    for first, stop in windows:
+        assert min(SHORT_WINDOW, len(texts)) <= stop - first <= MAX_WINDOW
+        if stop - first < min(MIN_WINDOW, len(texts)):
+            before, behind = "".join(texts[:stop]), "".join(texts[stop:])
+            assert text == before + behind and (
+                before.rstrip('"\n')[-1:] in ".!。" or "\n" in before[-1:] + behind[:1]
+            )
+    assert not windows or windows[-1][1] - windows[-1][0] >= min(MIN_WINDOW, len(texts))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +70,7 @@ def test_a_window_ends_at_the_first_end_of_a_sentence(end):
         end = end[:1]  # the second newline may begin the next window
     assert first_window(texts) == before + len(end)
     # One that comes too soon, or too late, is none.
-    assert first_window([WORD] * (MIN_WINDOW - 3) + end[:1] + [WORD] * 100) == MAX_WINDOW
+    assert first_window([WORD] * (SHORT_WINDOW - 3) + end + [WORD] * 100) == MAX_WINDOW
     assert first_window([WORD] * (MAX_WINDOW + 1) + end + [WORD] * 100) == MAX_WINDOW
 
 
@@ -72,6 +84,14 @@ def test_a_sentence_goes_before_a_line_and_a_line_before_a_space():
 @pytest.mark.parametrize("text", [["3", ".", "14"], [" os", ".", "path"], [" e", ".g", "."]])
 def test_a_point_inside_a_word_ends_nothing(text):
     assert first_window([WORD] * MIN_WINDOW + text[:2] + ["x"] + [WORD] * 100) == MAX_WINDOW
+
+
+def test_a_short_window_ends_before_a_sentence_that_would_be_cut():
+    short = [WORD] * 17 + ["."] + [WORD] * 4 + ["."]
+    assert first_window([*short, *[WORD] * 100]) == 23
+    assert first_window([*short, *[WORD] * 30, ".", *[WORD] * 100]) == 54
+    assert first_window([*short, *[WORD] * 20, LINE, *[WORD] * 100]) == 23
+    assert first_window([*[WORD] * 17, LINE, *[WORD] * 100]) == 18
 
 
 def test_rows_of_points_are_looked_at_once():
@@ -90,7 +110,8 @@ def test_without_ends_a_window_ends_with_a_word_and_never_inside_a_character_if_
     assert first_window(["", "", "東"] * 50) == 63
     assert first_window(["水"] * 150) == MAX_WINDOW
     assert first_window([""] * 150) == MAX_WINDOW
-    assert first_window(["。"] * 31 + ["", "", "東"] * 40) == 64
+    assert first_window(["。"] * 31 + ["", "", "東"] * 40) == 31
+    assert first_window(["。"] * 15 + ["", "", "東"] * 40) == 63
 
 
 def test_a_short_rest_has_a_neighbour_to_join():

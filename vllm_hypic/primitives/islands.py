@@ -13,8 +13,9 @@ from itertools import accumulate
 
 from .windows import SegmentWords, Words
 
-K1, B = 1.2, 0.75
-"""BM25's usual constants: how soon a word's repetitions stop counting, how much a window's length counts."""
+K1, B = 0.9, 0.4
+"""BM25's constants, as usual for short passages: how soon a word's repetitions stop counting, and how much a
+window's length does.  Lengths differ by where sentences end, which says little."""
 
 IDF_STEP = 2.0**-20
 """IDF is rounded to multiples of this: logarithms differ in their last bit between machines."""

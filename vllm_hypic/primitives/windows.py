@@ -17,6 +17,10 @@ MIN_WINDOW = 32
 MAX_WINDOW = 64
 """Tokens of a window.  Less than a sentence says little, and each window is a gap in its record."""
 
+SHORT_WINDOW = 16
+"""Tokens of a window at least where a sentence would be cut otherwise: a part of it may be found without the
+other, which has the answer."""
+
 KEPT_SEGMENTS = 4096
 KEPT_TOKENS = 1 << 19
 """What :class:`Words` keeps unless told otherwise; a token takes about 100 bytes."""
@@ -38,9 +42,9 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
     They are disjoint, cover the segment in order, and have :data:`MIN_WINDOW` to :data:`MAX_WINDOW` tokens (a
     shorter segment is one window).  Each ends at the first end of a sentence or paragraph that leaves both it
-    and the rest long enough; else at the first end of a line; else at the last space; else at the last place
-    that is not inside a character (``""`` says that it goes on); else anywhere.  A segment without tokens has
-    no windows.
+    and the rest that long; if there is none, at the last that leaves it :data:`SHORT_WINDOW`; else likewise
+    at the end of a line; else at the last space; else at the last place that is not inside a character
+    (``""`` says that it goes on); else anywhere.  A segment without tokens has no windows.
     """
     text, at = "".join(texts), [0, *accumulate(map(len, texts))]
     sentences, lines = _marked(_SENTENCE, text), _marked(_LINE, text)
@@ -48,11 +52,13 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
     begin = 0
     while len(texts) - begin > MAX_WINDOW:
         most = min(begin + MAX_WINDOW, len(texts) - MIN_WINDOW)
-        places = [i for i in range(begin + MIN_WINDOW, most + 1) if texts[i - 1]] or [most]
-        stop = (
-            next((i for i in places if sentences[at[i]]), None)
-            or next((i for i in places if lines[at[i]]), None)
-            or next((i for i in reversed(places) if not _INSIDE_WORD.match(text, at[i])), places[-1])
+        places = [i for i in range(begin + MIN_WINDOW, most + 1) if texts[i - 1]]
+        soon = [i for i in range(begin + MIN_WINDOW - 1, begin + SHORT_WINDOW - 1, -1) if texts[i - 1]]
+        stop = next(
+            (i for ends in (sentences, lines) for i in (*places, *soon) if ends[at[i]]),
+            next(
+                (i for i in reversed(places) if not _INSIDE_WORD.match(text, at[i])), (places or [most])[-1]
+            ),
         )
         found.append((begin, stop))
         begin = stop

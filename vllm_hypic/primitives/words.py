@@ -1,7 +1,7 @@
 """The words of a text in any language, and of code, as a search for them sees it.
 
 No stemming and no lists of words: whoever asks for ``max_model_len`` or 東京 finds it, in whatever language
-the rest is.
+the rest is.  Letters and their cases are those of the running Python's Unicode tables.
 """
 
 from __future__ import annotations
