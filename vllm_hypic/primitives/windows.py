@@ -6,6 +6,7 @@ Both depend on a segment's tokens alone, and documents recur: :class:`Words` kee
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,19 +48,15 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
     (``""`` says that it goes on); else anywhere.  A segment without tokens has no windows.
     """
     text, at = "".join(texts), [0, *accumulate(map(len, texts))]
-    sentences, lines = _marked(_SENTENCE, text), _marked(_LINE, text)
+    sentences, lines = _places(_SENTENCE, text, texts, at), _places(_LINE, text, texts, at)
     found: list[tuple[int, int]] = []
     begin = 0
     while len(texts) - begin > MAX_WINDOW:
         most = min(begin + MAX_WINDOW, len(texts) - MIN_WINDOW)
-        places = [i for i in range(begin + MIN_WINDOW, most + 1) if texts[i - 1]]
-        soon = [i for i in range(begin + MIN_WINDOW - 1, begin + SHORT_WINDOW - 1, -1) if texts[i - 1]]
-        stop = next(
-            (i for ends in (sentences, lines) for i in (*places, *soon) if ends[at[i]]),
-            next(
-                (i for i in reversed(places) if not _INSIDE_WORD.match(text, at[i])), (places or [most])[-1]
-            ),
-        )
+        stop = _nearest(sentences, begin, most) or _nearest(lines, begin, most)
+        if stop is None:
+            whole = [i for i in range(most, begin + MIN_WINDOW - 1, -1) if texts[i - 1]] or [most]
+            stop = next((i for i in whole if not _INSIDE_WORD.match(text, at[i])), whole[0])
         found.append((begin, stop))
         begin = stop
     if begin < len(texts):
@@ -67,14 +64,21 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _marked(ends: re.Pattern[str], text: str) -> bytearray:
-    """1 at the characters of ``text`` that may begin a window: behind an end, and in the space after it."""
+def _places(ends: re.Pattern[str], text: str, texts: Sequence[str], at: Sequence[int]) -> list[int]:
+    """Token indices, ascending, that may begin a window: behind an end, and in the space after it."""
     marks = bytearray(len(text) + 1)
     for match in ends.finditer(text):
-        first = match.start() + (len(match.group().rstrip()) or 1)
-        stop = match.end()
+        first, stop = match.start() + (len(match.group().rstrip()) or 1), match.end()
         marks[first : stop + 1] = b"\1" * (stop + 1 - first)
-    return marks
+    return [i for i in range(1, len(at)) if marks[at[i]] and texts[i - 1]]
+
+
+def _nearest(places: Sequence[int], begin: int, most: int) -> int | None:
+    """The first of ``places`` for a window from ``begin`` to end at; else the last for a short one."""
+    i = bisect_left(places, begin + MIN_WINDOW)
+    if i < len(places) and places[i] <= most:
+        return places[i]
+    return places[i - 1] if i and places[i - 1] >= begin + SHORT_WINDOW else None
 
 
 @dataclass(frozen=True)
