@@ -16,7 +16,8 @@ from benchmarks.gpu.operators import TorchOperators
 from benchmarks.gpu.shapes import TINY
 from vllm_hypic.backends.ops.gated_delta.program import Mode
 from vllm_hypic.primitives.keys import Namespace
-from vllm_hypic.primitives.plan import PoolLimits, build_plan, parse_prompt
+from vllm_hypic.primitives.pieces import parse_prompt
+from vllm_hypic.primitives.plan import PoolLimits, build_plan
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.tokens import PrimitiveIds
 
@@ -146,7 +147,7 @@ def test_streams_are_those_of_the_plugin() -> None:
     assert list(plan.positions) == PROMPT.positions().tolist() == list(plan.stream)
     operations = PROMPT.operations()
     assert [s.compose_at for s in plan.segments] == [op.first + op.tokens for op in operations[:-1]]
-    columns = [s.start + offset for s in plan.segments for offset in s.interior_offsets()]
+    columns = [s.start + offset for s in plan.segments for offset in s.public_offsets()]
     assert columns == PROMPT.kv_positions().tolist()
     assert operations[-1].first + operations[-1].tokens == len(plan.stream)
 

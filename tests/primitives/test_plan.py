@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.primitives.keys import Namespace, Role
-from vllm_hypic.primitives.plan import (
-    CachedSegment,
-    PoolLimits,
-    PromptError,
-    PromptPlan,
-    build_plan,
-    parse_prompt,
-)
-from vllm_hypic.primitives.policies import LinkMethod, parse_link
+from vllm_hypic.primitives.pieces import PromptError, parse_prompt
+from vllm_hypic.primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
+from vllm_hypic.primitives.policies import CONTEXTS, LinkError, LinkMethod, parse_link
 from vllm_hypic.primitives.tokens import PrimitiveIds
 
 IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
 SEP, PDEP, PAD = IDS
 SPACE = Namespace.from_config({"model": "m"})
+TEXT = tuple(range(500, 520))
 ROOM = PoolLimits(pages=1000, slots=100, page_tokens=16, max_request_tokens=4096)
 
 
@@ -34,14 +30,38 @@ def plan_of(
     limits: PoolLimits = ROOM,
     min_segment_tokens: int = 1,
     namespace: Namespace = SPACE,
+    context: str = "none",
+    islands: str = "none",
+    text: tuple[int, ...] = TEXT,
 ) -> PromptPlan:
     return build_plan(
         parse_prompt(tokens, IDS),
-        parse_link(link, seam),
+        parse_link(link, seam, context, islands),
         namespace,
         limits,
         min_segment_tokens=min_segment_tokens,
+        context=text,
+        choose_islands=asked_for,
     )
+
+
+def asked_for(
+    interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int
+) -> list[tuple[tuple[int, int], ...]]:
+    """Runs of the query's tokens, first come first served."""
+    found: list[tuple[tuple[int, int], ...]] = []
+    for interior in interiors:
+        ranges: list[tuple[int, int]] = []
+        for i, token in enumerate(interior):
+            if token not in query or not budget:
+                continue
+            budget -= 1
+            if ranges and ranges[-1][1] == i:
+                ranges[-1] = ranges[-1][0], i + 1
+            else:
+                ranges.append((i, i + 1))
+        found.append(tuple(ranges))
+    return found
 
 
 def run(first: int, count: int) -> list[int]:
@@ -63,7 +83,7 @@ def test_stream_of_two_documents_and_a_query() -> None:
         and one.tokens == tuple(run(10, 8))
         and two.tokens == tuple(run(20, 7))
     )
-    assert list(one.interior_offsets()) == [2, 3, 4, 5]
+    assert one.public_offsets() == [2, 3, 4, 5]
     assert plan.n_logical == 23 and [s.columns for s in plan.segments] == [5, 4, 3]
     assert plan.positions[10] == 22 and len(plan.positions) == 11
     assert not plan.warm_only and plan.salt is not None
@@ -109,7 +129,7 @@ def test_dependent_tokens_follow_their_segment_into_the_stream() -> None:
 def test_padding_occupies_positions_and_nothing_else() -> None:
     plan = plan_of([SEP, 0, 1, 2, PAD, PAD, 3, 4, 5, SEP, PAD, 9])
     (segment,) = plan.segments
-    assert segment.offsets == (0, 1, 2, 5, 6, 7) and segment.interior_offsets() == (2, 5)
+    assert segment.offsets == (0, 1, 2, 5, 6, 7) and segment.public_offsets() == [2, 5]
     assert plan.positions == (0, 1, 6, 7, 9) and plan.n_logical == 10
     without = plan_of([SEP, 0, 1, 2, 3, 4, 5, SEP, 9])
     assert without.segments[0].key != segment.key, "padding inside changes the record"
@@ -239,10 +259,22 @@ pieces = st.lists(
 links = st.sampled_from(["hypic", "naive", "block", "epic-0", "epic-3", "seam-1-2+3", "full"])
 
 
-@given(pieces=pieces, link=links, seam=st.integers(0, 6), minimum=st.integers(1, 8), slots=st.integers(0, 4))
+@given(
+    pieces=pieces,
+    link=links,
+    seam=st.integers(0, 6),
+    minimum=st.integers(1, 8),
+    slots=st.integers(0, 4),
+    context=st.sampled_from(CONTEXTS),
+    islands=st.sampled_from(["none", "query-10", "query-50"]),
+)
 def test_every_logical_token_is_computed_or_cached_exactly_once(
-    pieces: list[list[int]], link: str, seam: int, minimum: int, slots: int
+    pieces: list[list[int]], link: str, seam: int, minimum: int, slots: int, context: str, islands: str
 ) -> None:
+    try:
+        parse_link(link, seam, context, islands)
+    except LinkError:
+        context = islands = "none"
     tokens = [t for i, piece in enumerate(pieces) for t in ([SEP] if i else []) + piece]
     limits = dataclasses.replace(ROOM, slots=slots)
     logical: dict[int, int] = {}
@@ -253,27 +285,114 @@ def test_every_logical_token_is_computed_or_cached_exactly_once(
                 logical[position] = token
             position += 1
     try:
-        plan = plan_of(tokens, link, seam, limits=limits, min_segment_tokens=minimum)
+        plan = plan_of(
+            tokens, link, seam, limits=limits, min_segment_tokens=minimum, context=context, islands=islands
+        )
     except PromptError:
         assert not logical
         return
     found = list(zip(plan.positions, plan.stream, strict=True))
     for s in plan.segments:
-        offsets = list(s.interior_offsets())
-        found += [
-            (s.start + o, t) for o, t in zip(offsets, s.tokens[s.head : len(s.tokens) - s.tail], strict=True)
-        ]
-        assert s.columns == len(offsets) >= minimum
+        read = [t for p in s.parts for t in s.tokens[p.first : p.stop]]
+        found += [(s.start + o, t) for o, t in zip(s.public_offsets(), read, strict=True)]
+        assert s.columns >= minimum and s.reused == len(read)
     assert sorted(found) == sorted(logical.items())
     assert plan.n_logical == position
     assert list(plan.positions) == sorted(plan.positions), "the stream is in logical order"
-    assert len({s.key for s in plan.segments}) <= slots
-    places = [s.compose_at for s in plan.segments]
-    assert places == sorted(places)
-    for s in plan.segments:  # everything before a compose point stands before the record
-        interior = [s.start + o for o in s.interior_offsets()]
-        assert all(p < interior[0] for p in plan.positions[: s.compose_at])
-        assert all(p > interior[-1] for p in plan.positions[s.compose_at :])
+    assert len({s.key for s in plan.records}) <= slots
+    assert all(s.context is None or s.context in plan.records for s in plan.segments)
+    parts = [(s, part) for s in plan.segments for part in s.parts]
+    assert [part.at for _, part in parts] == sorted(part.at for _, part in parts)
+    for s, part in parts:  # everything before a part's stream index stands before the part
+        read = [s.start + offset for offset in s.offsets_of(part)]
+        assert all(p < read[0] for p in plan.positions[: part.at] if read)
+        assert all(p > read[-1] for p in plan.positions[part.at :] if read)
+    assert all(part.first < part.stop for s in plan.segments for part in s.parts[:-1])
+    if not islands.startswith("query"):
+        assert all(len(s.parts) == 1 for s in plan.segments)
+
+
+DOCUMENT, OTHER = run(100, 20), run(200, 20)
+
+
+def test_an_island_is_computed_between_the_parts_that_are_read() -> None:
+    plan = plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 110, 111, 7], seam=2, islands="query-50")
+    lead, segment = plan.segments
+    assert [(p.at, p.first, p.stop) for p in segment.parts] == [(2, 2, 10), (4, 12, 18)]
+    assert plan.stream == (100, 101, 110, 111, 118, 119, 110, 111, 7)
+    assert plan.positions == (5, 6, 15, 16, 23, 24, 25, 26, 27)
+    assert (segment.columns, segment.reused, segment.compose_at) == (16, 14, 4)
+    assert lead.parts[0].stop == 5, "the leading segment is exact: it has no islands"
+
+
+def test_islands_change_what_is_computed_and_no_record() -> None:
+    prompt = [*run(0, 5), SEP, *DOCUMENT, SEP, 110, 111, 7]
+    with_islands, without = plan_of(prompt, islands="query-50"), plan_of(prompt)
+    assert [s.key for s in with_islands.segments] == [s.key for s in without.segments]
+    assert with_islands.salt != without.salt, "the stream's own K and V differ"
+
+
+def test_an_island_at_an_interiors_end_leaves_an_empty_last_part() -> None:
+    plan = plan_of([SEP, *DOCUMENT, SEP, 116, 117], seam=2, islands="query-50")
+    (segment,) = plan.segments
+    assert [(p.first, p.stop) for p in segment.parts] == [(2, 16), (18, 18)]
+    assert segment.compose_at == 4, "states are applied behind the island"
+
+
+def test_the_budget_of_islands_is_a_share_of_what_records_would_serve() -> None:
+    plan = plan_of([SEP, *DOCUMENT, SEP, *OTHER, SEP, *DOCUMENT, *OTHER], seam=0, islands="query-20")
+    assert sum(s.columns - s.reused for s in plan.segments) == 8
+    assert not any(len(s.parts) > 1 for s in plan_of([SEP, *DOCUMENT, SEP], islands="query-50").segments)
+
+
+def test_a_leading_segment_is_the_context_of_the_others() -> None:
+    plan = plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 7], context="lead")
+    lead, segment = plan.segments
+    assert segment.context == dataclasses.replace(lead, parts=()) and segment.before == 5
+    assert not plan.contexts, "it is a segment of the prompt itself"
+    other = plan_of([*run(1, 5), SEP, *DOCUMENT, SEP, 7], context="lead")
+    assert other.segments[1].key != segment.key
+    alone = plan_of([SEP, *DOCUMENT, SEP, 7], context="lead").segments[0]
+    assert alone.context is None and alone.key == plan_of([SEP, *DOCUMENT, SEP, 7]).segments[0].key
+
+
+def test_a_leading_segment_that_is_too_short_for_a_prompt_is_a_context_all_the_same() -> None:
+    plan = plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 7], context="lead", min_segment_tokens=8)
+    (segment,) = plan.segments
+    (context,) = plan.contexts
+    assert segment.context == context and context.role is Role.LEADING and context.tokens == tuple(run(0, 5))
+    assert plan.stream[:5] == tuple(run(0, 5)), "in the prompt itself it is computed"
+    assert plan.records == (context, segment)
+
+
+def test_a_fixed_context_is_the_same_behind_every_leading_segment() -> None:
+    one = plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 7], context="text")
+    two = plan_of([*run(1, 9), SEP, *OTHER, SEP, *DOCUMENT, SEP, 7], context="text")
+    assert one.segments[1].key == two.segments[2].key != plan_of([SEP, *DOCUMENT, SEP, 7]).segments[0].key
+    (context,) = one.contexts
+    assert (
+        context.tokens == TEXT and one.segments[1].context == context and one.segments[1].before == len(TEXT)
+    )
+    assert one.segments[0] == plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 7]).segments[0]
+    changed = plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 7], context="text", text=(*TEXT, 1))
+    assert changed.segments[1].key != one.segments[1].key
+
+
+def test_a_context_that_fits_no_pool_is_left_out() -> None:
+    small = dataclasses.replace(ROOM, pages=2)
+    plan = plan_of([SEP, *run(0, 16), SEP, 7], context="text", limits=small, text=tuple(range(500, 540)))
+    assert not plan.contexts and plan.segments[0].context is None
+    long = dataclasses.replace(ROOM, max_request_tokens=30)
+    plan = plan_of([SEP, *DOCUMENT, SEP, 7], context="text", limits=long)
+    assert not plan.segments and not plan.contexts, (
+        "behind its context the segment is longer than any request"
+    )
+
+
+def test_nothing_is_computed_behind_a_context_that_no_segment_needs() -> None:
+    assert not plan_of([*run(0, 5), SEP, 7], context="text").contexts
+    with pytest.raises(ValueError, match="no tokens given"):
+        plan_of([*run(0, 5), SEP, 7], context="text", text=())
 
 
 @given(tokens=st.lists(st.sampled_from([1, 2, SEP, PDEP, PAD]), max_size=30))

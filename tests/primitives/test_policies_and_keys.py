@@ -93,7 +93,7 @@ def test_contexts_and_islands_belong_to_the_method() -> None:
 @pytest.mark.parametrize(
     ("name", "context", "islands", "said"),
     [
-        ("hypic", "page", "none", "hypic_context='page': expected one of none, lead, text, learned"),
+        ("hypic", "page", "none", "hypic_context='page': expected one of none, lead, text"),
         ("hypic", 3, "none", "hypic_context=3: expected one of"),
         ("hypic", "none", "query", "hypic_islands='query': expected one of none, query-<percent>"),
         ("hypic", "none", "query-0", "expected 1 <= percent <= 50"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PlainValidator, SkipValidation
 
+from ..primitives.context import context_text
 from ..primitives.options import LinkDefaults
 from ..primitives.policies import parse_link
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
@@ -90,6 +91,8 @@ class HypicConfig(ConfigSection):
 
     def __post_init__(self) -> None:
         parse_link(self.link, self.seam_tokens, self.context, self.islands)
+        if self.context_file is not None:
+            context_text(self.context_file)
 
     @property
     def link_defaults(self) -> LinkDefaults:

@@ -14,7 +14,9 @@ from ..pool.codec import RankPart, RecordCodec
 from ..pool.copy.base import RecordMover
 from ..pool.geometry import PoolGeometry, pool_geometry
 from ..pool.tensors import DevicePool
+from ..primitives.context import context_text, context_tokens
 from ..primitives.keys import Namespace
+from ..primitives.policies import LinkError
 from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
@@ -28,6 +30,7 @@ from .worker.transfer_link import TransferLink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.tokenizers import TokenizerLike
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -61,14 +64,26 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
     """Ids of separator, PDep and padding: configured, or asked of the tokenizer."""
     if config.token_ids is not None:
         return config.token_ids
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    tokenizer = _tokenizer(vllm_config)
     if tokenizer is None:
         raise ConfigError(
             "hypic config: with skip_tokenizer_init give token_ids={'sep': .., 'pdep': .., 'pad': ..}"
         )
     return primitive_ids(tokenizer)
+
+
+def fixed_context_of(vllm_config: VllmConfig, config: HypicConfig) -> tuple[int, ...]:
+    """Tokens of the context ``text``.  Raises ``LinkError`` where there is no tokenizer for it."""
+    tokenizer = _tokenizer(vllm_config)
+    if tokenizer is None:
+        raise LinkError("hypic_context='text' needs a tokenizer, which skip_tokenizer_init leaves out")
+    return context_tokens(tokenizer, context_text(config.context_file))
+
+
+def _tokenizer(vllm_config: VllmConfig) -> TokenizerLike | None:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(vllm_config.model_config)
 
 
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
@@ -82,6 +97,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         lambda: primitive_ids_of(vllm_config, config),
         _flop_model(vllm_config, geometry).prefill,
         vllm_config.parallel_config.tensor_parallel_size,
+        lambda: fixed_context_of(vllm_config, config),
     )
 
 

@@ -65,7 +65,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         for new in scheduler_output.scheduled_new_reqs:
             if (stream := self.scheduler.stream_plan(new.req_id)) is not None:
                 metadata.streams[new.req_id] = stream
-            elif (capture := self.scheduler.capture_plan(new.req_id)) is not None:
+            if (capture := self.scheduler.capture_plan(new.req_id)) is not None:
                 metadata.captures[new.req_id] = capture
         return metadata
 

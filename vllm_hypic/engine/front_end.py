@@ -43,6 +43,11 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         )
         if reason := method.refused_by(_traits(vllm_config)):
             raise LinkError(reason)
+        if method.reads_text and vllm_config.model_config.skip_tokenizer_init:
+            raise LinkError(
+                f"hypic_context={method.context!r}, islands {method.islands}: these read text, and "
+                "skip_tokenizer_init leaves the tokenizer out; expected 'none' for both, or context 'lead'"
+            )
     except LinkError as e:
         raise RequestRefused(str(e)) from e
     ids = request.prompt_token_ids

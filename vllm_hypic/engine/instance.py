@@ -47,6 +47,7 @@ class RoutedInstance:
             seam_tokens=config.seam_tokens,
             context=config.context,
             islands=config.islands,
+            context_tokens=planner.context if config.context == "text" else (),
             min_segment_tokens=config.min_segment_tokens,
             max_model_len=self._max_model_len,
             has_linear=traits.has_linear,

@@ -24,7 +24,8 @@ from ..connector.scheduler.planning import PlanRequest
 from ..connector.scheduler.segment_requests import SegmentRequest
 from ..connector.scheduler.side import SchedulerSide
 from ..primitives.options import PUSH_TO, Transfer
-from ..primitives.plan import PromptError, PromptPlan
+from ..primitives.pieces import PromptError
+from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
 from .idle_wait import IdleWait, watch_arrivals

@@ -37,14 +37,15 @@ class Space:
 
 @dataclass(frozen=True)
 class ComposePoint:
-    """Before stream index ``at``: apply the record in ``slot`` and show its ``columns`` to the rows
+    """Before stream index ``at``: apply the record in ``slot`` and show ``columns`` of it to the rows
     that follow.  ``replace_state``: nothing stands before it (leading segment), so the state simply
-    becomes S."""
+    becomes S.  Not ``applies``: an island follows, and the record's states are applied behind it."""
 
     at: int
     slot: int
     columns: int
     replace_state: bool
+    applies: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,9 @@ class RecordPlace:
 class CapturePlan:
     """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
 
-    ``slot_mapping [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when the segment
-    has padding inside; ``leading`` records need no transition.
+    ``slot_mapping [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when they are not
+    the tokens' indices: the segment has padding inside, or a context before it; ``leading`` records need no
+    transition.
     """
 
     lo: int
@@ -118,6 +120,8 @@ class CapturePlan:
     """Number of the record, by which the worker reports how many transition blocks it took."""
     stored: RecordPlace | None = None
     """Given when the record goes to the store once it is complete."""
+    has_context: bool = False
+    """It starts from the states of another record; a :class:`StreamPlan` of its own says which."""
 
     def local_positions(self, start: int, stop: int) -> np.ndarray:
         """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""

@@ -141,12 +141,16 @@ class Batch:
 
 @dataclass
 class StepContext:
-    """What PIC does in one forward pass."""
+    """What PIC does in one forward pass.
+
+    ``contexts``: what those of ``captures`` that are computed behind a context read of it.
+    """
 
     composed: list[ComposedRow]
     captures: list[CaptureRow]
     device: torch.device
     batch: Batch = Batch([0], [])
+    contexts: list[ComposedRow] = field(default_factory=list)
     shared: Shared = field(default_factory=Shared)
     """What layers share of this pass: plans and index tensors, made once."""
 
@@ -154,10 +158,17 @@ class StepContext:
         """Int64 arrays as tensors where the layers are, in one transfer that nobody waits for."""
         return upload(arrays, self.device)
 
+    @property
+    def reading(self) -> list[ComposedRow]:
+        """All requests that read records, in the batch's order."""
+        if not self.contexts:
+            return self.composed
+        return sorted([*self.composed, *self.contexts], key=lambda c: c.row.index)
+
     @cached_property
     def public(self) -> PublicRows | None:
         """Rows that see public columns; ``None`` when there are none."""
-        seeing = [c for c in self.composed if c.max_visible_kv_len]
+        seeing = [c for c in self.reading if c.max_visible_kv_len]
         return PublicRows.of(seeing) if seeing else None
 
     @cached_property
@@ -174,6 +185,7 @@ def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:
     for c in step.composed:
         rows.append(np.arange(c.row.q0, c.row.q1))
         positions.append(c.stream.plan.logical(c.row.s0, c.row.s1))
+    # Positions of segment requests stand in their own plans, behind a context, too.
     for capture in step.captures:
         if (own := capture.plan.positions) is not None:
             row = capture.row

@@ -58,14 +58,21 @@ def segment_key(
     anchor: Sequence[int] = (),
     offsets: Sequence[int] | None = None,
     fixed_start: int | None = None,
+    context: SegmentKey | None = None,
 ) -> SegmentKey:
-    """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids)."""
+    """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids).
+
+    ``context``: the record that it is computed behind.
+    """
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
     digest = hashlib.sha256(shape.encode())
     digest.update(array("q", tokens).tobytes())
     if anchor:
         digest.update(b"anchor")
         digest.update(array("q", anchor).tobytes())
+    if context is not None:
+        digest.update(b"context")
+        digest.update(bytes.fromhex(context))
     if offsets is not None:
         digest.update(b"offsets")
         digest.update(array("q", offsets).tobytes())

@@ -5,107 +5,43 @@ computed, in logical order,
 
     [head of doc1] | [tail of doc1][head of doc2] | [tail of doc2][query]
 
-and, at each ``|``, a *compose point* where one cached segment's interior is applied.  Positions are
-*logical* (the prompt without separators); *stream indices* count the stream's own tokens.
+and, at each ``|``, a *compose point* where one cached segment's interior is applied.  An *island*, a window
+inside an interior that is recomputed, cuts that interior's K and V in two: its tokens stand in the stream
+between them.  Positions are *logical* (the prompt without separators); *stream indices* count the stream's
+own tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
 
 from .keys import Namespace, Role, SegmentKey, segment_key
+from .pieces import ParsedPrompt, Piece, PromptError
 from .policies import LinkMethod
-from .tokens import PrimitiveIds
-
-
-class PromptError(ValueError):
-    """A prompt whose primitives make no sense."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens between two separators.
+class Part:
+    """Tokens ``[first, stop)`` of a segment, which stream rows from index ``at`` on see as public K and V."""
 
-    ``tokens`` with their logical ``positions``; tokens from ``dependent_from`` on follow a PDep
-    and belong to the stream.
-    """
-
-    tokens: tuple[int, ...]
-    positions: range | tuple[int, ...]
-    dependent_from: int
-
-
-@dataclass(frozen=True)
-class ParsedPrompt:
-    """A prompt cut at its primitives; the last piece is the query (it may be empty)."""
-
-    pieces: tuple[Piece, ...]
-    n_logical: int
-    has_primitives: bool
-
-
-def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds) -> ParsedPrompt:
-    """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, padding one each.
-
-    Prompts are long and primitives few: work per token is left to slices and ranges.
-    """
-    pieces: list[Piece] = []
-    tokens: list[int] = []
-    runs: list[range] = []
-    dependent_from: int | None = None
-    position = begin = 0
-    ids = list(ids)
-    marks = _where(ids, primitives)
-    for mark in [*marks, len(ids)]:
-        if mark > begin:
-            tokens += ids[begin:mark]
-            runs.append(range(position, position + mark - begin))
-            position += mark - begin
-        begin = mark + 1
-        primitive = ids[mark] if mark < len(ids) else primitives.sep
-        if primitive == primitives.sep:
-            cut = len(tokens) if dependent_from is None else dependent_from
-            pieces.append(Piece(tuple(tokens), _joined(runs), cut))
-            tokens, runs, dependent_from = [], [], None
-        elif primitive == primitives.pad:
-            position += 1
-        elif dependent_from is None:
-            dependent_from = len(tokens)
-    return ParsedPrompt(tuple(pieces), position, bool(marks))
-
-
-def _where(ids: list[int], primitives: PrimitiveIds) -> list[int]:
-    """Indices of all primitives, ascending."""
-    marks: list[int] = []
-    for primitive in (primitives.sep, primitives.pdep, primitives.pad):
-        at = -1
-        for _ in range(ids.count(primitive)):
-            at = ids.index(primitive, at + 1)
-            marks.append(at)
-    return sorted(marks)
-
-
-def _joined(runs: list[range]) -> range | tuple[int, ...]:
-    """Positions of neighbouring runs of tokens; a range where there is no padding between them."""
-    if not runs:
-        return range(0)
-    if all(left.stop == right.start for left, right in pairwise(runs)):
-        return range(runs[0].start, runs[-1].stop)
-    return tuple(chain.from_iterable(runs))
+    at: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class CachedSegment:
     """One use of a record in a prompt.
 
-    ``tokens`` are the segment's own; it is computed behind ``dummies`` dummy tokens and the tokens
-    ``anchor``, of which nothing is kept; the record covers the interior ``[head, len - tail)``.  Token
-    ``i`` stands at logical position ``start + offsets[i]`` (``offsets`` is ``None`` when it is just
-    ``i``).  The record is applied before stream index ``compose_at``.
+    ``tokens`` are the segment's own; it is computed behind ``context``, another record, or ``dummies`` dummy
+    tokens and the tokens ``anchor``, of which nothing is kept; the record covers the interior
+    ``[head, len - tail)``.  Token ``i`` stands at logical position ``start + offsets[i]`` (``offsets`` is
+    ``None`` when it is just ``i``).
+    ``parts`` of the interior are read, in order and without the islands between them; with the last, which
+    may be empty, the record's states are applied.
     """
 
     key: SegmentKey
@@ -117,7 +53,13 @@ class CachedSegment:
     tail: int
     dummies: int
     anchor: tuple[int, ...]
-    compose_at: int
+    context: CachedSegment | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def compose_at(self) -> int:
+        """Stream index before which the record's states are applied."""
+        return self.parts[-1].at
 
     @property
     def columns(self) -> int:
@@ -125,18 +67,39 @@ class CachedSegment:
         return self.stop - self.head
 
     @property
-    def before(self) -> int:
-        """The tokens that the segment is computed behind."""
+    def reused(self) -> int:
+        """Tokens of the interior that the stream does not compute."""
+        return sum(part.stop - part.first for part in self.parts)
+
+    @property
+    def prepended(self) -> int:
+        """Tokens that a segment request computes, and drops, before the segment's own."""
         return self.dummies + len(self.anchor)
+
+    @property
+    def before(self) -> int:
+        """The position, in its segment request, of the segment's first token."""
+        return self.prepended + (0 if self.context is None else self.context.span)
+
+    @property
+    def span(self) -> int:
+        """Positions that the segment takes."""
+        return len(self.tokens) if self.offsets is None else self.offsets[-1] + 1
 
     @property
     def stop(self) -> int:
         """The interior's end: later tokens have no part in the record."""
         return len(self.tokens) - self.tail
 
-    def interior_offsets(self) -> range | tuple[int, ...]:
-        """Offsets from ``start`` of the interior's tokens."""
-        return range(self.head, self.stop) if self.offsets is None else self.offsets[self.head : self.stop]
+    def public_offsets(self) -> list[int]:
+        """Offsets from ``start`` of all tokens that are read from the record."""
+        return [offset for part in self.parts for offset in self.offsets_of(part)]
+
+    def offsets_of(self, part: Part) -> range | tuple[int, ...]:
+        """Offsets from ``start`` of the part's tokens."""
+        if self.offsets is None:
+            return range(part.first, part.stop)
+        return self.offsets[part.first : part.stop]
 
 
 @dataclass(frozen=True)
@@ -166,6 +129,7 @@ class PoolLimits:
 class PromptPlan:
     """Immutable plan of one request.
 
+    ``contexts``: records that others are computed behind and that are no segments of the prompt themselves.
     ``stream`` and ``positions`` have equal length; generated tokens continue at ``n_logical``.
     ``salt`` names everything that the stream's KV depends on besides its tokens: ``None`` when the
     stream is exact and may share vLLM's prefix cache with ordinary requests.
@@ -178,6 +142,17 @@ class PromptPlan:
     method: LinkMethod
     warm_only: bool
     salt: str | None
+    contexts: tuple[CachedSegment, ...] = ()
+
+    @property
+    def records(self) -> tuple[CachedSegment, ...]:
+        """All that must be in the pool: contexts come first, and a leading segment before what follows it."""
+        return self.contexts + self.segments
+
+
+IslandChooser = Callable[[Sequence[tuple[int, ...]], tuple[int, ...], int], list[tuple[tuple[int, int], ...]]]
+"""Interiors' tokens, the query's tokens and a budget in tokens -> of each interior the ranges of its tokens
+to recompute: ascending, disjoint, within the budget together.  A pure function."""
 
 
 def build_plan(
@@ -188,40 +163,98 @@ def build_plan(
     *,
     min_segment_tokens: int,
     kept: Collection[SegmentKey] = (),
+    context: Sequence[int] = (),
+    choose_islands: IslandChooser | None = None,
 ) -> PromptPlan:
     """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
     place beside ``limits``.
 
-    A segment is computed in the stream (exact) when its interior would be shorter than
+    ``context``: tokens of the fixed context, for methods that have one; ``choose_islands``: needed by methods
+    with islands.  A segment is computed in the stream (exact) when its interior would be shorter than
     ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is
     cached never depends on what other requests do.  Raises :class:`PromptError` when nothing is
     left to do.
     """
+    last = len(prompt.pieces) - 1
+    cached: dict[int, CachedSegment] = {}
+    contexts: tuple[CachedSegment, ...] = ()
+    if last and method.reuse:
+        budget = _Budget(limits, kept)
+        lead = prompt.pieces[0]
+        leading = _leading_record(lead, namespace, min_segment_tokens)
+        if leading is not None and budget.take(leading):
+            cached[0] = leading
+        behind = _context_record(method, lead, context, namespace)
+        if behind is not None and budget.take(behind):
+            contexts = (behind,)
+        anchor = lead.tokens[: min(method.anchor, lead.dependent_from)]
+        before = behind if contexts else None
+        for index, piece in enumerate(prompt.pieces[1:last], 1):
+            segment = _interior_record(piece, method, anchor, before, namespace, min_segment_tokens)
+            if segment is not None and budget.take(segment):
+                cached[index] = segment
+        if not any(s.context for s in cached.values()) or (contexts and contexts[0].key in _keys(cached)):
+            contexts = ()
+    islands = _islands(prompt, cached, method, choose_islands)
+    return _assemble(prompt, cached, islands, contexts, method)
+
+
+def _keys(cached: Mapping[int, CachedSegment]) -> set[SegmentKey]:
+    return {s.key for s in cached.values()}
+
+
+def _islands(
+    prompt: ParsedPrompt,
+    cached: Mapping[int, CachedSegment],
+    method: LinkMethod,
+    choose: IslandChooser | None,
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Of each cached interior segment, by piece, the ranges of its tokens that the stream computes."""
+    query = prompt.pieces[-1].tokens
+    inside = {i: s for i, s in cached.items() if s.role is Role.INTERIOR}
+    if method.islands is None or not query or not inside:
+        return {}
+    if choose is None:
+        raise ValueError(f"{method.islands}: nothing chooses islands")
+    interiors = [s.tokens[s.head : s.stop] for s in inside.values()]
+    chosen = choose(interiors, query, sum(map(len, interiors)) * method.islands.percent // 100)
+    return {
+        i: tuple((s.head + first, s.head + stop) for first, stop in ranges)
+        for (i, s), ranges in zip(inside.items(), chosen, strict=True)
+    }
+
+
+def _assemble(
+    prompt: ParsedPrompt,
+    cached: Mapping[int, CachedSegment],
+    islands: Mapping[int, tuple[tuple[int, int], ...]],
+    contexts: tuple[CachedSegment, ...],
+    method: LinkMethod,
+) -> PromptPlan:
+    """The stream of what is not read from ``cached`` records (by piece)."""
     segments: list[CachedSegment] = []
     stream: list[int] = []
     positions: list[int] = []
-    budget = _Budget(limits, kept)
-    last = len(prompt.pieces) - 1
-    lead = prompt.pieces[0]
-    anchor = lead.tokens[: min(method.anchor, lead.dependent_from)] if last else ()
+
+    def compute(piece: Piece, first: int, stop: int) -> None:
+        stream.extend(piece.tokens[first:stop])
+        positions.extend(piece.positions[first:stop])
+
     for index, piece in enumerate(prompt.pieces):
-        begin = 0
-        if index < last and method.reuse:
-            begin = piece.dependent_from
-            role = Role.LEADING if index == 0 else Role.INTERIOR
-            segment = _try_segment(piece, role, method, anchor, namespace, min_segment_tokens)
-            if segment is None or not budget.take(segment):
-                begin = 0
-            else:
-                head, cut = segment.head, piece.dependent_from - segment.tail
-                stream += piece.tokens[:head]
-                positions += piece.positions[:head]
-                segments.append(replace(segment, compose_at=len(stream)))
-                stream += piece.tokens[cut : piece.dependent_from]
-                positions += piece.positions[cut : piece.dependent_from]
-        stream += piece.tokens[begin:]
-        positions += piece.positions[begin:]
-    warm_only = last > 0 and not prompt.pieces[-1].tokens
+        segment = cached.get(index)
+        if segment is None:
+            compute(piece, 0, len(piece.tokens))
+            continue
+        compute(piece, 0, segment.head)
+        parts, first = [], segment.head
+        for begin, end in islands.get(index, ()):
+            if begin > first:
+                parts.append(Part(len(stream), first, begin))
+            compute(piece, begin, end)
+            first = end
+        parts.append(Part(len(stream), first, segment.stop))
+        segments.append(replace(segment, parts=tuple(parts)))
+        compute(piece, segment.stop, len(piece.tokens))
     if not stream and not segments:
         raise PromptError("the prompt has no tokens besides separators, PDep and padding")
     return PromptPlan(
@@ -230,8 +263,9 @@ def build_plan(
         positions=tuple(positions),
         n_logical=prompt.n_logical,
         method=method,
-        warm_only=warm_only,
+        warm_only=len(prompt.pieces) > 1 and not prompt.pieces[-1].tokens,
         salt=_stream_salt(segments, positions, method),
+        contexts=contexts,
     )
 
 
@@ -260,41 +294,69 @@ class _Budget:
         return True
 
 
-def _try_segment(
+def _leading_record(piece: Piece, namespace: Namespace, min_tokens: int) -> CachedSegment | None:
+    """The record of the leading segment's own tokens, or ``None`` when it is too short for one.
+
+    Padding before the leading segment moves it away from position 0: its record would not be the prefix that
+    "leading" promises.
+    """
+    tokens = piece.tokens[: piece.dependent_from]
+    if len(tokens) < max(1, min_tokens) or piece.positions[0] != 0:
+        return None
+    offsets = _offsets(piece)
+    key = segment_key(namespace, Role.LEADING, tokens, head=0, tail=0, offsets=offsets)
+    return CachedSegment(key, Role.LEADING, tokens, offsets, 0, 0, 0, 0, ())
+
+
+def _context_record(
+    method: LinkMethod, lead: Piece, context: Sequence[int], namespace: Namespace
+) -> CachedSegment | None:
+    """The record that interior segments are computed behind, a leading one; ``None``: they see nothing."""
+    if method.context == "none":
+        return None
+    if method.context == "lead":
+        return _leading_record(lead, namespace, 1)
+    if not context:
+        raise ValueError(f"context {method.context!r}: no tokens given")
+    tokens = tuple(context)
+    return _leading_record(Piece(tokens, range(len(tokens)), len(tokens)), namespace, 1)
+
+
+def _interior_record(
     piece: Piece,
-    role: Role,
     method: LinkMethod,
     anchor: tuple[int, ...],
+    context: CachedSegment | None,
     namespace: Namespace,
     min_tokens: int,
 ) -> CachedSegment | None:
     """The record of ``piece``'s own tokens, or ``None`` when it is too short for one."""
     tokens = piece.tokens[: piece.dependent_from]
-    leading = role is Role.LEADING
-    head, tail = (0, 0) if leading else (method.head, method.tail)
-    dummies, anchor = (0, ()) if leading else (method.dummies, anchor)
+    head, tail = method.head, method.tail
     if len(tokens) - head - tail < max(1, min_tokens):
         return None
-    if leading and piece.positions[0] != 0:
-        # Padding before the leading segment moves it away from position 0; its record would not
-        # be the prefix that "leading" promises.
-        return None
-    start = piece.positions[0]
-    offsets = None
-    if piece.positions[len(tokens) - 1] - start != len(tokens) - 1:
-        offsets = tuple(p - start for p in piece.positions[: len(tokens)])
+    start, offsets = piece.positions[0], _offsets(piece)
     key = segment_key(
         namespace,
-        role,
+        Role.INTERIOR,
         tokens,
         head=head,
         tail=tail,
-        dummies=dummies,
+        dummies=method.dummies,
         anchor=anchor,
         offsets=offsets,
-        fixed_start=start if method.fixed_position and not leading else None,
+        fixed_start=start if method.fixed_position else None,
+        context=None if context is None else context.key,
     )
-    return CachedSegment(key, role, tokens, offsets, start, head, tail, dummies, anchor, compose_at=-1)
+    return CachedSegment(
+        key, Role.INTERIOR, tokens, offsets, start, head, tail, method.dummies, anchor, context
+    )
+
+
+def _offsets(piece: Piece) -> tuple[int, ...] | None:
+    """Offsets of the tokens before the first PDep from the first one; ``None``: just their indices."""
+    start, own = piece.positions[0], piece.positions[: piece.dependent_from]
+    return None if own[-1] - start == len(own) - 1 else tuple(p - start for p in own)
 
 
 def _stream_salt(
@@ -308,9 +370,11 @@ def _stream_salt(
     jumps = [(i, p) for i, p in enumerate(positions) if p != (positions[i - 1] + 1 if i else 0)]
     if not segments and not jumps:
         return None
-    body = [
+    body: list[object] = [
         [(s.key, s.start, s.compose_at) for s in segments],
         jumps,
         method.use_transition,
     ]
+    if cut := [[(p.at, p.first, p.stop) for p in s.parts] for s in segments if len(s.parts) > 1]:
+        body.append(cut)
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()

@@ -29,8 +29,8 @@ METHODS = (
     "full",
 )
 
-CONTEXTS = ("none", "lead", "text", "learned")
-"""What a segment's record has seen: nothing, the prompt's leading segment, a fixed text, learned tokens."""
+CONTEXTS = ("none", "lead", "text")
+"""What a segment's record has seen: nothing, the prompt's leading segment, a fixed text."""
 
 ISLANDS = ("none", "query-<percent>")
 MAX_ISLAND_PERCENT = 50
@@ -82,6 +82,11 @@ class LinkMethod:
     use_transition: bool = True
     fixed_position: bool = False
     reuse: bool = True
+
+    @property
+    def reads_text(self) -> bool:
+        """Planning needs the model's tokenizer."""
+        return self.context == "text" or self.islands is not None
 
     def refused_by(self, traits: ModelTraits) -> str | None:
         """Reason why ``traits`` cannot honour this method, or ``None``.  Changes nothing."""

@@ -45,6 +45,9 @@ class Description(
     seam_tokens: _Count
     context: str = "none"
     islands: str = "none"
+    context_tokens: Annotated[
+        tuple[_Count, ...], Meta(description="Token ids of the context `text`; empty where it is not used.")
+    ] = ()
     min_segment_tokens: _Count
     max_model_len: Annotated[int, Meta(ge=1)]
     has_linear: bool
@@ -89,6 +92,7 @@ class Description(
         return (
             self.primitives,
             self.link_defaults,
+            self.context_tokens,
             self.traits,
             self.namespace,
             self.limits,

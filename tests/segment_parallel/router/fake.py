@@ -19,7 +19,8 @@ from http_server import STOP_S, HttpServer
 from vllm_hypic.harness.processes import reserve_port
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.options import LinkDefaults, link_of_request, tier_of
-from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan, parse_prompt
+from vllm_hypic.primitives.pieces import parse_prompt
+from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.events import Publisher

@@ -18,7 +18,8 @@ from vllm_hypic.engine.instance import RoutedInstance
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
 from vllm_hypic.primitives.keys import Namespace
-from vllm_hypic.primitives.plan import PromptError, PromptPlan
+from vllm_hypic.primitives.pieces import PromptError
+from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
@@ -146,9 +147,11 @@ def test_an_engine_describes_itself_so() -> None:
     told = msgspec.json.decode(wire)
     # Names that routers of other versions look for.
     numbers = "separator pdep pad seam_tokens min_segment_tokens max_model_len deadline_s quadratic"
-    others = "instance model namespace landing events link context islands has_linear has_attention"
+    others = (
+        "instance model namespace landing events link context islands context_tokens has_linear has_attention"
+    )
     others += " shared_tiers limits"
-    assert set(told) == {*numbers.split(), *others.split()}
+    assert set(told) == {*numbers.split(), *others.split(), *links.split()}
     limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
     assert set(told["limits"]) == set(limits.split())
 

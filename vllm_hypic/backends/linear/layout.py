@@ -52,12 +52,17 @@ class Rest:
 
 @dataclass(frozen=True)
 class LinearStep:
-    """``special``: batch rows whose token rows our operators run, all or those before their ``rest``."""
+    """``special``: batch rows whose token rows our operators run, all or those before their ``rest``.
+
+    ``contexts`` gives segment requests the states that they start from, before ``segments`` run; it has no
+    token rows.
+    """
 
     segments: Segments | None
     composed: Composed | None
     special: frozenset[int]
     rest: tuple[Rest, ...]
+    contexts: Composed | None = None
 
     @property
     def empty(self) -> bool:
@@ -90,10 +95,12 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
     """The step's layout for KV blocks of ``block`` tokens; built once per pass."""
     made = step.shared.of(_Layouts).by_block
     if block not in made:
-        composed, rest = _composed([c for c in step.composed if c.points], block)
+        applying = [c for c in step.composed if any(p.applies for p in c.points)]
+        composed, rest = _composed(applying, block)
         segments = _segments(step.captures)
-        special = {c.row.index for c in step.composed if c.points} | {c.row.index for c in step.captures}
-        made[block] = LinearStep(segments, composed, frozenset(special), rest)
+        special = {c.row.index for c in applying} | {c.row.index for c in step.captures}
+        contexts = _contexts([c for c in step.contexts if c.points])
+        made[block] = LinearStep(segments, composed, frozenset(special), rest, contexts)
     return made[block]
 
 
@@ -137,7 +144,7 @@ def _segments(captures: Sequence[CaptureRow]) -> Segments | None:
         rows.append(
             SegmentRow(
                 batch_row=row.index,
-                resumed=int(row.s0 > 0),
+                resumed=int(row.s0 > 0 or plan.has_context),
                 first=row.q0,
                 stop=row.q1,
                 begin=row.q0 + c.begin - row.s0,
@@ -146,7 +153,7 @@ def _segments(captures: Sequence[CaptureRow]) -> Segments | None:
                 leading=int(plan.leading),
                 begins=int(inside and c.first),
                 ends=int(c.last),
-                has_head=int(plan.lo > 0),
+                has_head=int(plan.lo > 0 or plan.has_context),
                 carry=carry,
             )
         )
@@ -156,6 +163,15 @@ def _segments(captures: Sequence[CaptureRow]) -> Segments | None:
         tuple(request for request, _ in carried),
         tuple(starts for _, starts in carried),
     )
+
+
+def _contexts(starting: Sequence[ComposedRow]) -> Composed | None:
+    """Segment requests that start in this pass, each from the states of its context's record."""
+    if not starting:
+        return None
+    ops = [ComposeOp(c.row.q0, 0, point.slot, Mode.REPLACE) for c in starting for point in c.points]
+    rows = [ComposeRow(c.row.index, 0, i, i + 1) for i, c in enumerate(starting)]
+    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp))
 
 
 def _composed(composed: Sequence[ComposedRow], block: int) -> tuple[Composed | None, tuple[Rest, ...]]:
@@ -177,6 +193,8 @@ def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
     """Add one request's operations; the stream index behind the last token that they run."""
     row, at = composed.row, composed.row.s0
     for point in composed.points:
+        if not point.applies:
+            continue
         if point.replace_state:
             mode = Mode.REPLACE
         else:

@@ -10,7 +10,8 @@ from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...primitives.keys import Namespace, Role
 from ...primitives.options import Transfer, link_of_request, transfer_of_request
-from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan, parse_prompt
+from ...primitives.pieces import parse_prompt
+from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
 from ...primitives.policies import LinkError, ModelTraits
 from ...primitives.tokens import PrimitiveIds
 from ...store.cache_value import CacheValue
@@ -33,8 +34,9 @@ class PlanRequest:
 class Planner:
     """Plans the requests of one engine.
 
-    ``prefill_flops(tokens)``: what prefilling a segment costs.  Of ``directory`` only the size matters, and
-    what users pinned there: nobody may plan with its place.
+    ``prefill_flops(tokens)``: what prefilling a segment costs; ``fixed_context``: tokens of the context that
+    is the same in every prompt, asked for when a request first wants it.  Of ``directory`` only the size
+    matters, and what users pinned there: nobody may plan with its place.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Planner:
         primitive_ids: Callable[[], PrimitiveIds],
         prefill_flops: Callable[[int], float],
         directory: SegmentDirectory,
+        fixed_context: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self._config, self._geometry, self._namespace = config, geometry, namespace
         self._max_model_len = max_model_len
@@ -53,6 +56,8 @@ class Planner:
         self._ids: PrimitiveIds | None = None
         self._prefill_flops = prefill_flops
         self._directory = directory
+        self._fixed_context = fixed_context
+        self._context: tuple[int, ...] | None = None
         self.shared_tiers = tuple(shared_tiers(config.store))
         """Identities of the tiers that other engines use, too; fastest first."""
 
@@ -62,6 +67,13 @@ class Planner:
         if self._ids is None:
             self._ids = self._primitive_ids()
         return self._ids
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Tokens of the context ``text``."""
+        if self._context is None:
+            self._context = self._fixed_context()
+        return self._context
 
     @property
     def traits(self) -> ModelTraits:
@@ -86,6 +98,7 @@ class Planner:
             self.limits(),
             min_segment_tokens=config.min_segment_tokens,
             kept=self._directory.kept,
+            context=self.context if method.context == "text" else (),
         )
 
     def transfer(self, request: PlanRequest) -> Transfer:

@@ -43,6 +43,13 @@ class SegmentRequests:
         tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
         return SegmentRequest(request_id, tokens, owner)
 
+    def behind(self, context: SegmentKey) -> tuple[str, CachedSegment] | None:
+        """A request whose segment is computed behind this record, and the record; ``None``: there is none."""
+        for request_id, segment in self._segments.items():
+            if segment.context is not None and segment.context.key == context:
+                return request_id, segment.context
+        return None
+
     def segment_of(self, request_id: str) -> CachedSegment | None:
         return self._segments.get(request_id)
 

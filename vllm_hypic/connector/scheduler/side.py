@@ -49,10 +49,10 @@ class _Composed:
 
     @property
     def hit_tokens(self) -> int:
-        return sum(s.columns for s in self.plan.segments if s.key not in self.fresh)
+        return sum(s.reused for s in self.plan.segments if s.key not in self.fresh)
 
     def segment(self, key: SegmentKey) -> CachedSegment:
-        return next(s for s in self.plan.segments if s.key == key)
+        return next(s for s in self.plan.records if s.key == key)
 
 
 class SchedulerSide:
@@ -67,9 +67,10 @@ class SchedulerSide:
         primitive_ids: Callable[[], PrimitiveIds],
         prefill_flops: Callable[[int], float] = float,
         ranks: int = 1,
+        fixed_context: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
-        part of every record."""
+        part of every record; ``fixed_context``: tokens of the context ``text``."""
         self.config, self.geometry, self.namespace = config, geometry, namespace
         self.directory = SegmentDirectory(
             geometry.pages,
@@ -79,7 +80,14 @@ class SchedulerSide:
             policy=make_policy(config.store.eviction, "always"),  # what is asked for must be in the pool
         )
         self.planner = Planner(
-            config, geometry, namespace, max_model_len, primitive_ids, prefill_flops, self.directory
+            config,
+            geometry,
+            namespace,
+            max_model_len,
+            primitive_ids,
+            prefill_flops,
+            self.directory,
+            fixed_context,
         )
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, self.directory, self._orders)
@@ -101,7 +109,7 @@ class SchedulerSide:
 
     def admit(self, request_id: str, plan: PromptPlan, transfer: Transfer = NO_TRANSFER) -> None:
         """Take a planned request in; it waits until its records are resident."""
-        wanted = {s.key: self.planner.need(s) for s in plan.segments}
+        wanted = {s.key: self.planner.need(s) for s in plan.records}
         self._composed[request_id] = _Composed(plan, wanted, transfer)
         self._pending[request_id] = None
         self.counters.requests += 1
@@ -146,6 +154,9 @@ class SchedulerSide:
 
     def _compute(self, segment: CachedSegment, owner: str) -> SegmentRequest:
         self.counters.segments_computed += 1
+        if segment.context is not None:
+            # A pin of its own: whoever asked for the segment may be gone before it is computed.
+            self.directory.acquire({segment.context.key: self.planner.need(segment.context)})
         return self.segment_requests.start(segment, owner)
 
     def _compute_lost(self) -> list[SegmentRequest]:
@@ -153,8 +164,11 @@ class SchedulerSide:
         started = []
         for key in self.segment_requests.take_lost():
             owner = next((r for r, c in self._composed.items() if c.acquired and key in c.wanted), None)
+            behind = self.segment_requests.behind(key)
             if owner is not None:
                 started.append(self._compute(self._composed[owner].segment(key), owner))
+            elif behind is not None:
+                started.append(self._compute(behind[1], behind[0]))
             else:
                 self.directory.abort(key)
         return started
@@ -209,10 +223,13 @@ class SchedulerSide:
         self._held.discard(request_id)
 
     def resident(self, request_id: str) -> bool:
-        """Whether every record of the request is resident (requests without records always are)."""
+        """Whether every record that the request reads is resident (requests without records: always)."""
         composed = self._composed.get(request_id)
         if composed is None:
-            return True
+            segment = self.segment_requests.segment_of(request_id)
+            if segment is None or segment.context is None:
+                return True
+            return self.directory.lookup(segment.context.key) is Lookup.HIT
         return composed.acquired and all(self.directory.lookup(k) is Lookup.HIT for k in composed.wanted)
 
     def over(self, request_id: str) -> bool:
@@ -230,7 +247,7 @@ class SchedulerSide:
         if to is None:
             return True
         if not self._deliveries.started(request_id):
-            entries = [self.directory.get(key) for key in composed.wanted]
+            entries = [self.directory.get(key) for key in {s.key: None for s in composed.plan.segments}]
             places = [self._view.place(e, composed.segment(e.key).role) for e in entries]
             self._deliveries.start(request_id, places, to, composed.transfer.push_deadline_s)
         return self._deliveries.over(request_id)
@@ -240,9 +257,13 @@ class SchedulerSide:
         return self._deliveries.fault(request_id)
 
     def stream_plan(self, request_id: str) -> StreamPlan | None:
-        """The worker's view of a composed request that is about to run."""
+        """The worker's view of a request that is about to run and reads records: a composed one, or a segment
+        request with a context."""
         plan = self.plan_of(request_id)
-        return None if plan is None else self._view.stream(plan)
+        if plan is not None:
+            return self._view.stream(plan)
+        segment = self.segment_requests.segment_of(request_id)
+        return None if segment is None else self._view.behind(segment)
 
     def capture_plan(self, request_id: str) -> CapturePlan | None:
         """The worker's view of a segment request that is about to run."""
@@ -253,6 +274,8 @@ class SchedulerSide:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
         segment = self.segment_requests.end(request_id)
         if segment is not None:
+            if segment.context is not None:
+                self.directory.release([segment.context.key])
             if completed:
                 self.directory.commit(segment.key)
             elif self.directory.abort(segment.key):

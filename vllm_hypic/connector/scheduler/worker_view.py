@@ -7,7 +7,7 @@ import numpy as np
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StreamPlan
 from ...primitives.keys import Role
-from ...primitives.plan import CachedSegment, PromptPlan
+from ...primitives.plan import CachedSegment, Part, PromptPlan
 from .directory import Entry, SegmentDirectory
 
 
@@ -38,30 +38,61 @@ class WorkerView:
 
     def stream(self, plan: PromptPlan) -> StreamPlan:
         """A composed request whose records are all resident."""
-        entries = [self._directory.get(s.key) for s in plan.segments]
-        nothing = np.zeros(0, dtype=np.int64)
-        slots = [self.slot_mapping(e) for e in entries]
-        offsets = [np.asarray(s.interior_offsets(), dtype=np.int64) + s.start for s in plan.segments]
+        points: list[ComposePoint] = []
+        slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for s in plan.segments:
+            entry = self._directory.get(s.key)
+            places = self.slot_mapping(entry)
+            for part in s.parts:
+                points.append(
+                    ComposePoint(
+                        part.at,
+                        entry.slot,
+                        part.stop - part.first,
+                        replace_state=s.role is Role.LEADING,
+                        applies=part is s.parts[-1],
+                    )
+                )
+                slots.append(places[part.first - s.head : part.stop - s.head])
+                kv_positions.append(np.asarray(s.offsets_of(part), dtype=np.int64) + s.start)
         return StreamPlan(
             positions=np.asarray(plan.positions, dtype=np.int64),
             n_logical=plan.n_logical,
-            points=tuple(
-                ComposePoint(s.compose_at, e.slot, s.columns, replace_state=s.role is Role.LEADING)
-                for s, e in zip(plan.segments, entries, strict=True)
-            ),
-            slot_mapping=np.concatenate([nothing, *slots]),
-            kv_positions=np.concatenate([nothing, *offsets]),
+            points=tuple(points),
+            slot_mapping=np.concatenate(slots),
+            kv_positions=np.concatenate(kv_positions),
             use_transition=plan.method.use_transition,
         )
+
+    def behind(self, segment: CachedSegment) -> StreamPlan | None:
+        """What the segment request of ``segment`` reads of its context, which is resident; ``None``: it has
+        none."""
+        if segment.context is None:
+            return None
+        entry, context = self._directory.get(segment.context.key), segment.context
+        return StreamPlan(
+            positions=self._own_positions(segment),
+            n_logical=segment.before + segment.span,
+            points=(ComposePoint(0, entry.slot, entry.columns, replace_state=True),),
+            slot_mapping=self.slot_mapping(entry),
+            kv_positions=np.asarray(context.offsets_of(Part(0, 0, context.stop)), dtype=np.int64),
+            use_transition=True,
+        )
+
+    @staticmethod
+    def _own_positions(segment: CachedSegment) -> np.ndarray:
+        """Positions of a segment request's tokens, int64; those of its context come before them."""
+        prepended = np.arange(segment.before - segment.prepended, segment.before, dtype=np.int64)
+        own = np.asarray(segment.offsets_of(Part(0, 0, segment.stop)), dtype=np.int64)
+        return np.concatenate([prepended, segment.before + own])
 
     def capture(self, segment: CachedSegment, *, stored: bool) -> CapturePlan:
         """A segment request; ``stored``: its record goes to the store."""
         entry = self._directory.get(segment.key)
-        lo = segment.before + segment.head
+        lo = segment.prepended + segment.head
         positions = None
-        if segment.offsets is not None:
-            offsets = np.asarray(segment.offsets[: segment.stop], dtype=np.int64) + segment.before
-            positions = np.concatenate([np.arange(segment.before, dtype=np.int64), offsets])
+        if segment.context is not None or segment.offsets is not None:
+            positions = self._own_positions(segment)
         return CapturePlan(
             lo=lo,
             hi=lo + segment.columns,
@@ -69,6 +100,7 @@ class WorkerView:
             slot_mapping=self.slot_mapping(entry),
             positions=positions,
             leading=segment.role is Role.LEADING,
+            has_context=segment.context is not None,
             serial=entry.serial,
             stored=self.place(entry, segment.role) if stored else None,
         )

@@ -159,6 +159,7 @@ class WorkerSide:
         self.runtime.step = None
         composed: list[ComposedRow] = []
         captures: list[CaptureRow] = []
+        contexts: list[ComposedRow] = []
         if self._streams or self._captures:
             ends = np.cumsum(scheduled)
             for index, request_id in enumerate(request_ids):
@@ -167,12 +168,13 @@ class WorkerSide:
                     continue
                 count, s0, q1 = int(scheduled[index]), int(computed[index]), int(ends[index])
                 row = BatchRow(index, q1 - count, q1, s0, s0 + count)
-                if stream is not None:
-                    composed.append(composed_row(row, stream))
-                elif capture is not None:
+                if capture is not None:
                     captures.append(capture_row(request_id, row, capture))
+                if stream is not None:
+                    (composed if capture is None else contexts).append(composed_row(row, stream))
         if composed or captures:
-            self.runtime.step = StepContext(composed, captures, self.device, Batch.of(computed, scheduled))
+            batch = Batch.of(computed, scheduled)
+            self.runtime.step = StepContext(composed, captures, self.device, batch, contexts)
         return self.runtime.step
 
     def end_step(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ...primitives.keys import Namespace, Role, SegmentKey
 from ...primitives.options import CONTEXT, LINK, SEAM, link_of_request
-from ...primitives.plan import CachedSegment, PromptError, PromptPlan, build_plan, parse_prompt
+from ...primitives.pieces import PromptError, parse_prompt
+from ...primitives.plan import CachedSegment, PromptPlan, build_plan
 from ...primitives.policies import LinkError, LinkMethod
 from ...primitives.tokens import PrimitiveIds
 from ..description import Description
@@ -45,7 +46,7 @@ class Planned:
             SegmentAsk(
                 key,
                 tuple(warmup_prompt(first[key], self.plan.method, primitives)),
-                first[key].before + first[key].stop,
+                first[key].prepended + first[key].stop,
             )
             for key in keys
         )
@@ -61,7 +62,7 @@ class Planned:
             return False
         try:
             found = _plan(ask.prompt, self.plan.method, worker, self.salt)
-        except PromptError:
+        except (LinkError, PromptError):
             return False
         return [s.key for s in found.segments] == [ask.key]
 
@@ -92,12 +93,17 @@ def plan_request(
 
 
 def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt: str | None) -> PromptPlan:
+    """Raises ``LinkError`` where the instance does not say what the method needs."""
+    if method.context == "text" and not description.context_tokens:
+        raise LinkError("hypic_context='text': the instance does not tell its context")
     return build_plan(
         parse_prompt(ids, description.primitives),
-        method,
+        # Islands change what is computed in the stream, no record: they are the combine node's business.
+        replace(method, islands=None),
         Namespace(description.namespace).scoped(salt=salt, lora=None),
         description.limits,
         min_segment_tokens=description.min_segment_tokens,
+        context=description.context_tokens,
     )
 
 

@@ -126,6 +126,9 @@ class HypicGatedDeltaNet(LinearLayer[gated_delta.Carry], QwenGatedDeltaNetAttent
         core: torch.Tensor,
     ) -> None:
         """The rows that our operators run."""
+        if work.contexts is not None:
+            runtime.calls["compose_context"] += 1
+            self.run_composed(runtime, step, work.contexts, x, core)
         if (segments := work.segments) is not None:
             runtime.calls["capture_linear"] += 1
             _offer_blocks(runtime, step, segments)

@@ -38,7 +38,8 @@ class _SharedPlans:
     """Plans and index tensors that the layers share of one pass."""
 
     segments: Once[SegmentPlan] = field(default_factory=Once)
-    compose: Once[ComposePlan] = field(default_factory=Once)
+    compose: dict[int, tuple[Composed, ComposePlan]] = field(default_factory=dict)
+    """Plans, by the identity of the program that they are of."""
     sub_batch: Once[_SubBatch] = field(default_factory=Once)
     slots: dict[int, tuple[GDNAttentionMetadata, torch.Tensor]] = field(default_factory=dict)
     """Cache slots, by the identity of the metadata that they are of."""
@@ -89,8 +90,14 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        shared = step.shared.of(_SharedPlans)
-        plan = shared.compose(lambda: operators.plan_compose(composed.rows, composed.ops, x.mixed.device))
+        made = step.shared.of(_SharedPlans).compose
+        if id(composed) not in made:
+            # The program is kept beside, so that no other can have its address.
+            made[id(composed)] = (
+                composed,
+                operators.plan_compose(composed.rows, composed.ops, x.mixed.device),
+            )
+        plan = made[id(composed)][1]
         views, records = self._current_views(), runtime.pool.linear[self.prefix]
         operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), core, records)
 

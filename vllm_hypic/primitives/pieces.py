@@ -1,0 +1,85 @@
+"""Token ids -> pieces: a prompt cut at its primitives, with logical positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from .tokens import PrimitiveIds
+
+
+class PromptError(ValueError):
+    """A prompt whose primitives make no sense."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens between two separators.
+
+    ``tokens`` with their logical ``positions``; tokens from ``dependent_from`` on follow a PDep
+    and belong to the stream.
+    """
+
+    tokens: tuple[int, ...]
+    positions: range | tuple[int, ...]
+    dependent_from: int
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A prompt cut at its primitives; the last piece is the query (it may be empty)."""
+
+    pieces: tuple[Piece, ...]
+    n_logical: int
+    has_primitives: bool
+
+
+def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds) -> ParsedPrompt:
+    """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, padding one each.
+
+    Prompts are long and primitives few: work per token is left to slices and ranges.
+    """
+    pieces: list[Piece] = []
+    tokens: list[int] = []
+    runs: list[range] = []
+    dependent_from: int | None = None
+    position = begin = 0
+    ids = list(ids)
+    marks = _where(ids, primitives)
+    for mark in [*marks, len(ids)]:
+        if mark > begin:
+            tokens += ids[begin:mark]
+            runs.append(range(position, position + mark - begin))
+            position += mark - begin
+        begin = mark + 1
+        primitive = ids[mark] if mark < len(ids) else primitives.sep
+        if primitive == primitives.sep:
+            cut = len(tokens) if dependent_from is None else dependent_from
+            pieces.append(Piece(tuple(tokens), _joined(runs), cut))
+            tokens, runs, dependent_from = [], [], None
+        elif primitive == primitives.pad:
+            position += 1
+        elif dependent_from is None:
+            dependent_from = len(tokens)
+    return ParsedPrompt(tuple(pieces), position, bool(marks))
+
+
+def _where(ids: list[int], primitives: PrimitiveIds) -> list[int]:
+    """Indices of all primitives, ascending."""
+    marks: list[int] = []
+    for primitive in (primitives.sep, primitives.pdep, primitives.pad):
+        at = -1
+        for _ in range(ids.count(primitive)):
+            at = ids.index(primitive, at + 1)
+            marks.append(at)
+    return sorted(marks)
+
+
+def _joined(runs: list[range]) -> range | tuple[int, ...]:
+    """Positions of neighbouring runs of tokens; a range where there is no padding between them."""
+    if not runs:
+        return range(0)
+    if all(left.stop == right.start for left, right in pairwise(runs)):
+        return range(runs[0].start, runs[-1].stop)
+    return tuple(chain.from_iterable(runs))
