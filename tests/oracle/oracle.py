@@ -27,7 +27,7 @@ Supported checkpoints: Qwen3.5 text models (gated delta net + gated attention) a
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +58,14 @@ SEAM_FAULTS = {
     "seam_off_by_one_tail": "the interior ends one token before the tail's start: a token is lost",
     "compose_late": "a segment is composed after its tail instead of before it",
 }
+CONTEXT_FAULTS = {
+    "context_in_positions": "a segment's K is rotated as if its context stood in the prompt, too",
+}
+ISLAND_FAULTS = {
+    "island_counted_twice": "an island's public K and V are read beside those that the stream computes",
+}
 FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
-"""Planted faults: name -> what goes wrong."""
+"""Planted faults: name -> what goes wrong, in any prompt; those above show with contexts, with islands."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,8 @@ class Oracle:
         head: int = 8,
         tail: int = 8,
         anchor: int = 0,
+        context: Sequence[int] = (),
+        islands: Mapping[int, Sequence[tuple[int, int]]] = {},
         fault: str | None = None,
         compose_T: bool = True,
         generated: Sequence[int] = (),
@@ -220,9 +228,11 @@ class Oracle:
     ) -> Tensor:
         """Log-probabilities `[vocab]` of the token that follows the query and what has been `generated`.
 
-        `in_stream` names segments, by index, that are computed in the stream (too short, or not fitting);
-        `leading_in_stream` says it of the leading segment. `compose_T=False` is the naive method,
-        T = identity. `fault` plants one of `FAULTS`.
+        Records are made behind `context` and the first `anchor` tokens of `leading`; `islands` are row ranges
+        of segments' interiors, by index, that the stream computes. `in_stream` names segments, by index, that
+        are computed in the stream (too short, or not fitting); `leading_in_stream` says it of the leading
+        segment. `compose_T=False` is the naive method, T = identity. `fault` plants one of `FAULTS`, or of
+        those of contexts and islands.
         """
         hidden, _ = self._run(
             leading,
@@ -231,6 +241,8 @@ class Oracle:
             head=head,
             tail=tail,
             anchor=anchor,
+            context=context,
+            islands=islands,
             fault=fault,
             compose_T=compose_T,
             generated=generated,
@@ -309,8 +321,9 @@ class Oracle:
         **layout,
     ) -> tuple[Tensor, list[LinearState | None]]:
         """Lay the prompt out and run its stream."""
-        if fault is not None and fault not in FAULTS:
-            raise ValueError(f"unknown fault {fault!r}; known: {', '.join(FAULTS)}")
+        known = FAULTS | CONTEXT_FAULTS | ISLAND_FAULTS
+        if fault is not None and fault not in known:
+            raise ValueError(f"unknown fault {fault!r}; known: {', '.join(known)}")
         stream = build_stream(leading, segments, query, fault=fault, **layout)
         return self._forward(stream, fault, compose_T)
 
@@ -361,18 +374,20 @@ class Oracle:
         visible = [row[:, None] >= row[None, :]]
         for compose in stream.composes if fault != "no_public_kv" else ():
             record = self._record(compose.tokens, compose.lo, compose.hi)[index]
-            offset = torch.arange(compose.lo, compose.hi)
-            position = compose.start + offset
-            if fault == "wrong_rotation":
-                position = offset
-            elif fault == "rotated_twice":
-                position = position + offset
-            first_row = compose.at
-            if fault == "early_visibility":
-                first_row -= compose.lo
-            keys.append(rotate(record.k, position, self.inv_freq))
-            values.append(record.v)
-            visible.append((row >= first_row)[:, None].expand(n, len(offset)))
+            for part in compose.shown:
+                offset = torch.arange(part.lo, part.hi)
+                position = compose.start + offset
+                if fault == "wrong_rotation":
+                    position = offset
+                elif fault == "rotated_twice":
+                    position = position + offset
+                first_row = part.at
+                if fault == "early_visibility":
+                    first_row -= compose.lo
+                rows = offset - compose.lo
+                keys.append(rotate(record.k[rows], position, self.inv_freq))
+                values.append(record.v[rows])
+                visible.append((row >= first_row)[:, None].expand(n, len(offset)))
         q = rotate(q, own, self.inv_freq)
         y = attend(q, torch.cat(keys), torch.cat(values), torch.cat(visible, 1))
         if gate is not None:

@@ -1,18 +1,31 @@
 """The oracle's layout of a prompt: what a request computes itself, and where records are applied."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Shown:
+    """From stream token `at` on, rows `[lo, hi)` of a segment are public."""
+
+    at: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
 class Compose:
-    """Before stream token `at`, apply rows `[lo, hi)` of segment `tokens`, which starts at `start`."""
+    """Before stream token `at`, apply the states of rows `[lo, hi)` of `tokens`, which start at `start`.
+
+    `shown`: the parts of these rows whose K and V are read; what lies between them is an island.
+    """
 
     at: int
     tokens: tuple[int, ...]
     start: int
     lo: int
     hi: int
+    shown: tuple[Shown, ...]
 
 
 @dataclass(frozen=True)
@@ -32,17 +45,20 @@ def build_stream(
     head: int = 8,
     tail: int = 8,
     anchor: int = 0,
+    context: Sequence[int] = (),
+    islands: Mapping[int, Sequence[tuple[int, int]]] = {},
     generated: Sequence[int] = (),
     in_stream: Iterable[int] = (),
     leading_in_stream: bool = False,
     fault: str | None = None,
 ) -> Stream:
-    """Lay a prompt out as a stream; records are made behind the first `anchor` tokens of `leading`.
+    """Lay a prompt out as a stream; records are made behind `context` and the first `anchor` tokens of
+    `leading`. `islands`: of segments, by index, the row ranges `[lo, hi)` of their interiors to compute.
 
     A segment with no interior (`n <= head + tail`) has nothing to reuse: it is computed in the stream like
     the segments named in `in_stream`.
     """
-    in_stream, before = set(in_stream), tuple(leading[:anchor])
+    in_stream, before = set(in_stream), (*context, *leading[:anchor])
     tokens: list[int] = []
     positions: list[int] = []
     composes: list[Compose] = []
@@ -57,7 +73,8 @@ def build_stream(
         if leading_in_stream:
             compute(leading, 0)
         else:
-            composes.append(Compose(0, tuple(leading), 0, 0, len(leading)))
+            whole = Shown(0, 0, len(leading))
+            composes.append(Compose(0, tuple(leading), 0, 0, len(leading), (whole,)))
         position = len(leading) + gap
     for index, segment in enumerate(segments):
         n, lo, hi = len(segment), head, len(segment) - tail
@@ -65,11 +82,19 @@ def build_stream(
             compute(segment, position)
         else:
             compute(segment[:lo], position)
-            at = len(tokens) + (tail if fault == "compose_late" else 0)
-            compute(segment[hi:], position + hi)
+            late = tail if fault == "compose_late" else 0
             inner = (lo + (fault == "seam_off_by_one"), hi - (fault == "seam_off_by_one_tail"))
-            lo, hi = (i + len(before) for i in inner)
-            composes.append(Compose(at, (*before, *segment), position - len(before), lo, hi))
+            shown, first, shift = [], inner[0], len(before)
+            for begin, end in islands.get(index, ()):
+                shown.append(Shown(len(tokens) + late, first + shift, begin + shift))
+                compute(segment[begin:end], position + begin)
+                first = begin if fault == "island_counted_twice" else end
+            at = len(tokens) + late
+            shown.append(Shown(at, first + shift, inner[1] + shift))
+            compute(segment[hi:], position + hi)
+            lo, hi = (i + shift for i in inner)
+            start = position - (0 if fault == "context_in_positions" else shift)
+            composes.append(Compose(at, (*before, *segment), start, lo, hi, tuple(shown)))
         position += n + gap
     compute([*query, *generated], position)
     return Stream(tuple(tokens), tuple(positions), tuple(composes))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .models import random_segments, save_attention_model, save_hybrid_model
 from .oracle import ATTENTION_FAULTS, FAULTS, STATE_FAULTS, Compose, Oracle, build_stream
+from .stream import Shown
 
 DEMO = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"
 PROMPTS = [random_segments([13, 28, 40, 22, 31, 6], seed=seed) for seed in range(3)]
@@ -234,7 +235,10 @@ def test_stream_layout():
     stream = build_stream([1, 2, 3], [a, b, c], [7, 8], head=2, tail=3, generated=[9], in_stream={2})
     assert stream.tokens == (100, 101, 107, 108, 109, *b, *c, 7, 8, 9)
     assert stream.positions == (3, 4, 10, 11, 12, 13, 14, 15, 16, *range(17, 25), 25, 26, 27)
-    assert stream.composes == (Compose(0, (1, 2, 3), 0, 0, 3), Compose(2, tuple(a), 3, 2, 7))
+    assert stream.composes == (
+        Compose(0, (1, 2, 3), 0, 0, 3, (Shown(0, 0, 3),)),
+        Compose(2, tuple(a), 3, 2, 7, (Shown(2, 2, 7),)),
+    )
 
 
 @pytest.mark.parametrize("name", ["hybrid", "attention"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vllm_hypic.primitives.token_texts import REPLACEMENT, TokenTexts
@@ -82,3 +83,11 @@ def test_special_tokens_end_words_and_name_none(tokenizer_dirs):
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     ids = ids_of(tokenizer, "fox<|im_end|>dog")
     assert "".join(TokenTexts(tokenizer).of(ids)) == "fox\ndog"
+
+
+def test_a_vocabulary_without_the_letter_a_has_spaces_between_words_all_the_same():
+    model = models.WordLevel({word: i for i, word in enumerate(["<unk>", "one", "two"])}, unk_token="<unk>")
+    words = Tokenizer(model)
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    assert TokenTexts(tokenizer).of(ids_of(tokenizer, "one two one")) == [" one", " two", " one"]

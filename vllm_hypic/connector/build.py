@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -16,11 +16,13 @@ from ..pool.geometry import PoolGeometry, pool_geometry
 from ..pool.tensors import DevicePool
 from ..primitives.context import context_text, context_tokens
 from ..primitives.keys import Namespace
-from ..primitives.policies import LinkError
+from ..primitives.token_texts import TokenTexts
 from ..primitives.tokens import PrimitiveIds, primitive_ids
+from ..primitives.windows import Words
 from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
 from ..store.shared import shared_tiers
+from .scheduler.planning import PlanningTexts
 from .scheduler.side import SchedulerSide
 from .worker.link import RecordLink
 from .worker.shared_tier_link import SharedTierLink
@@ -30,7 +32,6 @@ from .worker.transfer_link import TransferLink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.tokenizers import TokenizerLike
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -72,15 +73,17 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
     return primitive_ids(tokenizer)
 
 
-def fixed_context_of(vllm_config: VllmConfig, config: HypicConfig) -> tuple[int, ...]:
-    """Tokens of the context ``text``.  Raises ``LinkError`` where there is no tokenizer for it."""
-    tokenizer = _tokenizer(vllm_config)
-    if tokenizer is None:
-        raise LinkError("hypic_context='text' needs a tokenizer, which skip_tokenizer_init leaves out")
-    return context_tokens(tokenizer, context_text(config.context_file))
+def planning_texts_of(vllm_config: VllmConfig, config: HypicConfig) -> PlanningTexts:
+    if vllm_config.model_config.skip_tokenizer_init:
+        return PlanningTexts()
+    return PlanningTexts(
+        lambda: context_tokens(_tokenizer(vllm_config), context_text(config.context_file)),
+        lambda: Words(TokenTexts(_tokenizer(vllm_config)).of),
+    )
 
 
-def _tokenizer(vllm_config: VllmConfig) -> TokenizerLike | None:
+def _tokenizer(vllm_config: VllmConfig) -> Any:
+    """The model's tokenizer; ``None`` with ``skip_tokenizer_init``."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(vllm_config.model_config)
@@ -97,7 +100,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         lambda: primitive_ids_of(vllm_config, config),
         _flop_model(vllm_config, geometry).prefill,
         vllm_config.parallel_config.tensor_parallel_size,
-        lambda: fixed_context_of(vllm_config, config),
+        planning_texts_of(vllm_config, config),
     )
 
 

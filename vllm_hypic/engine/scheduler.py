@@ -184,27 +184,33 @@ class _HypicMixin(Scheduler):
         return Request(
             request_id=segment.request_id,
             prompt_token_ids=segment.token_ids,
-            sampling_params=SamplingParams(max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True),
+            # vLLM does not ask the connector about requests that skip its cache, so they cannot wait.
+            sampling_params=SamplingParams(
+                max_tokens=1, temperature=0.0, skip_reading_prefix_cache=not segment.waits
+            ),
             pooling_params=None,
             client_index=owner.client_index,
             arrival_time=owner.arrival_time,
             lora_request=owner.lora_request,
             # Its KV was computed in isolation and serves nobody else.
-            cache_salt=self._segment_salt,
+            cache_salt=f"{self._segment_salt}:{segment.request_id}",
             priority=owner.priority,
             block_hasher=owner._block_hasher,
         )
 
+    def _is_segment(self, request: Request) -> bool:
+        return (request.cache_salt or "").startswith(self._segment_salt)
+
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any) -> int:
         """Stock ends prefill chunks where states are kept for its prefix cache, at the price of a step for
         the rest of the prompt.  Nobody resumes from a segment request's states: it is not split."""
-        if request.cache_salt == self._segment_salt:
+        if self._is_segment(request):
             return num_new_tokens
         return super()._mamba_block_aligned_split(request, num_new_tokens, *args)
 
     def _free_request_blocks(self, request: Request) -> None:
         """A segment request's blocks leave the prefix cache, instead of pushing useful ones out of it."""
-        if request.cache_salt == self._segment_salt:
+        if self._is_segment(request):
             groups = self.kv_cache_manager.get_block_ids(request.request_id)
             self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
         super()._free_request_blocks(request)

@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .islands import Ranges
 from .keys import Namespace, Role, SegmentKey, segment_key
 from .pieces import ParsedPrompt, Piece, PromptError
 from .policies import LinkMethod
@@ -150,9 +151,10 @@ class PromptPlan:
         return self.contexts + self.segments
 
 
-IslandChooser = Callable[[Sequence[tuple[int, ...]], tuple[int, ...], int], list[tuple[tuple[int, int], ...]]]
+IslandChooser = Callable[[Sequence[tuple[int, ...]], tuple[int, ...], int], list[Ranges]]
 """Interiors' tokens, the query's tokens and a budget in tokens -> of each interior the ranges of its tokens
-to recompute: ascending, disjoint, within the budget together.  A pure function."""
+to recompute, within the budget together.  A pure function, as
+:func:`~vllm_hypic.primitives.islands.choose_islands` is."""
 
 
 def build_plan(
@@ -208,7 +210,7 @@ def _islands(
     cached: Mapping[int, CachedSegment],
     method: LinkMethod,
     choose: IslandChooser | None,
-) -> dict[int, tuple[tuple[int, int], ...]]:
+) -> dict[int, Ranges]:
     """Of each cached interior segment, by piece, the ranges of its tokens that the stream computes."""
     query = prompt.pieces[-1].tokens
     inside = {i: s for i, s in cached.items() if s.role is Role.INTERIOR}
@@ -227,7 +229,7 @@ def _islands(
 def _assemble(
     prompt: ParsedPrompt,
     cached: Mapping[int, CachedSegment],
-    islands: Mapping[int, tuple[tuple[int, int], ...]],
+    islands: Mapping[int, Ranges],
     contexts: tuple[CachedSegment, ...],
     method: LinkMethod,
 ) -> PromptPlan:

@@ -35,6 +35,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Detokenizer) -> None:
         self._tokenizer = tokenizer
         self._before = list(tokenizer.encode("a", add_special_tokens=False))
+        if not tokenizer.decode(self._before, skip_special_tokens=True):
+            self._before = _some_word(tokenizer)
         self._before_text = tokenizer.decode(self._before, skip_special_tokens=True)
         self._known: dict[int, str] = {}  # no larger than the vocabulary
         self._joined = lru_cache(maxsize=1 << 16)(self._inside)
@@ -86,3 +88,10 @@ class TokenTexts:
             if not self._joined(tuple(tokens[first:stop])).endswith(REPLACEMENT):
                 return stop
         return None
+
+
+def _some_word(tokenizer: Detokenizer) -> list[int]:
+    """A token with a text, of a vocabulary that does not know the letter a; none where the first ids are all
+    special."""
+    ids = range(256)
+    return next(([i] for i in ids if tokenizer.decode([i], skip_special_tokens=True).strip()), [])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
+from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
 from ...primitives.options import Transfer, link_of_request, transfer_of_request
 from ...primitives.pieces import parse_prompt
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
 from ...primitives.policies import LinkError, ModelTraits
 from ...primitives.tokens import PrimitiveIds
+from ...primitives.windows import Words
 from ...store.cache_value import CacheValue
 from ...store.shared import shared_tiers
 from .directory import Need, SegmentDirectory
@@ -31,12 +34,27 @@ class PlanRequest:
     lora: str | None
 
 
+def _no_tokenizer() -> Any:
+    raise LinkError("contexts of text and islands need a tokenizer, which this engine does not have")
+
+
+@dataclass(frozen=True)
+class PlanningTexts:
+    """What planning asks of the model's tokenizer, when a request first needs it.
+
+    ``context``: token ids of the context ``text``; ``words``: what islands are chosen by.  Without a
+    tokenizer both raise ``LinkError``.
+    """
+
+    context: Callable[[], tuple[int, ...]] = _no_tokenizer
+    words: Callable[[], Words] = _no_tokenizer
+
+
 class Planner:
     """Plans the requests of one engine.
 
-    ``prefill_flops(tokens)``: what prefilling a segment costs; ``fixed_context``: tokens of the context that
-    is the same in every prompt, asked for when a request first wants it.  Of ``directory`` only the size
-    matters, and what users pinned there: nobody may plan with its place.
+    ``prefill_flops(tokens)``: what prefilling a segment costs.  Of ``directory`` only the size matters, and
+    what users pinned there: nobody may plan with its place.
     """
 
     def __init__(
@@ -48,7 +66,7 @@ class Planner:
         primitive_ids: Callable[[], PrimitiveIds],
         prefill_flops: Callable[[int], float],
         directory: SegmentDirectory,
-        fixed_context: Callable[[], tuple[int, ...]] = tuple,
+        texts: PlanningTexts = PlanningTexts(),
     ) -> None:
         self._config, self._geometry, self._namespace = config, geometry, namespace
         self._max_model_len = max_model_len
@@ -56,8 +74,8 @@ class Planner:
         self._ids: PrimitiveIds | None = None
         self._prefill_flops = prefill_flops
         self._directory = directory
-        self._fixed_context = fixed_context
-        self._context: tuple[int, ...] | None = None
+        self._context = cache(texts.context)
+        self._words = cache(texts.words)
         self.shared_tiers = tuple(shared_tiers(config.store))
         """Identities of the tiers that other engines use, too; fastest first."""
 
@@ -71,9 +89,7 @@ class Planner:
     @property
     def context(self) -> tuple[int, ...]:
         """Tokens of the context ``text``."""
-        if self._context is None:
-            self._context = self._fixed_context()
-        return self._context
+        return self._context()
 
     @property
     def traits(self) -> ModelTraits:
@@ -99,7 +115,13 @@ class Planner:
             min_segment_tokens=config.min_segment_tokens,
             kept=self._directory.kept,
             context=self.context if method.context == "text" else (),
+            choose_islands=None if method.islands is None else self._choose_islands,
         )
+
+    def _choose_islands(
+        self, interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int
+    ) -> list[Ranges]:
+        return choose_islands(interiors, query, budget, self._words())
 
     def transfer(self, request: PlanRequest) -> Transfer:
         """What a request says of other instances.  Changes nothing; raises ``LinkError``."""

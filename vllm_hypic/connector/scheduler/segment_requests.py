@@ -11,11 +11,12 @@ from ...primitives.plan import CachedSegment
 @dataclass(frozen=True)
 class SegmentRequest:
     """A segment to be computed on behalf of ``for_request``: what it is computed behind, and its tokens up to
-    the interior's end."""
+    the interior's end.  ``waits``: for the record of its context."""
 
     request_id: str
     token_ids: list[int]
     for_request: str
+    waits: bool = False
 
 
 class SegmentRequests:
@@ -41,7 +42,7 @@ class SegmentRequests:
         self._segments[request_id] = segment
         dummy = segment.tokens[0] if self._dummy_token is None else self._dummy_token
         tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
-        return SegmentRequest(request_id, tokens, owner)
+        return SegmentRequest(request_id, tokens, owner, waits=segment.context is not None)
 
     def behind(self, context: SegmentKey) -> tuple[str, CachedSegment] | None:
         """A request whose segment is computed behind this record, and the record; ``None``: there is none."""

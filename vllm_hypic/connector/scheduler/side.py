@@ -27,7 +27,7 @@ from ..stats import HypicCounters
 from .arrivals import Arrivals
 from .deliveries import Deliveries
 from .directory import Entry, Lookup, Need, SegmentDirectory
-from .planning import Planner
+from .planning import Planner, PlanningTexts
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests
 from .worker_view import WorkerView
@@ -67,10 +67,10 @@ class SchedulerSide:
         primitive_ids: Callable[[], PrimitiveIds],
         prefill_flops: Callable[[int], float] = float,
         ranks: int = 1,
-        fixed_context: Callable[[], tuple[int, ...]] = tuple,
+        texts: PlanningTexts = PlanningTexts(),  # noqa: B008 (frozen)
     ) -> None:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
-        part of every record; ``fixed_context``: tokens of the context ``text``."""
+        part of every record; ``texts``: what planning reads."""
         self.config, self.geometry, self.namespace = config, geometry, namespace
         self.directory = SegmentDirectory(
             geometry.pages,
@@ -87,7 +87,7 @@ class SchedulerSide:
             primitive_ids,
             prefill_flops,
             self.directory,
-            fixed_context,
+            texts,
         )
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, self.directory, self._orders)

@@ -1,0 +1,177 @@
+"""Records behind a context, and recomputed windows inside them, in real engines against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Oracle
+
+from .conftest import EngineFactory
+from .engines import FIRST_WORD, Ask, Engine, audit, prompt, scheduler_of
+from .test_oracle_agreement import KL_FACTOR, NOISE_FACTOR, Distance, distance, first_token, texts
+
+CONTEXT = [FIRST_WORD + (7 * i) % 400 for i in range(90)]
+"""What the fixed context says, as token ids of these models."""
+ISLANDS = "query-20"
+
+
+@pytest.fixture(scope="module")
+def context_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("context") / "context.txt"
+    path.write_text(" ".join(f"w{token}" for token in CONTEXT))
+    return path
+
+
+@pytest.fixture(scope="module", params=["hybrid", "attention"])
+def model(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"{request.param}_model")
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture(scope="module", params=[4096, 96], ids=["whole", "chunks-of-96"])
+def engine(
+    request: pytest.FixtureRequest, module_engine: EngineFactory, model: Path, context_file: Path
+) -> Iterator[Engine]:
+    options = {"context_file": str(context_file)}
+    with module_engine(
+        model, max_num_batched_tokens=request.param, max_logprobs=-1, options=options
+    ) as started:
+        yield started
+
+
+def whole(lead: Sequence[int], segments: Sequence[Sequence[int]], query: Sequence[int]) -> list[int]:
+    return [*lead, *(t for s in segments for t in s), *query]
+
+
+@pytest.fixture(scope="module")
+def noise(engine: Engine, oracle: Oracle) -> Distance:
+    plain = [whole(*parts) for parts in texts()]
+    return distance([first_token(engine, t) for t in plain], [oracle.full_logprobs(t) for t in plain])
+
+
+def islands_of(llm: Any, tokens: Sequence[int], extra: dict[str, Any]) -> dict[int, list[tuple[int, int]]]:
+    """Row ranges of each interior segment, by index, that the engine's plan leaves to the stream."""
+    from vllm_hypic.connector.scheduler.planning import PlanRequest
+
+    plan = scheduler_of(llm).hypic.planner.plan(PlanRequest(list(tokens), extra, None, None))
+    found: dict[int, list[tuple[int, int]]] = {}
+    for index, segment in enumerate(plan.segments[1:]):
+        ends = [(segment.head, segment.head), *((p.first, p.stop) for p in segment.parts)]
+        gaps = [(a[1], b[0]) for a, b in pairwise(ends) if a[1] < b[0]]
+        found[index] = gaps
+    return found
+
+
+def forget_streams(llm: Any) -> None:
+    """Empty vLLM's prefix cache; records stay."""
+    assert llm.reset_prefix_cache()
+
+
+def asking(segments: Sequence[Sequence[int]], query: Sequence[int]) -> list[int]:
+    """The query with words of two documents in it, so that islands are chosen there."""
+    return [*query[:-2], *segments[0][60:66], *segments[-1][40:46], *query[-2:]]
+
+
+METHODS = [
+    pytest.param({"hypic_context": "lead"}, "lead", id="lead"),
+    pytest.param({"hypic_context": "text"}, "text", id="text"),
+    pytest.param({"hypic_context": "text", "hypic_seam_tokens": 0}, "text", id="text-0"),
+    pytest.param({"hypic_islands": ISLANDS}, None, id="islands"),
+    pytest.param({"hypic_islands": ISLANDS, "hypic_seam_tokens": 0}, None, id="islands-0"),
+    pytest.param({"hypic_context": "text", "hypic_islands": ISLANDS}, "text", id="text-islands"),
+]
+
+
+def theirs(
+    oracle: Oracle, engine: Engine, extra: dict[str, Any], context: str | None, fault: str | None = None
+) -> list[torch.Tensor]:
+    seam = extra.get("hypic_seam_tokens", 8)
+    answers = []
+    for lead, segments, query in texts():
+        query = asking(segments, query)
+        islands = engine.call(islands_of, prompt(*segments, lead=lead, query=query), extra)
+        assert any(islands.values()) == ("hypic_islands" in extra)
+        behind = {"lead": lead, "text": CONTEXT, None: []}[context]
+        answers.append(
+            oracle.next_token_logprobs(
+                lead,
+                segments,
+                query,
+                head=seam,
+                tail=seam,
+                context=behind,
+                islands=islands,
+                fault=fault,
+            )
+        )
+    return answers
+
+
+def ours(engine: Engine, extra: dict[str, Any]) -> list[torch.Tensor]:
+    return [
+        first_token(engine, prompt(*segments, lead=lead, query=asking(segments, query)), extra)
+        for lead, segments, query in texts()
+    ]
+
+
+@pytest.mark.parametrize(("extra", "context"), METHODS)
+def test_agrees(
+    engine: Engine, oracle: Oracle, noise: Distance, extra: dict[str, Any], context: str | None
+) -> None:
+    engine.reset()
+    cold = ours(engine, extra)
+    found = distance(cold, theirs(oracle, engine, extra, context))
+    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
+    assert found.kl <= KL_FACTOR * noise.kl, f"{found}; ordinary requests: {noise}"
+    # One of these streams is a token longer than a KV block: with vLLM's own cache its warm run is a decode.
+    engine.call(forget_streams)
+    warm = ours(engine, extra)
+    assert all(torch.equal(a, b) for a, b in zip(cold, warm, strict=True)), "cold is warm, bit for bit"
+
+
+@pytest.mark.parametrize(
+    ("extra", "context", "fault"),
+    [
+        ({"hypic_context": "text"}, "text", "context_in_positions"),
+        ({"hypic_context": "text"}, None, None),
+        ({"hypic_context": "text"}, "lead", None),
+        ({"hypic_context": "lead"}, None, None),
+        ({"hypic_islands": ISLANDS}, None, "island_counted_twice"),
+    ],
+)
+def test_planted_faults_are_seen(
+    engine: Engine,
+    oracle: Oracle,
+    noise: Distance,
+    extra: dict[str, Any],
+    context: str | None,
+    fault: str | None,
+) -> None:
+    """Were the engine to make this mistake, a bound of ``test_agrees`` would be broken."""
+    found = distance(ours(engine, extra), theirs(oracle, engine, extra, context, fault))
+    margin = max(found.kl / (KL_FACTOR * noise.kl), found.largest / (NOISE_FACTOR * noise.largest))
+    assert margin > 1.2, f"{found}; noise {noise}"
+
+
+def test_nothing_is_left_behind(engine: Engine) -> None:
+    """Requests that come together, end early and are asked again."""
+    engine.reset()
+    lead, segments, query = texts()[0]
+    asks = [
+        Ask(prompt(*segments, lead=lead, query=asking(segments, query)), 4, dict(param.values[0]))  # type: ignore[arg-type]
+        for param in METHODS
+    ]
+    together = engine.ask(*asks)
+    engine.reset()
+    for answer, alone in zip(together, engine.ask_one_by_one(*asks), strict=True):
+        assert answer.tokens == alone.tokens
+    assert engine.call(audit).clean
