@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.engine import HypicConfig
 from ...fingerprint import fingerprint
+from ...primitives.context import context_text
 from ...primitives.policies import parse_link
 
 if TYPE_CHECKING:
@@ -115,7 +116,10 @@ def telling(config: HypicConfig) -> dict[str, Any]:
         unread.add("dummy_token")
     # Not named at all where they are not used: sign-offs from before there were any hold on.
     values = [(name, value) for name, value in config.to_mapping().items() if name not in _unused(config)]
-    return {name: None if name in unread else value for name, value in values if name not in NEUTRAL}
+    told = {name: None if name in unread else value for name, value in values if name not in NEUTRAL}
+    if "context_file" in told:  # what it says counts, not where it lies
+        told["context_file"] = hashlib.sha256(context_text(config.context_file).encode()).hexdigest()
+    return told
 
 
 def _unused(config: HypicConfig) -> set[str]:
