@@ -30,6 +30,7 @@ class HypicCounters:
     tokens_reused: int = 0
     tokens_computed: int = 0
     seam_tokens: int = 0
+    island_tokens: int = 0
     evictions: int = 0
     pool_waits: int = 0
     pool_bytes_used: int = 0
@@ -54,6 +55,7 @@ COUNTERS = {
     "tokens_reused": "Prompt tokens read from cached segments.",
     "tokens_computed": "Prompt tokens of such requests computed, their cold segments included.",
     "seam_tokens": "Tokens recomputed in seam windows.",
+    "island_tokens": "Tokens recomputed inside segments because the query asks about them.",
     "evictions": "Segments evicted from the public pool.",
     "pool_waits": "Scheduling attempts that waited for room in the public pool.",
 }

@@ -115,6 +115,7 @@ class SchedulerSide:
         self.counters.requests += 1
         self.counters.segments_queried += len(wanted)
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
+        self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments)
 
     def pump(self) -> list[SegmentRequest]:
         """Pin records for waiting requests, first come first served, and list the segments to compute.
