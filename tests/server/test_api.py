@@ -141,6 +141,8 @@ def test_requests_without_separators_touch_nothing_of_ours(client, question):
         ({"hypic_link": "epic-0"}, DOCUMENT_TOKENS),
         ({"hypic_link": "block"}, DOCUMENT_TOKENS),
         ({"hypic_link": "naive"}, DOCUMENT_TOKENS - 2 * SEAM),
+        ({"hypic_context": "lead"}, DOCUMENT_TOKENS - 2 * SEAM),
+        ({"hypic_context": "text"}, DOCUMENT_TOKENS - 2 * SEAM),
         ({"hypic_link": "full"}, 0),
     ],
     ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else "",
@@ -152,6 +154,19 @@ def test_options_of_a_request(client, question, options, reused_per_document):
     assert cached(answer) == DOCUMENTS * reused_per_document
     if options.get("hypic_link") != "naive":  # a wrong method, there to be compared with
         assert text(answer) == q.answer
+
+
+def test_islands_of_a_request_are_computed_and_counted(client, question):
+    q, options = question(113), {"hypic_islands": "query-20"}
+    client.complete(q.prompt())
+    before = client.counts()
+    answer = client.complete(q.prompt(), vllm_xargs=options)
+    client.idle()
+    gained = {name: count - before[name] for name, count in client.counts().items()}
+    assert gained["segments_computed"] == 0, "records are the same with islands and without"
+    assert 0 < gained["island_tokens"] <= DOCUMENTS * (DOCUMENT_TOKENS - 2 * SEAM) // 5
+    assert cached(answer) == DOCUMENTS * (DOCUMENT_TOKENS - 2 * SEAM) - gained["island_tokens"]
+    assert text(answer) == q.answer
 
 
 def test_opting_out_gives_stock_results(client, question):

@@ -28,6 +28,15 @@ REFUSALS = {
         "hypic_seam_tokens=1000000: expected 0 <= w",
     ),
     "seam that is no integer": ({"vllm_xargs": {"hypic_seam_tokens": "w"}}, "expected an integer"),
+    "unknown context": (
+        {"vllm_xargs": {"hypic_context": "page"}},
+        "hypic_context='page': expected one of none",
+    ),
+    "islands of nothing": ({"vllm_xargs": {"hypic_islands": "query-0"}}, "expected 1 <= percent <= 50"),
+    "context that a method cannot have": (
+        {"vllm_xargs": {"hypic_link": "epic-0", "hypic_context": "lead"}},
+        "puts its own tokens before a segment",
+    ),
     "unknown option": ({"vllm_xargs": {"hypic_seem": 4}}, "unknown request option 'hypic_seem'"),
     "only separators": ({"prompt": SEP * 3}, "no tokens besides separators"),
     "only padding": ({"prompt": PAD + SEP + PAD}, "no tokens besides separators"),
