@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from vllm_hypic.harness import pretrained
+
 # One thread a process, unless a test asks for more: a team of threads, bound to cores that somebody else is
 # busy on, takes a hundred times as long. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +24,15 @@ settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct; skips where nobody has fetched it."""
+    try:
+        return pretrained.smollm2()
+    except pretrained.MissingModel as e:
+        pytest.skip(str(e))
 
 
 @cache

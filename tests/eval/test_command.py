@@ -43,7 +43,7 @@ def test_help_names_the_families() -> None:
         (["--plot", "x.pdf"], "plots are PNG files"),
         (["--chat-template-kwargs", "{"], "'{' is no JSON"),
         (["--chat", "--chat-template-kwargs", "[1]"], "'[1]': expected an object"),
-        (["--chat-template-kwargs", '{"a": 1}'], "need --chat"),
+        (["--chat-template-kwargs", '{"a": 1}'], "the model has no chat template, or --no-chat was said"),
         (["--data", "/nowhere/x.jsonl"], "does not exist"),
         (["--tasks", "one", "--facts", "1000"], "8 documents of 128 tokens: 1000 facts in a document"),
         (["--tasks", "one", "--documents", "200"], "200 documents: expected 2 to 100"),

@@ -21,7 +21,9 @@ from vllm_hypic.eval.gate.signoff import FOLDER, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.pool_batches import PoolError
+from vllm_hypic.eval.results import Metric
 from vllm_hypic.eval.task import ChatTemplate
+from vllm_hypic.eval.tasks.families import CONTINUATIONS, QUESTIONS
 from vllm_hypic.harness.engines import EngineError
 from vllm_hypic.harness.generators import EXAMPLE, Generator
 
@@ -29,7 +31,7 @@ from .gate_numbers import answers, numbers, subject
 
 MODEL = str(EXAMPLE / "model")
 GO, NO_GO = numbers(), numbers(answers=(answers(lost=14),))
-CANNOT_TELL = numbers(answers=(answers(right=2),))
+CANNOT_JUDGE = numbers(answers=(answers(right=2),))
 
 
 class Lab:
@@ -76,7 +78,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.mark.parametrize(
     ("planted", "verdict", "code"),
-    [(GO, Verdict.GO, 0), (NO_GO, Verdict.NO_GO, 1), (CANNOT_TELL, Verdict.CANNOT_TELL, 3)],
+    [(GO, Verdict.GO, 0), (NO_GO, Verdict.NO_GO, 1), (CANNOT_JUDGE, Verdict.CANNOT_JUDGE, 3)],
 )
 def test_verdict_sign_off_and_exit_code(
     lab: Lab, tmp_path: Path, planted: Numbers, verdict: Verdict, code: int
@@ -141,7 +143,7 @@ def test_what_engines_are_given(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_the_narrowest_window_that_is_a_go(lab: Lab, tmp_path: Path) -> None:
-    lab.found = {"hypic-0": NO_GO, "hypic-4": CANNOT_TELL}
+    lab.found = {"hypic-0": NO_GO, "hypic-4": CANNOT_JUDGE}
     result = run(MODEL, "--folder", str(tmp_path), "--try-seams", "16,0,8,4")
     assert result.exit_code == 0, result.output
     assert "Recommended: seam_tokens=8, the narrowest window that is a go." in result.output
@@ -149,10 +151,10 @@ def test_the_narrowest_window_that_is_a_go(lab: Lab, tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         sign_off = read(path)
         verdicts[sign_off.subject.options["seam_tokens"]] = sign_off.judgement.verdict
-    assert verdicts == {0: Verdict.NO_GO, 4: Verdict.CANNOT_TELL, 8: Verdict.GO, 16: Verdict.GO}
+    assert verdicts == {0: Verdict.NO_GO, 4: Verdict.CANNOT_JUDGE, 8: Verdict.GO, 16: Verdict.GO}
 
 
-@pytest.mark.parametrize(("other", "code"), [(NO_GO, 1), (CANNOT_TELL, 3)])
+@pytest.mark.parametrize(("other", "code"), [(NO_GO, 1), (CANNOT_JUDGE, 3)])
 def test_no_window_is_a_go(lab: Lab, tmp_path: Path, other: Numbers, code: int) -> None:
     lab.found = {"hypic-0": NO_GO, "hypic-4": other}
     result = run(MODEL, "--folder", str(tmp_path), "--try-seams", "0,4")
@@ -244,17 +246,22 @@ def test_a_model_of_the_hub_is_found_in_its_cache(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_fixed_set_is_fixed(generator: Generator) -> None:
-    demo = command.fixed_set(generator, 9, 0, chat=False)
+    def demo(seed: int) -> list[TaskSet]:
+        return command.fixed_sets(generator, 9, seed, chat=False)
+
+    [one] = demo(0)
     kinds = list(generator.LEARNED)
-    assert [t.family for t in demo.tasks] == kinds * (10 // len(kinds))
-    assert (
-        demo
-        == command.fixed_set(generator, 9, 0, chat=False)
-        != command.fixed_set(generator, 9, 1, chat=False)
-    )
-    english = command.fixed_set(None, 9, 0, chat=False)
-    assert [t.family for t in english.tasks] == ["needle", "keyvalue", "variables"] * 3
-    assert all(len(t.segments) == 8 for t in (*demo.tasks, *english.tasks))
+    assert [t.family for t in one.tasks] == kinds * (10 // len(kinds))
+    assert one.metric is Metric.EXACT and all(len(t.segments) == 8 for t in one.tasks)
+    assert demo(0) == demo(0) != demo(1)
+
+
+def test_the_fixed_set_of_other_models_is_questions_and_texts() -> None:
+    questions, texts = command.fixed_sets(None, 9, 0, chat=True)
+    assert [t.family for t in questions.tasks] == list(QUESTIONS) * 2
+    assert questions.metric is Metric.CONTAINS and not any(t.continuation for t in questions.tasks)
+    assert [t.family for t in texts.tasks] == list(CONTINUATIONS) * 2
+    assert texts.metric is None and all(t.continuation for t in texts.tasks)
 
 
 def test_every_limit_has_an_option() -> None:

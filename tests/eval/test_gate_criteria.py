@@ -13,11 +13,13 @@ from vllm_hypic.eval.gate.criteria import (
     DISTRIBUTIONS,
     FAULTS,
     FIRST_TOKENS,
+    TEXTS,
     Answers,
     Distances,
     Limits,
     Numbers,
     Reuse,
+    Texts,
     judge,
 )
 from vllm_hypic.eval.gate.verdict import Judgement, Verdict
@@ -33,7 +35,7 @@ def fails(found: Numbers, limits: Limits = LIMITS) -> list[str]:
     judgement = judge(found, limits)
     names = [r.criterion for r in judgement.reasons if r.holds is False]
     assert (judgement.verdict is Verdict.NO_GO) == bool(names)
-    assert [r.criterion for r in judgement.against] == names or judgement.verdict is Verdict.CANNOT_TELL
+    assert [r.criterion for r in judgement.against] == names or judgement.verdict is Verdict.CANNOT_JUDGE
     return names
 
 
@@ -95,13 +97,32 @@ def test_noise_widens_the_limits_of_distributions() -> None:
 
 
 def test_answers_that_say_nothing() -> None:
-    """Full recompute answers too little: no go, whatever reuse answers; distributions alone may condemn."""
+    """Full recompute answers too little: neither go nor no-go, whatever reuse answers, and whatever its
+    distributions are; only faults and texts condemn."""
     silent = (answers(right=18, lost=18),)
     judgement = judge(numbers(answers=silent), LIMITS)
-    assert judgement.verdict is Verdict.CANNOT_TELL
+    assert judgement.verdict is Verdict.CANNOT_JUDGE
     [reason] = judgement.against
-    assert "scores 18.8 points, less than 20: answers say nothing of reuse" in reason.says
-    assert fails(numbers(answers=silent, distances=replace(FINE, kl_p90=1.0))) == [DISTRIBUTIONS]
+    assert "scores 18.8 points, less than 20: what reuse loses cannot be seen" in reason.says
+    far = judge(numbers(answers=silent, distances=replace(FINE, kl_p90=1.0)), LIMITS)
+    assert far.verdict is Verdict.CANNOT_JUDGE and far.against == [reason]
+    unlikely = numbers(answers=silent, texts=(texts(3.0),))
+    assert judge(unlikely, LIMITS).verdict is Verdict.NO_GO
+    assert judge(numbers(answers=silent, faults=("broken",)), LIMITS).verdict is Verdict.NO_GO
+
+
+def texts(percent: float) -> Texts:
+    full = [2.0, 3.0, 2.5]
+    return Texts.of("mixed", full, [nll * (1 + percent / 100) for nll in full])
+
+
+def test_texts_that_become_less_likely_are_a_no_go() -> None:
+    assert fails(numbers(texts=(texts(1.9),))) == []
+    found = numbers(texts=(texts(0.5), texts(2.1)))
+    assert fails(found) == [TEXTS]
+    [reason] = judge(found, LIMITS).against
+    assert "mixed: 2.500 nats a token recomputed, 2.552 reused: +2.1 %" in reason.says
+    assert "at most 2 % more may be" in reason.says
 
 
 def test_one_set_that_tells_is_enough_and_each_is_judged() -> None:

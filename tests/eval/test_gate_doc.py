@@ -10,9 +10,12 @@ from pathlib import Path
 from vllm_hypic.config.gate import GateConfig
 from vllm_hypic.eval.gate.command import Exit, gate
 from vllm_hypic.eval.gate.criteria import Limits
-from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_TOKENS, DOCUMENTS, ENGLISH_TOKENS
+from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_DOCUMENTS, DEMO_TOKENS, TEXTS_SHARE
 from vllm_hypic.eval.gate.identity import Subject
 from vllm_hypic.eval.gate.measure import NOISE_CHUNK
+from vllm_hypic.eval.gate.verdict import Verdict
+from vllm_hypic.eval.tasks import continuations
+from vllm_hypic.eval.tasks.families import CONTINUATIONS, QUESTIONS
 
 PATH = Path(__file__).parents[2] / "docs/gate.md"
 TEXT = PATH.read_text(encoding="utf-8")
@@ -50,7 +53,7 @@ def test_options_of_the_command_exist() -> None:
 def test_exit_codes() -> None:
     told = {int(row[0]): row[1] for row in rows("The command", "exit code")}
     assert sorted(told) == sorted(Exit)
-    assert told[Exit.USAGE] == "usage" and told[Exit.CANNOT_TELL] == "cannot tell"
+    assert told[Exit.USAGE] == "usage" and told[Exit.CANNOT_JUDGE] == Verdict.CANNOT_JUDGE
 
 
 def test_what_the_key_covers() -> None:
@@ -59,9 +62,10 @@ def test_what_the_key_covers() -> None:
 
 
 def test_sizes_of_the_fixed_set() -> None:
-    assert f"{OPTIONS['--prompts'].default} prompts of {DOCUMENTS} documents" in PROSE
-    assert f"{ENGLISH_TOKENS} tokens or so a document" in PROSE
-    assert f"{DEMO_TOKENS} tokens a document" in PROSE
+    assert f"{OPTIONS['--prompts'].default} questions" in PROSE and len(QUESTIONS) == 5
+    assert f"{DEMO_DOCUMENTS} documents of {DEMO_TOKENS} tokens" in PROSE
+    assert f"{continuations.TOKENS} tokens that follow" in PROSE and TEXTS_SHARE == 3
+    assert all(f"(`{family}`)" in PROSE for family in CONTINUATIONS)
     assert f"at most {DATA_WORDS} words" in PROSE and f"({NOISE_CHUNK} tokens a step)" in PROSE
 
 

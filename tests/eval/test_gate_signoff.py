@@ -74,9 +74,9 @@ def test_numbers_that_json_has_not_are_refused(tmp_path: Path) -> None:
         (lambda c: c.update(verdict="go"), False, "was changed since it was written"),
         (lambda c: c["evidence"].update(machine={}), False, "was changed since it was written"),
         (lambda c: c.pop("sha256"), False, "was changed since it was written"),
-        (lambda c: c.update(format=0), True, "has format 0, expected 1: run the gate again"),
-        (lambda c: c.update(format=2), True, "has format 2, expected 1"),
-        (lambda c: c.pop("format"), True, "has format None, expected 1"),
+        (lambda c: c.update(format=0), True, "has format 0, expected 2: run the gate again"),
+        (lambda c: c.update(format=3), True, "has format 3, expected 2"),
+        (lambda c: c.pop("format"), True, "has format None, expected 2"),
         (lambda c: c.update(kind="bench"), True, "is no sign-off of the gate"),
         (lambda c: c.pop("verdict"), True, "lacks something: KeyError: 'verdict'"),
         (lambda c: c.update(verdict="perhaps"), True, "lacks something: ValueError"),
@@ -255,7 +255,7 @@ def test_limits_of_its_own_are_told(told: Told, tmp_path: Path) -> None:
     assert "with limits of its own (loss 50)" in line
 
 
-@pytest.mark.parametrize(("verdict", "planted"), [("no-go", {"lost": 14}), ("cannot tell", {"right": 2})])
+@pytest.mark.parametrize(("verdict", "planted"), [("no-go", {"lost": 14}), ("cannot judge", {"right": 2})])
 def test_any_other_verdict_is_told_with_its_reasons(
     told: Told, tmp_path: Path, verdict: str, planted: dict[str, int]
 ) -> None:

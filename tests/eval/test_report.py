@@ -11,10 +11,10 @@ from rich.table import Table
 from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, PREFIX_SAME, is_noise, link_method, noise_name
 from vllm_hypic.eval.pareto import Panel, panels, plot
 from vllm_hypic.eval.pool_batches import PoolError, pool_batches
-from vllm_hypic.eval.results import Cell, FamilyResult, Metric, cell, overall
+from vllm_hypic.eval.results import Cell, FamilyResult, Metric, TextResult, cell, overall, text_cell
 from vllm_hypic.eval.runner import MethodAnswer
-from vllm_hypic.eval.scores import Scores
-from vllm_hypic.eval.tables import family_table, notes, overall_table
+from vllm_hypic.eval.scores import Likelihood, Scores
+from vllm_hypic.eval.tables import family_table, notes, overall_table, text_table
 from vllm_hypic.eval.task import Example, Task
 from vllm_hypic.harness.prompts import Prompt
 from vllm_hypic.harness.stats import Spread
@@ -26,7 +26,7 @@ TIMES = {FULL.name: 0.1, PREFIX.name: 0.08, "hypic-8": 0.02, "hypic-0": 0.01, "n
 
 def scored(marks: Sequence[int], *, kl: float = 0.0) -> list[Scores]:
     """``marks``: right or wrong; a wrong answer leaves full recompute's at token 2."""
-    return [Scores(bool(m), float(m), float(m), None if m else 2, kl, bool(m)) for m in marks]
+    return [Scores(bool(m), bool(m), float(m), float(m), None if m else 2, kl, bool(m)) for m in marks]
 
 
 def outcomes(n: int, cached: int = 60) -> list[MethodAnswer]:
@@ -99,10 +99,10 @@ def test_over_all_families() -> None:
 
 
 def test_metrics() -> None:
-    one = Scores(True, 0.5, 0.25, None, 0.0, True)
-    assert [m.of(one) for m in Metric] == [1.0, 0.5, 0.25]
+    one = Scores(True, False, 0.5, 0.25, None, 0.0, True)
+    assert [m.of(one) for m in Metric] == [1.0, 0.0, 0.5, 0.25]
     found = cell("x", outcomes(1), [one], [one])
-    assert [found.score(m).mean.value for m in Metric] == [100.0, 50.0, 25.0]
+    assert [found.score(m).mean.value for m in Metric] == [100.0, 0.0, 50.0, 25.0]
 
 
 # -- tables ------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_the_table_of_a_family() -> None:
     assert "50.0 [9.5, 90.5]" in rows[FULL.name]
     assert "-50.0 [-100.0, +0.0]" in rows["hypic-0"]
     assert "10.0 ms" in rows["hypic-0"]
-    assert rows[NOISE].split()[5:9] == ["50.0", "[9.5,", "90.5]", "0"]  # nothing differs
+    assert rows[NOISE].split()[5:10] == ["50.0", "[9.5,", "90.5]", "0", "50.0"]  # nothing differs
 
 
 def test_the_table_over_all_families() -> None:
@@ -121,6 +121,23 @@ def test_the_table_over_all_families() -> None:
     assert "mean over 2 families" in found
     [narrow] = [line for line in found.splitlines() if "hypic-0" in line]
     assert "-37.5" in narrow and "two" in narrow and "40.0 %" in narrow and "full / 10.0" in narrow
+
+
+def test_texts_that_go_on() -> None:
+    full = [Likelihood(2.0, 0.0, True), Likelihood(3.0, 0.0, True)]
+    other = [Likelihood(2.2, 0.1, True), Likelihood(3.3, 0.2, False)]
+    found = text_cell("block", outcomes(2), other, full)
+    assert found.nll.value == pytest.approx(2.75)
+    assert found.increase.value == pytest.approx(10.0)
+    assert found.increase.low <= 10 <= found.increase.high
+    assert found.kl_median == pytest.approx(0.15) and found.computed_share == 0.4
+    cells = (text_cell(FULL.name, outcomes(2), full, full), found)
+    table = text(text_table(TextResult("mixed", 2, 0, cells)))
+    [row] = [line for line in table.splitlines() if "block" in line]
+    assert "2.750" in row and "+10.0 [" in row
+    assert notes(TextResult("mixed", 2, 1, cells)) == [
+        "mixed: 1 prompts do not fit the context and were left out."
+    ]
 
 
 def test_notes() -> None:

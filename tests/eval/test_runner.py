@@ -16,7 +16,7 @@ from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine
 from vllm_hypic.harness.report import Steps
-from vllm_hypic.primitives.options import LINK, SEAM
+from vllm_hypic.primitives.options import CONTEXT, ISLANDS, LINK, SEAM
 from vllm_hypic.primitives.plan import PoolLimits
 from vllm_hypic.primitives.policies import ModelTraits
 
@@ -136,7 +136,7 @@ def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
     full, warming, warm = booking.batches[0][0], booking.batches[2][0], booking.batches[3][0]
     assert full.tokens == plain(booking, 0)
     assert (full.extra, full.logprobs_of, full.fresh, full.ignore_eos) == ({}, None, True, False)
-    assert warm.extra == warming.extra == {LINK: "hypic", SEAM: 8}
+    assert warm.extra == warming.extra == {LINK: "hypic", SEAM: 8, CONTEXT: "none", ISLANDS: "none"}
     assert warm.logprobs_of == [11, 12, 13]
     assert warm.tokens[: len(warming.tokens)] == warming.tokens and warming.tokens[-1] == SEPARATOR
     assert [t for t in warm.tokens if t != SEPARATOR] == full.tokens

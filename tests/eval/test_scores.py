@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.eval.runner import MethodAnswer
-from vllm_hypic.eval.scores import f1, first_divergence, first_line, rouge_l, score, words
+from vllm_hypic.eval.scores import f1, first_divergence, first_line, likelihood, rouge_l, score, words
 from vllm_hypic.eval.task import Task
 
 FEW_WORDS = st.lists(st.sampled_from("abcd"), max_size=7)
@@ -54,6 +54,26 @@ def test_words(text: str, expected: list[str]) -> None:
 )
 def test_exact_match(answers: tuple[str, ...], text: str, exact: bool) -> None:
     assert score(task(*answers), outcome(text), outcome("whatever")).exact is exact
+
+
+@pytest.mark.parametrize(
+    ("answers", "text", "contains"),
+    [
+        (("3059",), "The access code of the Paris office is 3059.", True),
+        (("3059",), "The access code is 13059.", False),  # other digits of a longer number
+        (("red brick",), "Its walls are made of red, and of brick", False),
+        (("red brick", "granite"), "The walls: the Red Brick", True),
+        (("3059",), "", False),
+    ],
+)
+def test_an_answer_may_say_more(answers: tuple[str, ...], text: str, contains: bool) -> None:
+    assert score(task(*answers), outcome(text), outcome("whatever")).contains is contains
+
+
+def test_likelihood_is_of_the_forced_tokens() -> None:
+    full = MethodAnswer("", (1, 2), LOGPROBS, 10, 0, forced=(-1.0, -3.0))
+    found = likelihood(full, outcome(""))
+    assert (found.nll, found.kl, found.same_argmax) == (2.0, 0.0, True)
 
 
 def test_partial_credit_is_the_best_over_the_answers() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from vllm_hypic.eval.task import TEXTS, Task
 from vllm_hypic.eval.tasks import demo, english, keyvalue, longbench, variables
-from vllm_hypic.eval.tasks.families import FAMILIES, Source
+from vllm_hypic.eval.tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, Source
+from vllm_hypic.eval.tasks.installed import LEAST_WORDS, installed_texts
 from vllm_hypic.eval.tasks.longbench import DataError
 from vllm_hypic.harness.generators import Generator, Parts, find_generator
 
@@ -27,10 +28,10 @@ def made(name: str, generator: Generator | None, first: int = 0, count: int = 8)
 
 @pytest.mark.parametrize("name", [*FAMILIES, "English"])
 def test_shape_and_reproducibility(name: str, generator: Generator) -> None:
-    families = ENGLISH if name == "English" else [name]
+    families = (*ENGLISH, *QUESTIONS, *CONTINUATIONS) if name == "English" else [name]
     for family in families:
         of = None if name == "English" else generator
-        if not FAMILIES[family].suits(generator):
+        if not FAMILIES[family].suits(of):
             with pytest.raises(ValueError, match=repr(family)):
                 made(family, of)
             continue
@@ -191,6 +192,86 @@ def test_variables_are_solved_by_reading_on(documents: int) -> None:
         assert len(chain) == variables.LINKS + 1
         if documents >= len(chain):
             assert len(set(chain)) == len(chain)
+
+
+# -- natural families ------------------------------------------------------------------------------
+
+
+def natural(name: str, count: int) -> list[Task]:
+    family = FAMILIES[name]
+    return family.make(Source(None), 0, count, family.documents, family.tokens)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_gold_answer_stands_once_in_what_is_read(name: str) -> None:
+    places = set()
+    for task in natural(name, 30):
+        [gold] = task.answers
+        holding = [i for i, s in enumerate(task.segments) if re.search(rf"\b{re.escape(gold)}\b", s)]
+        if name != "entries" or len(holding) == 1:  # two buildings may be of the same stone
+            places.update(holding)
+            assert len(holding) == 1
+        assert gold not in task.question + task.opening
+        assert task.opening and not task.opening.endswith(" ")
+    assert places == ({5} if name == "updates" else set(range(4)))
+
+
+def test_two_hops_stand_in_two_documents() -> None:
+    for task in natural("hops", 20):
+        found = re.match(
+            r"In which office does (.+) work, and what is the (.+) of that office", task.question
+        )
+        assert found is not None
+        [works] = [s for s in task.segments if f"{found[1]} works in the " in s]
+        city = re.search(rf"{found[1]} works in the (\w+) office", works)
+        assert city is not None
+        [tells] = [
+            s for s in task.segments if f"The {found[2]} of the {city[1]} office is {task.answers[0]}." in s
+        ]
+        assert tells != works
+
+
+def test_the_last_change_is_asked_for() -> None:
+    for task in natural("updates", 10):
+        rooms = [re.findall(r"was moved to room (\d+)\.", s) for s in task.segments]
+        assert all(len(found) == 1 for found in rooms)
+        assert rooms[-1] == [task.answers[0]]
+
+
+def test_prices_are_told_once() -> None:
+    for task in natural("prices", 10):
+        told = [p for s in task.segments for p in re.findall(r"The price of the (\w+) is (\d+) dollars", s)]
+        assert len(dict(told)) == len(told) == 8
+        assert dict(told)[task.question.split()[-1].rstrip("?")] == task.answers[0]
+
+
+def test_texts_go_on_where_their_pieces_end() -> None:
+    joined = {text.name: " ".join(text.sentences) for text in installed_texts().texts}
+    for task in natural("in-order", 10):
+        whole = " ".join(s.strip() for s in (*task.segments, task.continuation))
+        assert any(whole in text for text in joined.values())
+    for task in natural("mixed", 10):
+        ends = [f"{s.strip()} {task.continuation}" for s in task.segments]
+        assert sum(any(end in text for text in joined.values()) for end in ends) == 1
+
+
+def test_installed_texts_are_prose() -> None:
+    found = installed_texts()
+    assert len(found.texts) >= 40 and len(found.digest) == 16
+    assert not any("vllm-hypic" in text.name for text in found.texts)
+    for text in found.texts:
+        assert len(text.words) >= LEAST_WORDS
+        assert not any("\n" in s or "::=" in s or TEXTS.contains(s) for s in text.sentences)
+
+
+def test_shapes_that_cannot_be_filled() -> None:
+    for name, documents, tokens, says in (
+        ("facts", 41, 64, "41 documents: expected 2 to 40"),
+        ("prices", 8, 1024, "680 prices: expected at most"),
+        ("in-order", 100, 1000, "are installed on this machine"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            FAMILIES[name].make(Source(None), 0, 1, documents, tokens)
 
 
 # -- files in LongBench's format ---------------------------------------------------------------------

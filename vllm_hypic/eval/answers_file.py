@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .runner import MethodAnswer
-from .scores import Scores
+from .scores import Likelihood, Scores
 from .study import Keep
 from .task import Task
 
@@ -23,7 +23,7 @@ def writing_answers(path: Path | None) -> Iterator[Keep]:
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as lines:
 
-        def keep(task: Task, method: str, outcome: MethodAnswer, scores: Scores) -> None:
+        def keep(task: Task, method: str, outcome: MethodAnswer, scores: Scores | Likelihood) -> None:
             line = {
                 "family": task.family,
                 "method": method,

@@ -11,10 +11,11 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from ..harness import gate, report
+from ..harness.engine_calls import FORCING
 from ..harness.engines import Engine, described, running
 from ..harness.generators import EXAMPLE, find_generator
 from ..harness.report import check_outputs, output_options
-from ..harness.settings import EngineSettings, engine_options, model_name
+from ..harness.settings import EngineSettings, engine_options, has_chat_template, model_name
 from ..primitives.policies import LinkError
 from . import estimates
 from .answers_file import writing_answers
@@ -22,15 +23,17 @@ from .fitting import TasksError, needed_context
 from .methods import DEFAULT, FULL, Method, link_method, noise_name
 from .names import JsonObject, Names
 from .pool_batches import PoolError
-from .results import Metric, overall
+from .results import FamilyResult, Metric, TextResult, overall
 from .runner import SEQUENCES, noise_engine
 from .selection import Settings, family_names, make_tasks
 from .study import Keep, Study, refused
-from .tables import family_table, notes, overall_table, wide_console
+from .tables import family_table, notes, overall_table, text_table, wide_console
 from .task import ChatTemplate, Task
 from .tasks.families import FAMILIES, SEED_STEP, Source
+from .tasks.installed import installed_texts
 
 METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H-T+A, block"
+"""Behind each of the linked ones may stand a context and islands: see :func:`.methods.link_method`."""
 
 
 def _family(name: str) -> None:
@@ -52,8 +55,8 @@ def _method(name: str) -> Method:
         "on the real engine. Without --model: the demo model.\n\n"
         "\b\nFamilies of tasks:\n"
         + "\n".join(f"  {name:10} {family.about}" for name, family in FAMILIES.items())
-        + "\n\nThe last three are English, or in the words of a demo model for that; the others "
-        "are made by the generator beside a demo model."
+        + "\n\nThe first are made by the generator beside a demo model. needle, keyvalue and variables are "
+        "English, or in the words of a demo model for that. The others are made of installed texts."
     ),
 )
 @engine_options()
@@ -87,17 +90,21 @@ def _method(name: str) -> Method:
     help="In a document of the demo model's own families; default: as many as it can hold.",
 )
 @click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of the tasks.")
-@click.option("--chat", is_flag=True, help="Put prompts through the model's chat template.")
+@click.option(
+    "--chat/--no-chat",
+    default=None,
+    help="Put prompts through the model's chat template; default: where it has one.",
+)
 @click.option(
     "--chat-template",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="With --chat: this template instead of the model's.",
+    help="This chat template instead of the model's.",
 )
 @click.option(
     "--chat-template-kwargs",
     type=JsonObject(),
     default="{}",
-    help='With --chat: options of the template as JSON, like {"enable_thinking": false}.',
+    help='Options of the chat template as JSON, like {"enable_thinking": false}.',
 )
 @click.option(
     "--noise-chunk",
@@ -110,7 +117,7 @@ def _method(name: str) -> Method:
 @click.option(
     "--compare-by",
     type=click.Choice([m.value for m in Metric]),
-    default=Metric.EXACT.value,
+    default=Metric.CONTAINS.value,
     show_default=True,
     help="Metric of the table over all families, and of the plot.",
 )
@@ -139,7 +146,7 @@ def main(
     tokens: int | None,
     facts: int | None,
     seed: int,
-    chat: bool,
+    chat: bool | None,
     chat_template: Path | None,
     chat_template_kwargs: dict[str, Any],
     noise_chunk: int,
@@ -152,8 +159,13 @@ def main(
 ) -> None:
     if click.get_current_context().get_parameter_source("size") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--size: a random model has no answers to compare; give --model")
+    if chat is None:
+        chat = chat_template is not None or has_chat_template(engine.model)
     if not chat and (chat_template is not None or chat_template_kwargs):
-        raise click.UsageError("--chat-template and --chat-template-kwargs need --chat")
+        raise click.UsageError(
+            "--chat-template and --chat-template-kwargs are of no use: "
+            "the model has no chat template, or --no-chat was said"
+        )
     check_outputs(json_path, plot_path)
     check_outputs(outcomes_path, None)
     source = Source(find_generator(engine.model), chat, facts)
@@ -170,6 +182,7 @@ def main(
         facts=source.facts,
         seed=seed,
         shapes={name: FAMILIES[name].shape(source, documents, tokens) for name in families},
+        texts=installed_texts().digest if any(FAMILIES[name].natural for name in families) else None,
         chat=chat,
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
@@ -180,22 +193,23 @@ def main(
     made = make_tasks(settings, source)
     to, metric = wide_console(), Metric(compare_by)
 
-    def show(study: Study, *, complete: bool = False) -> None:
-        """A run takes hours: every family is shown and written as soon as it is measured."""
-        if not complete:
-            to.print(family_table(study.results[-1]))
+    def show(study: Study, found: FamilyResult | TextResult | None) -> None:
+        """A run takes hours: every family is shown and written as soon as it is there; ``None``: all are."""
+        if found is not None:
+            to.print(family_table(found) if isinstance(found, FamilyResult) else text_table(found))
         if json_path is not None:
-            _write(json_path, settings, study, metric, complete)
+            _write(json_path, settings, study, metric, complete=found is None)
 
     with writing_answers(outcomes_path) as keep:
         study = _measure(settings, made, keep, to, show)
-    over = overall(study.results, study.scores, metric)
+    over = overall(study.results, study.scores, metric) if study.results else []
     if len(study.results) > 1:
         to.print(overall_table(over, len(study.results), metric))
-    for sentence in [*study.skipped, *(n for r in study.results for n in notes(r))]:
+    told: list[FamilyResult | TextResult] = [*study.results, *study.texts]
+    for sentence in [*study.skipped, *(note for result in told for note in notes(result))]:
         to.print(sentence, soft_wrap=True)
-    show(study, complete=True)
-    if plot_path is not None:
+    show(study, None)
+    if plot_path is not None and over:
         from .pareto import panels, plot
 
         plot(plot_path, panels(study.results, over, metric), title=settings.model, metric=metric)
@@ -211,11 +225,13 @@ def _measure(
     made: Mapping[str, Sequence[Task]],
     keep: Keep,
     to: Console,
-    show: Callable[[Study], None],
+    show: Callable[[Study, FamilyResult | TextResult], None],
 ) -> Study:
     """All families; ``show`` is called after each."""
     context = needed_context(settings.engine.model, [task for tasks in made.values() for task in tasks])
-    engine = Engine(settings.engine, context, hypic=True, enable_prefix_caching=True)
+    engine = Engine(
+        settings.engine, context, hypic=True, enable_prefix_caching=True, logits_processors=[FORCING]
+    )
     noise = None
     if settings.noise_chunk is not None:
         noise = noise_engine(settings.engine, context, settings.noise_chunk)
@@ -239,11 +255,11 @@ def _measure(
         )
         for family, tasks in made.items():
             try:
-                study.add(family, tasks)
+                found = study.add(family, tasks)
             except (TasksError, PoolError) as e:
                 raise click.ClickException(str(e)) from e
             steps.done(len(reasons) * (len(tasks) + settings.ttft_repeats))
-            show(study)
+            show(study, found)
     return study
 
 
@@ -253,11 +269,12 @@ def _template(settings: Settings) -> ChatTemplate:
     return ChatTemplate(text, settings.chat_template_kwargs)
 
 
-def _write(path: Path, settings: Settings, study: Study, metric: Metric, complete: bool) -> None:
+def _write(path: Path, settings: Settings, study: Study, metric: Metric, *, complete: bool) -> None:
     results = {
         "complete": complete,
         "families": study.results,
-        "overall": overall(study.results, study.scores, metric),
+        "texts": study.texts,
+        "overall": overall(study.results, study.scores, metric) if study.results else [],
         "skipped": study.skipped,
         "engines": described(*(e for e in (study.engine, study.noise) if e is not None)),
         "intervals": {"percent": 95, "resamples": estimates.RESAMPLES, "seed": estimates.SEED},

@@ -29,8 +29,20 @@ class Method:
             return None
         return parse_link(self.link, self.seam, self.context, self.islands)
 
-    def ask(self, prompt: Prompt, separator: int, *, max_tokens: int, logprobs_of: list[int] | None) -> Ask:
-        """The request.  ``logprobs_of``: tokens whose logprobs are compared, at the first position."""
+    def ask(
+        self,
+        prompt: Prompt,
+        separator: int,
+        *,
+        max_tokens: int,
+        logprobs_of: list[int] | None,
+        forced: tuple[int, ...] = (),
+    ) -> Ask:
+        """The request.
+
+        ``logprobs_of``: tokens whose logprobs are compared, at the first position; ``forced``: the answer
+        whose likelihood is asked for.
+        """
         tokens = prompt.plain() if self.link is None else prompt.marked(separator)
         extra: dict[str, str | int] = {}
         if self.link is not None:
@@ -42,6 +54,7 @@ class Method:
             extra=extra,
             ignore_eos=False,
             fresh=self not in (PREFIX, PREFIX_SAME),
+            forced=forced,
         )
 
     def reusable(self, prompt: Prompt, least: int) -> int:

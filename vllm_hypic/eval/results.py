@@ -11,7 +11,7 @@ from ..harness.stats import Spread
 from . import estimates
 from .estimates import Estimate
 from .runner import MethodAnswer
-from .scores import Scores
+from .scores import Likelihood, Scores
 
 PERCENT = 100.0
 
@@ -19,16 +19,27 @@ PERCENT = 100.0
 class Metric(Enum):
     """What an answer is worth, 0 to 1."""
 
+    CONTAINS = "contains"
     EXACT = "exact"
     F1 = "f1"
     ROUGE_L = "rouge-l"
 
     @property
     def label(self) -> str:
-        return {Metric.EXACT: "exact match", Metric.F1: "F1", Metric.ROUGE_L: "ROUGE-L"}[self]
+        return {
+            Metric.CONTAINS: "right",
+            Metric.EXACT: "exact match",
+            Metric.F1: "F1",
+            Metric.ROUGE_L: "ROUGE-L",
+        }[self]
 
     def of(self, scores: Scores) -> float:
-        return {Metric.EXACT: float(scores.exact), Metric.F1: scores.f1, Metric.ROUGE_L: scores.rouge_l}[self]
+        return {
+            Metric.CONTAINS: float(scores.contains),
+            Metric.EXACT: float(scores.exact),
+            Metric.F1: scores.f1,
+            Metric.ROUGE_L: scores.rouge_l,
+        }[self]
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Cell:
     """One method on one family.  Counts of tokens are means over prompts."""
 
     method: str
+    contains: Score
     exact: Score
     f1: Score
     rouge_l: Score
@@ -65,7 +77,12 @@ class Cell:
     """Seconds; ``None``: not measured."""
 
     def score(self, metric: Metric) -> Score:
-        return {Metric.EXACT: self.exact, Metric.F1: self.f1, Metric.ROUGE_L: self.rouge_l}[metric]
+        return {
+            Metric.CONTAINS: self.contains,
+            Metric.EXACT: self.exact,
+            Metric.F1: self.f1,
+            Metric.ROUGE_L: self.rouge_l,
+        }[metric]
 
     @property
     def computed_share(self) -> float:
@@ -74,13 +91,45 @@ class Cell:
 
 @dataclass(frozen=True)
 class FamilyResult:
-    """All methods on one family; full recompute is the first."""
+    """All methods on one family of questions; full recompute is the first."""
 
     family: str
     prompts: int
     left_out: int
     """Prompts that are longer than the engine's context."""
     cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class TextCell:
+    """One method on one family of texts that go on.  Counts of tokens are means over prompts."""
+
+    method: str
+    nll: Estimate
+    """Mean negative log-likelihood of the continuations' tokens, in nats."""
+    increase: Estimate
+    """Percent by which it is more than full recompute's, in pairs."""
+    kl_median: float
+    kl_mean: Estimate
+    """As of :class:`Cell`: of the first token."""
+    prompt_tokens: float
+    computed_tokens: float
+    reused_none: int
+    first_token: Spread | None
+
+    @property
+    def computed_share(self) -> float:
+        return self.computed_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """All methods on one family of texts; full recompute is the first."""
+
+    family: str
+    prompts: int
+    left_out: int
+    cells: tuple[TextCell, ...]
 
 
 @dataclass(frozen=True)
@@ -115,13 +164,15 @@ def cell(
 
     def compared(metric: Metric) -> Score:
         own, other = [metric.of(s) for s in scores], [metric.of(s) for s in reference]
-        mean = estimates.share([s.exact for s in scores]) if metric is Metric.EXACT else estimates.mean(own)
+        counted = metric in (Metric.CONTAINS, Metric.EXACT)
+        mean = estimates.share([v == 1 for v in own]) if counted else estimates.mean(own)
         return Score(mean.times(PERCENT), estimates.difference(own, other).times(PERCENT))
 
     kls = [s.kl for s in scores]
     places = [s.first_divergence for s in scores if s.first_divergence is not None]
     return Cell(
         method=method,
+        contains=compared(Metric.CONTAINS),
         exact=compared(Metric.EXACT),
         f1=compared(Metric.F1),
         rouge_l=compared(Metric.ROUGE_L),
@@ -136,6 +187,34 @@ def cell(
         reused_none=sum(o.cached == 0 for o in outcomes),
         first_token=first_token,
     )
+
+
+def text_cell(
+    method: str,
+    outcomes: Sequence[MethodAnswer],
+    found: Sequence[Likelihood],
+    reference: Sequence[Likelihood],
+    first_token: Spread | None = None,
+) -> TextCell:
+    """``found`` of ``outcomes``, and full recompute's of the same texts in the same order."""
+    own, base = [one.nll for one in found], [one.nll for one in reference]
+    kls = [one.kl for one in found]
+    return TextCell(
+        method=method,
+        nll=estimates.mean(own),
+        increase=nll_increase(own, base),
+        kl_median=statistics.median(kls),
+        kl_mean=estimates.mean(kls),
+        prompt_tokens=statistics.mean(o.prompt_tokens for o in outcomes),
+        computed_tokens=statistics.mean(o.computed for o in outcomes),
+        reused_none=sum(o.cached == 0 for o in outcomes),
+        first_token=first_token,
+    )
+
+
+def nll_increase(found: Sequence[float], full: Sequence[float]) -> Estimate:
+    """Percent by which the mean of ``found`` is above that of ``full``, resampled in pairs."""
+    return estimates.difference(found, full).times(PERCENT / statistics.fmean(full))
 
 
 def overall(

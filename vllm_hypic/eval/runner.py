@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..harness import engine_calls
-from ..harness.engine_calls import Answer
+from ..harness.engine_calls import FORCING, Answer
 from ..harness.engines import Engine
 from ..harness.fidelity import top
 from ..harness.prompts import Prompt, Writer
@@ -37,6 +37,8 @@ class MethodAnswer:
     """Tokens of the prompt without separators."""
     cached: int
     """Prompt tokens that were not computed: read from vLLM's prefix cache or from records."""
+    forced: tuple[float, ...] = ()
+    """Logprobs of the tokens of the example's continuation."""
 
     @property
     def computed(self) -> int:
@@ -93,7 +95,13 @@ def _answers(
 ) -> Iterator[MethodAnswer]:
     prepare(engine, method, group)
     asks = [
-        method.ask(e.prompt, engine.separator, max_tokens=e.task.answer_tokens, logprobs_of=w)
+        method.ask(
+            e.prompt,
+            engine.separator,
+            max_tokens=e.task.answer_tokens,
+            logprobs_of=w,
+            forced=e.continuation,
+        )
         for e, w in zip(group, wanted, strict=True)
     ]
     answers = engine.call(engine_calls.generate, asks)
@@ -108,7 +116,9 @@ def _in_another_order(prompt: Prompt, seed: int) -> Prompt:
 
 
 def _outcome(example: Example, answer: Answer, text: str) -> MethodAnswer:
-    return MethodAnswer(text, answer.tokens, answer.logprobs, len(example.prompt), answer.cached)
+    return MethodAnswer(
+        text, answer.tokens, answer.logprobs, len(example.prompt), answer.cached, answer.forced
+    )
 
 
 def first_token_times(
@@ -143,5 +153,10 @@ def noise_engine(settings: EngineSettings, context: int, chunk: int, **more: Any
 
     It takes prompts of up to ``context`` tokens in steps of ``chunk``; ``more``: vLLM's options.
     """
-    own = {"max_num_batched_tokens": chunk, "max_num_seqs": SEQUENCES, "enable_prefix_caching": False}
+    own = {
+        "max_num_batched_tokens": chunk,
+        "max_num_seqs": SEQUENCES,
+        "enable_prefix_caching": False,
+        "logits_processors": [FORCING],
+    }
     return Engine(settings, context, hypic=False, name="noise", **{**more, **own})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import string
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +18,11 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Scores:
-    """The first three are of the text, best over the right answers; the others are of tokens and logprobs."""
+    """The first four are of the text, best over the right answers; the others are of tokens and logprobs."""
 
+    contains: bool
+    """The words of a right answer stand in the answer, side by side and in their order: what else a talkative
+    model says does not count against it."""
     exact: bool
     """The answer, or its first line where the model went on, has the words of a right one in their order."""
     f1: float
@@ -33,6 +37,23 @@ class Scores:
     """The most likely first token is full recompute's."""
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely a continuation is."""
+
+    nll: float
+    """Mean negative log-likelihood of its tokens, in nats."""
+    kl: float
+    same_argmax: bool
+    """As of :class:`Scores`: of the first token."""
+
+
+def likelihood(outcome: MethodAnswer, reference: MethodAnswer) -> Likelihood:
+    """``reference``: full recompute's outcome of the same task.  Raises as :func:`score`."""
+    away = distance(reference.logprobs, outcome.logprobs)
+    return Likelihood(-statistics.fmean(outcome.forced), away.kl, away.same_argmax)
+
+
 def score(task: Task, outcome: MethodAnswer, reference: MethodAnswer) -> Scores:
     """``reference``: full recompute's outcome of the same task.
 
@@ -43,6 +64,7 @@ def score(task: Task, outcome: MethodAnswer, reference: MethodAnswer) -> Scores:
     right = [words(answer) for answer in task.answers]
     away = distance(reference.logprobs, outcome.logprobs)
     return Scores(
+        contains=any(holds(said, answer) for answer in right),
         exact=any(answer in (said, line) for answer in right),
         f1=max(f1(answer, said) for answer in right),
         rouge_l=max(rouge_l(answer, said) for answer in right),
@@ -56,6 +78,12 @@ def words(text: str) -> list[str]:
     """Lower-case words without punctuation and English articles; a text of articles alone keeps them."""
     found = text.lower().translate(_NO_PUNCTUATION).split()
     return [word for word in found if word not in ARTICLES] or found
+
+
+def holds(said: Sequence[str], right: Sequence[str]) -> bool:
+    """``right`` stands in ``said``, word by word."""
+    n = len(right)
+    return any(list(said[i : i + n]) == list(right) for i in range(len(said) - n + 1))
 
 
 def first_line(text: str) -> str:

@@ -34,6 +34,8 @@ class Settings:
     seed: int
     shapes: dict[str, tuple[int, int]]
     """Documents and tokens of each, about, by family."""
+    texts: str | None
+    """Digest of the installed texts that natural families are made of; ``None``: there are none of these."""
     chat: bool
     chat_template: Path | None
     chat_template_kwargs: dict[str, Any]
@@ -46,7 +48,7 @@ def family_names(tasks: tuple[str, ...] | None, source: Source, data: Path | Non
     """Families to generate.  Raises ``click.UsageError`` for one that does not suit the model."""
     suitable = tuple(name for name, family in FAMILIES.items() if family.suits(source.generator))
     if tasks is None:
-        return () if data is not None else tuple(n for n in suitable if FAMILIES[n].learned(source.generator))
+        return () if data is not None else tuple(n for n in suitable if FAMILIES[n].usual(source.generator))
     for name in tasks:
         if name not in suitable:
             raise click.UsageError(

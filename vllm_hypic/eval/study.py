@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 from ..harness.engines import Engine
 from ..harness.report import Steps
+from ..harness.stats import Spread
 from . import pool_batches
 from .fitting import fitting
 from .methods import FULL, Method
-from .results import FamilyResult, cell
+from .results import FamilyResult, TextResult, cell, text_cell
 from .runner import MethodAnswer, evaluate, first_token_times
-from .scores import Scores, score
+from .scores import Likelihood, Scores, likelihood, score
 from .task import ChatTemplate, Example, Task
 
-Keep = Callable[[Task, str, MethodAnswer, Scores], None]
+Keep = Callable[[Task, str, MethodAnswer, Scores | Likelihood], None]
 """(task, method, outcome, scores): told of every single answer."""
 
 
@@ -37,11 +38,14 @@ class Study:
     skipped: list[str]
     """Methods that the model refuses, as sentences."""
     results: list[FamilyResult] = field(default_factory=list)
+    """Families of questions."""
+    texts: list[TextResult] = field(default_factory=list)
+    """Families of texts that go on."""
     scores: dict[str, dict[str, list[Scores]]] = field(default_factory=dict)
-    """Scores of every prompt by family and method, in the order of the tasks."""
+    """Scores of every question by family and method, in the order of the tasks."""
 
-    def add(self, family: str, tasks: Sequence[Task]) -> None:
-        """Run and score one family.
+    def add(self, family: str, tasks: Sequence[Task]) -> FamilyResult | TextResult:
+        """Run and score one family, either of questions or of texts that go on; keeps what it gives back.
 
         Raises ``TasksError`` when no prompt fits the context, ``PoolError`` when one does not fit the
         pool.
@@ -50,23 +54,58 @@ class Study:
         examples = fitting(self.engine, family, tasks, chat=self.chat, template=self.template)
         outcomes = self._outcomes(examples)
         self.steps.done((len(tasks) - len(examples)) * (len(self.methods) + (self.noise is not None)))
+        if tasks[0].continuation:
+            return self._add_texts(family, len(tasks), examples, outcomes)
         scores = {name: self._scored(examples, found, outcomes) for name, found in outcomes.items()}
-        for name, found in scores.items():
-            for example, outcome, one in zip(examples, outcomes[name], found, strict=True):
-                self.keep(example.task, name, outcome, one)
-        self.steps.show(f"{family}: time to first token")
-        times = (
-            first_token_times(self.engine, examples, self.methods, self.ttft_repeats, done=self.steps.done)
-            if self.ttft_repeats
-            else {}
-        )
-        by_name = {method.name: spread for method, spread in times.items()}
+        self._keep(examples, outcomes, scores)
+        by_name = self._times(family, examples)
         cells = tuple(
             cell(name, outcomes[name], found, scores[FULL.name], by_name.get(name))
             for name, found in scores.items()
         )
         self.results.append(FamilyResult(family, len(examples), len(tasks) - len(examples), cells))
         self.scores[family] = scores
+        return self.results[-1]
+
+    def _add_texts(
+        self,
+        family: str,
+        asked: int,
+        examples: Sequence[Example],
+        outcomes: Mapping[str, Sequence[MethodAnswer]],
+    ) -> TextResult:
+        full = outcomes[FULL.name]
+        found = {
+            name: [likelihood(o, r) for o, r in zip(own, full, strict=True)] for name, own in outcomes.items()
+        }
+        self._keep(examples, outcomes, found)
+        by_name = self._times(family, examples)
+        cells = tuple(
+            text_cell(name, outcomes[name], own, found[FULL.name], by_name.get(name))
+            for name, own in found.items()
+        )
+        self.texts.append(TextResult(family, len(examples), asked - len(examples), cells))
+        return self.texts[-1]
+
+    def _keep(
+        self,
+        examples: Sequence[Example],
+        outcomes: Mapping[str, Sequence[MethodAnswer]],
+        scores: Mapping[str, Sequence[Scores | Likelihood]],
+    ) -> None:
+        for name, found in scores.items():
+            for example, outcome, one in zip(examples, outcomes[name], found, strict=True):
+                self.keep(example.task, name, outcome, one)
+
+    def _times(self, family: str, examples: Sequence[Example]) -> dict[str, Spread]:
+        """Times to first token by the method's name; empty where none are measured."""
+        self.steps.show(f"{family}: time to first token")
+        times = (
+            first_token_times(self.engine, examples, self.methods, self.ttft_repeats, done=self.steps.done)
+            if self.ttft_repeats
+            else {}
+        )
+        return {method.name: spread for method, spread in times.items()}
 
     def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[MethodAnswer]]:
         """Outcomes by name: full recompute, its noise, the other methods."""

@@ -12,12 +12,13 @@ from rich.table import Table
 from ..harness.report import percent, seconds, table
 from .estimates import Estimate
 from .methods import FULL, PLAIN, is_noise
-from .results import Cell, FamilyResult, Metric, Overall
+from .results import Cell, FamilyResult, Metric, Overall, TextCell, TextResult
 
 COLUMNS = (
     "",
-    "exact match, %",
+    "right, %",
     "to full, points",
+    "exact",
     "F1",
     "ROUGE-L",
     "same tokens",
@@ -25,6 +26,7 @@ COLUMNS = (
     "computed",
     "warm TTFT",
 )
+TEXT_COLUMNS = ("", "NLL, nats a token", "to full, %", "KL", "computed", "warm TTFT")
 
 
 COMPUTE_ALL = {method.name for method in PLAIN.values()}
@@ -46,11 +48,29 @@ def family_table(result: FamilyResult) -> Table:
 def _row(c: Cell) -> list[str]:
     return [
         c.method,
-        with_interval(c.exact.mean),
-        "" if c.method == FULL.name else with_interval(c.exact.difference, sign="+"),
+        with_interval(c.contains.mean),
+        "" if c.method == FULL.name else with_interval(c.contains.difference, sign="+"),
+        f"{c.exact.mean.value:.1f}",
         f"{c.f1.mean.value:.1f}",
         f"{c.rouge_l.mean.value:.1f}",
         f"{c.same_tokens.value:.1f} %",
+        f"{c.kl_median:.2g}",
+        f"{c.computed_tokens:.0f}",
+        "" if c.first_token is None else seconds(c.first_token.median),
+    ]
+
+
+def text_table(result: TextResult) -> Table:
+    """One row a method."""
+    title = f"{result.family}, {result.prompts} texts"
+    return _plain(table(title, TEXT_COLUMNS, map(_text_row, result.cells)))
+
+
+def _text_row(c: TextCell) -> list[str]:
+    return [
+        c.method,
+        f"{c.nll.value:.3f} [{c.nll.low:.3f}, {c.nll.high:.3f}]",
+        "" if c.method == FULL.name else with_interval(c.increase, sign="+"),
         f"{c.kl_median:.2g}",
         f"{c.computed_tokens:.0f}",
         "" if c.first_token is None else seconds(c.first_token.median),
@@ -92,14 +112,14 @@ def overall_table(rows: Sequence[Overall], families: int, metric: Metric) -> Tab
     )
 
 
-def notes(result: FamilyResult) -> list[str]:
+def notes(result: FamilyResult | TextResult) -> list[str]:
     """What a reader of the family's table must know."""
     found = []
     if result.left_out:
         found.append(f"{result.family}: {result.left_out} prompts do not fit the context and were left out.")
-    if result.cells[0].exact.mean.value == 0:
+    if isinstance(result, FamilyResult) and result.cells[0].contains.mean.value == 0:
         found.append(
-            f"{result.family}: full recompute has no exact match, so that nothing can be lost: only F1, "
+            f"{result.family}: full recompute has no right answer, so that nothing can be lost: only F1, "
             "ROUGE-L, same tokens and KL say something."
         )
     for c in result.cells:

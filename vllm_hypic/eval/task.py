@@ -27,6 +27,11 @@ class Task:
     """Any of them is right."""
     answer_tokens: int
     """Most tokens that an answer may take."""
+    continuation: str = ""
+    """Where it is not empty, nothing is asked: this is what follows, and how likely its first
+    ``answer_tokens`` tokens are is what counts."""
+    opening: str = ""
+    """First words of the answer, which are given: small chat models keep to the question then."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Example:
 
     task: Task
     prompt: Prompt
+    continuation: tuple[int, ...] = ()
+    """Of the task's."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,12 @@ def encode(
         for t in tasks
     ]
     found = engine.call(_token_ids, texts, template)
+    given: list[tuple[list[int], list[int]]] = [([], []) for _ in tasks]
+    if any(task.opening or task.continuation for task in tasks):
+        given = engine.call(_given_ids, [(task.opening, task.continuation) for task in tasks])
     return [
-        Example(task, _split(task, ids, engine.separator)) for task, ids in zip(tasks, found, strict=True)
+        Example(task, _split(task, [*ids, *opening], engine.separator), tuple(after[: task.answer_tokens]))
+        for task, ids, (opening, after) in zip(tasks, found, given, strict=True)
     ]
 
 
@@ -85,6 +96,16 @@ def _token_ids(
         )
 
     return [list(tokenizer.encode(t)) if isinstance(t, str) else of_messages(t) for t in texts]
+
+
+def _given_ids(llm: object, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """Openings and continuations: nothing is put before them; runs in the engine's process."""
+    tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    return [(ids(opening), ids(after)) for opening, after in texts]
 
 
 def _split(task: Task, ids: Sequence[int], separator: int) -> Prompt:

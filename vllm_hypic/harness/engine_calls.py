@@ -11,6 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+FORCED_TOKENS = "forced_tokens"
+"""Extra argument of a request whose answer is given: see :mod:`.forced`."""
+FORCING = "vllm_hypic.harness.forced:ForcedTokens"
+"""Goes into ``logits_processors`` of an engine that is to take such requests."""
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -27,6 +32,9 @@ class Ask:
     """Go on to ``max_tokens``, whatever the model says."""
     fresh: bool = False
     """Compute every token, also those that vLLM's prefix cache has; records are read all the same."""
+    forced: tuple[int, ...] = ()
+    """The answer, where its likelihood is asked for; ``max_tokens`` is then its length.  The engine needs
+    ``FORCING``."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,8 @@ class Answer:
     """Tokens as the front end counts them: separators included."""
     cached: int
     """Prompt tokens read from vLLM's prefix cache or from records."""
+    forced: tuple[float, ...] = ()
+    """Logprobs of the tokens of a forced answer, behind everything before each."""
 
     @property
     def first_token_s(self) -> float:
@@ -106,7 +116,7 @@ def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
             times = token_s[output.request_id]
             times += [now] * (len(output.outputs[0].token_ids) - len(times))
             last[output.request_id] = output
-    return [_answer(last[i], token_s[i]) for i in ids]
+    return [_answer(last[i], token_s[i], ask) for i, ask in zip(ids, asks, strict=True)]
 
 
 def decode(llm: Any, answers: Sequence[Sequence[int]]) -> list[str]:
@@ -120,29 +130,40 @@ def add(llm: Any, ask: Ask) -> str:
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
+    extra = dict(ask.extra)
+    if ask.forced:
+        extra[FORCED_TOKENS] = list(ask.forced)
     params = SamplingParams(
         temperature=0,
-        max_tokens=ask.max_tokens,
-        ignore_eos=ask.ignore_eos,
+        max_tokens=len(ask.forced) or ask.max_tokens,
+        ignore_eos=ask.ignore_eos or bool(ask.forced),
         skip_reading_prefix_cache=ask.fresh or None,
         logprobs=None if ask.logprobs_of is not None else ask.logprobs,
         logprob_token_ids=ask.logprobs_of,
-        extra_args=dict(ask.extra) or None,
+        extra_args=extra or None,
     )
     request_id = str(next(llm.request_counter))
     llm.llm_engine.add_request(request_id, tokens_input(prompt_token_ids=list(ask.tokens)), params)
     return request_id
 
 
-def _answer(output: Any, token_s: Sequence[float]) -> Answer:
+def _answer(output: Any, token_s: Sequence[float], ask: Ask) -> Answer:
     [sample] = output.outputs
     first = sample.logprobs[0] if sample.logprobs else {}
+    forced: tuple[float, ...] = ()
+    if ask.forced:
+        if tuple(sample.token_ids) != ask.forced:
+            raise RuntimeError(
+                "an answer that was to be forced is another: the engine was started without FORCING"
+            )
+        forced = tuple(at[t].logprob for t, at in zip(ask.forced, sample.logprobs, strict=True))
     return Answer(
         tuple(sample.token_ids),
         tuple(token_s),
         {i: entry.logprob for i, entry in first.items()},
         len(output.prompt_token_ids),
         output.num_cached_tokens or 0,
+        forced,
     )
 
 

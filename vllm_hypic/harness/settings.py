@@ -88,6 +88,16 @@ def model_context(model: Path) -> int | None:
     return None
 
 
+def has_chat_template(model: Path) -> bool:
+    """Whether the tokenizer in the folder brings a chat template."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((model / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError):
+        return False
+
+
 def model_name(model: Path) -> str:
     """What reports call a model's folder: many are called ``model``, and the folder around says more."""
     found = model.absolute()

@@ -26,9 +26,10 @@ from ..methods import Method
 from ..names import JsonObject
 from ..pool_batches import PoolError
 from ..task import ChatTemplate
+from ..tasks.installed import installed_texts
 from ..tasks.longbench import DataError
 from .criteria import Limits, judge
-from .fixed_set import TaskSet, data_set, fixed_set
+from .fixed_set import TaskSet, data_set, fixed_sets
 from .identity import reads_seam
 from .measure import GateMeasurement, MeasureError, Place, measure
 from .rendering import numbers_table, reasons_text
@@ -54,7 +55,7 @@ class Exit(IntEnum):
     NO_GO = 1
     """Exit code, also when the gate did not finish."""
     USAGE = 2
-    CANNOT_TELL = 3
+    CANNOT_JUDGE = 3
 
 
 LIMITS = {
@@ -63,6 +64,7 @@ LIMITS = {
     "kl": ("max-kl", "Nats that nine first-token distributions of ten may be away from full recompute's."),
     "times_noise": ("max-noise", "The same in noise floors, where that is more."),
     "changed": ("max-changed", "Points: how many more sure first tokens may change than by noise."),
+    "nll": ("max-nll", "Percent by which the likelihood of texts that go on may suffer, as NLL."),
     "least_right": ("min-right", "Points of full recompute below which answers say nothing."),
     "least_reused": ("min-reused", "Percent of the reusable tokens that must be reused."),
 }
@@ -184,7 +186,8 @@ def gate(
     A fixed set of tasks is answered by full recompute and with reuse, at the settings that will be served.
     The verdict, its reasons and the numbers go to a sign-off, which a server can ask for when it starts.
 
-    Exit code: 0 go, 1 no-go or not finished, 2 usage, 3 cannot tell.
+    Exit code: 0 go, 1 no-go or not finished, 2 usage, 3 cannot judge:
+    full recompute itself answers too little.
     """
     path = _model(model)
     config = _config(hypic, link, seam_tokens)
@@ -252,8 +255,8 @@ class _Tasks:
     own: TaskSet | None
 
     def sets(self, chat: bool) -> list[TaskSet]:
-        fixed = fixed_set(self.generator, self.prompts, self.seed, chat=chat)
-        return [fixed] if self.own is None else [fixed, self.own]
+        fixed = fixed_sets(self.generator, self.prompts, self.seed, chat=chat)
+        return fixed if self.own is None else [*fixed, self.own]
 
 
 def _model(name: str) -> Path:
@@ -337,7 +340,8 @@ def _evidence(
     measured: GateMeasurement, method: Method, tasks: _Tasks, place: Place, template: ChatTemplate
 ) -> dict[str, Any]:
     sets = [
-        {"name": s.name, "metric": s.metric.value, "prompts": len(s.tasks)} for s in tasks.sets(measured.chat)
+        {"name": s.name, "metric": s.metric.value if s.metric else "NLL", "prompts": len(s.tasks)}
+        for s in tasks.sets(measured.chat)
     ]
     return plain(
         {
@@ -345,6 +349,7 @@ def _evidence(
             "tasks": {
                 "sets": sets,
                 "seed": tasks.seed,
+                "texts": None if tasks.generator is not None else installed_texts().digest,
                 "chat": template.options if measured.chat else None,
                 "left_out": measured.left_out,
             },
@@ -366,4 +371,4 @@ def _exit(verdicts: set[Verdict]) -> Exit:
     """One go is enough: it was asked for the best of several."""
     if Verdict.GO in verdicts:
         return Exit.GO
-    return Exit.CANNOT_TELL if Verdict.CANNOT_TELL in verdicts else Exit.NO_GO
+    return Exit.CANNOT_JUDGE if Verdict.CANNOT_JUDGE in verdicts else Exit.NO_GO

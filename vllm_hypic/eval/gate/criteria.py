@@ -11,14 +11,18 @@ from ...harness.fidelity import distance
 from ...harness.report import percent
 from ...harness.stats import percentile
 from ..estimates import Estimate, difference
+from ..results import nll_increase
 from ..runner import MethodAnswer
 from .verdict import Judgement, Reason
 
 SURE = 0.5
 """A first token to which full recompute gives more than this is one that it is sure of."""
 
-FAULTS, ANSWERS, DISTRIBUTIONS, FIRST_TOKENS = "faults", "answers", "distributions", "first tokens"
+FAULTS, ANSWERS, TEXTS = "faults", "answers", "texts"
+DISTRIBUTIONS, FIRST_TOKENS = "distributions", "first tokens"
 """Names of the criteria."""
+ALONE = (FAULTS, TEXTS)
+"""Criteria that say no-go also where full recompute answers too little: they need no answers."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Limits:
     """... or so many times the noise floor, where that is more."""
     changed: float = 5.0
     """Points: how many more first tokens that full recompute is sure of may change than change by noise."""
+    nll: float = 2.0
+    """Percent by which the negative log-likelihood of texts that go on may be above full recompute's."""
     least_right: float = 20.0
     """Points that full recompute itself must score for answers to say anything."""
     least_reused: float = 95.0
@@ -47,7 +53,7 @@ class Answers:
 
     name: str
     metric: str
-    """``exact match`` or ``F1``."""
+    """``right``, ``exact match`` or ``F1``."""
     full: float
     reuse: float
     loss: Estimate
@@ -62,6 +68,22 @@ class Answers:
             100 * statistics.fmean(reuse),
             difference(full, reuse).times(100),
         )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that go on: mean negative log-likelihood of a token, in nats."""
+
+    name: str
+    full: float
+    reuse: float
+    increase: Estimate
+    """Percent."""
+
+    @staticmethod
+    def of(name: str, full: Sequence[float], reuse: Sequence[float]) -> Texts:
+        """``full[i]`` and ``reuse[i]`` are of the same text."""
+        return Texts(name, statistics.fmean(full), statistics.fmean(reuse), nll_increase(reuse, full))
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,7 @@ class Numbers:
     faults: tuple[str, ...] = ()
     """A sentence each."""
     answers: tuple[Answers, ...] = ()
+    texts: tuple[Texts, ...] = ()
     reuse: Reuse | None = None
     distances: Distances | None = None
     noise: Distances | None = None
@@ -128,10 +151,11 @@ def judge(numbers: Numbers, limits: Limits) -> Judgement:
     if numbers.reuse is not None:
         reasons.append(_reuse(numbers.reuse, limits))
     reasons += [_answers(answers, limits) for answers in numbers.answers]
+    reasons += [_texts(texts, limits) for texts in numbers.texts]
     if numbers.distances is not None and numbers.noise is not None:
         reasons.append(_distributions(numbers.distances, numbers.noise, limits))
         reasons.append(_first_tokens(numbers.distances, numbers.noise, limits))
-    return Judgement.of(reasons, answers=ANSWERS)
+    return Judgement.of(reasons, answers=ANSWERS, alone=ALONE)
 
 
 def _reuse(reuse: Reuse, limits: Limits) -> Reason:
@@ -151,7 +175,7 @@ def _answers(answers: Answers, limits: Limits) -> Reason:
     if answers.full < limits.least_right:
         says = (
             f"{name}: full recompute itself scores {answers.full:.1f} points, less than "
-            f"{limits.least_right:g}: answers say nothing of reuse"
+            f"{limits.least_right:g}: what reuse loses cannot be seen; --data takes tasks that it can do"
         )
         return Reason(ANSWERS, None, answers.full, limits.least_right, says)
     says = (
@@ -165,6 +189,15 @@ def _answers(answers: Answers, limits: Limits) -> Reason:
     if not holds:
         says += "; with more --prompts the interval is narrower"
     return Reason(ANSWERS, holds, loss.value, limits.loss, says)
+
+
+def _texts(texts: Texts, limits: Limits) -> Reason:
+    more = texts.increase
+    says = (
+        f"{texts.name}: {texts.full:.3f} nats a token recomputed, {texts.reuse:.3f} reused: "
+        f"{more.value:+.1f} % [{more.low:+.1f} to {more.high:+.1f}]; at most {limits.nll:g} % more may be"
+    )
+    return Reason(TEXTS, more.value <= limits.nll, more.value, limits.nll, says)
 
 
 def _distributions(reuse: Distances, noise: Distances, limits: Limits) -> Reason:

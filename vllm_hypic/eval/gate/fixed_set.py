@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,12 @@ from ...harness.generators import Generator
 from ..results import Metric
 from ..task import Task
 from ..tasks import longbench
-from ..tasks.families import FAMILIES, SEED_STEP, Source
+from ..tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, SEED_STEP, Source
 
-ENGLISH = ("needle", "keyvalue", "variables")
-DOCUMENTS = 8
-ENGLISH_TOKENS = 128
-DEMO_TOKENS = 64
-"""Facts in a document: short ones, since seams cost answers, and long documents have no more of them."""
+DEMO_DOCUMENTS, DEMO_TOKENS = 8, 64
+"""Of a demo model's prompts: short documents, since seams cost answers, and long ones have no more."""
+TEXTS_SHARE = 3
+"""One text that goes on for so many questions: its every token says something."""
 DATA_WORDS = 384
 """Most in a segment of the user's data."""
 
@@ -26,18 +25,34 @@ class TaskSet:
     """Tasks that are judged together."""
 
     name: str
-    metric: Metric
+    metric: Metric | None
+    """``None``: texts that go on; what counts is how likely they are."""
     tasks: tuple[Task, ...]
 
 
-def fixed_set(generator: Generator | None, prompts: int, seed: int, *, chat: bool) -> TaskSet:
-    """About ``prompts`` tasks, as many of each family; ``generator``: the demo model's, if it is one."""
+def fixed_sets(generator: Generator | None, prompts: int, seed: int, *, chat: bool) -> list[TaskSet]:
+    """About ``prompts`` questions, as many of each family, and texts that go on.
+
+    ``generator``: the demo model's, if it is one: it knows its own questions, answers with nothing else, and
+    knows no English texts.
+    """
     source = Source(generator, chat)
-    names = ENGLISH if generator is None else generator.LEARNED
-    tokens = ENGLISH_TOKENS if generator is None else DEMO_TOKENS
-    each = -(-prompts // len(names))
-    made = [FAMILIES[name].make(source, seed * SEED_STEP, each, DOCUMENTS, tokens) for name in names]
-    return TaskSet("fixed set", Metric.EXACT, tuple(_in_turns(made)))
+
+    def tasks(names: Sequence[str], count: int) -> tuple[Task, ...]:
+        each = -(-count // len(names))
+        first, made = seed * SEED_STEP, []
+        for name in names:
+            family = FAMILIES[name]
+            shape = (family.documents, family.tokens) if generator is None else (DEMO_DOCUMENTS, DEMO_TOKENS)
+            made.append(family.make(source, first, each, *shape))
+        return tuple(_in_turns(made))
+
+    if generator is not None:
+        return [TaskSet("fixed set", Metric.EXACT, tasks(generator.LEARNED, prompts))]
+    return [
+        TaskSet("fixed set", Metric.CONTAINS, tasks(QUESTIONS, prompts)),
+        TaskSet("texts", None, tasks(CONTINUATIONS, -(-prompts // TEXTS_SHARE))),
+    ]
 
 
 def data_set(path: Path, prompts: int) -> TaskSet:

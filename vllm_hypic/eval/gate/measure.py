@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...config.engine import HypicConfig, config_of
+from ...harness.engine_calls import FORCING
 from ...harness.engines import Engine, running
 from ...harness.gate import GateFailed, require_cold_equals_warm
 from ...harness.report import Steps
@@ -15,10 +16,10 @@ from ...harness.settings import EngineSettings
 from ..fitting import fitting
 from ..methods import FULL, Method
 from ..runner import MethodAnswer, evaluate, noise_engine
-from ..scores import score
+from ..scores import likelihood, score
 from ..study import refused
 from ..task import ChatTemplate, Example
-from .criteria import Answers, Distances, Numbers, Reuse
+from .criteria import Answers, Distances, Numbers, Reuse, Texts
 from .fixed_set import TaskSet
 from .identity import Subject, subject_of
 
@@ -40,7 +41,9 @@ class Place:
     """Further options of ``vllm.LLM``, for both engines."""
 
     def hypic(self) -> Engine:
-        return Engine(self.settings, self.context, hypic=True, **self.more)
+        return Engine(
+            self.settings, self.context, hypic=True, **{"logits_processors": [FORCING], **self.more}
+        )
 
     def noise(self) -> Engine:
         """A stock engine that cuts prompts into other chunks."""
@@ -106,6 +109,7 @@ def measure(
         numbers[method] = replace(
             numbers[method],
             answers=_answers(asked, full, found),
+            texts=_texts(asked, full, found),
             reuse=_reuse(method, examples, found, minimum),
             distances=Distances.of(full, found),
         )
@@ -118,6 +122,17 @@ class _Asked:
 
     tasks: TaskSet
     examples: list[Example]
+
+
+def _parts(
+    asked: Sequence[_Asked], *outcomes: Sequence[MethodAnswer]
+) -> Iterator[tuple[_Asked, list[Sequence[MethodAnswer]]]]:
+    """Set by set what stands end to end in each of ``outcomes``."""
+    begin = 0
+    for one in asked:
+        end = begin + len(one.examples)
+        yield one, [each[begin:end] for each in outcomes]
+        begin = end
 
 
 def _encoded(
@@ -149,20 +164,38 @@ def _not_finite(outcomes: Sequence[MethodAnswer]) -> str | None:
 def _answers(
     asked: Sequence[_Asked], full: Sequence[MethodAnswer], found: Sequence[MethodAnswer]
 ) -> tuple[Answers, ...]:
-    """Set by set; outcomes are those of all sets, end to end."""
-    answers, begin = [], 0
-    for one in asked:
-        end = begin + len(one.examples)
+    """Of every set of questions."""
+    answers = []
+    for one, (right, other) in _parts(asked, full, found):
+        if (metric := one.tasks.metric) is None:
+            continue
         base, reuse = (
-            [
-                one.tasks.metric.of(score(e.task, o, r))
-                for e, o, r in zip(one.examples, outcomes[begin:end], full[begin:end], strict=True)
-            ]
-            for outcomes in (full, found)
+            [metric.of(score(e.task, o, r)) for e, o, r in zip(one.examples, outcomes, right, strict=True)]
+            for outcomes in (right, other)
         )
-        answers.append(Answers.of(one.tasks.name, one.tasks.metric.label, base, reuse))
-        begin = end
+        answers.append(Answers.of(one.tasks.name, metric.label, base, reuse))
     return tuple(answers)
+
+
+def _texts(
+    asked: Sequence[_Asked], full: Sequence[MethodAnswer], found: Sequence[MethodAnswer]
+) -> tuple[Texts, ...]:
+    """Of every family of every set of texts that go on."""
+    texts = []
+    for one, (right, other) in _parts(asked, full, found):
+        if one.tasks.metric is not None:
+            continue
+        for family in dict.fromkeys(e.task.family for e in one.examples):
+            base, reuse = (
+                [
+                    likelihood(o, r).nll
+                    for e, o, r in zip(one.examples, outcomes, right, strict=True)
+                    if e.task.family == family
+                ]
+                for outcomes in (right, other)
+            )
+            texts.append(Texts.of(family, base, reuse))
+    return tuple(texts)
 
 
 def _reuse(method: Method, examples: Sequence[Example], found: Sequence[MethodAnswer], minimum: int) -> Reuse:

@@ -11,7 +11,7 @@ from ...harness.report import table
 from .criteria import Numbers
 from .verdict import Judgement, Verdict
 
-STYLES = {Verdict.GO: "bold green", Verdict.NO_GO: "bold red", Verdict.CANNOT_TELL: "bold yellow"}
+STYLES = {Verdict.GO: "bold green", Verdict.NO_GO: "bold red", Verdict.CANNOT_JUDGE: "bold yellow"}
 MARKS = {True: "holds", False: "fails", None: "silent"}
 
 
@@ -26,6 +26,11 @@ def _rows(numbers: Numbers) -> Iterator[tuple[str, str, str, str]]:
         yield f"{one.name}: {one.metric}, points", f"{one.full:.1f}", loss, ""
         low_high = f"{one.loss.value:.1f} [{one.loss.low:.1f} to {one.loss.high:.1f}]"
         yield f"  lost, of {one.loss.n} prompts", "", low_high, ""
+    for text in numbers.texts:
+        yield f"{text.name}: NLL, nats a token", f"{text.full:.3f}", f"{text.reuse:.3f}", ""
+        more = text.increase
+        interval = f"{more.value:+.1f} % [{more.low:+.1f} to {more.high:+.1f}]"
+        yield f"  more, of {more.n} texts", "", interval, ""
     if numbers.distances is not None and numbers.noise is not None:
         pair = (numbers.distances, numbers.noise)
 

@@ -20,7 +20,7 @@ from .identity import Subject
 from .verdict import Judgement
 
 KIND = "vllm-hypic gate"
-FORMAT = 1
+FORMAT = 2
 """Version of the file's layout, and of what a verdict means: raised when either changes."""
 
 FOLDER = "HYPIC_GATE_FOLDER"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 class Verdict(StrEnum):
     GO = "go"
     NO_GO = "no-go"
-    CANNOT_TELL = "cannot tell"
-    """Nothing speaks against reuse, but full recompute itself answers too little for answers to say much."""
+    CANNOT_JUDGE = "cannot judge"
+    """Full recompute itself answers too little: what reuse loses could not be seen."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,23 @@ class Judgement:
     @property
     def against(self) -> list[Reason]:
         """The reasons of a no-go; of another verdict, those that kept it from being a go."""
-        kept_from_go = None if self.verdict is Verdict.CANNOT_TELL else False
+        kept_from_go = None if self.verdict is Verdict.CANNOT_JUDGE else False
         return [r for r in self.reasons if r.holds is kept_from_go]
 
     @staticmethod
-    def of(reasons: Sequence[Reason], *, answers: str) -> Judgement:
-        """No-go where one criterion does not hold; go where all others hold and at least one called
-        ``answers`` does."""
-        if any(r.holds is False for r in reasons):
+    def of(reasons: Sequence[Reason], *, answers: str, alone: Collection[str]) -> Judgement:
+        """No-go where one criterion does not hold, else go.
+
+        Where all called ``answers`` say nothing, only those named in ``alone`` make a no-go, and nothing
+        makes a go.
+        """
+        judged = any(r.holds is not None and r.criterion == answers for r in reasons)
+        if any(r.holds is False and (judged or r.criterion in alone) for r in reasons):
             verdict = Verdict.NO_GO
-        elif any(r.holds and r.criterion == answers for r in reasons):
+        elif judged:
             verdict = Verdict.GO
         else:
-            verdict = Verdict.CANNOT_TELL
+            verdict = Verdict.CANNOT_JUDGE
         return Judgement(verdict, tuple(reasons))
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ...harness.generators import Generator
 from ..task import Task
-from . import demo, keyvalue, needle, variables
+from . import continuations, demo, entries, facts, hops, keyvalue, needle, prices, updates, variables
 
 SEED_STEP = 1_000_000
 """Tasks of different seeds are different: numbers of a seed's begin at so many times the seed."""
@@ -42,18 +42,25 @@ class Family:
     """The kind of question that only a demo model's generator has; ``None``: there is an English version."""
     documents: int = 8
     tokens: int = 128
+    natural: bool = False
+    """Made of installed texts, which no demo model can read."""
 
     def suits(self, generator: Generator | None) -> bool:
+        if self.natural:
+            return generator is None
         return self.kind is None or (generator is not None and self.kind in generator.KINDS)
 
-    def learned(self, generator: Generator | None) -> bool:
-        """Whether a demo model has learned to answer it; English is anybody's."""
-        return self.kind is None or generator is None or self.kind in generator.LEARNED
+    def usual(self, generator: Generator | None) -> bool:
+        """Whether a model is asked it unless others are named: demo models what they have learned, others
+        what is natural."""
+        if generator is None:
+            return self.natural
+        return self.kind is None or self.kind in generator.LEARNED
 
     def shape(self, source: Source, documents: int | None, tokens: int | None) -> tuple[int, int]:
         """Documents, and tokens of each: what is asked for, or else the usual."""
-        usual = self.tokens * (ENGLISH_LONGER if source.generator is None else 1)
-        return documents or self.documents, tokens or usual
+        longer = ENGLISH_LONGER if source.generator is None and not self.natural else 1
+        return documents or self.documents, tokens or self.tokens * longer
 
 
 def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8, tokens: int = 128) -> Family:
@@ -110,6 +117,19 @@ def _any(about: str, english: English) -> Family:
     return Family(about, make)
 
 
+def _natural(
+    about: str, name: str, task: Callable[[int, int, int], Task], *, documents: int, tokens: int
+) -> Family:
+    """A family that is made of installed texts."""
+
+    def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
+        if source.generator is not None:
+            raise ValueError(f"tasks of the family {name!r} are English, which no demo model reads")
+        return [task(number, documents, tokens) for number in range(first, first + count)]
+
+    return Family(about, make, documents=documents, tokens=tokens, natural=True)
+
+
 FAMILIES = {
     "one": _demo("one fact of a document", "one"),
     "two": _demo("two hops over two documents", "two"),
@@ -122,3 +142,30 @@ FAMILIES = {
     "keyvalue": _any("one of many keys", keyvalue),
     "variables": _any("chains of assignments", variables),
 }
+FAMILIES |= {
+    name: _natural(about, name, task, documents=documents, tokens=tokens)
+    for name, task, documents, tokens, about in (
+        (facts.FAMILY, facts.task, 4, 72, "one of like facts in prose"),
+        (prices.FAMILY, prices.task, 4, 24, "one line of price lists"),
+        (hops.FAMILY, hops.task, 4, 40, "two hops over documents"),
+        (updates.FAMILY, updates.task, 6, 40, "the last of several changes"),
+        (entries.FAMILY, entries.task, 4, 80, "a fact of one of several like entries"),
+        (
+            continuations.IN_ORDER,
+            continuations.in_order,
+            6,
+            192,
+            "likelihood of what follows pieces in order",
+        ),
+        (
+            continuations.MIXED,
+            continuations.mixed,
+            6,
+            192,
+            "likelihood of what follows one of several pieces",
+        ),
+    )
+}
+QUESTIONS = (facts.FAMILY, prices.FAMILY, hops.FAMILY, updates.FAMILY, entries.FAMILY)
+CONTINUATIONS = (continuations.IN_ORDER, continuations.MIXED)
+"""Natural families, by what is counted."""

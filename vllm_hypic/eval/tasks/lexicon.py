@@ -56,3 +56,16 @@ TIMES = _words("""
     once quietly rarely recently seldom slowly sometimes soon suddenly today together twice usually
     yesterday
 """)
+CITIES = _words("""
+    Amsterdam Ankara Athens Bangkok Barcelona Berlin Bogota Boston Brussels Budapest Cairo Chicago
+    Copenhagen Dallas Delhi Denver Dublin Geneva Hamburg Havana Helsinki Istanbul Jakarta Lagos Lima
+    Lisbon London Madrid Manila Marseille Miami Milan Montreal Moscow Munich Nairobi Naples Osaka Oslo
+    Paris Prague Quito Riga Rome Santiago Seattle Seoul Sofia Stockholm Sydney Tallinn Tokyo Toronto
+    Tunis Vienna Warsaw Zagreb Zurich
+""")
+SURNAMES = _words("""
+    Adler Baker Bauer Brandt Carver Cole Costa Dalton Duarte Ellis Fischer Fontaine Garcia Graham
+    Hansen Hayes Hoffman Ibsen Jansen Keller Kovacs Lambert Larsen Lindgren Lopez Marchetti Mason
+    Meyer Moreau Nakamura Nowak Okafor Olsen Ortega Palmer Petrov Quinn Ramos Reyes Rossi Santos
+    Schmidt Silva Sorensen Tanaka Torres Varga Vogel Walker Weber Winter Young
+""")

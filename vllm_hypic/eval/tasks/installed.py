@@ -1,0 +1,221 @@
+"""Natural English that is installed anyway: Python's manual and docstrings, READMEs of packages.
+
+Nothing of it is copied into this repository. What is installed differs between machines: tasks made of it
+are the same wherever the :attr:`InstalledTexts.digest` is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import distributions
+
+from ..task import TEXTS
+
+MODULES = (
+    *(
+        "argparse",
+        "asyncio",
+        "bisect",
+        "calendar",
+        "collections",
+        "configparser",
+        "contextlib",
+        "csv",
+        "datetime",
+    ),
+    *(
+        "decimal",
+        "difflib",
+        "doctest",
+        "email.message",
+        "enum",
+        "fractions",
+        "functools",
+        "heapq",
+        "http.client",
+    ),
+    *(
+        "inspect",
+        "io",
+        "itertools",
+        "json",
+        "logging",
+        "mailbox",
+        "multiprocessing",
+        "os",
+        "pathlib",
+        "pickle",
+    ),
+    *(
+        "random",
+        "re",
+        "shutil",
+        "socket",
+        "sqlite3",
+        "statistics",
+        "string",
+        "subprocess",
+        "tarfile",
+        "tempfile",
+    ),
+    *("textwrap", "threading", "tokenize", "unittest", "unittest.mock", "urllib.request"),
+    *("xml.etree.ElementTree", "zipfile"),
+)
+"""Modules of Python's library whose docstrings are read."""
+OWN = "vllm-hypic"
+"""Our own README changes with every commit: it is no text to measure on."""
+LEAST_WORDS = 400
+"""Of a text: long enough to be cut into pieces of which one goes on."""
+_PARAGRAPH_WORDS = 8
+_SENTENCE_WORDS = 60
+"""Most sentences are shorter: room for a piece's last one."""
+_SENTENCE_END = re.compile(r"(?<=[.!?:]) (?=[A-Z])")
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z'-]*[.,;:!?)]*")
+_PLAIN_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class InstalledText:
+    name: str
+    """What it is: ``the manual, topic 'import'``."""
+    paragraphs: tuple[str, ...]
+    """Paragraphs of prose, each in one line: code, tables and lists of links are left out."""
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        return tuple(word for paragraph in self.paragraphs for word in paragraph.split(" "))
+
+    @cached_property
+    def sentences(self) -> tuple[str, ...]:
+        return tuple(s for paragraph in self.paragraphs for s in _SENTENCE_END.split(paragraph))
+
+
+@dataclass(frozen=True)
+class InstalledTexts:
+    texts: tuple[InstalledText, ...]
+    """By name; each has at least ``LEAST_WORDS`` words."""
+
+    @cached_property
+    def digest(self) -> str:
+        """The same texts have the same."""
+        found = hashlib.sha256()
+        for text in self.texts:
+            found.update("\n".join((text.name, *text.paragraphs)).encode())
+        return found.hexdigest()[:16]
+
+    def passages(self, rng: random.Random, count: int, words: int) -> list[list[str]]:
+        """``count`` passages of different texts, each as its sentences: ``words`` words or, at the end of the
+        last sentence, a few more.  Raises ``ValueError`` where there are not so many texts."""
+        if count > len(self.texts):
+            raise ValueError(f"{count} texts: {len(self.texts)} are installed on this machine")
+        found = []
+        for text in rng.sample(self.texts, count):
+            begin = rng.randrange(len(text.sentences))
+            # From the end of a text on at its beginning: every sentence is as likely as any other.
+            found.append(_first([*text.sentences[begin:], *text.sentences[:begin]], words))
+        return found
+
+    def runs(self, rng: random.Random, count: int, sizes: Sequence[int]) -> list[list[str]]:
+        """Of each of ``count`` texts as many pieces as there are ``sizes``, in order and without gaps: whole
+        sentences, so many words each or a few more.
+
+        Raises ``ValueError`` where too few texts are that long.
+        """
+        needed = sum(sizes) + _SENTENCE_WORDS * len(sizes)
+        long = [text for text in self.texts if len(text.words) >= needed]
+        if count > len(long):
+            raise ValueError(f"{count} texts of {needed} words: {len(long)} are installed on this machine")
+        return [_run(rng, text.sentences, sizes, needed) for text in rng.sample(long, count)]
+
+
+def _run(rng: random.Random, sentences: Sequence[str], sizes: Sequence[int], needed: int) -> list[str]:
+    """Pieces that begin at random where ``needed`` words are left."""
+    left, latest = 0, len(sentences)
+    while left < needed:
+        latest -= 1
+        left += len(sentences[latest].split(" "))
+    rest = list(sentences[rng.randrange(latest + 1) :])
+    pieces = []
+    for size in sizes:
+        piece = _first(rest, size)
+        pieces.append(" ".join(piece))
+        del rest[: len(piece)]
+    return pieces
+
+
+def _first(sentences: Sequence[str], words: int) -> list[str]:
+    """Sentences until there are ``words`` words."""
+    found: list[str] = []
+    held = 0
+    for sentence in sentences:
+        if held >= words:
+            break
+        found.append(sentence)
+        held += len(sentence.split(" "))
+    return found
+
+
+@cache
+def installed_texts() -> InstalledTexts:
+    """What this machine has."""
+    made = {
+        name: InstalledText(name, tuple(dict.fromkeys(_prose(text))))
+        for name, text in (*_manual(), *_docstrings(), *_readmes())
+    }
+    return InstalledTexts(tuple(made[n] for n in sorted(made) if len(made[n].words) >= LEAST_WORDS))
+
+
+def _manual() -> Iterator[tuple[str, str]]:
+    """Topics of Python's language reference, which ``help()`` shows."""
+    from pydoc_data.topics import topics
+
+    for name, text in topics.items():
+        yield f"the manual, topic {name!r}", text
+
+
+def _docstrings() -> Iterator[tuple[str, str]]:
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # some builds of Python leave modules out
+            continue
+        yield f"docstrings of {name}", "\n\n".join(_docstrings_of(module))
+
+
+def _docstrings_of(module: object) -> Iterator[str]:
+    for _, found in [("", module), *sorted(vars(module).items())]:
+        if found is module or (getattr(found, "__module__", None) == getattr(module, "__name__", "")):
+            yield inspect.getdoc(found) or ""
+            if inspect.isclass(found):
+                yield from (inspect.getdoc(m) or "" for _, m in sorted(vars(found).items()) if callable(m))
+
+
+def _readmes() -> Iterator[tuple[str, str]]:
+    for found in distributions():
+        metadata = found.metadata.json
+        name, text = metadata.get("name"), metadata.get("description")
+        if isinstance(name, str) and isinstance(text, str) and name != OWN:
+            yield f"README of {name}", text
+
+
+def _prose(text: str) -> Iterable[str]:
+    """Paragraphs that read as sentences."""
+    for block in re.split(r"\n\s*\n", text):
+        paragraph = " ".join(block.split())
+        words = paragraph.split(" ")
+        plain = sum(_PLAIN.fullmatch(word) is not None for word in words)
+        if (
+            len(words) >= _PARAGRAPH_WORDS
+            and paragraph[0].isupper()
+            and paragraph[-1] in ".!?:"
+            and plain >= _PLAIN_SHARE * len(words)
+            and not TEXTS.contains(paragraph)
+        ):
+            yield paragraph
