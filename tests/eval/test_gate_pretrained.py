@@ -1,5 +1,4 @@
-"""The gate on pretrained weights: records that have seen nothing (link ``block``) are a no-go, for reasons that a
-user understands."""
+"""The gate on pretrained weights: records that have seen nothing (link ``block``) are a no-go, with reasons."""
 
 from __future__ import annotations
 
