@@ -1,4 +1,4 @@
-"""The gate on pretrained weights: records that have seen nothing (link ``block``) are a no-go, with reasons."""
+"""The gate on pretrained weights: records that have seen nothing (link ``block``) are a no-go."""
 
 from __future__ import annotations
 
