@@ -118,6 +118,15 @@ def test_the_sign_off_is_of_what_will_be_served(lab: Lab, tmp_path: Path) -> Non
     assert read(path, subject(served)).judgement.verdict is Verdict.GO
 
 
+def test_contexts_and_islands_are_judged_with_their_link(lab: Lab, tmp_path: Path) -> None:
+    lab.found = {"hypic-8/text/query-10": NO_GO}
+    result = run(MODEL, "--folder", str(tmp_path), "--context", "text", "--islands", "query-10")
+    assert result.exit_code == 1, result.output
+    [path] = tmp_path.iterdir()
+    options = read(path).subject.options
+    assert (options["context"], options["islands"]) == ("text", "query-10")
+
+
 def test_what_engines_are_given(lab: Lab, tmp_path: Path) -> None:
     """Their options, but no tiers, ports or sign-offs of the server's."""
     hypic = {

@@ -197,6 +197,14 @@ def test_names_of_methods() -> None:
     assert is_noise(NOISE) and not any(is_noise(link_method(name).name) for name in DEFAULT)
 
 
+def test_tokens_that_are_certain_to_be_reused() -> None:
+    prompt = Prompt((1,) * 40, ((1,) * 200, (1,) * 100, (1,) * 40), (1,) * 5)
+    assert FULL.reusable(prompt, 32) == 0
+    assert link_method("hypic-8").reusable(prompt, 32) == 40 + 184 + 84
+    assert link_method("hypic-8").reusable(prompt, 64) == 184 + 84
+    assert link_method("hypic-8/text/query-10").reusable(prompt, 32) == 40 + 268 - 26
+
+
 def example(documents: int, tokens: int) -> Example:
     task = Task("big", "s", ("d",) * documents, "q", ("a",), 4)
     return Example(task, Prompt((1,) * 10, ((1,) * tokens,) * documents, (1,) * 5))

@@ -58,11 +58,14 @@ class Method:
         )
 
     def reusable(self, prompt: Prompt, least: int) -> int:
-        """Tokens that come from records when every segment with ``least`` such tokens has one."""
+        """Tokens that surely come from records when every segment with ``least`` such tokens has one."""
         if (link := self.linked) is None:
             return 0
-        inside = [len(prompt.head), *(len(d) - link.head - link.tail for d in prompt.documents)]
-        return sum(n for n in inside if n >= least)
+        head = len(prompt.head) if len(prompt.head) >= least else 0
+        inside = [len(d) - link.head - link.tail for d in prompt.documents]
+        served = sum(n for n in inside if n >= least)
+        islands = 0 if link.islands is None else served * link.islands.percent // 100
+        return head + served - islands
 
 
 FULL = Method("full recompute")

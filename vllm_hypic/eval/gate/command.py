@@ -100,6 +100,8 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of the fixed set.")
 @click.option("--link", help="Link method that will be served; default: that of --hypic.")
 @click.option("--seam-tokens", type=click.IntRange(0, MAX_SEAM_TOKENS), help="Seam window; likewise.")
+@click.option("--context", "record_context", help="What records have seen; likewise.")
+@click.option("--islands", help="What is recomputed inside segments; likewise.")
 @click.option(
     "--try-seams",
     type=Numbers(click.IntRange(0, MAX_SEAM_TOKENS)),
@@ -166,6 +168,8 @@ def gate(
     seed: int,
     link: str | None,
     seam_tokens: int | None,
+    record_context: str | None,
+    islands: str | None,
     try_seams: tuple[int, ...] | None,
     hypic: dict[str, Any],
     dtype: str,
@@ -190,7 +194,7 @@ def gate(
     full recompute itself answers too little.
     """
     path = _model(model)
-    config = _config(hypic, link, seam_tokens)
+    config = _config(hypic, link=link, seam_tokens=seam_tokens, context=record_context, islands=islands)
     judged = _judged(config, try_seams)
     if out is not None and len(judged) > 1:
         raise click.UsageError("--out names one file, --try-seams makes several sign-offs: use --folder")
@@ -279,10 +283,8 @@ def _model(name: str) -> Path:
     return path
 
 
-def _config(hypic: Mapping[str, Any], link: str | None, seam_tokens: int | None) -> HypicConfig:
-    given = {
-        name: value for name, value in {"link": link, "seam_tokens": seam_tokens}.items() if value is not None
-    }
+def _config(hypic: Mapping[str, Any], **link_options: str | int | None) -> HypicConfig:
+    given = {name: value for name, value in link_options.items() if value is not None}
     try:
         config = HypicConfig.from_mapping({**hypic, **given})
     except ConfigError as e:
@@ -306,8 +308,12 @@ def _judged(config: HypicConfig, try_seams: tuple[int, ...] | None) -> dict[Meth
     configs = (
         [config] if try_seams is None else [replace(config, seam_tokens=int(w)) for w in sorted(try_seams)]
     )
-    names = [f"{c.link}-{c.seam_tokens}" if windowed else c.link for c in configs]
-    return {Method(n, c.link, c.seam_tokens): c for n, c in zip(names, configs, strict=True)}
+    judged = {}
+    for c in configs:
+        link = f"{c.link}-{c.seam_tokens}" if windowed else c.link
+        name = "/".join([link, *(part for part in (c.context, c.islands) if part != "none")])
+        judged[Method(name, c.link, c.seam_tokens, c.context, c.islands)] = c
+    return judged
 
 
 def _check_writable(folder: Path, model: Path) -> None:
