@@ -149,7 +149,7 @@ FAMILIES |= {
         (prices.FAMILY, prices.task, 4, 24, "one line of price lists"),
         (hops.FAMILY, hops.task, 4, 40, "two hops over documents"),
         (updates.FAMILY, updates.task, 6, 40, "the last of several changes"),
-        (entries.FAMILY, entries.task, 4, 80, "a fact of one of several like entries"),
+        (entries.FAMILY, entries.task, 3, 80, "a fact of one of several like entries"),
         (
             continuations.IN_ORDER,
             continuations.in_order,

@@ -31,7 +31,7 @@ def task(number: int, documents: int, tokens: int) -> Task:
         FAMILY,
         natural.documents_with(rng, told, tokens),
         f"In which office does {people[asked]} work, and what is the {kind} of that office?",
-        f"{people[asked]} works in the",
+        f"As {people[asked]} works in the",
         codes[asked],
         tokens=ANSWER_TOKENS,
     )
