@@ -146,7 +146,7 @@ FAMILIES |= {
     name: _natural(about, name, task, documents=documents, tokens=tokens)
     for name, task, documents, tokens, about in (
         (facts.FAMILY, facts.task, 4, 72, "one of like facts in prose"),
-        (prices.FAMILY, prices.task, 4, 24, "one line of price lists"),
+        (prices.FAMILY, prices.task, 4, 72, "one of many prices in prose"),
         (hops.FAMILY, hops.task, 4, 40, "two hops over documents"),
         (updates.FAMILY, updates.task, 6, 40, "the last of several changes"),
         (entries.FAMILY, entries.task, 3, 80, "a fact of one of several like entries"),

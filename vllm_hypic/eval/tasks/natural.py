@@ -35,8 +35,8 @@ def numbers(rng: random.Random, count: int, *, digits: int) -> list[str]:
 
 
 def documents_with(rng: random.Random, statements: Sequence[str], tokens: int) -> list[str]:
-    """A document of about ``tokens`` tokens for each statement, anywhere but at its beginning."""
-    passages = installed_texts().passages(rng, len(statements), words_of(tokens))
+    """A document of about ``tokens`` tokens, and one statement, for each; anywhere but at its beginning."""
+    passages = installed_texts().passages(rng, len(statements), max(1, words_of(tokens)))
     for passage, statement in zip(passages, statements, strict=True):
         passage.insert(rng.randrange(1, len(passage) + 1), statement)
     return [" ".join(passage) for passage in passages]

@@ -1,4 +1,4 @@
-"""Retrieval of one value among many keys: price lists, and the price of one thing."""
+"""Retrieval of one value among many keys: prices of several things in every document, one is asked for."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from . import natural
 from .lexicon import CITIES, THINGS
 
 FAMILY = "prices"
+LINES = 2
+"""Prices in a document."""
 LINE_TOKENS = 12
 
 
 def task(number: int, documents: int, tokens: int) -> Task:
-    """Raises ``ValueError`` for more lines than there are things."""
     rng = random.Random(f"{FAMILY} {number}")
-    lines = max(1, tokens // LINE_TOKENS)
-    if documents * lines > len(THINGS):
-        raise ValueError(f"{documents * lines} prices: expected at most {len(THINGS)}")
-    things = rng.sample(THINGS, documents * lines)
+    things = rng.sample(THINGS, documents * LINES)
     prices = natural.numbers(rng, len(things), digits=3)
     told = [
         f"The price of the {thing} is {price} dollars." for thing, price in zip(things, prices, strict=True)
     ]
     lists = [
-        "\n".join([f"Price list of the shop in {city}", *told[i * lines : (i + 1) * lines]])
+        "\n".join([f"Prices of the shop in {city}:", *told[i * LINES : (i + 1) * LINES]])
         for i, city in enumerate(rng.sample(CITIES, documents))
     ]
     asked = rng.randrange(len(things))
     return natural.task(
         FAMILY,
-        lists,
+        natural.documents_with(rng, [f"\n{one}\n" for one in lists], tokens - (LINES + 1) * LINE_TOKENS),
         f"What is the price of the {things[asked]}?",
         f"The price of the {things[asked]} is",
         prices[asked],
