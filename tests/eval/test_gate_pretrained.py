@@ -33,11 +33,12 @@ def gate(model: Path, folder: Path, *, prompts: int) -> tuple[SignOff, str]:
 
 
 def test_blocks_are_a_no_go(smollm2: Path, tmp_path: Path) -> None:
-    """In short: few prompts decide nothing about answers, but every token of a text says something."""
+    """In short: few prompts say little of answers; first tokens, and every token of a text, say enough."""
     sign_off, said = gate(smollm2, tmp_path, prompts=8)
-    unlikely = [r for r in sign_off.judgement.against if r.criterion == TEXTS]
-    assert [r.says.split(":")[0] for r in unlikely] == ["in-order", "mixed"]
-    assert all(r.measured is not None and r.measured > 4 for r in unlikely)  # twice the limit
+    against = {r.criterion for r in sign_off.judgement.against}
+    assert DISTRIBUTIONS in against and against & {ANSWERS, TEXTS}
+    texts = [r for r in sign_off.judgement.reasons if r.criterion == TEXTS]
+    assert [r.says.split(":")[0] for r in texts] == ["in-order", "mixed"]
     assert "nats a token recomputed" in said and "at most 2 % more may be" in said
     assert sign_off.evidence["tasks"]["chat"] is not None, "asked through its chat template"
     assert sign_off.evidence["tasks"]["texts"], "the installed texts that were read are named"
