@@ -124,12 +124,12 @@ def test_nothing_but_windows_with_a_word_of_the_query(interiors, query, budget):
 
 
 def test_ties_are_broken_by_order():
-    same = tuple([*([1] * 39), 12] * 4)
-    assert choose_islands([same, same], (1,), 100, Words(texts)) == [((0, 80),), ()]
+    same = tuple([*([1] * 19), 12] * 4)
+    assert choose_islands([same, same], (1,), 50, Words(texts)) == [((0, 40),), ()]
 
 
 def test_a_window_too_long_for_the_rest_gives_way_to_the_next():
-    interior = (*[3] * 20, *[4] * 24, 12, *[3] * 33, 12)
+    interior = (*[3] * 10, *[4] * 12, 12, *[3] * 16, 12)
     windows = windows_of(texts(interior))
     lengths = [stop - first for first, stop in windows]
     scores = scores_in([interior], (3, 4))

@@ -14,11 +14,12 @@ from itertools import accumulate
 
 from .words import words_of
 
-MIN_WINDOW = 32
-MAX_WINDOW = 64
-"""Tokens of a window.  Less than a sentence says little, and each window is a gap in its record."""
+MIN_WINDOW = 16
+MAX_WINDOW = 32
+"""Tokens of a window.  Longer ones hold more of the sentence that is asked for, and fewer of those that it
+must be told from: at an equal price they leave more of the loss (docs/benchmarks/answers.md)."""
 
-SHORT_WINDOW = 16
+SHORT_WINDOW = 8
 """Tokens of a window at least where a sentence would be cut otherwise: a part of it may be found without the
 other, which has the answer."""
 
