@@ -27,7 +27,7 @@ SEP, PDEP, PAD = 496, 497, 498
 FIRST_WORD, LAST_WORD = 4, 495
 """Ordinary token ids of these models."""
 
-CALL_TIMEOUT = 240.0
+CALL_TIMEOUT = 540.0
 LOG_TAIL = 25
 
 T = TypeVar("T")
