@@ -199,6 +199,7 @@ def test_texts_take_the_separator_of_their_server(two: tuple[Fake, Fake], tmp_pa
     assert not any("# #" in prompt for prompt in plain)
 
 
+@pytest.mark.slow
 def test_misses_end_a_search_early(tmp_path: Path):
     path = tmp_path / "load.json"
     with Fake(wait_s=0.1) as slow:

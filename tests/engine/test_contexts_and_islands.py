@@ -37,7 +37,13 @@ def oracle(model: Path) -> Oracle:
     return Oracle(model)
 
 
-@pytest.fixture(scope="module", params=[4096, 96], ids=["whole", "chunks-of-96"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(4096, id="whole"),
+        pytest.param(96, id="chunks-of-96", marks=pytest.mark.slow),
+    ],
+)
 def engine(
     request: pytest.FixtureRequest, module_engine: EngineFactory, model: Path, context_file: Path
 ) -> Iterator[Engine]:

@@ -37,6 +37,7 @@ def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_ttft_segments(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     report = measured(
