@@ -50,11 +50,31 @@ class Score:
     difference: Estimate
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One method on one family.  Counts of tokens are means over prompts."""
+@dataclass(frozen=True, kw_only=True)
+class MethodRun:
+    """What every method shows on every family: how far first tokens are from full recompute's, and its price.
+    Counts of tokens are means over prompts."""
 
     method: str
+    kl_median: float
+    kl_mean: Estimate
+    """KL divergence of the first token from full recompute's, in nats."""
+    prompt_tokens: float
+    computed_tokens: float
+    reused_none: int
+    """Prompts of which every token was computed."""
+    first_token: Spread | None
+    """Seconds; ``None``: not measured."""
+
+    @property
+    def computed_share(self) -> float:
+        return self.computed_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(MethodRun):
+    """One method on one family of questions."""
+
     contains: Score
     exact: Score
     f1: Score
@@ -65,16 +85,8 @@ class Cell:
     """Percent of prompts whose most likely first token is full recompute's."""
     first_divergence: float | None
     """Median over the other answers, counted from 0; ``None``: there are none."""
-    kl_median: float
-    kl_mean: Estimate
     kl_worst: float
-    """KL divergences of the first token from full recompute's, in nats."""
-    prompt_tokens: float
-    computed_tokens: float
-    reused_none: int
-    """Prompts of which every token was computed."""
-    first_token: Spread | None
-    """Seconds; ``None``: not measured."""
+    """The largest KL divergence of a first token, in nats."""
 
     def score(self, metric: Metric) -> Score:
         return {
@@ -84,51 +96,38 @@ class Cell:
             Metric.ROUGE_L: self.rouge_l,
         }[metric]
 
-    @property
-    def computed_share(self) -> float:
-        return self.computed_tokens / self.prompt_tokens
+
+@dataclass(frozen=True, kw_only=True)
+class TextCell(MethodRun):
+    """One method on one family of texts that go on."""
+
+    nll: Estimate
+    """Mean negative log-likelihood of the continuations' tokens, in nats."""
+    increase: Estimate
+    """Percent by which the mean is above full recompute's, resampled in pairs."""
 
 
 @dataclass(frozen=True)
-class FamilyResult:
-    """All methods on one family of questions; full recompute is the first."""
+class FamilyRun:
+    """One family, as all methods saw it."""
 
     family: str
     prompts: int
     left_out: int
     """Prompts that are longer than the engine's context."""
+
+
+@dataclass(frozen=True)
+class FamilyResult(FamilyRun):
+    """All methods on one family of questions; full recompute is the first."""
+
     cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
-class TextCell:
-    """One method on one family of texts that go on.  Counts of tokens are means over prompts."""
+class TextResult(FamilyRun):
+    """All methods on one family of texts that go on; full recompute is the first."""
 
-    method: str
-    nll: Estimate
-    """Mean negative log-likelihood of the continuations' tokens, in nats."""
-    increase: Estimate
-    """Percent by which it is more than full recompute's, in pairs."""
-    kl_median: float
-    kl_mean: Estimate
-    """As of :class:`Cell`: of the first token."""
-    prompt_tokens: float
-    computed_tokens: float
-    reused_none: int
-    first_token: Spread | None
-
-    @property
-    def computed_share(self) -> float:
-        return self.computed_tokens / self.prompt_tokens
-
-
-@dataclass(frozen=True)
-class TextResult:
-    """All methods on one family of texts; full recompute is the first."""
-
-    family: str
-    prompts: int
-    left_out: int
     cells: tuple[TextCell, ...]
 
 

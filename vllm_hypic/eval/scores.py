@@ -44,8 +44,9 @@ class Likelihood:
     nll: float
     """Mean negative log-likelihood of its tokens, in nats."""
     kl: float
+    """KL divergence of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
-    """As of :class:`Scores`: of the first token."""
+    """The most likely first token is full recompute's."""
 
 
 def likelihood(outcome: MethodAnswer, reference: MethodAnswer) -> Likelihood:

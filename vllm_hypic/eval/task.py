@@ -41,7 +41,7 @@ class Example:
     task: Task
     prompt: Prompt
     continuation: tuple[int, ...] = ()
-    """Of the task's."""
+    """Tokens of the task's continuation; empty where a question is asked."""
 
 
 @dataclass(frozen=True)

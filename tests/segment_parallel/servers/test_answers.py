@@ -47,6 +47,8 @@ def test_what_is_known_is_not_sent_again(stand: Stand):
     prompt = stand.prompt()
     replies = [stand.ask(prompt) for _ in range(3)]
     assert {r.tokens for r in replies} == {replies[0].tokens}
+    first = replies[0].breakdown
+    assert first is not None and (first.kind, first.local) == ("parallel", 0), first
     stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))
     assert all(r.breakdown is not None and r.breakdown.kind == "whole" for r in replies[1:])
     # Half of it is new: only that half is computed, by the workers.

@@ -13,11 +13,11 @@ from ..tasks import longbench
 from ..tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, SEED_STEP, Source
 
 DEMO_DOCUMENTS, DEMO_TOKENS = 8, 64
-"""Of a demo model's prompts: short documents, since seams cost answers, and long ones have no more."""
+"""Documents of a demo model's prompt, and tokens of each: few, so that a seam is a large part of each."""
 TEXTS_SHARE = 3
-"""One text that goes on for so many questions: its every token says something."""
+"""Questions for every text that goes on: each of a text's tokens tells something, a question only once."""
 DATA_WORDS = 384
-"""Most in a segment of the user's data."""
+"""Longest segment of the user's data, in words."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _not_finite(outcomes: Sequence[MethodAnswer]) -> str | None:
 def _answers(
     asked: Sequence[_Asked], full: Sequence[MethodAnswer], found: Sequence[MethodAnswer]
 ) -> tuple[Answers, ...]:
-    """Of every set of questions."""
+    """How right ``found`` is beside full recompute, for every set of questions."""
     answers = []
     for one, (right, other) in _parts(asked, full, found):
         if (metric := one.tasks.metric) is None:
@@ -180,7 +180,7 @@ def _answers(
 def _texts(
     asked: Sequence[_Asked], full: Sequence[MethodAnswer], found: Sequence[MethodAnswer]
 ) -> tuple[Texts, ...]:
-    """Of every family of every set of texts that go on."""
+    """How likely ``found`` makes the continuations beside full recompute, for every family of texts."""
     texts = []
     for one, (right, other) in _parts(asked, full, found):
         if one.tasks.metric is not None:

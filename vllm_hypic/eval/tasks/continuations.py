@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from ..task import Task
 from .installed import installed_texts
-from .natural import words_of
+from .natural import segments_of, words_of
 
 IN_ORDER, MIXED = "in-order", "mixed"
 """Names of the families."""
 SYSTEM = "You go on with texts."
 TOKENS = 96
-"""Of a continuation, whose likelihood is taken."""
+"""Tokens of a continuation whose likelihood is taken."""
 
 
 def in_order(number: int, documents: int, tokens: int) -> Task:
@@ -36,7 +36,7 @@ def _task(family: str, pieces: Sequence[str], question: str, after: str) -> Task
     return Task(
         family=family,
         system=SYSTEM,
-        segments=tuple(f"{piece}\n\n" for piece in pieces),
+        segments=segments_of(pieces),
         question=question,
         answers=(after,),
         answer_tokens=TOKENS,

@@ -16,11 +16,10 @@ def task(number: int, documents: int, tokens: int) -> Task:
     kind = rng.choice(natural.KINDS)
     cities = rng.sample(CITIES, documents)
     codes = natural.numbers(rng, documents, digits=4)
-    told = [f"The {kind} of the {city} office is {code}." for city, code in zip(cities, codes, strict=True)]
     asked = rng.randrange(documents)
     return natural.task(
         FAMILY,
-        natural.documents_with(rng, told, tokens),
+        natural.documents_with(rng, natural.office_facts(kind, cities, codes), tokens),
         f"What is the {kind} of the {cities[asked]} office?",
         f"The {kind} of the {cities[asked]} office is",
         codes[asked],

@@ -24,7 +24,7 @@ def task(number: int, documents: int, tokens: int) -> Task:
     cities, people = rng.sample(CITIES, offices), natural.people(rng, workers)
     codes = natural.numbers(rng, offices, digits=4)
     told = [f"{who} works in the {city} office." for who, city in zip(people, cities, strict=False)]
-    told += [f"The {kind} of the {city} office is {code}." for city, code in zip(cities, codes, strict=True)]
+    told += natural.office_facts(kind, cities, codes)
     rng.shuffle(told)
     asked = rng.randrange(workers)
     return natural.task(

@@ -72,7 +72,7 @@ MODULES = (
 OWN = "vllm-hypic"
 """Our own README changes with every commit: it is no text to measure on."""
 LEAST_WORDS = 400
-"""Of a text: long enough to be cut into pieces of which one goes on."""
+"""Words of the shortest text that is used: enough to cut it into pieces of which one goes on."""
 _PARAGRAPH_WORDS = 8
 _SENTENCE_WORDS = 60
 """Most sentences are shorter: room for a piece's last one."""

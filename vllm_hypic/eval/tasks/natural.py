@@ -42,6 +42,16 @@ def documents_with(rng: random.Random, statements: Sequence[str], tokens: int) -
     return [" ".join(passage) for passage in passages]
 
 
+def office_facts(kind: str, cities: Sequence[str], codes: Sequence[str]) -> list[str]:
+    """Statements that differ in the office and its number only."""
+    return [f"The {kind} of the {city} office is {code}." for city, code in zip(cities, codes, strict=True)]
+
+
+def segments_of(documents: Sequence[str]) -> tuple[str, ...]:
+    """An empty line ends each document: it has the same tokens wherever it stands."""
+    return tuple(f"{document}\n\n" for document in documents)
+
+
 def words_of(tokens: int) -> int:
     return int(tokens * WORDS_PER_TOKEN)
 
@@ -61,7 +71,7 @@ def task(
     return Task(
         family=family,
         system=SYSTEM,
-        segments=tuple(f"{document}\n\n" for document in documents),
+        segments=segments_of(documents),
         question=question,
         answers=(answer,),
         answer_tokens=tokens,
