@@ -22,7 +22,7 @@ from ..primitives.windows import Words
 from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
 from ..store.shared import shared_tiers
-from .scheduler.planning import PlanningTexts
+from .scheduler.planning import NO_TOKENIZER, PlanningTexts
 from .scheduler.side import SchedulerSide
 from .worker.link import RecordLink
 from .worker.shared_tier_link import SharedTierLink
@@ -75,7 +75,7 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
 
 def planning_texts_of(vllm_config: VllmConfig, config: HypicConfig) -> PlanningTexts:
     if vllm_config.model_config.skip_tokenizer_init:
-        return PlanningTexts()
+        return NO_TOKENIZER
     return PlanningTexts(
         lambda: context_tokens(_tokenizer(vllm_config), context_text(config.context_file)),
         lambda: Words(TokenTexts(_tokenizer(vllm_config)).of),

@@ -50,6 +50,9 @@ class PlanningTexts:
     words: Callable[[], Words] = _no_tokenizer
 
 
+NO_TOKENIZER = PlanningTexts()
+
+
 class Planner:
     """Plans the requests of one engine.
 
@@ -66,7 +69,7 @@ class Planner:
         primitive_ids: Callable[[], PrimitiveIds],
         prefill_flops: Callable[[int], float],
         directory: SegmentDirectory,
-        texts: PlanningTexts = PlanningTexts(),
+        texts: PlanningTexts = NO_TOKENIZER,
     ) -> None:
         self._config, self._geometry, self._namespace = config, geometry, namespace
         self._max_model_len = max_model_len

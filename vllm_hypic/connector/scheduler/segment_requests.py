@@ -19,6 +19,14 @@ class SegmentRequest:
     waits: bool = False
 
 
+@dataclass(frozen=True)
+class Follower:
+    """A segment request that is computed behind the record of ``context``."""
+
+    request_id: str
+    context: CachedSegment
+
+
 class SegmentRequests:
     """The segment requests of one engine that have not ended.
 
@@ -44,11 +52,11 @@ class SegmentRequests:
         tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
         return SegmentRequest(request_id, tokens, owner, waits=segment.context is not None)
 
-    def behind(self, context: SegmentKey) -> tuple[str, CachedSegment] | None:
-        """A request whose segment is computed behind this record, and the record; ``None``: there is none."""
+    def behind(self, context: SegmentKey) -> Follower | None:
+        """A request whose segment is computed behind this record; ``None``: there is none."""
         for request_id, segment in self._segments.items():
             if segment.context is not None and segment.context.key == context:
-                return request_id, segment.context
+                return Follower(request_id, segment.context)
         return None
 
     def segment_of(self, request_id: str) -> CachedSegment | None:

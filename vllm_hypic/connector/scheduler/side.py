@@ -27,7 +27,7 @@ from ..stats import HypicCounters
 from .arrivals import Arrivals
 from .deliveries import Deliveries
 from .directory import Entry, Lookup, Need, SegmentDirectory
-from .planning import Planner, PlanningTexts
+from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests
 from .worker_view import WorkerView
@@ -67,7 +67,7 @@ class SchedulerSide:
         primitive_ids: Callable[[], PrimitiveIds],
         prefill_flops: Callable[[int], float] = float,
         ranks: int = 1,
-        texts: PlanningTexts = PlanningTexts(),  # noqa: B008 (frozen)
+        texts: PlanningTexts = NO_TOKENIZER,
     ) -> None:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
         part of every record; ``texts``: what planning reads."""
@@ -165,11 +165,11 @@ class SchedulerSide:
         started = []
         for key in self.segment_requests.take_lost():
             owner = next((r for r, c in self._composed.items() if c.acquired and key in c.wanted), None)
-            behind = self.segment_requests.behind(key)
+            follower = self.segment_requests.behind(key)
             if owner is not None:
                 started.append(self._compute(self._composed[owner].segment(key), owner))
-            elif behind is not None:
-                started.append(self._compute(behind[1], behind[0]))
+            elif follower is not None:
+                started.append(self._compute(follower.context, follower.request_id))
             else:
                 self.directory.abort(key)
         return started
