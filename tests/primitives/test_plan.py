@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -251,6 +252,21 @@ class TestSalt:
         # Without seams both streams are the query alone.
         one, other = (plan_of([SEP, *x, SEP, *y, SEP, 99], "block") for x, y in ((a, b), (b, a)))
         assert one.stream == other.stream and one.salt != other.salt
+
+    @pytest.mark.parametrize(("link", "islands"), [("seam-1-1", "none"), ("seam-0-0", "query-50")])
+    def test_equal_salts_and_tokens_have_equal_positions(self, link: str, islands: str) -> None:
+        """All short prompts: what two streams share, generated tokens too, stands at the same places."""
+        found: dict[str | None, dict[tuple[int, ...], tuple[int, ...]]] = {}
+        for length in range(1, 8):
+            for prompt in product([1, SEP, PDEP, PAD], repeat=length):
+                if 1 not in prompt or prompt[-1] == SEP:
+                    continue  # nothing is computed
+                plan = plan_of(list(prompt), link, islands=islands)
+                tokens = (*plan.stream, *([1] * 8))  # an answer that another prompt may hold
+                positions = (*plan.positions, *range(plan.n_logical, plan.n_logical + 8))
+                prefixes = found.setdefault(plan.salt, {})
+                for n in range(1, len(tokens) + 1):
+                    assert prefixes.setdefault(tokens[:n], positions[:n]) == positions[:n], prompt
 
 
 pieces = st.lists(

@@ -266,7 +266,7 @@ def _assemble(
         n_logical=prompt.n_logical,
         method=method,
         warm_only=len(prompt.pieces) > 1 and not prompt.pieces[-1].tokens,
-        salt=_stream_salt(segments, positions, method),
+        salt=_stream_salt(segments, [*positions, prompt.n_logical], method),
         contexts=contexts,
     )
 
@@ -364,7 +364,8 @@ def _offsets(piece: Piece) -> tuple[int, ...] | None:
 def _stream_salt(
     segments: Sequence[CachedSegment], positions: Sequence[int], method: LinkMethod
 ) -> str | None:
-    """Digest of the stream's geometry: records, compose points and jumps in position.
+    """Digest of the stream's geometry: records, compose points and jumps in ``positions``, the last of which
+    is that of the first generated token: answers are in vLLM's prefix cache, too.
 
     Query tokens are not in it, so a later turn over the same segments finds the earlier turn's
     stream; a prompt without records and without jumps is exact and keeps the ordinary salt.
