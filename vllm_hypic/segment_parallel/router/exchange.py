@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterable
 
 from starlette.types import Receive, Scope, Send
@@ -40,6 +41,12 @@ class Exchange:
     def header(self, name: bytes) -> str | None:
         """The first one of that name."""
         return next((v.decode("latin-1") for k, v in self.headers if k.lower() == name), None)
+
+    @property
+    def leads_up(self) -> bool:
+        """Whether the path has a step up: resolved here, or by a server on the way, it may lead out of an
+        instance's base path."""
+        return ".." in re.split(r"[/\\]", self.path)
 
     @property
     def has_body(self) -> bool:

@@ -49,6 +49,11 @@ class Front:
 
     async def _serve(self, exchange: Exchange) -> None:
         begun = time.monotonic()
+        if exchange.leads_up:
+            message = f"path {exchange.path[:200]!r}: expected a path without '..'"
+            request_id = good_request_id(exchange.header(REQUEST_ID)) or uuid.uuid4().hex
+            await exchange.refuse(400, message, "BadRequestError", request_id)
+            return
         if exchange.method == "POST" and exchange.path in PATHS:
             body = await exchange.body()
             request = parse_request(exchange, body, begun)
