@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -39,6 +38,8 @@ class Probe:
     seed: int
     noise_chunk: int
     """``max_num_batched_tokens`` of the engine that shows the noise."""
+    trust_generator: bool = False
+    """Whether a generator that somebody else put beside the model may run."""
 
     @property
     def least(self) -> int:
@@ -75,9 +76,8 @@ class EnginePair:
 
     def prompts(self, segments: int, tokens: int) -> list[Prompt]:
         probe = self.probe
-        return make_prompts(
-            probe.engine.model, self.engine.vocabulary, probe.prompts, segments, tokens, probe.seed
-        )
+        generator = find_generator(probe.engine.model, trust=probe.trust_generator)
+        return make_prompts(generator, self.engine.vocabulary, probe.prompts, segments, tokens, probe.seed)
 
     def run(self, prompt: Prompt, *, kv: bool = False) -> PromptRuns:
         """Raises :class:`~vllm_hypic.harness.gate.GateFailed` where less was reused than the method says."""
@@ -117,10 +117,11 @@ class EnginePair:
 
 
 def make_prompts(
-    model: Path, vocabulary: Sequence[int], count: int, segments: int, tokens: int, seed: int
+    generator: Generator | None, vocabulary: Sequence[int], count: int, segments: int, tokens: int, seed: int
 ) -> list[Prompt]:
-    """``count`` prompts over ``segments`` documents of ``tokens`` tokens; the same seed, the same prompts."""
-    if (generator := find_generator(model)) is not None:
+    """``count`` prompts over ``segments`` documents of ``tokens`` tokens, random ones of the vocabulary where
+    there is no generator; the same seed, the same prompts."""
+    if generator is not None:
         return [_question(generator, seed + i, segments, tokens) for i in range(count)]
     writer = Writer(vocabulary, seed)
     return [writer.prompt(segments, tokens, head=HEAD, question=QUESTION) for _ in range(count)]

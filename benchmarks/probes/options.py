@@ -12,7 +12,7 @@ import click
 from vllm_hypic.eval.methods import Method, link_method
 from vllm_hypic.harness import report
 from vllm_hypic.harness.engines import described
-from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.generators import EXAMPLE, trust_option
 from vllm_hypic.harness.settings import EngineSettings, HypicOptions, model_name, with_options
 from vllm_hypic.harness.sizes import SIZES, random_model
 from vllm_hypic.primitives.policies import LinkError
@@ -65,6 +65,7 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
             noise_chunk: int,
             prompts: int,
             seed: int,
+            trust_generator: bool,
             methods: tuple[Method, ...] = (),
             **options: Any,
         ) -> Any:
@@ -84,7 +85,8 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
                 hypic=hypic,
                 timeout_s=timeout_s,
             )
-            return command(probe=Probe(engine, methods, prompts, seed, noise_chunk), **options)
+            probe = Probe(engine, methods, prompts, seed, noise_chunk, trust_generator)
+            return command(probe=probe, **options)
 
         shared = [
             click.option(
@@ -121,6 +123,7 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
             ),
             click.option("--hypic", type=HypicOptions(), default="{}", help="The plugin's options, as JSON."),
             click.option("--timeout-s", type=click.FloatRange(0, min_open=True), default=1200.0),
+            trust_option,
         ]
         if methods is not None:
             shared.insert(2, click.option("--methods", type=Methods(), default=methods, show_default=True))

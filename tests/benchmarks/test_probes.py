@@ -21,7 +21,7 @@ from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
 from vllm_hypic.eval.estimates import relative
 from vllm_hypic.eval.methods import FULL, link_method
 from vllm_hypic.harness.fidelity import distance
-from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.generators import EXAMPLE, find_generator
 from vllm_hypic.harness.prompts import Prompt, Writer
 from vllm_hypic.harness.settings import EngineSettings
 
@@ -163,11 +163,12 @@ def test_segments_that_would_not_be_reused_are_refused() -> None:
 
 
 def test_prompts_are_the_demo_models_questions_or_random() -> None:
-    for model in (EXAMPLE / "model", Path("other")):
-        prompts, again = (make_prompts(model, range(10, 400), 2, 3, 64, seed=5) for _ in range(2))
+    demo = find_generator(EXAMPLE / "model")
+    for generator in (demo, None):
+        prompts, again = (make_prompts(generator, range(10, 400), 2, 3, 64, seed=5) for _ in range(2))
         assert prompts == again and prompts[0] != prompts[1]
         assert all([len(d) for d in p.documents] == [64] * 3 for p in prompts)
-    assert make_prompts(EXAMPLE / "model", [], 1, 2, 64, 5)[0].question[0] == 5  # "?"
+    assert make_prompts(demo, [], 1, 2, 64, 5)[0].question[0] == 5  # "?"
 
 
 @pytest.mark.parametrize(

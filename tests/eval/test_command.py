@@ -1,6 +1,7 @@
 """``python -m vllm_hypic.eval``: what it refuses, and one run on the demo model."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def test_families_of_the_demo_model_are_for_that(tmp_path: Path) -> None:
     assert found.exit_code == 2
     says = "'one' has no questions for this model; expected needle, keyvalue, variables"
     assert says in " ".join(found.output.split())
+
+
+def test_a_foreign_models_generator_must_be_asked_for(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "foreign")
+    asked = ("--model", str(tmp_path / "foreign" / "model"), "--tasks", "one", "--facts", "1000")
+    assert "'one' has no questions for this model" in " ".join(run(*asked).output.split())
+    says = "8 documents of 128 tokens: 1000 facts in a document"
+    assert says in " ".join(run(*asked, "--trust-generator").output.split())
 
 
 def test_faults_of_a_file_are_told(tmp_path: Path) -> None:

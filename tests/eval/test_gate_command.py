@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,15 @@ def test_verdict_sign_off_and_exit_code(
     assert str(path) in result.output
     assert sign_off.evidence["numbers"]["answers"][0]["full"] == planted.answers[0].full
     assert {"tasks", "engine", "machine", "versions"} <= set(sign_off.evidence)
+
+
+def test_a_foreign_models_generator_must_be_asked_for(lab: Lab, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "foreign")
+    asked = (str(tmp_path / "foreign" / "model"), "--folder", str(tmp_path / "gates"), "--prompts", "8")
+    run(*asked)
+    assert "one" not in {task.family for s in lab.sets for task in s.tasks}
+    run(*asked, "--trust-generator")
+    assert "one" in {task.family for s in lab.sets for task in s.tasks}
 
 
 def test_the_sign_off_is_of_what_will_be_served(lab: Lab, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from vllm_hypic.eval.tasks import demo, english, keyvalue, longbench, variables
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, Source
 from vllm_hypic.eval.tasks.installed import LEAST_WORDS, installed_texts
 from vllm_hypic.eval.tasks.longbench import DataError
-from vllm_hypic.harness.generators import Generator, Parts, find_generator
+from vllm_hypic.harness.generators import EXAMPLE, Generator, Parts, find_generator
 
 ENGLISH = ("needle", "keyvalue", "variables")
+GENERATOR = "KINDS = {'one': 0}\nLEARNED = ()\nFACTS = None\ndef prompt(): ...\ndef vocab_words(): ...\n"
 
 
 def in_english(name: str, count: int, *, documents: int, tokens: int) -> list[Task]:
@@ -109,16 +110,29 @@ def test_a_folder_without_generator_is_no_demo_model(tmp_path: Path) -> None:
 
 def test_a_generator_may_hold_dataclasses(tmp_path: Path) -> None:
     source = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    source += "@dataclass\nclass A:\n    x: int\nKINDS = {'one': 0}\nLEARNED = ()\nFACTS = None\n"
-    source += "def prompt(): ...\ndef vocab_words(): ...\n"
-    (tmp_path / "gen.py").write_text(source)
-    found = find_generator(tmp_path / "model")
+    source += "@dataclass\nclass A:\n    x: int\n"
+    (tmp_path / "gen.py").write_text(source + GENERATOR)
+    found = find_generator(tmp_path / "model", trust=True)
     assert found is not None and "one" in found.KINDS
+
+
+def test_somebody_elses_generator_runs_only_where_it_is_trusted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran = tmp_path / "ran"
+    foreign, mine = tmp_path / "gen.py", tmp_path / "mine" / "gen.py"
+    foreign.write_text(f"open({str(ran)!r}, 'w')\n{GENERATOR}")
+    assert find_generator(tmp_path / "model") is None and not ran.exists()
+    assert f"{foreign} is not run: it may do anything; --trust-generator runs it" in caplog.text
+    assert find_generator(tmp_path / "model", trust=True) is not None and ran.exists()
+    mine.parent.mkdir()
+    mine.symlink_to(EXAMPLE / "gen.py")
+    assert find_generator(mine.parent / "model") is not None, "a link to the project's own"
 
 
 def test_another_gen_py_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "gen.py").write_text("raise SystemExit\n")
-    assert find_generator(tmp_path / "model") is None
+    assert find_generator(tmp_path / "model", trust=True) is None
 
 
 def test_words_of_the_demo_model_are_used_where_there_is_a_generator(generator: Generator) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from ..harness import gate, report
 from ..harness.engine_calls import FORCING
 from ..harness.engines import Engine, described, running
-from ..harness.generators import EXAMPLE, find_generator
+from ..harness.generators import EXAMPLE, find_generator, trust_option
 from ..harness.report import check_outputs, output_options
 from ..harness.settings import EngineSettings, engine_options, has_chat_template, model_name
 from ..primitives.policies import LinkError
@@ -134,6 +134,7 @@ def _method(name: str) -> Method:
     type=report.REPORT_FILE,
     help="Also write every single answer here, as JSON Lines.",
 )
+@trust_option
 @output_options
 @gate.reporting_failures
 def main(
@@ -154,6 +155,7 @@ def main(
     compare_by: str,
     ttft_repeats: int,
     outcomes_path: Path | None,
+    trust_generator: bool,
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
@@ -168,7 +170,7 @@ def main(
         )
     check_outputs(json_path, plot_path)
     check_outputs(outcomes_path, None)
-    source = Source(find_generator(engine.model), chat, facts)
+    source = Source(find_generator(engine.model, trust=trust_generator), chat, facts)
     families = family_names(tasks, source, data)
     settings = Settings(
         model=model_name(engine.model),

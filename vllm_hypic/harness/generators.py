@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict, cast
+
+import click
+
+logger = logging.getLogger("vllm.hypic.generators")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-hybrid-qa"
 """The demo model, in a checkout of the repository."""
@@ -14,6 +19,14 @@ FIRST_SEED = 20_000_000
 """No demo model's training drew from here on."""
 _MARKS = ("def prompt(", "def vocab_words(", "\nLEARNED = ", "\nFACTS = ")
 """What the text of a generator holds: another ``gen.py`` is not run."""
+
+trust_option = click.option(
+    "--trust-generator",
+    is_flag=True,
+    help="Run the program gen.py beside the model, which makes questions in the model's own words. "
+    "Without this only the demo models' own are run.",
+)
+"""For commands that look for a generator."""
 
 
 class Parts(TypedDict):
@@ -40,16 +53,20 @@ class Generator(Protocol):
     def vocab_words(self) -> list[str]: ...
 
 
-def find_generator(model: Path) -> Generator | None:
-    """The generator of the demo model in the folder ``model``; ``None``: this is no demo model.
+def find_generator(model: Path, *, trust: bool = False) -> Generator | None:
+    """The generator of the demo model in the folder ``model``; ``None``: there is none that may be run.
 
-    Runs ``gen.py`` beside the folder, if that has what a generator has.
+    Runs ``gen.py`` beside the folder, if that has what a generator has and is this project's own; somebody
+    else's, which is any program, only with ``trust``.
     """
     path = model.absolute().parent / "gen.py"
     if not path.is_file():
         return None
     text = path.read_text()
     if not all(mark in text for mark in _MARKS):
+        return None
+    if not trust and not path.resolve().is_relative_to(EXAMPLE.parent.resolve()):
+        logger.warning("%s is not run: it may do anything; --trust-generator runs it", path)
         return None
     name = f"gen_of_{path.parent.name.replace('-', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -17,7 +17,7 @@ import click
 from ...config.engine import HypicConfig
 from ...errors import ConfigError
 from ...harness.engines import EngineError
-from ...harness.generators import Generator, find_generator
+from ...harness.generators import Generator, find_generator, trust_option
 from ...harness.report import console, machine, plain, progress, versions
 from ...harness.settings import EngineSettings, HypicOptions, Numbers, model_context, model_name, with_options
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
@@ -139,6 +139,7 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="Options of the chat template, as JSON.",
 )
+@trust_option
 @_limit_options
 @click.option("--by", help="Who answers for the verdict: recorded in the sign-off.")
 @click.option(
@@ -179,6 +180,7 @@ def gate(
     kv_gib: float,
     chat: bool | None,
     chat_template_kwargs: dict[str, Any],
+    trust_generator: bool,
     by: str | None,
     folder: Path | None,
     out: Path | None,
@@ -217,7 +219,7 @@ def gate(
     )
     context_tokens = needed_context(path, () if own is None else own.tasks, least=CONTEXT)
     place = Place(settings, context_tokens, {"dtype": dtype, "max_model_len": context_tokens, **engine_args})
-    tasks = _Tasks(find_generator(path), prompts, seed, own)
+    tasks = _Tasks(find_generator(path, trust=trust_generator), prompts, seed, own)
     template = ChatTemplate(options=chat_template_kwargs)
     measured = _measure(place, tuple(judged), tasks, chat, template)
     verdicts = {}
