@@ -14,6 +14,7 @@ from vllm_hypic.store.cache_value import CacheValue
 from vllm_hypic.store.protocol import Verdict
 from vllm_hypic.store.record import (
     ALIGNMENT,
+    NAMESPACE_BYTES,
     PEEK_BYTES,
     Expected,
     Fault,
@@ -24,6 +25,7 @@ from vllm_hypic.store.record import (
     aligned_buffer,
     begin_record,
     open_record,
+    peek_namespace,
     peek_value,
     record_nbytes,
     seal_record,
@@ -257,6 +259,13 @@ def test_peek():
     assert peek_value(data[:start]) == found
     for n in range(start):
         assert peek_value(data[:n]) is Fault.TRUNCATED
+
+
+def test_the_namespace_is_told_by_the_first_bytes():
+    data = bytes(written())
+    assert peek_namespace(data[:NAMESPACE_BYTES]) == peek_namespace(data) == NAMESPACE
+    assert peek_namespace(data[: NAMESPACE_BYTES - 20]) is None
+    assert peek_namespace(b"\x00" + data[1:]) is peek_namespace(b"") is None
 
 
 def test_peek_bytes_are_enough_for_the_largest_header():

@@ -68,7 +68,13 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
 
             policy = make_policy(config.eviction, config.admission)
             return DiskTier(
-                tier.name, Path(tier.path), tier.bytes, policy, durable=tier.durable, shared=bool(tier.shared)
+                tier.name,
+                Path(tier.path),
+                tier.bytes,
+                policy,
+                durable=tier.durable,
+                shared=bool(tier.shared),
+                namespace=namespace,
             )
         case RedisConfig():
             from .tiers.redis import RedisTier

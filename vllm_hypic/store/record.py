@@ -35,6 +35,11 @@ _HEADER_CRC_AT = _PREFIX.size - 4
 PEEK_BYTES = _PREFIX.size + MAX_BODY_BYTES + ALIGNMENT
 """Leading bytes of an object that are enough for :func:`peek_value`, however large its header."""
 
+_NAMESPACE = re.compile(rb'\{"namespace":"([0-9a-f]{64})",')
+"""How the only encoding of a header's body begins."""
+NAMESPACE_BYTES = 128
+"""Leading bytes of an object that are enough for :func:`peek_namespace`."""
+
 _ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -280,6 +285,13 @@ def peek_value(prefix: bytes) -> tuple[str, str, CacheValue] | Fault:
         return header
     nbytes = lengths.start + lengths.payload
     return header.namespace, header.key, CacheValue(header.value_tokens, header.value_flops, nbytes)
+
+
+def peek_namespace(prefix: bytes) -> str | None:
+    """Namespace of the record that begins with ``prefix``, of which :data:`NAMESPACE_BYTES` are enough;
+    ``None``: this begins no record.  Nothing else is looked at: the record may be damaged."""
+    found = _NAMESPACE.match(prefix, _PREFIX.size)
+    return found[1].decode() if found and prefix.startswith(_MAGIC) else None
 
 
 @dataclass(frozen=True)

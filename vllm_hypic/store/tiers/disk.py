@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..cache_value import CacheValue, ObjectName
 from ..eviction.base import EvictionPolicy
+from ..record import NAMESPACE_BYTES, peek_namespace
 from .base import Held, TierError, TierFull
 from .capacity_index import CapacityIndex, Counts, Plan, Refusal
 from .disk_files import HEAD_BYTES, ObjectFiles
@@ -31,8 +32,8 @@ class DiskTier:
     - **Several processes** may use one folder.  They see each other's objects: :meth:`get` looks for the file
       whatever the books say; with ``shared`` :meth:`may_hold` therefore denies nothing.  Each
       keeps what it knows of within its own budget, so the folder holds no more than all budgets together.
-      What one evicts or deletes is gone for all.  Pins and expiries are each process' own, for objects
-      that it put, read, or found at its opening.
+      What one evicts or deletes is gone for all; :meth:`clear` spares other namespaces.  Pins and expiries
+      are each process' own, for objects that it put, read, or found at its opening.
     - **Budget.**  An object counts with its own bytes, without the head and the file system's blocks.
     - **Faults.**  A full disk: objects are evicted and the write is tried once more, then :class:`TierFull`.
       Anything else is a :class:`TierError`.  Files of other kinds in the folder are never touched.
@@ -50,12 +51,15 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
         durable: bool = True,
         shared: bool = False,
+        namespace: str | None = None,
     ) -> None:
+        """``namespace``: :meth:`clear` removes only records of this one; ``None``: all objects."""
         self.name = name
         self.path = path
         self._clock = clock
         self._files = ObjectFiles(path, durable)
         self._shared = shared
+        self._namespace = namespace
         self._index = CapacityIndex(budget_bytes, policy)
         self._free = threading.Condition()  # also the lock of the books
         # Names whose files are being made or removed: by one thread at a time, without the lock.
@@ -258,13 +262,22 @@ class DiskTier:
             return existed
 
     def clear(self) -> None:
-        with self._errors(f"clear {self.path}"):
-            names = set(self._files.names())
         with self._free:
             self._check_open()
-            names |= {h.name for h in self._index.held()}
+        with self._errors(f"clear {self.path}"):
+            names = [name for name in self._files.names() if self._is_ours(name)]
         for name in names:
             self.delete(name)
+        for held in self.held():
+            self._check_lost(held.name)
+
+    def _is_ours(self, name: ObjectName) -> bool:
+        """What says nothing of its namespace may be anybody's."""
+        if self._namespace is None:
+            return True
+        with self._files.opened(name) as fd:
+            start = b"" if fd is None else self._files.read_start(fd, NAMESPACE_BYTES)
+        return peek_namespace(start) == self._namespace
 
     def _drop_expired(self) -> None:
         """Remove what has expired; what cannot be removed now is absent, and tried again by the next call."""

@@ -148,6 +148,11 @@ class ObjectFiles:
         return data
 
     @staticmethod
+    def read_start(fd: int, nbytes: int) -> bytes:
+        """The object's first ``nbytes`` bytes, or all there are."""
+        return os.pread(fd, nbytes, _HEAD.size)
+
+    @staticmethod
     def note_use(fd: int) -> None:
         """The file's time is that of its last use: a restart knows the order."""
         with contextlib.suppress(OSError):  # a read-only disk keeps no order, and is read all the same
