@@ -244,8 +244,11 @@ class Records:
     pinned: set[str] = field(default_factory=set)
     expiry: dict[str, float | None] = field(default_factory=dict)
     room: int = 1
+    sizes: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    """What was said of records when they were pinned: always the same."""
 
-    def pin_record(self, key):
+    def pin_record(self, key, tokens, *, leading):
+        assert (tokens, leading) == self.sizes.setdefault(key, (tokens, leading))
         if key not in self.pinned and len(self.pinned) >= self.room:
             raise ValueError("the pool is full of pinned records")
         self.pinned.add(key)
@@ -379,7 +382,7 @@ def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock):
     first = compiled(handler, [1], KEY, pin=True, ttl_s=500.0)
     clock.now += 1
     second = compiled(handler, [2], OTHER_KEY, pin=True)
-    records = Records()  # of a smaller pool: room for one
+    records = Records(sizes={KEY: (1, False), OTHER_KEY: (1, False)})  # of a smaller pool: room for one
     handler = CommandHandler(lambda: SegmentRegistry(path, clock), records, str, clock)
     handler.start()
     assert records.pinned == {KEY} and records.expiry == {KEY: 1500}

@@ -126,7 +126,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(sorted(NEEDS)))
     def keep(self, key: SegmentKey) -> None:
-        self.books.keep(key)
+        self.books.keep(key, NEEDS[key])
         self.kept.add(key)
 
     @rule(key=st.sampled_from(sorted(NEEDS)))
@@ -200,7 +200,7 @@ def test_pinned_and_pending_records_are_never_evicted() -> None:
 def test_kept_records_leave_last_and_only_when_nothing_runs() -> None:
     books = directory(slots=3)
     fill(books, "a", "b", "c")
-    books.keep(SegmentKey("a"))
+    books.keep(SegmentKey("a"), NEEDS[SegmentKey("a")])
     fill(books, "d", "e")
     assert books.lookup(SegmentKey("a")) is Lookup.HIT
     assert books.kept_space() == Space(1, 1, 3)
@@ -209,6 +209,7 @@ def test_kept_records_leave_last_and_only_when_nothing_runs() -> None:
     books.release(wanted("d"))
     assert books.acquire(wanted("b", "f", "g")) is not None
     assert books.lookup(SegmentKey("a")) is Lookup.MISS
+    assert books.kept_space() == Space(1, 1, 3), "when it comes back it needs its place"
 
 
 def test_released_while_pending_keeps_its_place_until_commit() -> None:

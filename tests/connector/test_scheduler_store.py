@@ -21,7 +21,7 @@ from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.protocol import StoreStats, TierStats
 
 IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
-DOCUMENTS = [list(range(start, start + 40)) for start in (100, 200, 300, 400)]
+DOCUMENTS = [list(range(start, start + 40)) for start in (100, 200, 300, 400, 500)]
 QUERY = [900, 901]
 PAGES_EACH = 10
 STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
@@ -59,6 +59,11 @@ def admit(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
     assert plan is not None
     on.admit(name, plan)
     return [s.key for s in plan.segments]
+
+
+def pin(on: SchedulerSide, key: SegmentKey) -> None:
+    """Pin the record of a document."""
+    on.retention.pin_record(key, len(DOCUMENTS[0]), leading=False)
 
 
 def step(on: SchedulerSide) -> list[Order]:
@@ -227,16 +232,12 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     on = side(segments=4, max_pinned_fraction=0.5)
     keys = resident(on, "r", 0, 1, 2)
     on.finished("r", completed=True)
-    on.retention.pin_record(keys[0])
-    on.retention.pin_record(keys[1])
+    pin(on, keys[0])
+    pin(on, keys[1])
     with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and transition blocks"):
-        on.retention.pin_record(keys[2])
+        pin(on, keys[2])
     # Three new documents beside two pinned ones do not fit in four places: one is computed in the stream.
-    DOCUMENTS.append(list(range(500, 540)))
-    try:
-        admit(on, "s", 2, 3, 4)
-    finally:
-        DOCUMENTS.pop()
+    admit(on, "s", 2, 3, 4)
     plan = on.plan_of("s")
     assert plan is not None and len(plan.segments) == 2
     on.pump()
@@ -248,7 +249,51 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     plan = on.plan_of("t")
     assert plan is not None and len(plan.segments) == 4
     on.retention.unpin_record(keys[0])
-    on.retention.pin_record(keys[2])
+    pin(on, keys[2])
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("way", ["restart", "reset", "eviction"])
+def test_a_pinned_record_that_is_away_blocks_nobody(way: str, linear: bool) -> None:
+    """Requests are planned as if it were here: else one could want more than there is, and wait for ever."""
+    on = side(segments=4, linear=linear)
+    resident(on, "leading", 4)
+    key = resident(on, "first", 4, 0)[1]
+    on.directory.shrink(on.directory.get(key).serial, 2)
+    for name in ("leading", "first"):
+        on.finished(name, completed=True)
+    if way == "eviction":
+        admit(on, "earlier", 4, 1, 2, 3)
+    pin(on, key)
+    here = admit(on, "here", 4, 1, 2, 0, 3)
+    assert key in here and len(here) == 4
+    on.finished("here", completed=False)
+    if way == "restart":
+        on = side(segments=4, linear=linear)
+        pin(on, key)
+    elif way == "reset":
+        assert on.retention.reset()
+    else:
+        on.pump()
+        say(on, taken=tuple(p.serial for p in fetched(step(on))))
+        assert on.ready("earlier")
+        on.finished("earlier", completed=True)
+    assert not on.retention.record_state(key).resident
+    found = admit(on, "r", 4, 1, 2, 0, 3)
+    on.pump()
+    say(on, taken=tuple(p.serial for p in fetched(step(on))))
+    assert on.ready("r") and on.retention.record_state(key).resident
+    assert found == here, "where pinned records are changes no plan"
+
+
+def test_a_pin_is_refused_of_a_record_that_is_away() -> None:
+    """What pins take of the pool is known before their records come back."""
+    on = side(segments=4, max_pinned_fraction=0.5)
+    for name in "ab":
+        pin(on, SegmentKey(name * 64))
+    with pytest.raises(PinRefused, match="at most 50%"):
+        pin(on, SegmentKey("c" * 64))
+    pin(on, SegmentKey("a" * 64))  # again: it takes nothing more
 
 
 def test_a_request_planned_before_a_pin_still_runs() -> None:
@@ -256,7 +301,7 @@ def test_a_request_planned_before_a_pin_still_runs() -> None:
     on = side(segments=2)
     key, _ = resident(on, "earlier", 2, 3)
     admit(on, "r", 0, 1)
-    on.retention.pin_record(key)
+    pin(on, key)
     on.pump()
     assert fetched(step(on)) == [], "records in use give no room"
     on.finished("earlier", completed=True)

@@ -263,7 +263,8 @@ def expire_interior(llm: Any) -> None:
 
 
 def pin_interior(llm: Any) -> None:
-    scheduler_of(llm).hypic.retention.pin_record(interior_key(llm))
+    side, key = scheduler_of(llm).hypic, interior_key(llm)
+    side.retention.pin_record(key, side.directory.get(key).columns, leading=False)
 
 
 def test_records_survive_a_restart_on_disk(

@@ -51,8 +51,9 @@ class RecordState(Protocol):
 class Records(Protocol):
     """What the handler does to records.  Keys without a record are no errors."""
 
-    def pin_record(self, key: SegmentKey) -> None:
-        """Keep it in the pool.  ``ValueError`` with the reason when the pool could then not serve others."""
+    def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool) -> None:
+        """Keep the record of a segment of so many tokens in the pool, also when it comes later.
+        ``ValueError`` with the reason when the pool could then not serve others."""
 
     def unpin_record(self, key: SegmentKey) -> None: ...
 
@@ -128,11 +129,11 @@ class CommandHandler:
         """What an earlier run's entries want of their records; a pin that is refused now is taken away."""
         try:
             self._sweep()
-            for key in self._registry.claimed():
+            for key, entry in self._registry.claimed().items():
                 claims = self._registry.claims(key)
                 if any(claim.pinned for claim in claims):
                     try:
-                        self._records.pin_record(key)
+                        self._records.pin_record(key, entry.n_tokens, leading=entry.place.leading)
                     except ValueError as e:
                         logger.warning("record %s is no longer pinned: %s", key[:12], e)
                         self._registry.unpin_all(key)
@@ -227,7 +228,7 @@ class CommandHandler:
             if key is None:
                 return _refused_pin(entry, "it has no record: it is too short, or too long for the pool")
             try:
-                self._records.pin_record(key)
+                self._records.pin_record(key, len(tokens), leading=command.place.leading)
             except ValueError as e:
                 return _refused_pin(entry, str(e))
             self._registry.set_pinned(owner, entry.id, True)

@@ -244,15 +244,19 @@ class SegmentRegistry:
             ).fetchall()
         return [Claim(bool(pinned), expires) for pinned, expires in rows]
 
-    def claimed(self) -> list[SegmentKey]:
-        """Records that some entry pins or lets expire."""
+    def claimed(self) -> dict[SegmentKey, Entry]:
+        """Records that some entry pins or lets expire, and the oldest such entry of each."""
         with _reported(self.path):
             rows = self._db.execute(
-                "SELECT DISTINCT record_key FROM segments WHERE record_key IS NOT NULL"
+                f"SELECT {_ENTRY} FROM segments WHERE record_key IS NOT NULL"
                 f" AND (pinned OR expires IS NOT NULL) AND {_ALIVE} ORDER BY created, record_key",
                 (self._clock(),),
             ).fetchall()
-        return [SegmentKey(key) for (key,) in rows]
+        found: dict[SegmentKey, Entry] = {}
+        for entry in map(_entry, rows):
+            assert entry.key is not None
+            found.setdefault(entry.key, entry)
+        return found
 
     def unpin_all(self, key: SegmentKey) -> None:
         """No entry pins this record any more."""

@@ -74,7 +74,7 @@ class SegmentDirectory:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._entries: dict[SegmentKey, Entry] = {}
         self._by_serial: dict[int, Entry] = {}
-        self._kept: set[SegmentKey] = set()
+        self._kept: dict[SegmentKey, Space] = {}
         self._dropped_slots: list[int] = []
         self._reserved = 0
         self._changes: dict[SegmentKey, Lookup] | None = None
@@ -115,8 +115,8 @@ class SegmentDirectory:
         return frozenset(self._kept)
 
     def kept_space(self) -> Space:
-        """What the kept records that are here take."""
-        return sum((e.space for k in self._kept if (e := self._entries.get(k))), Space())
+        """What the kept records take when they are here, whether or not they are."""
+        return sum(self._kept.values(), Space())
 
     def lookup(self, key: SegmentKey) -> Lookup:
         """Changes nothing."""
@@ -267,13 +267,13 @@ class SegmentDirectory:
         self._drop(entry, evicted=False)
         return False
 
-    def keep(self, key: SegmentKey) -> None:
-        """Eviction passes this record by, also when it comes later."""
-        self._kept.add(key)
+    def keep(self, key: SegmentKey, need: Need) -> None:
+        """Eviction passes this record, which needs no more than ``need``, by; also when it comes later."""
+        self._kept[key] = self.space_for(need)
 
     def unkeep(self, key: SegmentKey) -> None:
         """Undo :meth:`keep`, however often it was called."""
-        self._kept.discard(key)
+        self._kept.pop(key, None)
 
     def discard(self, key: SegmentKey) -> None:
         """Forget the record, at once or as soon as it is complete and nobody uses it."""

@@ -16,7 +16,7 @@ from ...primitives.keys import SegmentKey
 from ...store.protocol import StoreStats
 from ...store.totals import append_stats, numbers_of, without_latencies
 from ..orders import ClearCaches, OrderQueue, StoreAction, StoreOrder
-from .directory import Lookup, SegmentDirectory
+from .directory import Lookup, Need, SegmentDirectory
 
 
 class PinRefused(ValueError):
@@ -99,16 +99,18 @@ class Retention:
 
     # -- what users say ------------------------------------------------------------------------
 
-    def pin_record(self, key: SegmentKey) -> None:
+    def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool) -> None:
         """The record never leaves, neither the pool nor the store; also when it comes later.
 
+        ``tokens``: those of its segment.  They say what it takes, with a transition block for every head, as
+        plans count it: the room that others may plan with is the same while the record is away.
         Raises :class:`PinRefused` when pinned records would take more of the pool than
         ``max_pinned_fraction``.
         """
         directory = self._directory
-        entry = directory.get(key) if directory.lookup(key) is not Lookup.MISS else None
-        if entry is not None and key not in directory.kept:
-            total, kept = directory.total, directory.kept_space() + entry.space
+        need = Need(tokens, 0 if leading else self._geometry.record_transition_blocks)
+        if key not in directory.kept:
+            total, kept = directory.total, directory.kept_space() + directory.space_for(need)
             share = self._config.max_pinned_fraction
             most = Space(
                 int(total.pages * share), int(total.slots * share), int(total.transition_blocks * share)
@@ -119,7 +121,7 @@ class Retention:
                     f"{self._geometry.nbytes}: at most {share:.0%} of its pages, state slots and transition "
                     "blocks may be pinned; unpin others, or raise max_pinned_fraction or pool_bytes"
                 )
-        directory.keep(key)
+        directory.keep(key, need)
         self._order(StoreAction.PIN, key)
 
     def unpin_record(self, key: SegmentKey) -> None:
