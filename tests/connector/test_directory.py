@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_hypic.connector.scheduler.directory import Lookup, Need, SegmentDirectory
+from vllm_hypic.connector.scheduler.directory import Entry, Lookup, Need, SegmentDirectory
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import PolicyName, make_policy
@@ -36,8 +36,12 @@ def fill(books: SegmentDirectory, *keys: str) -> None:
     """Compute each record alone and let it go."""
     for key in keys:
         for entry in books.acquire(wanted(key)) or []:
-            books.commit(entry.key)
-        books.release(wanted(key))
+            books.commit(entry)
+        release(books, key)
+
+
+def release(books: SegmentDirectory, *keys: str) -> None:
+    books.release([books.get(SegmentKey(k)) for k in keys])
 
 
 class DirectoryMachine(RuleBasedStateMachine):
@@ -47,9 +51,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.kept: set[SegmentKey] = set()
-        self.doomed: set[SegmentKey] = set()
-        self.holders: list[dict[SegmentKey, Need]] = []
-        self.computing: set[SegmentKey] = set()
+        self.holders: list[list[Entry]] = []
+        self.computing: list[Entry] = []
 
     @initialize(policy=st.sampled_from(["lru", "flop-aware"]))
     def start(self, policy: PolicyName) -> None:
@@ -68,21 +71,30 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert {e.key for e in reserved} == missing
         for entry in reserved:
             assert Need(entry.columns, entry.transition_blocks) == NEEDS[entry.key] and not entry.resident
-        self.holders.append(asked)
-        self.computing |= missing
+        self.holders.append([self.books.get(k) for k in asked])
+        self.computing += reserved
+
+    def in_use(self) -> set[Entry]:
+        """Records that are held or made."""
+        return {e for h in self.holders for e in h} | set(self.computing)
+
+    def held(self, entry: Entry) -> bool:
+        return any(entry in h for h in self.holders)
+
+    def here(self, entry: Entry) -> bool:
+        return self.books.of_serial(entry.serial) is entry
 
     def fits_beside_held(self, asked: dict[SegmentKey, Need]) -> bool:
         """Whether ``asked`` fits when everything that nobody uses, computes or keeps is evicted; kept records
         go too when nothing runs."""
-        kept = {k for h in self.holders for k in h} | self.computing | set(asked)
-        if self.holders or self.computing:
-            kept |= {k for k in self.kept if self.books.lookup(k) is not Lookup.MISS}
-        pages = sum(self.books.pages_for(NEEDS[k].columns) for k in kept)
-        held = [k for k in kept if self.books.lookup(k) is not Lookup.MISS]
-        transition_blocks = sum(self.books.get(k).transition_blocks for k in held) + sum(
-            NEEDS[k].transition_blocks for k in kept - set(held)
-        )
-        return pages <= PAGES and len(kept) <= SLOTS and transition_blocks <= BLOCKS
+        kept = self.kept if self.holders or self.computing else set()
+        stay = self.in_use() | {self.books.get(k) for k in {*kept, *asked} if self.is_found(k)}
+        room = sum((e.space for e in stay), Space())
+        room += sum((self.books.space_for(n) for k, n in asked.items() if not self.is_found(k)), Space())
+        return Space(PAGES, SLOTS, BLOCKS).covers(room)
+
+    def is_found(self, key: SegmentKey) -> bool:
+        return self.books.lookup(key) is not Lookup.MISS
 
     def counts(self) -> tuple[int, ...]:
         books = self.books
@@ -104,25 +116,19 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.computing)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.computing)))
-        self.books.commit(key)
-        self.computing.discard(key)
-        gone = key in self.doomed and not any(key in h for h in self.holders)
-        assert self.books.lookup(key) is (Lookup.MISS if gone else Lookup.HIT)
-        self.doomed -= {key} if gone else set()
+        entry = self.computing.pop(data.draw(st.integers(0, len(self.computing) - 1)))
+        self.books.commit(entry)
+        assert self.here(entry) is (self.held(entry) or not entry.forgotten)
+        assert entry.forgotten or self.books.lookup(entry.key) is Lookup.HIT
 
     @precondition(lambda self: self.computing)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.computing)))
-        held = any(key in h for h in self.holders)
-        assert self.books.abort(key) is held
-        if held:
-            assert self.books.lookup(key) is Lookup.PENDING
-        else:
-            assert self.books.lookup(key) is Lookup.MISS
-            self.computing.discard(key)
-            self.doomed.discard(key)
+        entry = data.draw(st.sampled_from(self.computing))
+        held = self.held(entry)
+        assert self.books.abort(entry) is held is self.here(entry)
+        if not held:
+            self.computing.remove(entry)
 
     @rule(key=st.sampled_from(sorted(NEEDS)))
     def keep(self, key: SegmentKey) -> None:
@@ -136,12 +142,10 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(sorted(NEEDS)))
     def discard(self, key: SegmentKey) -> None:
-        self.books.discard(key)
-        if any(key in h for h in self.holders) or key in self.computing:
-            assert self.books.lookup(key) is not Lookup.MISS
-            self.doomed.add(key)
-        else:
-            assert self.books.lookup(key) is Lookup.MISS
+        used = [e for e in self.in_use() if e.key == key and not e.forgotten]
+        stays = self.books.discard(key)
+        assert self.books.lookup(key) is Lookup.MISS, "who asks from now on gets another"
+        assert [stays] == (used or [None]) and (stays is None or self.here(stays))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -149,26 +153,25 @@ class DirectoryMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.holders) - 1))
         released = self.holders.pop(index)
         self.books.release(released)
-        held = {k for h in self.holders for k in h}
-        for key in self.doomed & released.keys() - held - self.computing:
-            assert self.books.lookup(key) is Lookup.MISS
-            self.doomed.discard(key)
+        in_use = self.in_use()
+        for entry in released:
+            assert self.here(entry) is (entry in in_use or not entry.forgotten)
 
     @rule()
     def drop_unpinned(self) -> None:
-        held = {k for h in self.holders for k in h}
         self.books.drop_unpinned()
-        assert len(self.books) == len(held | self.computing)
+        assert len(self.books) == len(self.in_use())
 
     @invariant()
     def books_are_right(self) -> None:
         self.books.check_integrity()
-        held = {k for h in self.holders for k in h}
+        held = {e for h in self.holders for e in h}
         assert self.books.pinned == len(held)
-        for key in held:
-            assert self.books.get(key).pins == sum(key in h for h in self.holders)
-        for key in self.computing:
-            assert self.books.lookup(key) is Lookup.PENDING
+        for entry in held:
+            assert entry.pins == sum(entry in h for h in self.holders)
+        for entry in self.computing:
+            assert self.here(entry) and not entry.resident
+            assert entry.forgotten or self.books.lookup(entry.key) is Lookup.PENDING
 
 
 TestDirectoryMachine = DirectoryMachine.TestCase
@@ -191,7 +194,7 @@ def test_pinned_and_pending_records_are_never_evicted() -> None:
     fill(books, "a")
     assert books.acquire(wanted("b")) is not None  # pending and held
     books.acquire(wanted("c"))
-    books.commit(SegmentKey("c"))  # resident and held
+    books.commit(books.get(SegmentKey("c")))  # resident and held
     assert books.acquire(wanted("d", "a")) is None, "only a is free to go, and it is wanted itself"
     assert books.acquire(wanted("d")) is not None
     assert books.lookup(SegmentKey("a")) is Lookup.MISS
@@ -206,7 +209,7 @@ def test_kept_records_leave_last_and_only_when_nothing_runs() -> None:
     assert books.kept_space() == Space(1, 1, 3)
     books.acquire(wanted("d"))
     assert books.acquire(wanted("f", "g")) is None, "d's request will end, and a may stay"
-    books.release(wanted("d"))
+    release(books, "d")
     assert books.acquire(wanted("b", "f", "g")) is not None
     assert books.lookup(SegmentKey("a")) is Lookup.MISS
     assert books.kept_space() == Space(1, 1, 3), "when it comes back it needs its place"
@@ -215,9 +218,9 @@ def test_kept_records_leave_last_and_only_when_nothing_runs() -> None:
 def test_released_while_pending_keeps_its_place_until_commit() -> None:
     books = directory()
     books.acquire(wanted("a"))
-    books.release(wanted("a"))
+    release(books, "a")
     assert books.drop_unpinned() == 0
-    books.commit(SegmentKey("a"))
+    books.commit(books.get(SegmentKey("a")))
     assert books.drop_unpinned() == 1
 
 
@@ -225,7 +228,25 @@ def test_one_acquire_too_many_released_is_an_error() -> None:
     books = directory()
     fill(books, "a")
     with pytest.raises(RuntimeError, match="released more often than pinned"):
-        books.release(wanted("a"))
+        release(books, "a")
+
+
+def test_a_forgotten_record_stays_for_its_users_only() -> None:
+    """However many ask for the same segment meanwhile: they get a record of their own."""
+    books = directory(slots=2)
+    fill(books, "a")
+    books.acquire(wanted("a"))
+    old = books.get(SegmentKey("a"))
+    assert books.discard(old.key) is old and books.discard(old.key) is None
+    [new] = books.acquire(wanted("a")) or []
+    assert new is not old and (new.slot, len(books)) == (1 - old.slot, 2)
+    books.check_integrity()
+    books.release([old])
+    assert books.of_serial(old.serial) is None and books.lookup(old.key) is Lookup.PENDING
+    books.commit(new)
+    books.release([new])
+    books.check_integrity()
+    assert books.lookup(old.key) is Lookup.HIT and books.pinned == 0
 
 
 def test_tiles_that_a_record_did_not_need_serve_others() -> None:

@@ -82,7 +82,7 @@ def test_the_prompts_own_leading_segment_as_context() -> None:
 
 
 def context_key(on: SchedulerSide) -> SegmentKey:
-    [key] = {s.context.key for s in on.segment_requests._segments.values() if s.context is not None}
+    [key] = {w.context.key for w in on.segment_requests._segments.values() if w.context is not None}
     return key
 
 
@@ -125,3 +125,27 @@ def test_a_segment_that_fails_is_computed_again_behind_its_context() -> None:
     assert on.ready("r")
     on.finished("r", completed=True)
     assert on.directory.pinned == 0
+
+
+def test_a_context_that_is_deleted_serves_those_who_hold_it() -> None:
+    """The segment behind it fails and is computed again, behind the same record; others get another."""
+    on = with_text()
+    found = by_tokens(started(on))
+    key = context_key(on)
+    on.retention.drop_record(key)
+    later = by_tokens(started(on, "later"))
+    assert list(later) == [TEXT[0]], "a new context; what is under way is shared"
+    on.finished(found[TEXT[0]].request_id, completed=True)
+    assert on.ready(found[DOCUMENT[0]].request_id) and on.directory.lookup(key) is Lookup.PENDING
+    on.finished(found[DOCUMENT[0]].request_id, completed=False)
+    [again] = on.pump()
+    assert again.for_request == "r" and on.ready(again.request_id)
+    for request in (again, found[LEAD[0]]):
+        on.finished(request.request_id, completed=True)
+    assert on.ready("r") and not on.ready("later")
+    on.finished(later[TEXT[0]].request_id, completed=True)
+    assert on.ready("later")
+    for name in ("r", "later"):
+        on.finished(name, completed=True)
+    assert (on.directory.pinned, len(on.directory)) == (0, 3)
+    on.directory.check_integrity()

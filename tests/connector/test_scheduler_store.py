@@ -10,7 +10,7 @@ import torch
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
-from vllm_hypic.connector.orders import FetchRecord, Order, StoreAction
+from vllm_hypic.connector.orders import FetchRecord, Order, StoreAction, StoreOrder
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
@@ -207,12 +207,64 @@ def test_a_dropped_record_leaves_when_nobody_uses_it_and_leaves_the_store_twice(
     (key,) = resident(on, "r", 0)
     on.retention.drop_record(key)
     assert [(o.action, o.key) for o in step(on)] == [(StoreAction.DELETE, key)]
-    assert on.retention.record_state(key).resident and not on.retention.has_orders
+    assert not on.retention.record_state(key).resident and not on.retention.has_orders
+    assert on.ready("r") and len(on.directory) == 1, "who uses it goes on"
     on.finished("r", completed=True)
-    assert not on.retention.record_state(key).resident and on.retention.has_orders
+    assert len(on.directory) == 0 and on.retention.has_orders
     assert [(o.action, o.key) for o in step(on)] == [(StoreAction.DELETE, key)]
     assert not on.retention.has_orders
     on.directory.check_integrity()
+
+
+@pytest.mark.parametrize("expires", [False, True])
+def test_a_dropped_record_does_not_live_on_in_requests_that_overlap(expires: bool) -> None:
+    on = side()
+    (key,) = resident(on, "0", 0)
+    serials = [on.directory.get(key).serial]
+    for i in range(1, 4):
+        if expires:
+            on.retention.expire_record(key, time.time() - 1)
+        else:
+            on.retention.drop_record(key)
+        admit(on, f"{i}", 0)
+        on.pump()
+        orders = step(on)
+        assert [o.action for o in orders if isinstance(o, StoreOrder)][-1:] == [StoreAction.DELETE]
+        (place,) = fetched(orders)
+        assert place.serial not in serials and not on.ready(f"{i}")
+        serials.append(place.serial)
+        say(on, taken=(place.serial,))
+        assert on.ready(f"{i}")
+        on.finished(f"{i - 1}", completed=True)
+        on.directory.check_integrity()
+        assert len(on.directory) == 1, "the former record is gone"
+    on.finished("3", completed=True)
+    assert step(on) == [], "the last record was asked for after all deletions: it stays in the store"
+    assert on.retention.record_state(key).resident
+
+
+def test_a_record_that_is_deleted_on_its_way_is_not_fetched_twice() -> None:
+    """The store brings a record to one place at a time; who asks after the deletion has it computed."""
+    on = side()
+    (key,) = admit(on, "earlier", 0)
+    on.pump()
+    (place,) = fetched(step(on))
+    on.retention.drop_record(key)
+    admit(on, "later", 0)
+    (job,) = on.pump()
+    assert fetched(step(on)) == [] and job.for_request == "later"
+    say(on, missed=(place.serial,))
+    assert not on.ready("earlier") and not on.ready("later")
+    (again,) = on.pump()
+    assert again.for_request == "earlier"
+    on.finished(again.request_id, completed=True)
+    assert on.ready("earlier") and not on.ready("later")
+    on.finished(job.request_id, completed=True)
+    assert on.ready("later")
+    for name in ("earlier", "later"):
+        on.finished(name, completed=True)
+    on.directory.check_integrity()
+    assert on.directory.pinned == 0 and on.retention.record_state(key).resident
 
 
 def test_an_expired_record_is_dropped() -> None:

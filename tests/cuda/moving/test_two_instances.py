@@ -90,13 +90,13 @@ class Instance:
         rows = []
         for request in started:
             plan = self.side.capture_plan(request.request_id)
-            segment = self.side.segment_requests.segment_of(request.request_id)
-            assert plan is not None and segment is not None
+            work = self.side.segment_requests.work_of(request.request_id)
+            assert plan is not None and work is not None
             metadata.captures[request.request_id] = plan
             rows.append(capture_row(request.request_id, BatchRow(0, 0, plan.hi, 0, plan.hi), plan))
             if not plan.leading:
                 self.pool.transition_blocks.offer(plan.slot)
-            content = Content.of(segment.key, 0, len(plan.slot_mapping))
+            content = Content.of(work.entry.key, 0, len(plan.slot_mapping))
             content.put(self.pool, plan.slot, plan.slot_mapping, plan.leading)
         self.worker.absorb(metadata)
         assert self.worker.runtime is not None

@@ -19,6 +19,7 @@ import torch
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.orders import FetchRecord
+from vllm_hypic.connector.scheduler.directory import Entry
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.connector.worker import side as worker_module
@@ -190,7 +191,7 @@ class World:
         self.side.retention.reset()
         self.weights += 1
 
-    def _entries(self) -> dict[SegmentKey, Any]:
+    def _entries(self) -> dict[SegmentKey, Entry]:
         return self.side.directory._entries
 
     # -- what the engine does
@@ -235,6 +236,8 @@ class World:
             self.pool.transition_blocks.offer(plan.slot)
         entry = self.side.directory.of_serial(plan.serial)
         assert entry is not None
+        if not entry.forgotten:
+            self._deleted.discard(entry.key)
         content = Content.of(entry.key, self.weights, len(plan.slot_mapping))
         self._on_passes(lambda: content.put(self.pool, plan.slot, plan.slot_mapping, plan.leading))
 
@@ -245,11 +248,11 @@ class World:
         for point, segment in zip(plan.points, prompt.segments, strict=True):
             columns = plan.slot_mapping[seen : seen + point.columns]
             seen += point.columns
-            self._check(segment.key, point.slot, columns)
+            self._check(self.side._composed[name].held[segment.key], point.slot, columns)
 
-    def _check(self, key: SegmentKey, slot: int, columns: np.ndarray) -> None:
-        origin = self._origins[self.side.directory.get(key).serial]
-        content = Content.of(key, origin.weights, len(columns))
+    def _check(self, entry: Entry, slot: int, columns: np.ndarray) -> None:
+        origin = self._origins[entry.serial]
+        content = Content.of(entry.key, origin.weights, len(columns))
         self._on_passes(lambda: content.check(self.pool, slot, columns, origin.leading))
 
     def _on_passes(self, work: Callable[[], None]) -> None:
@@ -299,7 +302,7 @@ class World:
         for key, entry in self._entries().items():
             assert entry.resident and not entry.pins
             columns = self.side._view.slot_mapping(entry)
-            self._check(key, entry.slot, columns)
+            self._check(entry, entry.slot, columns)
             if self._origins[entry.serial].weights == self.weights:
                 assert self.store.holds(self.codec.name_of(key)), "a record was not stored"
         self.device.run_all()

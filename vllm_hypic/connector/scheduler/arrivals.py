@@ -58,7 +58,10 @@ class Arrivals:
         """Get the record into its reserved place.  False: it can only be computed.
 
         ``remote_s``: another instance is said to send it within so many seconds; ``None``: none is.
+        One record comes to one place at a time: to that of a deleted one that requests still wait for.
         """
+        if any(arrival.key == place.key for arrival in self._arrivals.values()):
+            return False
         if remote_s is not None:
             until = time.monotonic() + remote_s
             self._arrivals[place.serial] = Arrival(place.key, remote=True, until=until)
@@ -91,10 +94,11 @@ class Arrivals:
                 arrival.until = math.inf
                 self._orders.submit(StopAwaiting(serial))
 
-    def give_up_unwanted(self, wanted: Set[SegmentKey]) -> None:
-        """Have the next :meth:`give_up_late` end awaiting all but ``wanted``: their room is given back."""
-        for arrival in self._arrivals.values():
-            if arrival.remote and arrival.key not in wanted:
+    def give_up_unwanted(self, wanted: Set[int]) -> None:
+        """Have the next :meth:`give_up_late` end awaiting all but the serials ``wanted``: their room is given
+        back."""
+        for serial, arrival in self._arrivals.items():
+            if arrival.remote and serial not in wanted:
                 arrival.until = min(arrival.until, 0.0)
 
     def reported(self, serial: int, count: LoadCount) -> Arrival | None:

@@ -40,9 +40,12 @@ class Need:
     value: CacheValue = NO_VALUE
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
-    """One record: its place, and how many requests use it.  Written by the directory only."""
+    """One record: its place, and how many requests use it.  Written by the directory only.
+
+    A key may have several: one that is found, and others that were forgotten while they were made or used.
+    """
 
     key: SegmentKey
     pages: tuple[int, ...]
@@ -53,8 +56,8 @@ class Entry:
     serial: int
     resident: bool = False
     pins: int = 0
-    doomed: bool = False
-    """Dropped as soon as it is complete and nobody uses it."""
+    forgotten: bool = False
+    """Not found any more; it goes as soon as it is complete and nobody uses it."""
 
     @property
     def space(self) -> Space:
@@ -73,7 +76,9 @@ class SegmentDirectory:
         self._free_pages = list(range(pages - 1, -1, -1))
         self._free_slots = list(range(slots - 1, -1, -1))
         self._entries: dict[SegmentKey, Entry] = {}
+        """Records that are found."""
         self._by_serial: dict[int, Entry] = {}
+        """All that take room."""
         self._kept: dict[SegmentKey, Space] = {}
         self._dropped_slots: list[int] = []
         self._reserved = 0
@@ -81,7 +86,7 @@ class SegmentDirectory:
         self.evictions = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._by_serial)
 
     @property
     def free_pages(self) -> int:
@@ -107,7 +112,7 @@ class SegmentDirectory:
     @property
     def pinned(self) -> int:
         """Records that requests use."""
-        return sum(e.pins > 0 for e in self._entries.values())
+        return sum(e.pins > 0 for e in self._by_serial.values())
 
     @property
     def kept(self) -> frozenset[SegmentKey]:
@@ -219,7 +224,7 @@ class SegmentDirectory:
             free += entry.space
             if free.covers(need):
                 return victims
-        if any(e.pins or not e.resident for e in self._entries.values()):
+        if any(e.pins or not e.resident for e in self._by_serial.values()):
             return None
         for entry in last:
             victims.append(entry)
@@ -228,12 +233,15 @@ class SegmentDirectory:
                 return victims
         return None
 
-    def commit(self, key: SegmentKey) -> None:
+    def pin(self, entry: Entry) -> None:
+        """Pin once more a record that is pinned."""
+        entry.pins += 1
+
+    def commit(self, entry: Entry) -> None:
         """The worker has filled a reserved record."""
-        entry = self._entries[key]
         entry.resident = True
-        self._changed(key)
-        self._drop_if_doomed(entry)
+        self._changed(entry.key)
+        self._drop_if_unused(entry)
 
     def of_serial(self, serial: int) -> Entry | None:
         """The record reserved as number ``serial``, if it is still here.  Changes nothing."""
@@ -251,17 +259,17 @@ class SegmentDirectory:
         self.free_transition_blocks += spare
         entry.transition_blocks = transition_blocks
         entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * transition_block_bytes))
-        self.policy.resized(entry.key, entry.value)
+        if not entry.forgotten:
+            self.policy.resized(entry.key, entry.value)
 
     def take_dropped_slots(self) -> list[int]:
         """Slots given up since the last call: their transition blocks are free for others."""
         dropped, self._dropped_slots = self._dropped_slots, []
         return dropped
 
-    def abort(self, key: SegmentKey) -> bool:
+    def abort(self, entry: Entry) -> bool:
         """A reserved record will not be filled.  True when requests still wait for it: it then keeps
         its place and must be computed again."""
-        entry = self._entries[key]
         if entry.pins:
             return True
         self._drop(entry, evicted=False)
@@ -275,24 +283,30 @@ class SegmentDirectory:
         """Undo :meth:`keep`, however often it was called."""
         self._kept.pop(key, None)
 
-    def discard(self, key: SegmentKey) -> None:
-        """Forget the record, at once or as soon as it is complete and nobody uses it."""
-        if (entry := self._entries.get(key)) is not None:
-            entry.doomed = True
-            self._drop_if_doomed(entry)
+    def discard(self, key: SegmentKey) -> Entry | None:
+        """Forget the record: from now on nobody finds it.
 
-    def _drop_if_doomed(self, entry: Entry) -> None:
-        if entry.doomed and entry.resident and not entry.pins:
+        Who makes or uses it goes on with it; returned is one that keeps its place for that.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._unlist(entry, evicted=False)
+        entry.forgotten = True
+        self._drop_if_unused(entry)
+        return self._by_serial.get(entry.serial)
+
+    def _drop_if_unused(self, entry: Entry) -> None:
+        if entry.forgotten and entry.resident and not entry.pins:
             self._drop(entry, evicted=False)
 
-    def release(self, keys: Iterable[SegmentKey]) -> None:
-        """Undo one :meth:`acquire`."""
-        for key in keys:
-            entry = self._entries[key]
+    def release(self, entries: Iterable[Entry]) -> None:
+        """Undo one :meth:`acquire`, or :meth:`pin`."""
+        for entry in entries:
             if entry.pins <= 0:
-                raise RuntimeError(f"segment {key[:12]} released more often than pinned")
+                raise RuntimeError(f"segment {entry.key[:12]} released more often than pinned")
             entry.pins -= 1
-            self._drop_if_doomed(entry)
+            self._drop_if_unused(entry)
 
     def drop_unpinned(self) -> int:
         """Forget every record that no request holds; returns how many."""
@@ -301,10 +315,15 @@ class SegmentDirectory:
             self._drop(entry, evicted=False)
         return len(victims)
 
-    def _drop(self, entry: Entry, *, evicted: bool) -> None:
-        del self._entries[entry.key], self._by_serial[entry.serial]
+    def _unlist(self, entry: Entry, *, evicted: bool) -> None:
+        del self._entries[entry.key]
         self._changed(entry.key)
         self.policy.removed(entry.key, evicted=evicted)
+
+    def _drop(self, entry: Entry, *, evicted: bool) -> None:
+        if not entry.forgotten:
+            self._unlist(entry, evicted=evicted)
+        del self._by_serial[entry.serial]
         self._free_pages.extend(reversed(entry.pages))
         self._free_slots.append(entry.slot)
         self.free_transition_blocks += entry.transition_blocks
@@ -312,22 +331,24 @@ class SegmentDirectory:
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` unless every page, slot and transition block is owned exactly once."""
-        pages = [p for e in self._entries.values() for p in e.pages] + self._free_pages
-        slots = [e.slot for e in self._entries.values()] + self._free_slots
+        entries = self._by_serial.values()
+        pages = [p for e in entries for p in e.pages] + self._free_pages
+        slots = [e.slot for e in entries] + self._free_slots
         if sorted(pages) != list(range(self.total_pages)):
             raise RuntimeError("public pool: a page is lost or owned twice")
         if sorted(slots) != list(range(self.total_slots)):
             raise RuntimeError("public pool: a slot is lost or owned twice")
         if (
             self.free_transition_blocks < 0
-            or self.free_transition_blocks + sum(e.transition_blocks for e in self._entries.values())
+            or self.free_transition_blocks + sum(e.transition_blocks for e in entries)
             != self.total_transition_blocks
         ):
             raise RuntimeError("public pool: a transition block is lost or owned twice")
-        if {e.serial: e for e in self._entries.values()} != self._by_serial:
+        if {e.key: e for e in entries if not e.forgotten} != self._entries:
             raise RuntimeError("public pool: numbers and entries disagree")
         if sorted(self.policy.worst_first()) != sorted(self._entries):
             raise RuntimeError("public pool: the eviction policy has lost track")
-        for entry in self._entries.values():
-            if entry.pins < 0 or len(entry.pages) != self.pages_for(entry.columns):
+        for entry in entries:
+            unused = entry.forgotten and entry.resident and not entry.pins
+            if unused or entry.pins < 0 or len(entry.pages) != self.pages_for(entry.columns):
                 raise RuntimeError(f"public pool: entry {entry.key[:12]} is inconsistent")

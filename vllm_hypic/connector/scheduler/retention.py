@@ -44,8 +44,8 @@ class Retention:
         self._orders = orders
         self._stored: set[SegmentKey] = set()
         self._expiry: dict[SegmentKey, float] = {}
-        self._dropping: set[SegmentKey] = set()
-        """Records dropped while they were being made or used."""
+        self._dropping: dict[int, SegmentKey] = {}
+        """Records dropped while they were being made or used, by serial."""
         self._stats: StoreStats | None = None
 
     # -- orders to the worker ------------------------------------------------------------------
@@ -57,13 +57,15 @@ class Retention:
 
     def order_late_deletes(self) -> None:
         """Delete again what has left the pool: what was being made or used when it was dropped may have
-        reached the store since."""
-        for key in self._gone():
-            self._dropping.discard(key)
-            self._order(StoreAction.DELETE, key)
+        reached the store since.  One that was asked for again since stays there."""
+        for serial in self._gone():
+            key = self._dropping.pop(serial)
+            if self._directory.lookup(key) is Lookup.MISS:
+                self._stored.discard(key)
+                self._order(StoreAction.DELETE, key)
 
-    def _gone(self) -> list[SegmentKey]:
-        return [k for k in self._dropping if self._directory.lookup(k) is Lookup.MISS]
+    def _gone(self) -> list[int]:
+        return [s for s in self._dropping if self._directory.of_serial(s) is None]
 
     def _order(self, action: StoreAction, key: SegmentKey, at: float | None = None) -> None:
         if self._config.store.tiers:
@@ -130,12 +132,11 @@ class Retention:
         self._order(StoreAction.UNPIN, key)
 
     def drop_record(self, key: SegmentKey) -> None:
-        """Forget the record: in the store at once, in the pool as soon as no request uses it."""
+        """Forget the record: no later request finds it, and it goes as soon as no earlier one uses it."""
         self._expiry.pop(key, None)
         self._directory.unkeep(key)
-        if self._directory.lookup(key) is not Lookup.MISS:
-            self._dropping.add(key)
-        self._directory.discard(key)
+        if (used := self._directory.discard(key)) is not None:
+            self._dropping[used.serial] = key
         self._stored.discard(key)
         self._order(StoreAction.DELETE, key)
 

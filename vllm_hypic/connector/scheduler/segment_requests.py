@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...primitives.keys import SegmentKey
 from ...primitives.plan import CachedSegment
+from .directory import Entry
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,16 @@ class SegmentRequest:
     token_ids: list[int]
     for_request: str
     waits: bool = False
+
+
+@dataclass(frozen=True)
+class SegmentWork:
+    """What a segment request does: it fills ``entry`` with the record of ``segment``, behind the record
+    ``context``, if that has one."""
+
+    segment: CachedSegment
+    entry: Entry
+    context: Entry | None
 
 
 @dataclass(frozen=True)
@@ -35,42 +45,44 @@ class SegmentRequests:
 
     def __init__(self, dummy_token: int | None) -> None:
         self._dummy_token = dummy_token
-        self._segments: dict[str, CachedSegment] = {}
-        self._lost: list[SegmentKey] = []
+        self._segments: dict[str, SegmentWork] = {}
+        self._lost: list[Entry] = []
         self.started = 0
         """Segment requests since the engine's start."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._segments
 
-    def start(self, segment: CachedSegment, owner: str) -> SegmentRequest:
+    def start(self, work: SegmentWork, owner: str) -> SegmentRequest:
         """A new request for a record that is reserved in the pool."""
         self.started += 1
+        segment = work.segment
         request_id = f"hypic-segment-{segment.key[:16]}-{self.started}"
-        self._segments[request_id] = segment
+        self._segments[request_id] = work
         dummy = segment.tokens[0] if self._dummy_token is None else self._dummy_token
         tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
         return SegmentRequest(request_id, tokens, owner, waits=segment.context is not None)
 
-    def behind(self, context: SegmentKey) -> Follower | None:
+    def behind(self, context: Entry) -> Follower | None:
         """A request whose segment is computed behind this record; ``None``: there is none."""
-        for request_id, segment in self._segments.items():
-            if segment.context is not None and segment.context.key == context:
-                return Follower(request_id, segment.context)
+        for request_id, work in self._segments.items():
+            if work.context is context and work.segment.context is not None:
+                return Follower(request_id, work.segment.context)
         return None
 
-    def segment_of(self, request_id: str) -> CachedSegment | None:
+    def work_of(self, request_id: str) -> SegmentWork | None:
+        """What a request does; ``None`` when it is none of ours."""
         return self._segments.get(request_id)
 
-    def end(self, request_id: str) -> CachedSegment | None:
-        """Forget a request; its segment, or ``None`` when it was none of ours."""
+    def end(self, request_id: str) -> SegmentWork | None:
+        """Forget a request; what it did, or ``None`` when it was none of ours."""
         return self._segments.pop(request_id, None)
 
-    def compute_later(self, key: SegmentKey) -> None:
+    def compute_later(self, entry: Entry) -> None:
         """A reserved record did not come, or its request died: :meth:`take_lost` tells of it."""
-        self._lost.append(key)
+        self._lost.append(entry)
 
-    def take_lost(self) -> list[SegmentKey]:
+    def take_lost(self) -> list[Entry]:
         """Reserved records since the last call that nobody computes or sends."""
         lost, self._lost = self._lost, []
         return lost

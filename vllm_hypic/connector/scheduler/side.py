@@ -29,7 +29,7 @@ from .deliveries import Deliveries
 from .directory import Entry, Lookup, Need, SegmentDirectory
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .retention import Retention
-from .segment_requests import SegmentRequest, SegmentRequests
+from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
 from .worker_view import WorkerView
 
 
@@ -41,6 +41,8 @@ class _Composed:
     wanted: dict[SegmentKey, Need]
     transfer: Transfer
     acquired: bool = False
+    held: dict[SegmentKey, Entry] = field(default_factory=dict)
+    """The records of ``wanted``, once they are acquired."""
     fresh: set[SegmentKey] = field(default_factory=set)
     """Records that this request itself had to have computed."""
     undecided: set[SegmentKey] = field(default_factory=set)
@@ -94,7 +96,7 @@ class SchedulerSide:
         self.segment_requests = SegmentRequests(config.dummy_token)
         self.arrivals = Arrivals(self._orders, has_store=bool(config.store.tiers), ranks=ranks)
         self._deliveries = Deliveries(self._orders)
-        self._view = WorkerView(geometry, self.directory)
+        self._view = WorkerView(geometry)
         self.counters = HypicCounters()
         self._composed: dict[str, _Composed] = {}
         self._pending: OrderedDict[str, None] = OrderedDict()
@@ -136,6 +138,7 @@ class SchedulerSide:
                 break
             del self._pending[request_id]
             composed.acquired = True
+            composed.held = {key: self.directory.get(key) for key in composed.wanted}
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
             for entry in reserved:
                 segment = composed.segment(entry.key)
@@ -143,7 +146,7 @@ class SchedulerSide:
                     composed.undecided.add(entry.key)
                 else:
                     composed.fresh.add(entry.key)
-                    started.append(self._compute(segment, request_id))
+                    started.append(self._compute(segment, entry, request_id))
             self._decline(composed, {e.key for e in reserved})
             if not composed.undecided:
                 self._count(composed)
@@ -153,32 +156,34 @@ class SchedulerSide:
         remote_s = transfer.remote_deadline_s if entry.key in transfer.remote else None
         return self.arrivals.start(self._view.place(entry, segment.role), remote_s)
 
-    def _compute(self, segment: CachedSegment, owner: str) -> SegmentRequest:
+    def _compute(self, segment: CachedSegment, entry: Entry, owner: str) -> SegmentRequest:
         self.counters.segments_computed += 1
+        context = None
         if segment.context is not None:
             # A pin of its own: whoever asked for the segment may be gone before it is computed.
-            self.directory.acquire({segment.context.key: self.planner.need(segment.context)})
-        return self.segment_requests.start(segment, owner)
+            context = self._composed[owner].held[segment.context.key]
+            self.directory.pin(context)
+        return self.segment_requests.start(SegmentWork(segment, entry, context), owner)
 
     def _compute_lost(self) -> list[SegmentRequest]:
         """Compute lost records for which a request still waits, and give the places of the others back."""
         started = []
-        for key in self.segment_requests.take_lost():
-            owner = next((r for r, c in self._composed.items() if c.acquired and key in c.wanted), None)
-            follower = self.segment_requests.behind(key)
+        for entry in self.segment_requests.take_lost():
+            owner = next((r for r, c in self._composed.items() if c.held.get(entry.key) is entry), None)
+            follower = self.segment_requests.behind(entry)
             if owner is not None:
-                started.append(self._compute(self._composed[owner].segment(key), owner))
+                started.append(self._compute(self._composed[owner].segment(entry.key), entry, owner))
             elif follower is not None:
-                started.append(self._compute(follower.context, follower.request_id))
+                started.append(self._compute(follower.context, entry, follower.request_id))
             else:
-                self.directory.abort(key)
+                self.directory.abort(entry)
         return started
 
     def _decline(self, composed: _Composed, reserved: set[SegmentKey]) -> None:
         """Whoever sends a record that nobody awaits here is told so."""
         unreserved = composed.transfer.remote & composed.wanted.keys() - reserved
         for key in unreserved - self.arrivals.awaited():
-            self._orders.submit(DeclineRecord(key, self.directory.get(key).slot))
+            self._orders.submit(DeclineRecord(key, composed.held[key].slot))
 
     def _count(self, composed: _Composed) -> None:
         """It is known which of the request's records were reused."""
@@ -227,11 +232,9 @@ class SchedulerSide:
         """Whether every record that the request reads is resident (requests without records: always)."""
         composed = self._composed.get(request_id)
         if composed is None:
-            segment = self.segment_requests.segment_of(request_id)
-            if segment is None or segment.context is None:
-                return True
-            return self.directory.lookup(segment.context.key) is Lookup.HIT
-        return composed.acquired and all(self.directory.lookup(k) is Lookup.HIT for k in composed.wanted)
+            work = self.segment_requests.work_of(request_id)
+            return work is None or work.context is None or work.context.resident
+        return composed.acquired and all(entry.resident for entry in composed.held.values())
 
     def over(self, request_id: str) -> bool:
         """Whether a request that is never scheduled can end: its records are resident, and delivered where it
@@ -248,7 +251,7 @@ class SchedulerSide:
         if to is None:
             return True
         if not self._deliveries.started(request_id):
-            entries = [self.directory.get(key) for key in {s.key: None for s in composed.plan.segments}]
+            entries = [composed.held[key] for key in {s.key: None for s in composed.plan.segments}]
             places = [self._view.place(e, composed.segment(e.key).role) for e in entries]
             self._deliveries.start(request_id, places, to, composed.transfer.push_deadline_s)
         return self._deliveries.over(request_id)
@@ -260,37 +263,38 @@ class SchedulerSide:
     def stream_plan(self, request_id: str) -> StreamPlan | None:
         """The worker's view of a request that is about to run and reads records: a composed one, or a segment
         request with a context."""
-        plan = self.plan_of(request_id)
-        if plan is not None:
-            return self._view.stream(plan)
-        segment = self.segment_requests.segment_of(request_id)
-        return None if segment is None else self._view.behind(segment)
+        composed = self._composed.get(request_id)
+        if composed is not None:
+            return self._view.stream(composed.plan, composed.held)
+        work = self.segment_requests.work_of(request_id)
+        return None if work is None else self._view.behind(work.segment, work.context)
 
     def capture_plan(self, request_id: str) -> CapturePlan | None:
         """The worker's view of a segment request that is about to run."""
-        segment = self.segment_requests.segment_of(request_id)
-        return None if segment is None else self._view.capture(segment, stored=bool(self.config.store.tiers))
+        work = self.segment_requests.work_of(request_id)
+        if work is None:
+            return None
+        return self._view.capture(work.segment, work.entry, stored=bool(self.config.store.tiers))
 
     def finished(self, request_id: str, *, completed: bool) -> None:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
-        segment = self.segment_requests.end(request_id)
-        if segment is not None:
-            if segment.context is not None:
-                self.directory.release([segment.context.key])
+        work = self.segment_requests.end(request_id)
+        if work is not None:
+            if work.context is not None:
+                self.directory.release([work.context])
             if completed:
-                self.directory.commit(segment.key)
-            elif self.directory.abort(segment.key):
-                self.segment_requests.compute_later(segment.key)
+                self.directory.commit(work.entry)
+            elif self.directory.abort(work.entry):
+                self.segment_requests.compute_later(work.entry)
             return
         composed = self._composed.pop(request_id, None)
         if composed is not None:
             self._pending.pop(request_id, None)
             self._deliveries.forget(request_id)
-            if composed.acquired:
-                self.directory.release(composed.wanted)
+            self.directory.release(composed.held.values())
             if composed.undecided:
-                others = (c for c in self._composed.values() if c.acquired)
-                self.arrivals.give_up_unwanted({key for c in others for key in c.wanted})
+                held = (entry for c in self._composed.values() for entry in c.held.values())
+                self.arrivals.give_up_unwanted({entry.serial for entry in held})
 
     # -- the worker ----------------------------------------------------------------------------
 
@@ -324,11 +328,13 @@ class SchedulerSide:
         if arrival is None:
             return
         self._news = True
-        self._decide(arrival.key, found=arrival.found)
+        entry = self.directory.of_serial(serial)
+        assert entry is not None, f"record {serial} arrived, but nothing is reserved for it"
+        self._decide(entry, found=arrival.found)
         if not arrival.found:
             self.counters.segments_unlanded += arrival.remote
             self.retention.not_stored(arrival.key)
-            self.segment_requests.compute_later(arrival.key)
+            self.segment_requests.compute_later(entry)
             return
         if arrival.sent:
             self.counters.segments_landed += 1
@@ -337,12 +343,13 @@ class SchedulerSide:
             self.retention.stored([arrival.key])
             self.counters.segments_loaded += 1
         self.directory.shrink(serial, arrival.count.transition_blocks, self.geometry.transition_block_bytes)
-        self.directory.commit(arrival.key)
+        self.directory.commit(entry)
 
-    def _decide(self, key: SegmentKey, *, found: bool) -> None:
+    def _decide(self, entry: Entry, *, found: bool) -> None:
         """It is known whether a record that requests asked for must be computed."""
+        key = entry.key
         for composed in self._composed.values():
-            if key in composed.undecided:
+            if key in composed.undecided and composed.held[key] is entry:
                 composed.undecided.discard(key)
                 self.counters.segments_hit += found
                 if not found:

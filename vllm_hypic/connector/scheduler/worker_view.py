@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StreamPlan
-from ...primitives.keys import Role
+from ...primitives.keys import Role, SegmentKey
 from ...primitives.plan import CachedSegment, Part, PromptPlan
-from .directory import Entry, SegmentDirectory
+from .directory import Entry
 
 
 class WorkerView:
-    """Looks places up in the directory of one engine.  Changes nothing."""
+    """Changes nothing."""
 
-    def __init__(self, geometry: PoolGeometry, directory: SegmentDirectory) -> None:
-        self._geometry, self._directory = geometry, directory
+    def __init__(self, geometry: PoolGeometry) -> None:
+        self._geometry = geometry
 
     def slot_mapping(self, entry: Entry) -> np.ndarray:
         """Token slots ``[columns]`` int64 of the record's K and V; zeros in a model without attention."""
@@ -36,12 +38,12 @@ class WorkerView:
             entry.value.flops,
         )
 
-    def stream(self, plan: PromptPlan) -> StreamPlan:
-        """A composed request whose records are all resident."""
+    def stream(self, plan: PromptPlan, held: Mapping[SegmentKey, Entry]) -> StreamPlan:
+        """A composed request whose records, ``held``, are all resident."""
         points: list[ComposePoint] = []
         slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for s in plan.segments:
-            entry = self._directory.get(s.key)
+            entry = held[s.key]
             places = self.slot_mapping(entry)
             for part in s.parts:
                 points.append(
@@ -64,12 +66,12 @@ class WorkerView:
             use_transition=plan.method.use_transition,
         )
 
-    def behind(self, segment: CachedSegment) -> StreamPlan | None:
-        """What the segment request of ``segment`` reads of its context, which is resident; ``None``: it has
-        none."""
-        if segment.context is None:
+    def behind(self, segment: CachedSegment, entry: Entry | None) -> StreamPlan | None:
+        """What the segment request of ``segment`` reads of its context, the resident ``entry``; ``None``: it
+        has none."""
+        context = segment.context
+        if context is None or entry is None:
             return None
-        entry, context = self._directory.get(segment.context.key), segment.context
         return StreamPlan(
             positions=self._own_positions(segment),
             n_logical=segment.before + segment.span,
@@ -86,9 +88,8 @@ class WorkerView:
         own = np.asarray(segment.offsets_of(Part(0, 0, segment.stop)), dtype=np.int64)
         return np.concatenate([prepended, segment.before + own])
 
-    def capture(self, segment: CachedSegment, *, stored: bool) -> CapturePlan:
-        """A segment request; ``stored``: its record goes to the store."""
-        entry = self._directory.get(segment.key)
+    def capture(self, segment: CachedSegment, entry: Entry, *, stored: bool) -> CapturePlan:
+        """A segment request that fills ``entry``; ``stored``: its record goes to the store."""
         lo = segment.prepended + segment.head
         positions = None
         if segment.context is not None or segment.offsets is not None:
