@@ -18,6 +18,7 @@ from one_process import ONE_PROCESS
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.harness.serving import Server
+from vllm_hypic.segment_parallel.permits import Permits, Subject
 
 ONE_WORKER = True  # all tests of this folder use the same servers
 
@@ -81,6 +82,13 @@ def post(server: Server, body: dict[str, Any], *, chat: bool = False, **options:
     return httpx.post(
         server.url + path, json={"max_tokens": 8, "temperature": 0, **body}, timeout=120, **options
     )
+
+
+def as_router(server: Server, text: str, **options: Any) -> dict[str, Any]:
+    """The request with transfer options as a router signs them."""
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=30).json()["tokens"]
+    permit = Permits.read(None).issue(options, Subject(tokens, None))
+    return {"prompt": text, "vllm_xargs": {**options, "hypic_permit": permit}}
 
 
 def choices(response: httpx.Response) -> list[str]:

@@ -42,6 +42,7 @@ from .conftest import (
     POOL_SEGMENTS,
     REUSED,
     TOKENS,
+    as_router,
     choices,
     make_server,
     post,
@@ -369,15 +370,15 @@ class TestServer:
         assert again["instance"] == found["instance"]
 
     def test_records_go_nowhere_but_to_this_machine(self, server):
-        body = {"prompt": [1, 2], "vllm_xargs": {"hypic_push_to": "tcp://192.0.2.1:7100"}}
-        assert post(server, body).status_code == 400, "not a prompt that only warms"
-        text = f"{words('push')}<|hypic_sep|>"
-        refused = post(server, {"prompt": text, "vllm_xargs": {"hypic_push_to": "tier:0123456789abcdef"}})
+        away = {"hypic_push_to": "tcp://192.0.2.1:7100"}
+        assert "ends in a separator" in post(server, as_router(server, "w1 w2", **away)).text
+        text = f"{words('push')}{SEP}"
+        assert "only a router" in post(server, {"prompt": text, "vllm_xargs": away}).text
+        refused = post(server, as_router(server, text, hypic_push_to="tier:0123456789abcdef"))
         assert refused.status_code == 400 and "no shared tier of this engine" in refused.text
-        to = {"hypic_push_to": "tcp://192.0.2.1:7100"}
-        assert post(server, {"prompt": text, "vllm_xargs": to}).status_code == 500
+        assert post(server, as_router(server, text, **away)).status_code == 500
         late = {"hypic_remote": ["0" * 64], "hypic_remote_deadline_s": 1000}
-        assert "at most 120" in post(server, {"prompt": text, "vllm_xargs": late}).text
+        assert "at most 120" in post(server, as_router(server, text, **late)).text
 
     def test_a_record_leaves_and_comes_back_through_a_shared_folder(self, server, folder):
         """As worker, then as combine node, to which the test is the router."""
@@ -385,10 +386,10 @@ class TestServer:
         to = {"hypic_push_to": f"tier:{told['shared_tiers'][0]}"}
         before = set((folder / "store").rglob("*.hypic"))
         segment = f"{words('shared folder')}{SEP}"
-        assert post(server, {"prompt": segment, "vllm_xargs": to}).status_code == 200
+        assert post(server, as_router(server, segment, **to)).status_code == 200
         [record] = set((folder / "store").rglob("*.hypic")) - before
         written = record.stat().st_ino
-        assert post(server, {"prompt": segment, "vllm_xargs": to}).status_code == 200
+        assert post(server, as_router(server, segment, **to)).status_code == 200
         assert record.stat().st_ino == written, "not written again"
         for other in range(POOL_SEGMENTS + 1):  # until the pool has forgotten it
             assert post(server, {"prompt": f"{words(f'other {other}')}{SEP}"}).status_code == 200
@@ -397,7 +398,7 @@ class TestServer:
         count = server.metrics()
         awaited = {"hypic_remote": [record.stem.split(".")[0]], "hypic_remote_deadline_s": 100}
         with ThreadPoolExecutor() as threads:
-            body = {"prompt": f"{segment} w1 w2 ?", "vllm_xargs": awaited}
+            body = as_router(server, f"{segment} w1 w2 ?", **awaited)
             asked = threads.submit(post, server, body)
             tell_stored(told["landing"], told["namespace"], [record.stem], None)
             assert usage(asked.result(60))[1] == TOKENS

@@ -14,6 +14,7 @@ from oracle.models import random_segments
 
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.segment_parallel.notifier import withdraw
+from vllm_hypic.segment_parallel.permits import Permits, Subject
 from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
@@ -26,13 +27,20 @@ LEAD, ONE, TWO, QUESTION = random_segments([90, 150, 200, 40], seed=45)
 BOUND_S = 60.0
 
 
+def permitted(tokens: tuple[int, ...], extra: dict[str, Any]) -> dict[str, Any]:
+    """The options as a router signs them."""
+    return {**extra, "hypic_permit": Permits.read(None).issue(extra, Subject(tokens, None))}
+
+
 def ask(**extra: Any) -> Ask:
-    return Ask(prompt(ONE, TWO, query=QUESTION, lead=LEAD), extra=extra)
+    tokens = prompt(ONE, TWO, query=QUESTION, lead=LEAD)
+    return Ask(tokens, extra=permitted(tokens, extra))
 
 
 def warm_up(**extra: Any) -> Ask:
     """The same segments without a question."""
-    return Ask((*LEAD, SEP, *ONE, SEP, *TWO, SEP), max_tokens=1, extra=extra)
+    tokens = (*LEAD, SEP, *ONE, SEP, *TWO, SEP)
+    return Ask(tokens, max_tokens=1, extra=permitted(tokens, extra))
 
 
 def names(llm: Any) -> dict[str, str]:

@@ -103,7 +103,8 @@ class SegmentParallelConfig(ConfigSection):
     advertise_events: Url | None = None
     """What others are told instead of ``events``."""
     secret_file: PathText | None = None
-    """File with a secret that all instances and routers share.  Without, only loopback is served."""
+    """File with a secret that all instances and routers share.  Without, only loopback is served, and the
+    routers and instances of one user on this machine share one that they make."""
     deadline_s: Seconds = 120.0
     """Longest that a request waits for remote segments when it names no other time, in seconds."""
     transport: Annotated[Literal["tcp", "nixl"], Allowed("tcp or nixl")] = "tcp"

@@ -135,6 +135,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 def _open_transfer(config: SegmentParallelConfig, world: int, codec: RecordCodec) -> TransferLink:
     from ..segment_parallel.nixl import open_nixl
+    from ..segment_parallel.permits import Permits
     from ..segment_parallel.receiver import Receiver
     from ..segment_parallel.secret import Secret
     from ..segment_parallel.sender import Sender
@@ -145,6 +146,7 @@ def _open_transfer(config: SegmentParallelConfig, world: int, codec: RecordCodec
             "records of several ranks cannot be sent yet"
         )
     namespace, secret = codec.namespace.digest, Secret.read(config.secret_file)
+    Permits.read(config.secret_file)  # what is wrong with it ends the start, not the first request
     exporter, puller = open_nixl(config) if config.transport == "nixl" else (None, None)
     receiver = Receiver(config.listen, namespace, secret, codec.pool.geometry.nbytes, puller)
     return TransferLink(receiver, Sender(namespace, secret, exporter), codec)

@@ -11,6 +11,7 @@ from ..config.engine import CONNECTOR, config_of
 from ..primitives.options import PUSH_TO, link_of_request, transfer_of_request
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
+from ..segment_parallel.permits import Permits, Subject
 from ..store.shared import shared_tiers
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     parallel = config.segment_parallel
     try:
         method = link_of_request(extra, config.link_defaults)
+        if parallel is not None:
+            Permits.read(parallel.secret_file).check(extra or {}, _subject(request))
         transfer = transfer_of_request(
             extra,
             longest_s=None if parallel is None else parallel.deadline_s,
@@ -66,6 +69,14 @@ def _without_command(extra_args: dict[str, Any] | None) -> dict[str, Any] | None
     if extra_args is None or not is_command(extra_args.get(COMMAND)):
         return extra_args
     return {name: value for name, value in extra_args.items() if name != COMMAND}
+
+
+def _subject(request: EngineCoreRequest) -> Subject:
+    """What a permit for the request must have been made for."""
+    lora = request.lora_request
+    return Subject(
+        request.prompt_token_ids or (), request.cache_salt, None if lora is None else lora.lora_name
+    )
 
 
 def _refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:

@@ -23,8 +23,11 @@ PUSH_TO = "hypic_push_to"
 PUSH_DEADLINE = "hypic_push_deadline_s"
 REMOTE = "hypic_remote"
 REMOTE_DEADLINE = "hypic_remote_deadline_s"
+PERMIT = "hypic_permit"
 PREFIX = "hypic_"
-KNOWN = (LINK, SEAM, CONTEXT, ISLANDS, PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
+TRANSFER = (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
+"""What only routers may send, with a permit (``segment_parallel/permits.py``)."""
+KNOWN = (LINK, SEAM, CONTEXT, ISLANDS, *TRANSFER, PERMIT)
 
 TIER = "tier:"
 """Prefix of a destination that is a tier; its identity follows."""
@@ -88,14 +91,14 @@ def tier_of(destination: str) -> str | None:
 def transfer_of_request(
     extra_args: Mapping[str, Any] | None, *, longest_s: float | None, shared: Collection[str] = ()
 ) -> Transfer:
-    """The request's options of segment parallelism.
+    """The request's options of segment parallelism; that it may have them, the front end has checked.
 
     ``longest_s``: how long it may wait, and the default; ``None``: the engine is not configured for it, so
     that none may be given.  ``shared``: identities of the tiers that records may go to.  Raises
     :class:`LinkError` naming a bad key or value.
     """
     extra = extra_args or {}
-    given = [k for k in (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE) if extra.get(k) is not None]
+    given = [k for k in TRANSFER if extra.get(k) is not None]
     if not given:
         return NO_TRANSFER
     if longest_s is None:

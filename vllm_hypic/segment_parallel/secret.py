@@ -3,12 +3,17 @@
 Both key pairs, the servers' and the clients', are derived from the secret, so that there is nothing else to
 hand out: who knows the secret knows the server's public key, which a client needs before its first byte, and
 has the one client key that a server admits.
+
+On one machine sockets need no secret.  Permits do (``permits.py``), as HTTP ports may be open to others:
+without a file, the user's processes share one that the first of them makes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import secrets
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from ..errors import ConfigError
 
 _LEAST_BYTES = 32
 _MOST_BYTES = 65536
+_OWN = "segment-parallel-secret"
 _DOMAIN = b"hypic"
 _ZAP = "inproc://zeromq.zap.01"
 """Where libzmq asks, within one context, whether a client is admitted (ZeroMQ RFC 27)."""
@@ -30,11 +36,7 @@ class Secret:
 
     def __init__(self, secret: bytes) -> None:
         """:class:`ConfigError` when ``secret`` is shorter than 32 bytes."""
-        if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
-            raise ConfigError(
-                f"segment_parallel: a secret of {len(secret)} bytes: expected {_LEAST_BYTES} to "
-                f"{_MOST_BYTES}, for example those of `openssl rand -hex 32`"
-            )
+        _check_length(secret)
         if not zmq.has("curve"):
             raise ConfigError("segment_parallel: this libzmq has no CURVE: expected one built with libsodium")
         self._server_public, self._server_private = _key_pair(secret, b"hypic server")
@@ -46,20 +48,7 @@ class Secret:
 
         :class:`ConfigError` names a file that cannot be read, or holds too little.
         """
-        if path is None:
-            return None
-        try:
-            with Path(path).open("rb") as file:
-                text = file.read(_MOST_BYTES + 1)
-        except OSError as e:
-            raise ConfigError(
-                f"hypic config: segment_parallel.secret_file={path!r}: cannot be read: {e.strerror}; "
-                f"expected a file of at least {_LEAST_BYTES} bytes"
-            ) from e
-        try:
-            return Secret(text.strip())
-        except ConfigError as e:
-            raise ConfigError(f"hypic config: segment_parallel.secret_file={path!r}: {e}") from e
+        return None if path is None else Secret(_of_file(path))
 
     def serve(self, socket: zmq.Socket[Any]) -> None:
         """Before ``bind``: from now on ``socket`` admits only clients that have the secret.
@@ -93,6 +82,71 @@ class Secret:
             raise
         admitted = z85.decode(self._client_public)
         threading.Thread(target=_answer, args=(asked, admitted), name="hypic-zap", daemon=True).start()
+
+
+def secret_of(path: str | None) -> bytes:
+    """The secret in a file, white space around it apart; ``None``: the one of this user on this machine.
+
+    The latter is in ``vllm-hypic/segment-parallel-secret`` below ``XDG_STATE_HOME`` (``~/.local/state``), and
+    is made if it is not there.  :class:`ConfigError` names a file that cannot be read or made, holds too
+    little, or, of the latter, is another user's or open to others.
+    """
+    if path is not None:
+        return _of_file(path)
+    own = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "vllm-hypic" / _OWN
+    try:
+        if not own.exists():
+            _make(own)
+        found = own.stat()
+    except OSError as e:
+        raise ConfigError(
+            f"segment_parallel: the secret of this machine's routers and engines cannot be kept in {own}: "
+            f"{e.strerror}; expected secret_file (routers: --secret-file), or a folder that may be written"
+        ) from e
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"segment_parallel: {own} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}: "
+            f"expected user {os.geteuid()} and mode 600; delete it, and start routers and engines anew"
+        )
+    return _of_file(str(own))
+
+
+def _make(path: Path) -> None:
+    """A new secret in ``path``, whole from the first moment on; whoever is first wins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(_LEAST_BYTES))
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
+
+
+def _of_file(path: str) -> bytes:
+    where = f"hypic config: segment_parallel.secret_file={path!r}"
+    try:
+        with Path(path).open("rb") as file:
+            found = file.read(_MOST_BYTES + 1).strip()
+    except OSError as e:
+        raise ConfigError(
+            f"{where}: cannot be read: {e.strerror}; expected a file of at least {_LEAST_BYTES} bytes"
+        ) from e
+    try:
+        _check_length(found)
+    except ConfigError as e:
+        raise ConfigError(f"{where}: {e}") from e
+    return found
+
+
+def _check_length(secret: bytes) -> None:
+    if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
+        raise ConfigError(
+            f"segment_parallel: a secret of {len(secret)} bytes: expected {_LEAST_BYTES} to {_MOST_BYTES}, "
+            "for example those of `openssl rand -hex 32`"
+        )
 
 
 def _answer(asked: zmq.Socket[Any], admitted: bytes) -> None:

@@ -20,7 +20,7 @@ from vllm_hypic.segment_parallel import events
 from vllm_hypic.segment_parallel.router.app import build_app
 from vllm_hypic.segment_parallel.secret import Secret
 
-from .fake import FakeInstance
+from .fake import PERMITS, FakeInstance
 
 BOUND_S = 20.0
 
@@ -52,7 +52,7 @@ class RunningRouter:
     """A router in a thread of its own."""
 
     def __init__(self, settings: RouterConfig, secret: Secret | None = None) -> None:
-        app = build_app(settings, secret)
+        app = build_app(settings, secret, PERMITS)
         options = {"date_header": False, "server_header": False, "ws": "none"}
         self._server = HttpServer(app, timeout_graceful_shutdown=1, **options)
         self.port, self.url = self._server.port, self._server.url

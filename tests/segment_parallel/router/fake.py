@@ -24,6 +24,7 @@ from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.events import Publisher
+from vllm_hypic.segment_parallel.permits import Permits, Subject
 from vllm_hypic.segment_parallel.received import Outcome, Received
 from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.secret import Secret
@@ -35,6 +36,8 @@ SEP, PDEP, PAD = 100_000, 100_001, 100_002
 IDS = PrimitiveIds(SEP, PDEP, PAD)
 LIMITS = PoolLimits(1000, 1000, 64, 8191, 1000, 1)
 SEAM, LEAST = 2, 4
+PERMITS = Permits(b"p" * 32)
+"""What routers of tests sign with."""
 
 
 def word(text: str) -> int:
@@ -97,6 +100,7 @@ class FakeInstance:
     namespace: str = "n" * 64
     limits: PoolLimits = LIMITS
     secret: Secret | None = None
+    permits: Permits = PERMITS
     behaviour: Behaviour = field(default_factory=Behaviour)
     models: tuple[str, ...] = ("base",)
     deadline_s: float | None = None
@@ -304,6 +308,7 @@ class FakeInstance:
             await asyncio.sleep(0.005)
         try:
             body = seen.json
+            self.permits.check(seen.extra, Subject(ids_of(body), body.get("cache_salt")))
             plan = None if SEP not in ids_of(body) else self.plan(body)
         except Exception as e:
             return error(400, f"cannot be planned: {e}")

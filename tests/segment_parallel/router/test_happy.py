@@ -129,7 +129,6 @@ def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
         ("unsupported", {"prompt_logprobs": 1}),
         ("unsupported", {"truncate_prompt_tokens": 9}),
         ("unsupported", {"prompt": ["a <|hypic_sep|> b", "c"]}),
-        ("unsupported", {"vllm_xargs": {"hypic_remote": []}}),
         ("segment_ids", {"prompt": "a <|hypic_segment:x|> b <|hypic_sep|>"}),
         ("other_model", {"model": "adapter"}),
         ("not_planned", {"vllm_xargs": {"hypic_link": "nonsense"}}),

@@ -24,6 +24,7 @@ from .transfers import InFlightTransfers
 from .watch import Watcher
 
 if TYPE_CHECKING:
+    from ..permits import Permits
     from ..secret import Secret
 
 log = logging.getLogger(__name__)
@@ -32,14 +33,14 @@ _KEEP_ALIVE_S = 2.0
 """Less than vLLM's 5 s: a connection that an instance is about to close must not be used again."""
 
 
-def build_app(settings: RouterConfig, secret: Secret | None) -> FastAPI:
+def build_app(settings: RouterConfig, secret: Secret | None, permits: Permits) -> FastAPI:
     """Routes of its own: ``/healthcheck`` and ``/metrics``.  Everything else goes to an instance."""
     pool = InstancePool(settings)
     metrics = RouterMetrics(pool.instances)
     http = _client(settings.urls)
     notifier = ReceiverNotifier(secret, metrics)
-    transfers = InFlightTransfers(pool, settings, http, notifier, metrics)
-    completions = Completions(pool, settings, http, transfers, notifier, metrics)
+    transfers = InFlightTransfers(pool, settings, http, notifier, metrics, permits)
+    completions = Completions(pool, settings, http, transfers, notifier, metrics, permits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -9,6 +9,7 @@ import uvicorn
 
 from ...config.router import RecordRoute, RouterConfig
 from ...errors import ConfigError
+from ..permits import Permits
 from ..secret import Secret
 from .app import build_app
 
@@ -88,7 +89,7 @@ def router(
             through=RecordRoute(through),
             silence_s=silence_s,
         )
-        app = build_app(settings, Secret.read(secret_file))
+        app = build_app(settings, Secret.read(secret_file), Permits.read(secret_file))
     except ConfigError as e:
         raise click.UsageError(str(e)) from e
     logging.basicConfig(

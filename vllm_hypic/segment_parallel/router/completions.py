@@ -14,7 +14,8 @@ import httpx
 import msgspec
 
 from ...config.router import RouterConfig
-from ...primitives.options import REMOTE, REMOTE_DEADLINE
+from ...primitives.options import PERMIT, REMOTE, REMOTE_DEADLINE
+from ..permits import Permits, Subject
 from .assign import Decision, Traffic, decide, missing
 from .breakdown import HEADER, RequestBreakdown
 from .exchange import REQUEST_ID, BrokenOff, Exchange, good_request_id
@@ -22,7 +23,7 @@ from .instances import Instance, InstancePool
 from .metrics import RouterMetrics
 from .notifier import ReceiverNotifier
 from .plan import Planned, SegmentAsk, plan_request
-from .prompt import Whole, tokenize_request, whole_reason
+from .prompt import Whole, tokenize_request, whole_reason, without_transfer
 from .segment_request import Origin
 from .tokens import NoAnswer, tokens_of
 from .transfers import InFlightTransfer, InFlightTransfers
@@ -68,8 +69,9 @@ class Completions:
         transfers: InFlightTransfers,
         notifier: ReceiverNotifier,
         metrics: RouterMetrics,
+        permits: Permits,
     ) -> None:
-        self._pool, self._settings, self._http = pool, settings, http
+        self._pool, self._settings, self._http, self._permits = pool, settings, http, permits
         self._transfers, self._notifier, self._metrics = transfers, notifier, metrics
         self._background: set[asyncio.Task[None]] = set()
 
@@ -213,6 +215,7 @@ class Completions:
         limits = [s for s in (self._settings.deadline_s, own) if s is not None]
         if limits:
             options[REMOTE_DEADLINE] = min(limits)
+        options[PERMIT] = self._permits.issue(options, Subject((), body.get("cache_salt")))
         return {**body, "vllm_xargs": options}
 
     async def _open(
@@ -296,7 +299,8 @@ class _Plans:
 
 
 def parse_request(exchange: Exchange, body: bytes, begun: float) -> Request | None:
-    """The request as it came; ``None``: it is no JSON object."""
+    """The request as it came, less transfer options, which are the router's to give; ``None``: it is no JSON
+    object."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -308,6 +312,9 @@ def parse_request(exchange: Exchange, body: bytes, begun: float) -> Request | No
         or good_request_id(parsed.get("request_id"))
         or uuid.uuid4().hex
     )
+    if (stripped := without_transfer(parsed)) is not parsed:
+        log.warning("request %s: the client's own transfer options are left out", request_id)
+        parsed, body = stripped, msgspec.json.encode(stripped)
     model, priority = parsed.get("model"), parsed.get("priority")
     origin = Origin(
         request_id,

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from ...primitives.options import PUSH_DEADLINE, PUSH_TO, REMOTE, REMOTE_DEADLINE
+from ...primitives.options import PERMIT, TRANSFER
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (COMPLETIONS, CHAT)
 SEGMENT_ID = "<|hypic_segment:"
 """How ids of compiled segments begin; what they stand for, only the instance that compiled them knows."""
 
-_OWN_OPTIONS = (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
 # The answer needs more than the tokens of one prompt, or the engine refuses it beside separators.
 _UNSPREADABLE = (
     "use_beam_search",
@@ -63,6 +62,15 @@ def whole_reason(
     return None if _spreadable(body) else Whole.UNSUPPORTED
 
 
+def without_transfer(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body without transfer options of the client's own; the same object if it has none."""
+    extra = body.get("vllm_xargs")
+    ours = (*TRANSFER, PERMIT)
+    if not isinstance(extra, Mapping) or not any(name in extra for name in ours):
+        return body
+    return {**body, "vllm_xargs": {name: value for name, value in extra.items() if name not in ours}}
+
+
 def is_ids(prompt: object) -> bool:
     """Whether it is a list of token ids."""
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
@@ -108,7 +116,6 @@ def _spreadable(body: Mapping[str, Any]) -> bool:
         and isinstance(body.get("cache_salt"), str | None)
         and isinstance(body.get("chat_template_kwargs"), Mapping | None)
         and isinstance(extra, Mapping)
-        and not any(name in extra for name in _OWN_OPTIONS)
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from ...primitives.options import PUSH_DEADLINE, PUSH_TO
+from ...primitives.options import PERMIT, PUSH_DEADLINE, PUSH_TO
+from ..permits import Permits, Subject
 from .instances import Instance
 from .plan import Planned, SegmentAsk
 from .prompt import COMPLETIONS
@@ -73,6 +74,7 @@ def segment_body(
     destination: str,
     origin: Origin,
     deadline_s: float | None,
+    permits: Permits,
 ) -> dict[str, Any]:
     """The completion request; ``destination``: where the combine node's records land, or a shared tier."""
     assert worker.description is not None
@@ -80,6 +82,7 @@ def segment_body(
     options: dict[str, Any] = {**planned.options, PUSH_TO: destination}
     if (seconds := _deadline_s(worker, deadline_s)) is not None:
         options[PUSH_DEADLINE] = seconds
+    options[PERMIT] = permits.issue(options, Subject(ask.prompt, planned.salt))
     body: dict[str, Any] = {
         "model": origin.model if origin.model in models else models[0],
         "prompt": ask.prompt,

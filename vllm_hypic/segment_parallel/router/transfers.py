@@ -13,6 +13,7 @@ import httpx
 
 from ...config.router import RecordRoute, RouterConfig
 from ...primitives.options import TIER
+from ..permits import Permits
 from .assign import Assignment, Decision, RecordSource, Traffic
 from .instances import Instance, InstancePool
 from .metrics import RouterMetrics
@@ -146,9 +147,10 @@ class InFlightTransfers:
         http: httpx.AsyncClient,
         notifier: ReceiverNotifier,
         metrics: RouterMetrics,
+        permits: Permits,
     ) -> None:
         self._pool, self._settings, self._http = pool, settings, http
-        self._notifier, self._metrics = notifier, metrics
+        self._notifier, self._metrics, self._permits = notifier, metrics, permits
         self._transfers: dict[TransferId, InFlightTransfer] = {}
 
     def __len__(self) -> int:
@@ -369,7 +371,9 @@ class InFlightTransfers:
         deadline_s, origin = self._settings.deadline_s, transfer.origin
         if worker.description is None:
             return SegmentResult(SegmentOutcome.FAILED, "it is no longer described")
-        body = segment_body(transfer.planned, transfer.ask, worker, destination, origin, deadline_s)
+        body = segment_body(
+            transfer.planned, transfer.ask, worker, destination, origin, deadline_s, self._permits
+        )
         return await send_segment(self._http, worker, body, origin, name, longest_s(worker, deadline_s))
 
     def _took(self, transfer: InFlightTransfer, route: RecordRoute, result: SegmentResult) -> SegmentResult:
