@@ -31,11 +31,13 @@ from vllm_hypic.cache_api.commands import (
     unpack,
 )
 from vllm_hypic.cache_api.handler import CommandHandler
-from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry, registry_path
+from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry
+from vllm_hypic.cache_api.registry_file import registry_folder
 from vllm_hypic.config.store import StoreConfig
 from vllm_hypic.primitives.keys import SegmentKey
 
 KEY, OTHER_KEY = SegmentKey("k" * 64), SegmentKey("o" * 64)
+NAMESPACE = "ab" * 32
 
 
 @dataclass
@@ -53,8 +55,8 @@ def clock() -> Clock:
 
 @pytest.fixture(params=["memory", "file"])
 def registry(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[SegmentRegistry]:
-    path = None if request.param == "memory" else tmp_path / "folder" / "catalogue.sqlite"
-    opened = SegmentRegistry(path, clock)
+    folder = None if request.param == "memory" else tmp_path / "folder"
+    opened = SegmentRegistry(folder, NAMESPACE, clock)
     yield opened
     opened.close()
 
@@ -145,31 +147,30 @@ def test_pages_cover_everything_once(registry):
 
 
 def test_a_restart_keeps_everything(tmp_path, clock):
-    path = tmp_path / "catalogue.sqlite"
-    first = SegmentRegistry(path, clock)
+    first = SegmentRegistry(tmp_path, NAMESPACE, clock)
     entry = first.add("me", Place.INTERIOR, [1, 2], text="ab", key=KEY)
     first.set_pinned("me", entry.id, True)
     clock.now = 2000
     first.content("me", entry.id)
+    path = first.path
     first.close()
-    second = SegmentRegistry(path, clock)
+    second = SegmentRegistry(tmp_path, NAMESPACE, clock)
     found = second.get("me", entry.id)
     assert found.pinned and found.key == KEY and found.last_used == 2000
     assert second.content("me", entry.id).text == "ab"
-    assert second.set_aside is None
+    assert second.set_aside is None and second.path == path
     second.close()
     assert os.stat(path).st_mode & 0o077 == 0, "texts of tenants are for this user alone"
 
 
 def test_a_killed_process_loses_no_answered_change(tmp_path):
     """Killed while it writes, again and again: what was told is there, and the file is sound."""
-    path = tmp_path / "catalogue.sqlite"
     program = textwrap.dedent("""
         import sys
         from itertools import count
         from pathlib import Path
         from vllm_hypic.cache_api.registry import SegmentRegistry, Place
-        registry = SegmentRegistry(Path(sys.argv[1]))
+        registry = SegmentRegistry(Path(sys.argv[1]), sys.argv[3])
         for i in count():
             entry = registry.add("me", Place.INTERIOR, [int(sys.argv[2]), i] * 500)
             registry.set_pinned("me", entry.id, True)
@@ -177,13 +178,13 @@ def test_a_killed_process_loses_no_answered_change(tmp_path):
     """)
     told: list[str] = []
     for run in range(4):
-        command = [sys.executable, "-c", program, str(path), str(run)]
+        command = [sys.executable, "-c", program, str(tmp_path), str(run), NAMESPACE]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             told += [process.stdout.readline().strip() for _ in range(20 + run)]
             process.kill()
             told += [line.strip() for line in process.stdout if line.endswith("\n")]
-    registry = SegmentRegistry(path)
+    registry = SegmentRegistry(tmp_path, NAMESPACE)
     assert registry.set_aside is None
     assert registry._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert len(told) >= 86 and all(told)
@@ -192,9 +193,10 @@ def test_a_killed_process_loses_no_answered_change(tmp_path):
 
 
 def test_a_damaged_file_is_set_aside(tmp_path):
-    path = tmp_path / "catalogue.sqlite"
+    SegmentRegistry(tmp_path, NAMESPACE).close()
+    [path] = tmp_path.glob("*.sqlite")
     path.write_bytes(b"this is no database" * 100)
-    registry = SegmentRegistry(path)
+    registry = SegmentRegistry(tmp_path, NAMESPACE)
     assert registry.set_aside is not None and registry.set_aside.read_bytes().startswith(b"this is no")
     entry = registry.add("me", Place.INTERIOR, [1])
     assert registry.get("me", entry.id) is not None
@@ -202,27 +204,26 @@ def test_a_damaged_file_is_set_aside(tmp_path):
 
 
 def test_a_newer_file_is_left_alone(tmp_path):
-    path = tmp_path / "catalogue.sqlite"
-    SegmentRegistry(path).close()
+    SegmentRegistry(tmp_path, NAMESPACE).close()
+    [path] = tmp_path.glob("*.sqlite")
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
     with pytest.raises(RegistryError, match=r"version 99; this program reads up to 1"):
-        SegmentRegistry(path)
+        SegmentRegistry(tmp_path, NAMESPACE)
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RegistryError, match=r"file/catalogue\.sqlite"):
-        SegmentRegistry(tmp_path / "file" / "catalogue.sqlite")
+    with pytest.raises(RegistryError, match=r"/file"):
+        SegmentRegistry(tmp_path / "file", NAMESPACE)
 
 
 def test_the_registry_lives_beside_the_first_disk_tier(tmp_path):
     memory = {"type": "memory", "bytes": "1MB"}
     disks = [{"type": "disk", "path": f"{tmp_path}/{n}", "bytes": "1MB", "name": n} for n in ("a", "b")]
-    assert registry_path(StoreConfig.from_mapping({"tiers": [memory]})) is None
-    found = registry_path(StoreConfig.from_mapping({"tiers": [memory, *disks]}))
-    assert found == tmp_path / "a" / "catalogue.sqlite"
+    assert registry_folder(StoreConfig.from_mapping({"tiers": [memory]})) is None
+    assert registry_folder(StoreConfig.from_mapping({"tiers": [memory, *disks]})) == tmp_path / "a"
 
 
 # -- handler ------------------------------------------------------------------------------------------
@@ -377,13 +378,14 @@ def test_a_record_stays_while_another_entry_wants_it(handler, records):
 
 
 def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock):
-    path = tmp_path / "catalogue.sqlite"
-    handler = CommandHandler(lambda: SegmentRegistry(path, clock), Records(room=2), str, clock)
+    opened = SegmentRegistry(tmp_path, NAMESPACE, clock)
+    handler = CommandHandler(lambda: opened, Records(room=2), str, clock)
     first = compiled(handler, [1], KEY, pin=True, ttl_s=500.0)
     clock.now += 1
     second = compiled(handler, [2], OTHER_KEY, pin=True)
+    opened.close()
     records = Records(sizes={KEY: (1, False), OTHER_KEY: (1, False)})  # of a smaller pool: room for one
-    handler = CommandHandler(lambda: SegmentRegistry(path, clock), records, str, clock)
+    handler = CommandHandler(lambda: SegmentRegistry(tmp_path, NAMESPACE, clock), records, str, clock)
     handler.start()
     assert records.pinned == {KEY} and records.expiry == {KEY: 1500}
     assert handler.execute(Show(first.id), "me").pinned
@@ -396,7 +398,7 @@ def test_a_failing_registry_fails_commands_only_and_is_tried_again(clock, caplog
     def opened() -> SegmentRegistry:
         if broken:
             raise RegistryError("disk on fire")
-        return SegmentRegistry(None, clock)
+        return SegmentRegistry(None, NAMESPACE, clock)
 
     handler = CommandHandler(opened, Records(), str, clock)
     handler.start()

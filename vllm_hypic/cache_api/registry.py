@@ -1,12 +1,14 @@
 """The registry of compiled segments: which ids there are, whose they are, what they stand for.
 
-Lives in the scheduler's process, in an SQLite file (``PATH/catalogue.sqlite``) or in memory.  Every lookup is
-by (owner, id) in one index: an id of somebody else and an id that never was take the same path to the same
-answer.
+Lives in the scheduler's process, in an SQLite file that no other engine uses (``registry_file.py``) or in
+memory.  Every lookup is by (owner, id) in one index: an id of somebody else and an id that never was take the
+same path to the same answer.
 
 Killing the process loses nothing that was answered: each change is one transaction in a write-ahead log.  The
 log is not forced to disk at each commit (the scheduler would wait for it), so a power cut may cost the last
-changes, never the file.  Times of last use are written with the next change.
+changes, never the file.  SQLite holds its own lock on the file, too: it never waits for one, and keeps the
+log's index in its own memory, as network folders have none to share.  Times of last use are written with the
+next change.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config.store import DiskConfig, StoreConfig
 from ..primitives.keys import SegmentKey
 from .answers import Place
+from .registry_file import RegistryFile, claim_file
 
-FILE_NAME = "catalogue.sqlite"
 ID_BYTES = 24
 """Random bytes of an id: 192 bits, nobody guesses one."""
 
@@ -42,6 +43,7 @@ CREATE UNIQUE INDEX same_segment ON segments (owner, place, digest);
 CREATE INDEX by_expiry ON segments (expires) WHERE expires IS NOT NULL;
 CREATE INDEX by_record ON segments (record_key);
 """
+_PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
 _ENTRY = "id, place, n_tokens, record_key, created, last_used, expires, pinned"
 _ALIVE = "(expires IS NULL OR expires > ?)"
 
@@ -84,27 +86,32 @@ class Claim:
     expires: float | None
 
 
-def registry_path(config: StoreConfig) -> Path | None:
-    """Where an engine's registry is: in its first disk tier's folder; ``None``, without one: in memory."""
-    folders = (Path(tier.path) for tier in config.tiers if isinstance(tier, DiskConfig))
-    return next((folder / FILE_NAME for folder in folders), None)
-
-
 class SegmentRegistry:
     """Entries of all owners.  Used by one thread.  Every method may raise :class:`RegistryError`."""
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
-        """Open, or make, the file ``path``; ``None``: keep everything in memory.
+    def __init__(self, folder: Path | None, namespace: str, clock: Callable[[], float] = time.time) -> None:
+        """Open, or make, a file in ``folder`` that is the engine's own; ``None``: keep everything in memory.
 
-        A damaged file is set aside (``.damaged``) and a new one begun: ids are lost then.  A file of a newer
-        version is refused.
+        ``namespace``: hex digits of the engine's.  A damaged file is set aside (``.damaged``) and a new one
+        begun: ids are lost then.  A file of a newer version is refused.
         """
-        self.path = path
         self._clock = clock
         self._used: dict[tuple[str, str], float] = {}
         self._set_aside: Path | None = None
-        with _reported(path):
-            self._db = self._open()
+        self._file: RegistryFile | None = None
+        with _reported(folder):
+            if folder is not None:
+                self._file = claim_file(folder, namespace)
+            try:
+                self._db = self._open()
+            except BaseException:
+                self._release()
+                raise
+
+    @property
+    def path(self) -> Path | None:
+        """The file; ``None``: in memory."""
+        return None if self._file is None else self._file.path
 
     @property
     def set_aside(self) -> Path | None:
@@ -114,12 +121,11 @@ class SegmentRegistry:
     def _open(self) -> sqlite3.Connection:
         if self.path is None:
             return _connect(":memory:")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # tenants' texts: for this user alone
         try:
             return _connect(self.path)
         except sqlite3.OperationalError:
-            raise  # locked, disk full, no permission: the file may be well
+            raise  # locked by a program of the operator's, disk full: the file may be well
         except sqlite3.DatabaseError:
             self._set_aside = self.path.with_name(f"{self.path.name}.damaged")
             for suffix in ("-wal", "-shm"):
@@ -268,9 +274,17 @@ class SegmentRegistry:
             return int(self._db.execute("SELECT count(*) FROM segments").fetchone()[0])
 
     def close(self) -> None:
-        with self._change():
-            pass
-        self._db.close()
+        try:
+            with self._change():
+                pass
+        finally:
+            self._db.close()
+            self._release()
+
+    def _release(self) -> None:
+        if self._file is not None:
+            self._file.release()
+            self._file = None
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -287,9 +301,9 @@ class SegmentRegistry:
 
 
 def _connect(where: Path | str) -> sqlite3.Connection:
-    db = sqlite3.connect(where, timeout=2.0)
+    db = sqlite3.connect(where, timeout=0)
     try:
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+        for pragma in _PRAGMAS:
             db.execute(f"PRAGMA {pragma}")
         (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":

@@ -19,7 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from ..cache_api.commands import COMMAND, AnyCommand, Compile, Failure, take_command
 from ..cache_api.handler import CommandHandler
-from ..cache_api.registry import SegmentRegistry, registry_path
+from ..cache_api.registry import SegmentRegistry
+from ..cache_api.registry_file import registry_folder
 from ..connector.scheduler.planning import PlanRequest
 from ..connector.scheduler.segment_requests import SegmentRequest
 from ..connector.scheduler.side import SchedulerSide
@@ -61,9 +62,9 @@ class _HypicMixin(Scheduler):
         self._instance = RoutedInstance(
             self.hypic, (served,) if isinstance(served, str) else tuple(served), model.max_model_len
         )
-        path = registry_path(self.hypic.config.store)
+        folder = registry_folder(self.hypic.config.store)
         self._commands = CommandHandler(
-            lambda: SegmentRegistry(path),
+            lambda: SegmentRegistry(folder, self.hypic.namespace.digest),
             self.hypic.retention,
             self._tenant,
             describe=self._instance.describe,
