@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from oracle.models import random_segments
 
-from .engines import Ask, Engine, audit, drain, sampling_params, scheduler_of
+from .engines import Ask, Engine, audit, drain, prompt, sampling_params, scheduler_of
 from .test_concurrency import mixed_asks
 
 MAX_STEPS = 3000
@@ -25,7 +26,8 @@ def phase_of(scheduler: Any, request_id: str) -> str | None:
     if not side.resident(request_id):
         wanted = side._composed[request_id].wanted
         running = {r.request_id for r in scheduler.running if r.num_computed_tokens > 0}
-        computing = any(s.key in wanted and r in running for r, s in side.segment_requests._segments.items())
+        works = side.segment_requests._segments.items()
+        computing = any(w.segment.key in wanted and r in running for r, w in works)
         return "segment prefill" if computing else "waiting for records"
     if request.num_output_tokens:
         return "decode"
@@ -84,3 +86,39 @@ def test_aborts_at_random_moments_leave_nothing(kind: str, request: pytest.Fixtu
 
     engine.reset()
     assert engine.ask_one_by_one(*composed[:3]) == before, "answers changed"
+
+
+def segments_left(llm: Any, gone: Ask, stays: Ask) -> tuple[dict[int, int], ...]:
+    """Tokens computed by each segment request, by the segment's first token: before the client of ``gone``
+    leaves, and a step later; and the records' first tokens once all is over (with nothing)."""
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    side = scheduler.hypic
+
+    def found() -> dict[int, int]:
+        segments = side.segment_requests._segments.items()
+        return {w.segment.tokens[0]: scheduler.requests[r].num_computed_tokens for r, w in segments}
+
+    def add(name: str, ask: Ask) -> str:
+        return str(engine.add_request(name, {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask)))
+
+    leaves, _ = add("gone", gone), add("stays", stays)
+    engine.step()
+    works = side.segment_requests._segments.values()
+    first_tokens = {w.segment.key: w.segment.tokens[0] for w in works}
+    before = found()
+    engine.abort_request([leaves], internal=True)
+    engine.step()
+    after = found()
+    drain(llm)
+    return before, after, {first_tokens[e.key]: 0 for e in side.directory.resident()}
+
+
+def test_segments_of_an_aborted_request_that_nobody_else_wants_are_not_computed(tight: Engine) -> None:
+    a, b, c = random_segments([320, 320, 320], seed=71)
+    (query,) = random_segments([20], seed=72)
+    before, after, records = tight.call(
+        segments_left, Ask(prompt(a, b, c, query=query)), Ask(prompt(c, query=query))
+    )
+    assert before == {a[0]: 256, b[0]: 0, c[0]: 0}, "the first segment has begun"
+    assert b[0] not in after and c[0] in after, "only the second one is waited for by nobody"
+    assert records.keys() == {a[0], c[0]}, "what had begun is finished"

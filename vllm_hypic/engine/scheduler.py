@@ -169,12 +169,19 @@ class _HypicMixin(Scheduler):
             self._idle_wait.reset()
         else:
             self._idle_wait.wait(until_woken=self.hypic.only_arrivals_matter)
+        self._end_unwanted()
         for segment in self.hypic.pump():
             super().add_request(self._segment_request(segment))
         output = super().schedule(*args, **kwargs)
         self._instance.publish(self._unprefilled_tokens())
         self._ran = bool(output.total_num_scheduled_tokens)
         return output
+
+    def _end_unwanted(self) -> None:
+        """End the segment requests that nobody waits for any more.  What has begun is finished: whoever asks
+        again finds that done."""
+        while unwanted := [r for r in self.hypic.take_unwanted() if not self.requests[r].num_computed_tokens]:
+            self.finish_requests(unwanted, RequestStatus.FINISHED_ABORTED)
 
     def _unprefilled_tokens(self) -> int:
         """Prompt tokens that are still to be computed."""

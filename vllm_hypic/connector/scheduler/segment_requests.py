@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
+from ...primitives.keys import SegmentKey
 from ...primitives.plan import CachedSegment
 from .directory import Entry
 
@@ -73,6 +75,11 @@ class SegmentRequests:
     def work_of(self, request_id: str) -> SegmentWork | None:
         """What a request does; ``None`` when it is none of ours."""
         return self._segments.get(request_id)
+
+    def unwanted(self, wanted: Set[SegmentKey]) -> list[str]:
+        """The requests whose records nobody has pinned, and that are none of ``wanted``."""
+        works = self._segments.items()
+        return [r for r, work in works if not work.entry.pins and work.segment.key not in wanted]
 
     def end(self, request_id: str) -> SegmentWork | None:
         """Forget a request; what it did, or ``None`` when it was none of ours."""

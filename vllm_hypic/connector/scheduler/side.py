@@ -102,6 +102,8 @@ class SchedulerSide:
         self._pending: OrderedDict[str, None] = OrderedDict()
         """Requests whose records are yet to be pinned, first come first."""
         self._held: set[str] = set()
+        self._ended_early = False
+        """A request has been given up since the last :meth:`take_unwanted`."""
         self._news = False
         """An arrival has ended since the last :meth:`pump`."""
         self.worker_unfinished = False
@@ -278,6 +280,7 @@ class SchedulerSide:
 
     def finished(self, request_id: str, *, completed: bool) -> None:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
+        self._ended_early |= not completed
         work = self.segment_requests.end(request_id)
         if work is not None:
             if work.context is not None:
@@ -295,6 +298,14 @@ class SchedulerSide:
             if composed.undecided:
                 held = (entry for c in self._composed.values() for entry in c.held.values())
                 self.arrivals.give_up_unwanted({entry.serial for entry in held})
+
+    def take_unwanted(self) -> list[str]:
+        """Segment requests whose records nobody waits for any more, if a request was given up since the last
+        call.  Ask again once these have ended: they wait for records, too."""
+        if not self._ended_early:
+            return []
+        self._ended_early = False
+        return self.segment_requests.unwanted({k for r in self._pending for k in self._composed[r].wanted})
 
     # -- the worker ----------------------------------------------------------------------------
 
