@@ -6,6 +6,7 @@ The scheduler's thread only.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from ...store.protocol import StoreStats
 from ...store.totals import append_stats, numbers_of, without_latencies
 from ..orders import ClearCaches, OrderQueue, StoreAction, StoreOrder
 from .directory import Lookup, Need, SegmentDirectory
+from .expiries import Expiries
+
+STORED_KEPT = 100_000
+"""Records of which it is remembered that the store was given them."""
 
 
 class PinRefused(ValueError):
@@ -26,7 +31,8 @@ class PinRefused(ValueError):
 @dataclass(frozen=True)
 class RecordState:
     """Where a record stands: complete in the pool, being made, or neither; its bytes there.  ``stored``: the
-    store was given it by this engine, or found it (a tier may have evicted it since)."""
+    store was given it by this engine, or found it (a tier may have evicted it since); known of the
+    :data:`STORED_KEPT` records of which that was last said."""
 
     resident: bool
     pending: bool
@@ -42,8 +48,8 @@ class Retention:
     ) -> None:
         self._config, self._geometry, self._directory = config, geometry, directory
         self._orders = orders
-        self._stored: set[SegmentKey] = set()
-        self._expiry: dict[SegmentKey, float] = {}
+        self._stored: OrderedDict[SegmentKey, None] = OrderedDict()
+        self._expiries = Expiries()
         self._dropping: dict[int, SegmentKey] = {}
         """Records dropped while they were being made or used, by serial."""
         self._stats: StoreStats | None = None
@@ -61,7 +67,7 @@ class Retention:
         for serial in self._gone():
             key = self._dropping.pop(serial)
             if self._directory.lookup(key) is Lookup.MISS:
-                self._stored.discard(key)
+                self._stored.pop(key, None)
                 self._order(StoreAction.DELETE, key)
 
     def _gone(self) -> list[int]:
@@ -75,11 +81,15 @@ class Retention:
 
     def stored(self, keys: Iterable[SegmentKey]) -> None:
         """The store was given these records, or has found them."""
-        self._stored.update(keys)
+        for key in keys:
+            self._stored[key] = None
+            self._stored.move_to_end(key)
+        while len(self._stored) > STORED_KEPT:
+            self._stored.popitem(last=False)
 
     def not_stored(self, key: SegmentKey) -> None:
         """The store does not have it."""
-        self._stored.discard(key)
+        self._stored.pop(key, None)
 
     def absorb(self, stats: StoreStats) -> None:
         """What the store counted since it was last heard of."""
@@ -133,24 +143,21 @@ class Retention:
 
     def drop_record(self, key: SegmentKey) -> None:
         """Forget the record: no later request finds it, and it goes as soon as no earlier one uses it."""
-        self._expiry.pop(key, None)
+        self._expiries.set(key, None)
         self._directory.unkeep(key)
         if (used := self._directory.discard(key)) is not None:
             self._dropping[used.serial] = key
-        self._stored.discard(key)
+        self._stored.pop(key, None)
         self._order(StoreAction.DELETE, key)
 
     def expire_record(self, key: SegmentKey, at: float | None) -> None:
         """The record is dropped at Unix time ``at``; ``None``: never."""
-        self._expiry.pop(key, None)
-        if at is not None:
-            self._expiry[key] = at
+        self._expiries.set(key, at)
         self._order(StoreAction.EXPIRE, key, at)
 
     def drop_expired(self) -> None:
         """Drop the records whose time has come."""
-        now = time.time()
-        for key in [k for k, at in self._expiry.items() if at <= now]:
+        for key in self._expiries.take_due(time.time()):
             self.drop_record(key)
 
     def record_state(self, key: SegmentKey) -> RecordState:

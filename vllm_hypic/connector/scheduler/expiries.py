@@ -1,0 +1,39 @@
+"""When records expire: those whose time has come are found without looking at the others."""
+
+from __future__ import annotations
+
+import heapq
+
+from ...primitives.keys import SegmentKey
+
+_SLACK = 64
+
+
+class Expiries:
+    """Unix times by record.  The scheduler's thread only."""
+
+    def __init__(self) -> None:
+        self._at: dict[SegmentKey, float] = {}
+        self._soonest: list[tuple[float, SegmentKey]] = []
+        """A heap of these, and of former ones: at most twice as many, and a few."""
+
+    def set(self, key: SegmentKey, at: float | None) -> None:
+        """Replace the record's time; ``None``: it has none."""
+        if at is None:
+            self._at.pop(key, None)
+            return
+        self._at[key] = at
+        heapq.heappush(self._soonest, (at, key))
+        if len(self._soonest) > 2 * len(self._at) + _SLACK:
+            self._soonest = [(at, key) for key, at in self._at.items()]
+            heapq.heapify(self._soonest)
+
+    def take_due(self, now: float) -> list[SegmentKey]:
+        """Forget and return the records whose time is at or before ``now``."""
+        due = []
+        while self._soonest and self._soonest[0][0] <= now:
+            at, key = heapq.heappop(self._soonest)
+            if self._at.get(key) == at:
+                del self._at[key]
+                due.append(key)
+        return due
