@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
+from .pieces import PromptError
+
 FORMAT_VERSION = 1
 """Version of the record's content; part of every key."""
 
@@ -62,14 +64,15 @@ def segment_key(
 ) -> SegmentKey:
     """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids).
 
-    ``context``: the record that it is computed behind.
+    ``context``: the record that it is computed behind.  Raises :class:`PromptError` for a token id of more
+    than 63 bits.
     """
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
     digest = hashlib.sha256(shape.encode())
-    digest.update(array("q", tokens).tobytes())
+    digest.update(_packed(tokens))
     if anchor:
         digest.update(b"anchor")
-        digest.update(array("q", anchor).tobytes())
+        digest.update(_packed(anchor))
     if context is not None:
         digest.update(b"context")
         digest.update(bytes.fromhex(context))
@@ -77,3 +80,10 @@ def segment_key(
         digest.update(b"offsets")
         digest.update(array("q", offsets).tobytes())
     return SegmentKey(digest.hexdigest())
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    try:
+        return array("q", tokens).tobytes()
+    except OverflowError as e:
+        raise PromptError(f"token id {max(tokens, key=abs)}: expected at most {(1 << 63) - 1}") from e

@@ -83,6 +83,15 @@ def test_errors_of_the_instance_come_as_they_are(site: Site) -> None:
     assert router.counted("hypic_router_failures_total") == 0
 
 
+def test_token_ids_that_are_none_are_the_instances_to_refuse(site: Site) -> None:
+    workers, combine = [site.fake(), site.fake()], site.fake()
+    router = site.router(workers, [combine])
+    ids = tokens_of(cold([80, 90, 100]))
+    for token in (-(2**63) - 1, 2**63, 2**64, 2**70):
+        answer = router.complete([*ids[:10], token, *ids[10:]])
+        assert answer.status_code == 400 and "FakeError" in answer.text
+
+
 def test_chats_and_token_lists_are_spread_too(site: Site) -> None:
     workers, combine = [site.fake(), site.fake()], site.fake()
     router = site.router(workers, [combine])
