@@ -103,6 +103,33 @@ def test_present_loads_are_evened_out() -> None:
     assert tokens_at(decided(of, request), one) < tokens_at(decided(of, request), two) - 300
 
 
+def test_what_has_no_warm_up_prompt_is_computed_where_it_is_wanted() -> None:
+    """Whoever holds or makes it could not be asked to send it."""
+    of = pool(3)
+    _, holder, maker, _ = of.instances
+    request = planned([100] * 6)
+    asks = [replace(ask, prompt=()) if i < 3 else ask for i, ask in enumerate(request.segments)]
+    request.__dict__["segments"] = tuple(asks)
+    holder.view.resident.add(asks[0].key)
+    maker.view.pending.add(asks[1].key)
+    found = decided(of, request)
+    assert {a.key for a in found.local} == {a.key for a in asks[:3]}
+    assert {t.ask.key for t in found.tasks} == {a.key for a in asks[3:]}
+
+
+def test_what_was_noted_of_an_instance_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    (instance, *_) = pool(1).instances
+    for key in ("a", "b", "a"):
+        instance.asked_for(key)
+        now += 0.4
+    assert instance.makes("a") and instance.makes("b")
+    now += 0.3  # of the first "a" and of "b" it is longer than a second
+    instance.asked_for("c")
+    assert instance.makes("a") and not instance.makes("b") and list(instance._asked) == ["a", "c"]
+
+
 def test_long_segments_weigh_more_than_their_tokens() -> None:
     """80 + 20 tokens stand against 60 + 30; with attention's share the longest one outweighs all others."""
     even = planned([80, 60, 30, 20])

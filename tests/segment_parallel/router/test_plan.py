@@ -23,6 +23,7 @@ from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
+from vllm_hypic.segment_parallel.router import plan as router_plan
 from vllm_hypic.segment_parallel.router.plan import plan_request
 from vllm_hypic.segment_parallel.router.prompt import CHAT, tokenize_request
 
@@ -121,6 +122,33 @@ def test_padding_dependent_tokens_and_fixed_positions(link: str) -> None:
     plan = planned_alike(engine(linear=False), ids, {"hypic_link": link}, None)
     assert plan is not None and len(plan.segments) == 3
     assert any(s.offsets is not None for s in plan.segments)
+
+
+@pytest.mark.parametrize("token", [-(2**63) - 1, 2**63, 2**70])
+@pytest.mark.parametrize("where", [0, 30])
+def test_token_ids_of_more_than_63_bits_are_refused(where: int, token: int) -> None:
+    ids = [*([1] * 20), IDS.sep, *([2] * 20), IDS.sep, 3]
+    ids[where] = token
+    side = engine(linear=False)
+    with pytest.raises(PromptError, match=f"token id {token}: expected at most {2**63 - 1}"):
+        side.planner.plan(PlanRequest(ids, {"hypic_link": "seam-2-2+4"}, None, None))
+    assert plan_request(ids, {}, None, described(side)) is None
+
+
+def test_warm_up_prompts_of_one_request_do_not_grow_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the bound a segment has none, and no instance is said to make it."""
+    monkeypatch.setattr(router_plan, "MOST_PADDING", 300)
+    side = engine(linear=False)
+    ids = [t for i in range(5) for t in (IDS.sep, *[i] * 50)] + [IDS.sep, 99]
+    planned = plan_request(ids, {"hypic_link": "prompt-cache"}, None, described(side))
+    assert planned is not None and planned.plan == side.planner.plan(
+        PlanRequest(ids, {"hypic_link": "prompt-cache"}, None, None)
+    )
+    assert [len(s.prompt) for s in planned.segments] == [52, 102, 152, 202, 0]
+    made = [planned.made_by(planned.description, s) for s in planned.segments]
+    assert made == [True, True, True, True, False]
+    moved = plan_request(ids, {"hypic_link": "hypic"}, None, described(side))
+    assert moved is not None and all(s.prompt for s in moved.segments)
 
 
 def test_the_longest_segment_that_a_model_takes() -> None:

@@ -144,6 +144,8 @@ def _known_source(
     loads: dict[Instance, float],
     traffic: Traffic,
 ) -> tuple[Instance, RecordSource] | None:
+    if not ask.prompt:
+        return None
     holders = [i for i in others if i.holds(ask.key)]
     if holders:
         return min(holders, key=loads.__getitem__), RecordSource.HELD

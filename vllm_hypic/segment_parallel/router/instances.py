@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -80,8 +80,8 @@ class Instance:
         self._last_done = 0.0
         self._suspect_until = 0.0
         self._back_off_s = 0.0
-        self._fresh: dict[str, float] = {}
-        self._asked: dict[str, float] = {}
+        self._fresh: OrderedDict[str, float] = OrderedDict()
+        self._asked: OrderedDict[str, float] = OrderedDict()
 
     # -- health ----------------------------------------------------------------------------------
 
@@ -169,11 +169,13 @@ class Instance:
         return self._s_per_token
 
 
-def _note(keys: dict[str, float], key: str) -> None:
+def _note(keys: OrderedDict[str, float], key: str) -> None:
+    """Note the key for a while; those that have been there longest stand first."""
     now = time.monotonic()
-    for old in [k for k, until in keys.items() if until <= now]:
-        del keys[old]
+    while keys and next(iter(keys.values())) <= now:
+        keys.popitem(last=False)
     keys[key] = now + FRESH_S
+    keys.move_to_end(key)
 
 
 class InstancePool:

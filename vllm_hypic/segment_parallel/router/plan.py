@@ -15,10 +15,14 @@ from ...primitives.policies import LinkError, LinkMethod
 from ...primitives.tokens import PrimitiveIds
 from ..description import Description
 
+MOST_PADDING = 1 << 20
+"""Padding in all warm-up prompts of one request together."""
+
 
 @dataclass(frozen=True)
 class SegmentAsk:
-    """One distinct record of a request: ``prompt`` is a warm-up prompt that makes exactly this record."""
+    """One distinct record of a request: ``prompt`` is a warm-up prompt that makes exactly this record; empty
+    where that would be too long, so that no other instance can be asked for it."""
 
     key: SegmentKey
     prompt: tuple[int, ...]
@@ -39,17 +43,17 @@ class Planned:
     @cached_property
     def segments(self) -> tuple[SegmentAsk, ...]:
         """The plan's distinct records, in order."""
-        first = {s.key: s for s in reversed(self.plan.segments)}
-        keys = dict.fromkeys(s.key for s in self.plan.segments)
-        primitives = self.description.primitives
-        return tuple(
-            SegmentAsk(
-                key,
-                tuple(warmup_prompt(first[key], self.plan.method, primitives)),
-                first[key].prepended + first[key].stop,
-            )
-            for key in keys
-        )
+        asks: dict[SegmentKey, SegmentAsk] = {}
+        padding, primitives = 0, self.description.primitives
+        for segment in self.plan.segments:
+            if segment.key in asks:
+                continue
+            # Each is as long as what stands before the segment: together they grow with the prompt's square.
+            padding += segment.start if self.plan.method.fixed_position else 0
+            fits = padding <= MOST_PADDING
+            prompt = warmup_prompt(segment, self.plan.method, primitives) if fits else ()
+            asks[segment.key] = SegmentAsk(segment.key, tuple(prompt), segment.prepended + segment.stop)
+        return tuple(asks.values())
 
     @property
     def stream_tokens(self) -> int:
@@ -58,7 +62,7 @@ class Planned:
 
     def made_by(self, worker: Description, ask: SegmentAsk) -> bool:
         """Whether ``worker``, which may have a smaller pool, makes this very record of the warm-up prompt."""
-        if worker.primitives != self.description.primitives:
+        if not ask.prompt or worker.primitives != self.description.primitives:
             return False
         try:
             found = _plan(ask.prompt, self.plan.method, worker, self.salt)
