@@ -24,7 +24,8 @@ from vllm_hypic.primitives.options import LinkDefaults, link_of_request
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
-SEP = PrimitiveTexts().sep
+TEXTS = PrimitiveTexts()
+SEP = TEXTS.sep
 A, B, LEAD, CHAT_LEAD, TOKENS = (id_form(name) for name in ("a", "b", "lead", "chat", "tokens"))
 CONTENTS = {
     "a": Content(Place.INTERIOR, "text a", []),
@@ -87,14 +88,14 @@ def test_an_id_that_nobody_replaced_is_refused():
 )
 def test_an_id_stands_for_its_segment_with_separators(prompt, expected):
     body = {"prompt": prompt, "max_tokens": 3}
-    assert expand(COMPLETIONS, body, CONTENTS, SEP) == {"prompt": expected, "max_tokens": 3}
+    assert expand(COMPLETIONS, body, CONTENTS, TEXTS) == {"prompt": expected, "max_tokens": 3}
     assert body["prompt"] == prompt, "the caller's is left as it was"
 
 
 def test_prompts_in_a_list_and_ids_of_all_of_them():
     body = {"prompt": [f"x{A}y", f"x{B}{A}y", [1, 2]]}
     assert ids_in(COMPLETIONS, body) == ["a", "b"]
-    assert expand(COMPLETIONS, body, CONTENTS, SEP)["prompt"] == [
+    assert expand(COMPLETIONS, body, CONTENTS, TEXTS)["prompt"] == [
         f"x{SEP}text a{SEP}y",
         f"x{SEP}text b{SEP}text a{SEP}y",
         [1, 2],
@@ -111,7 +112,7 @@ def test_chat_messages_and_their_parts():
         ]
     }
     assert ids_in(CHAT, body) == ["chat", "a", "b"]
-    assert expand(CHAT, body, CONTENTS, SEP)["messages"] == [
+    assert expand(CHAT, body, CONTENTS, TEXTS)["messages"] == [
         {"role": "system", "content": "system"},
         {"role": "user", "content": [{"type": "text", "text": f"{SEP}text a{SEP}q"}, {"type": "image_url"}]},
         {"role": "assistant", "content": None},
@@ -120,7 +121,7 @@ def test_chat_messages_and_their_parts():
 
 
 def test_a_segment_of_tokens_is_written_as_tokens():
-    [prompt] = [expand(COMPLETIONS, {"prompt": f"x{TOKENS}y"}, CONTENTS, SEP)["prompt"]]
+    [prompt] = [expand(COMPLETIONS, {"prompt": f"x{TOKENS}y"}, CONTENTS, TEXTS)["prompt"]]
     before, written, after = prompt.split(SEP)
     assert (before, after) == ("x", "y") and split_forms(written) == [WrittenTokens((5, 6), len(written))]
 
@@ -146,7 +147,7 @@ def test_a_segment_of_tokens_is_written_as_tokens():
 )
 def test_misplaced_ids_are_refused_by_name(path, body, reason):
     with pytest.raises(MisplacedId, match=reason):
-        expand(path, body, CONTENTS, SEP)
+        expand(path, body, CONTENTS, TEXTS)
 
 
 json_values = st.recursive(
@@ -162,6 +163,6 @@ json_values = st.recursive(
 )
 def test_any_json_object_passes(path, body):
     """What is no request at all is vLLM's to refuse."""
-    assert set(ids_in(path, body)) <= {"a"}
-    changed = expand(path, body, CONTENTS, SEP)
-    assert ids_in(path, changed) == [] and changed.keys() == body.keys()
+    assert set(ids_in(path, body) or ()) <= {"a"}
+    changed = expand(path, body, CONTENTS, TEXTS)
+    assert ids_in(path, changed) is None and changed.keys() == body.keys()

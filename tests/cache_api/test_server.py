@@ -301,8 +301,20 @@ class TestServer:
 
     def test_an_id_on_a_route_that_does_not_know_ids_is_refused(self, server, cache):
         segment = cache.compile(words("elsewhere"))
-        response = httpx.post(f"{server.url}/tokenize", json={"prompt": f"w1{segment.form}"}, timeout=60)
+        response = httpx.post(f"{server.url}/v1/responses", json={"input": f"w1{segment.form}"}, timeout=60)
         assert response.status_code == 400 and segment.id in response.text
+
+    def test_tokenize_gives_what_the_engine_gets(self, server, cache):
+        segment = cache.compile(words("tokenised"))
+        prompts = [
+            f"w1{segment.form}w2",
+            [{"type": "text", "text": "w1"}, segment.part, {"type": "text", "text": "w2"}],
+        ]
+        for prompt in prompts:
+            response = httpx.post(f"{server.url}/tokenize", json={"prompt": prompt}, timeout=60)
+            [choice] = post(server, {"prompt": prompt, "return_token_ids": True}).json()["choices"]
+            assert response.json()["tokens"] == choice["prompt_token_ids"]
+            assert len(choice["prompt_token_ids"]) == segment.tokens + 4
 
     def test_requests_without_ids_pass_unchanged(self, server):
         assert choices(post(server, {"prompt": "w1 w2"}))

@@ -38,6 +38,7 @@ def test_primitives_package_imports_neither_torch_nor_vllm():
         ({"pdep": 3}, "pdep=3: expected a non-empty string"),
         ({"sep": "x", "pad": "x"}, "sep='x': pad has the same text; the three must differ"),
         ({"sep": "<<PIC", "pad": "<<PIC_SEP>>"}, "sep='<<PIC': is part of pad='<<PIC_SEP>>'"),
+        ({"literal": "no"}, "literal='no': expected true or false"),
         ({"sep": "\ud800"}, "sep='\\ud800': not valid Unicode text"),
     ],
 )

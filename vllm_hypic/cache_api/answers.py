@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..primitives.parts import SEGMENT_PART
 from .forms import id_form
 
 Role = Literal["leading", "interior"]
@@ -61,6 +62,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     def form(self) -> str:
         """The text that stands for the segment in prompts and messages."""
         return id_form(self.id)
+
+    @property
+    def part(self) -> dict[str, str]:
+        """What stands for the segment among the parts of a prompt or of a message's content."""
+        return {"type": SEGMENT_PART, "id": self.id}
 
 
 class SegmentPage(msgspec.Struct, frozen=True):

@@ -82,6 +82,8 @@ def _checked_text(name: str, text: str, control: Control) -> str:
         raise HTTPException(
             400, f"{name} has {len(text)} characters: no text of more than {most} fits max_model_len"
         )
+    if control.literal:
+        return text
     for role, marker in control.config.tokens.items():
         if marker in text:
             raise HTTPException(400, f"{name} contains {marker!r}, the text of {role}: remove it")
@@ -95,7 +97,7 @@ class _Renderer:
 
     def __init__(self, tokenization: ServingTokenization, request: Request, control: Control) -> None:
         self._tokenization, self._request = tokenization, request
-        self._sep, self._sep_id = control.config.tokens.sep, control.ids.sep
+        self._sep, self._sep_id = control.texts.sep, control.ids.sep
 
     async def interior(self, text: str) -> list[int]:
         prompt = f"{self._sep}{text}{self._sep}"

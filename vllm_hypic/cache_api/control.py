@@ -13,6 +13,7 @@ from ..connector.build import primitive_ids_of
 from ..segment_parallel.description import Description
 from .answers import CacheStats, Segment, SegmentPage
 from .commands import COMMAND, AnyCommand, Compile, Failure, Resolved, unpack
+from .forms import sealed_texts
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -52,6 +53,9 @@ class Control:
         self.config = config_of(engine.vllm_config)
         self.max_model_len: int = engine.vllm_config.model_config.max_model_len
         self.ids = primitive_ids_of(engine.vllm_config, self.config)
+        self.literal = self.config.tokens.literal
+        self.texts = sealed_texts(self.ids) if self.literal else self.config.tokens
+        """What is written for primitives."""
         self.max_chars_per_token: int = engine.renderer.get_tokenizer().max_chars_per_token
         # Stands in for a prompt where there is none: any token that is no primitive.
         self._nothing = [next(t for t in range(4) if self.ids.marker(t) is None)]

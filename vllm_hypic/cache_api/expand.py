@@ -1,72 +1,118 @@
-"""Puts what segment ids stand for in their place, in the bodies of completion and chat requests.
+"""Puts what ids and parts stand for in their place, in the bodies of completion, chat and tokenise requests.
 
 An id stands for its segment *with* the separators that make it one; separators that are there already are not
-doubled, so ``system ID1 ID2 question`` is ``system SEP text1 SEP text2 SEP question``.
+doubled, so ``system ID1 ID2 question`` is ``system SEP text1 SEP text2 SEP question``.  Ids stand in texts,
+or among the parts of a prompt or content, as separators may; where text is literal, only there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+from ..primitives.parts import MARKER_PARTS, PART_TYPES, is_part
+from ..primitives.tokens import Marker, PrimitiveTexts
 from .answers import Place
 from .commands import Content
 from .forms import ID_FORM, tokens_form
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PATHS = (COMPLETIONS, CHAT)
-"""Routes in whose bodies ids are replaced."""
+COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+PATHS = (COMPLETIONS, CHAT, TOKENIZE)
+"""Routes in whose bodies ids and parts are replaced."""
 
 
 class MisplacedId(ValueError):
-    """An id stands where its segment cannot be what it was compiled for; the message holds the id."""
+    """An id or a part stands where it cannot be what it is meant for; the message names it."""
 
 
-def ids_in(path: str, body: Mapping[str, Any]) -> list[str]:
-    """The distinct segment ids in the prompts or messages of a request, in order."""
-    texts: list[str] = []
+@dataclass(frozen=True)
+class SegmentId:
+    """An id, as opposed to a text."""
 
-    def note(text: str, _: bool) -> str:
-        texts.append(text)
-        return text
-
-    _rewrite(path, body, note)
-    return list(dict.fromkeys(found[1] for text in texts for found in ID_FORM.finditer(text)))
+    value: str
 
 
-def expand(path: str, body: Mapping[str, Any], contents: Mapping[str, Content], sep: str) -> dict[str, Any]:
-    """The body with every id replaced; ``contents`` has them all, ``sep`` is the separator's text.
+Piece = str | SegmentId | Marker
+_Change = Callable[[list[Piece], bool], str]
+
+
+def ids_in(path: str, body: Mapping[str, Any], *, literal: bool = False) -> list[str] | None:
+    """The distinct segment ids in the prompts or messages of a request, in order; ``None``: there is nothing
+    to replace.
+
+    Raises :class:`MisplacedId` for parts that cannot be read.
+    """
+    found: list[SegmentId | Marker] = []
+
+    def note(pieces: list[Piece], _: bool) -> str:
+        found.extend(piece for piece in pieces if not isinstance(piece, str))
+        return ""
+
+    _rewrite(_is_chat(path, body), body, note, literal)
+    ids = dict.fromkeys(piece.value for piece in found if isinstance(piece, SegmentId))
+    return list(ids) if found else None
+
+
+def expand(
+    path: str,
+    body: Mapping[str, Any],
+    contents: Mapping[str, Content],
+    texts: PrimitiveTexts,
+    *,
+    literal: bool = False,
+) -> dict[str, Any]:
+    """The body with every id and part replaced; ``contents`` has all ids, ``texts`` is what to write for
+    primitives.
 
     Raises :class:`MisplacedId`.  Does not change ``body``.
     """
+    chat, hidden = _is_chat(path, body), list[str]()
+
+    def written(pieces: list[Piece], first: bool) -> str:
+        hidden.extend(_hidden(pieces, contents, literal))
+        return _expanded(pieces, contents, texts, chat=chat, first=first)
+
+    changed = _rewrite(chat, body, written, literal)
     for option in ("echo", "truncate_prompt_tokens"):
-        tokens = [i for i in ids_in(path, body) if contents[i].text is None]
-        if body.get(option) and tokens:
-            raise MisplacedId(
-                f"{option} cannot be combined with segment {tokens[0]!r}, which was compiled from tokens: "
-                f"compile it from text, or leave {option} out"
-            )
-    chat = path == CHAT
-    return _rewrite(path, body, lambda text, first: _expanded(text, contents, sep, chat=chat, first=first))
+        if body.get(option) and hidden:
+            raise MisplacedId(f"{option} cannot be combined with {hidden[0]}; leave {option} out")
+    return changed
 
 
-def _expanded(text: str, contents: Mapping[str, Content], sep: str, *, chat: bool, first: bool) -> str:
-    """``first``: the text stands first in its prompt (or in its chat's first message)."""
-    parts = ID_FORM.split(text)  # texts at even places, ids at odd ones
-    out = parts[0]
-    for segment_id, after in zip(parts[1::2], parts[2::2], strict=True):
-        content = contents[segment_id]
-        written = content.text if content.text is not None else tokens_form(content.token_ids)
+def _hidden(pieces: list[Piece], contents: Mapping[str, Content], literal: bool) -> Iterator[str]:
+    """What of it is not written as its own text, and why."""
+    for piece in pieces:
+        if isinstance(piece, SegmentId) and contents[piece.value].text is None:
+            yield f"segment {piece.value!r}, which was compiled from tokens: compile it from text"
+        elif literal and not isinstance(piece, str):
+            yield "parts of separators and segments, which no text shows where text is literal"
+
+
+def _expanded(
+    pieces: list[Piece], contents: Mapping[str, Content], texts: PrimitiveTexts, *, chat: bool, first: bool
+) -> str:
+    """``first``: the pieces stand first in their prompt (or in their chat's first message)."""
+    out, sep = "", texts.sep
+    for piece, after in zip_longest(pieces, pieces[1:]):
+        if isinstance(piece, str):
+            out += piece
+            continue
+        if isinstance(piece, Marker):
+            out += texts[piece]
+            continue
+        content = contents[piece.value]
         if content.place.leading:
-            _check_leading(segment_id, content.place, chat=chat, at_start=first and not out)
+            _check_leading(piece.value, content.place, chat=chat, at_start=first and not out)
         elif not out.endswith(sep):
             out += sep
-        out += written
+        out += content.text if content.text is not None else tokens_form(content.token_ids)
         # A system message is followed by what the template puts after it, and the segment goes on in there.
-        open_end = content.place is Place.CHAT and not after
-        if not open_end and not after.startswith(sep):
+        open_end = content.place is Place.CHAT and not isinstance(after, str | Marker)
+        closed = after is Marker.SEP or (isinstance(after, str) and after.startswith(sep))
+        if not open_end and not closed:
             out += sep
-        out += after
     return out
 
 
@@ -85,33 +131,81 @@ def _check_leading(segment_id: str, place: Place, *, chat: bool, at_start: bool)
         )
 
 
-def _rewrite(path: str, body: Mapping[str, Any], change: Callable[[str, bool], str]) -> dict[str, Any]:
-    """A copy of the body with each text that may hold ids replaced by ``change(text, stands first)``."""
-    if path == COMPLETIONS:
-        prompt = body.get("prompt")
-        if isinstance(prompt, str):
-            return {**body, "prompt": change(prompt, True)}
-        if isinstance(prompt, list):
-            return {**body, "prompt": [change(p, True) if isinstance(p, str) else p for p in prompt]}
-        return dict(body)
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        return dict(body)
-    return {**body, "messages": list(_messages(messages, change))}
+def _is_chat(path: str, body: Mapping[str, Any]) -> bool:
+    return path == CHAT or (path == TOKENIZE and "messages" in body)
 
 
-def _messages(messages: list[Any], change: Callable[[str, bool], str]) -> Iterator[Any]:
-    for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str):
-            yield {**message, "content": change(content, i == 0)}
-        elif isinstance(content, list):
-            parts = [
-                {**part, "text": change(part["text"], i == 0 and j == 0)}
-                if isinstance(part, dict) and isinstance(part.get("text"), str)
-                else part
-                for j, part in enumerate(content)
-            ]
-            yield {**message, "content": parts}
+def _rewrite(chat: bool, body: Mapping[str, Any], change: _Change, literal: bool) -> dict[str, Any]:
+    """A copy of the body with each text, and each run of texts around our parts, replaced by ``change(pieces,
+    stands first)``."""
+    name = "messages" if chat else "prompt"
+    if name not in body:
+        return dict(body)
+    value = body[name]
+    if not chat:
+        if isinstance(value, list) and not any(map(is_part, value)):
+            return {**body, name: [_prompt(p, change, literal) for p in value]}
+        return {**body, name: _prompt(value, change, literal)}
+    if not isinstance(value, list):
+        return dict(body)
+    return {**body, name: [_message(m, change, literal, i == 0) for i, m in enumerate(value)]}
+
+
+def _prompt(prompt: Any, change: _Change, literal: bool) -> Any:
+    if isinstance(prompt, str):
+        return change(_pieces(prompt, literal), True)
+    if isinstance(prompt, list) and any(map(is_part, prompt)):
+        for i, part in enumerate(prompt):
+            if not (is_part(part) or _is_text(part)):
+                raise MisplacedId(
+                    f"prompt[{i}]={part!r:.200}: expected a part of type text, {', '.join(PART_TYPES)}"
+                )
+        return change([piece for part in prompt for piece in _pieces(part, literal)], True)
+    return prompt
+
+
+def _message(message: Any, change: _Change, literal: bool, first: bool) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        return {**message, "content": change(_pieces(content, literal), first)}
+    if isinstance(content, list):
+        return {**message, "content": list(_contents(content, change, literal, first))}
+    return message
+
+
+def _contents(parts: list[Any], change: _Change, literal: bool, first: bool) -> Iterator[Any]:
+    """The parts, each run of texts that ours join as one text."""
+    runs: list[list[Any]] = []
+    for before, part in zip([None, *parts], parts, strict=False):
+        joins = is_part(part) or is_part(before)
+        if runs and joins and all(is_part(p) or _is_text(p) for p in (before, part)):
+            runs[-1].append(part)
         else:
-            yield message
+            runs.append([part])
+    for i, run in enumerate(runs):
+        if not (is_part(run[0]) or _is_text(run[0])):
+            yield run[0]
+            continue
+        text = change([piece for part in run for piece in _pieces(part, literal)], first and i == 0)
+        yield {**next((part for part in run if not is_part(part)), {"type": "text"}), "text": text}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _pieces(part: Any, literal: bool) -> list[Piece]:
+    """What a text, a part of text, or a part of ours says; nothing where a text is empty."""
+    if is_part(part):
+        if (marker := MARKER_PARTS.get(part["type"])) is not None:
+            return [marker]
+        segment_id = part.get("id")
+        if not isinstance(segment_id, str) or not 0 < len(segment_id) <= 200:
+            raise MisplacedId(f'part {part!r:.200}: expected an "id", that of a compiled segment')
+        return [SegmentId(segment_id)]
+    text = part if isinstance(part, str) else part["text"]
+    if literal:
+        return [text] if text else []
+    # Texts at even places, ids at odd ones.
+    found = [SegmentId(p) if i % 2 else p for i, p in enumerate(ID_FORM.split(text))]
+    return [p for p in found if p != ""]

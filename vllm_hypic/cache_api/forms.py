@@ -17,8 +17,10 @@ import hmac
 import re
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 
 ID_FORM = re.compile(r"<\|hypic_segment:([^<>|]{1,200})\|>")
 _TOKENS_FORM = re.compile(r"<\|hypic_tokens:([0-9a-f]{32}):([A-Za-z0-9+/]*)\|>")
@@ -49,9 +51,17 @@ def tokens_form(tokens: Sequence[int]) -> str:
     return f"<|hypic_tokens:{_seal(body)}:{body}|>"
 
 
-def has_forms(text: str) -> bool:
+def sealed_texts(ids: PrimitiveIds) -> PrimitiveTexts:
+    """Texts that this process's tokenizers read as primitives, even where text is literal: whoever writes
+    prompts elsewhere does not know them."""
+    return PrimitiveTexts(tokens_form([ids.sep]), tokens_form([ids.pdep]), tokens_form([ids.pad]))
+
+
+def has_forms(text: str, *, literal: bool = False) -> bool:
     """Whether :func:`split_forms` has anything to do."""
-    return _HINT in text and bool(_TOKENS_FORM.search(text) or ID_FORM.search(text))
+    if _HINT not in text:
+        return False
+    return (not literal and ID_FORM.search(text) is not None) or next(_written(text), None) is not None
 
 
 @dataclass(frozen=True)
@@ -62,24 +72,22 @@ class WrittenTokens:
     n_chars: int
 
 
-def split_forms(text: str) -> list[str | WrittenTokens]:
+def split_forms(text: str, *, literal: bool = False) -> list[str | WrittenTokens]:
     """Cut ``text`` at the tokens written in it.
 
     What only looks like tokens, but was not written by this process, stays text.  Raises
-    :class:`UnresolvedId` for an id.
+    :class:`UnresolvedId` for an id, which is text like any other if text is ``literal``.
     """
     if _HINT not in text:
         return [text]
-    if (found := ID_FORM.search(text)) is not None:
+    if not literal and (found := ID_FORM.search(text)) is not None:
         raise UnresolvedId(
             f"segment id {found[1]!r} is not known here: ids stand in prompts of /v1/completions and in "
             "messages of /v1/chat/completions, on a server started with VLLM_PLUGINS=hypic,hypic_cache"
         )
     parts: list[str | WrittenTokens] = []
     at = 0
-    for match in _TOKENS_FORM.finditer(text):
-        if not hmac.compare_digest(match[1], _seal(match[2])):
-            continue
+    for match in _written(text):
         if match.start() > at:
             parts.append(text[at : match.start()])
         parts.append(WrittenTokens(_unpacked(match[2]), match.end() - match.start()))
@@ -87,6 +95,11 @@ def split_forms(text: str) -> list[str | WrittenTokens]:
     if at < len(text):
         parts.append(text[at:])
     return parts
+
+
+def _written(text: str) -> Iterator[re.Match[str]]:
+    """Where this process wrote tokens."""
+    return (m for m in _TOKENS_FORM.finditer(text) if hmac.compare_digest(m[1], _seal(m[2])))
 
 
 def _unpacked(body: str) -> tuple[int, ...]:

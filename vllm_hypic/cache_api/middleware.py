@@ -1,4 +1,4 @@
-"""Replaces segment ids in the bodies of completion and chat requests, before vLLM reads them."""
+"""Replaces segment ids and parts in the bodies of requests with prompts, before vLLM reads them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
 
-from .commands import Failure, Resolve, Resolved
+from ..primitives.parts import PART_TYPES
+from .commands import Content, Failure, Resolve, Resolved
 from .control import CommandFailed, Control
 from .expand import PATHS, MisplacedId, expand, ids_in
 from .models import error_body
 
-# An id is written in ASCII, which JSON may write as \u escapes.
-_HINTS = (b"<|hypic_segment:", b"\\u")
+# What we look for is written in ASCII, which JSON may write as \u escapes.
+_HINTS = (b"<|hypic_segment:", b"\\u", *(f'"{name}"'.encode() for name in PART_TYPES))
 
 
 class SegmentIds:
-    """ASGI middleware.  Requests without ids pass unchanged; it stands behind vLLM's check of API keys."""
+    """ASGI middleware, behind vLLM's check of API keys.  Requests without ids and parts pass unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -39,9 +40,12 @@ class SegmentIds:
         body, pending = await _read(receive)
         replay = _Replay(body, pending, receive)
         request = _parsed(body)
-        if request is not None and (ids := ids_in(path, request)) and _has_good_salt(request):
+        if request is not None and _has_good_salt(request):
             try:
-                replay.body = json.dumps(await _replaced(path, request, ids, control)).encode()
+                changed = await _replaced(path, request, control)
+                if changed is not request:
+                    replay.body = json.dumps(changed).encode()
+                    scope = _with_length(scope, len(replay.body))
             except CommandFailed as e:
                 return await _refuse(e.status, e.message, scope, receive, send)
             except MisplacedId as e:
@@ -49,16 +53,21 @@ class SegmentIds:
             except VLLMError as e:  # vLLM's own handlers stand behind this middleware
                 error = create_error_response(e).error
                 return await _refuse(error.code, error.message, scope, receive, send)
-            scope = _with_length(scope, len(replay.body))
         await self.app(scope, replay, send)
 
 
-async def _replaced(path: str, request: dict[str, Any], ids: list[str], control: Control) -> dict[str, Any]:
-    """The request with texts and tokens in place of its ids, which are looked up with one command."""
-    resolved = await control.send(Resolve(ids), Resolved, request.get("cache_salt"))
-    if resolved.unknown:
-        raise CommandFailed(Failure(404, _unknown(resolved.unknown)))
-    return expand(path, request, resolved.contents, control.config.tokens.sep)
+async def _replaced(path: str, request: dict[str, Any], control: Control) -> dict[str, Any]:
+    """The request with texts and tokens in place of parts and ids, which are looked up with one command."""
+    ids = ids_in(path, request, literal=control.literal)
+    if ids is None:
+        return request
+    contents: dict[str, Content] = {}
+    if ids:
+        resolved = await control.send(Resolve(ids), Resolved, request.get("cache_salt"))
+        if resolved.unknown:
+            raise CommandFailed(Failure(404, _unknown(resolved.unknown)))
+        contents = resolved.contents
+    return expand(path, request, contents, control.texts, literal=control.literal)
 
 
 async def _refuse(status: int, message: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -56,6 +56,7 @@ class RoutedInstance:
             deadline_s=parallel.deadline_s,
             quadratic=planner.quadratic,
             shared_tiers=planner.shared_tiers,
+            literal_text=config.tokens.literal,
         )
 
     def publish(self, unprefilled_tokens: int) -> None:

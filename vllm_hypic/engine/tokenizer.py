@@ -4,10 +4,13 @@ Text is cut at the primitives *before* it is tokenised and each piece is tokenis
 segment's ids are what ``encode(segment, add_special_tokens=False)`` gives, wherever it stands.
 Leaving the cutting to the tokenizer would not do: Llama-style ones treat the first piece of a text
 differently from later ones.  Text without primitives takes the stock path.
+
+Where text is literal all of it is tokenised by a tokenizer without primitives, so no text has their ids.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -27,7 +30,7 @@ from vllm.tokenizers.registry import (
     tokenizer_args_from_config,
 )
 
-from ..cache_api.forms import WrittenTokens, has_forms, split_forms
+from ..cache_api.forms import WrittenTokens, has_forms, sealed_texts, split_forms
 from ..primitives.tokens import NO_TOKENIZER, Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
 MODE = "hypic"
@@ -109,6 +112,8 @@ class HypicTokenizer(_Base):
     _hypic_added: frozenset[str]
     _hypic_vocab: dict[str, int]
     _hypic_plain: HfTokenizer
+    _hypic_literal: HfTokenizer | None
+    """The model's own tokenizer, where text is literal."""
 
     @classmethod
     def from_pretrained(
@@ -139,7 +144,18 @@ class HypicTokenizer(_Base):
         return with_primitives(plain, published_texts() if primitive_texts is None else primitive_texts)
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self._hypic_plain, self.hypic_texts, self._hypic_added)
+        return _rebuild, (self._hypic_plain, self.hypic_texts, self._hypic_added, self._hypic_literal)
+
+    @property
+    def prompt_texts(self) -> PrimitiveTexts:
+        """What stands for primitives in prompts that this process writes itself; the builders take it as
+        ``texts``.  Where text is literal nobody else knows it."""
+        return sealed_texts(self.hypic_ids) if self.hypic_texts.literal else self.hypic_texts
+
+    @property
+    def _own(self) -> Any:
+        """The tokenizer's own way from text to tokens."""
+        return super() if self._hypic_literal is None else self._hypic_literal
 
     def get_vocab(self) -> dict[str, int]:
         """The vocabulary the model can produce: without the primitives that were added to it.
@@ -158,7 +174,7 @@ class HypicTokenizer(_Base):
         if not self._has_primitives((text, text_pair, args, kwargs)) or kwargs.get(
             "split_special_tokens", self.split_special_tokens
         ):
-            return super().__call__(text, text_pair, *args, **kwargs)
+            return self._own.__call__(text, text_pair, *args, **kwargs)
         options = _call_options(text, text_pair, *args, **kwargs)
         text = options.pop("text")
         add_special_tokens = options.pop("add_special_tokens", True)
@@ -197,7 +213,7 @@ class HypicTokenizer(_Base):
     def encode(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> list[int]:
         """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
         if not self._has_primitives((text, text_pair)):
-            return super().encode(text, text_pair, *args, **kwargs)
+            return self._own.encode(text, text_pair, *args, **kwargs)
         bound = _ENCODE.bind(None, text, text_pair, *args, **kwargs).arguments
         bound.pop("self")
         extra = bound.pop("kwargs", {})
@@ -209,8 +225,8 @@ class HypicTokenizer(_Base):
         """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
         if not self._has_primitives((text, pair)):
             if isinstance(self, PythonBackend):  # takes neither of the two
-                return super().tokenize(text, **kwargs)
-            return super().tokenize(text, pair, add_special_tokens=add_special_tokens, **kwargs)
+                return self._own.tokenize(text, **kwargs)
+            return self._own.tokenize(text, pair, add_special_tokens=add_special_tokens, **kwargs)
         ids = self(text, pair, add_special_tokens=add_special_tokens, **kwargs)["input_ids"]
         return self.convert_ids_to_tokens(ids)
 
@@ -233,7 +249,8 @@ class HypicTokenizer(_Base):
 
     def _has_primitives(self, value: Any) -> bool:
         if isinstance(value, str):
-            return self.hypic_texts.contains(value) or has_forms(value)
+            literal = self.hypic_texts.literal
+            return has_forms(value, literal=literal) or (not literal and self.hypic_texts.contains(value))
         if isinstance(value, dict):
             return any(self._has_primitives(v) for v in value.values())
         # Lists of ids (a slow tokenizer takes them) are told by their first element: no scan.
@@ -245,15 +262,16 @@ class HypicTokenizer(_Base):
         self, text: str, add_special_tokens: bool, keep: int | None, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Tokenise one text piece by piece; ``keep`` is the length to truncate to, if any."""
+        literal = self.hypic_texts.literal
         parts = [
             piece
-            for part in split_text(text, self.hypic_texts)
-            for piece in ([part] if isinstance(part, Marker) else split_forms(part))
+            for part in ([text] if literal else split_text(text, self.hypic_texts))
+            for piece in ([part] if isinstance(part, Marker) else split_forms(part, literal=literal))
         ]
         pieces = [part for part in parts if isinstance(part, str)]
         # One call for all: a fast tokenizer takes the pieces of a batch in parallel, each as if alone.
         # The probe shows which keys there are, also in a text of primitives only.
-        batch = super().__call__([_PROBE, *pieces], add_special_tokens=False, **options)
+        batch = self._own.__call__([_PROBE, *pieces], add_special_tokens=False, **options)
         keys = [key for key in batch if key != "length"]
         encoded = iter([{key: batch[key][i] for key in keys} for i in range(1, len(pieces) + 1)])
         row: dict[str, list[Any]] = {key: [] for key in keys}
@@ -307,7 +325,7 @@ class HypicTokenizer(_Base):
 
         It is read anew each time: ``add_bos_token`` and the like may be set on a loaded tokenizer.
         """
-        whole = super().__call__([_PROBE], add_special_tokens=True, **options)
+        whole = self._own.__call__([_PROBE], add_special_tokens=True, **options)
         ids, n = whole["input_ids"][0], len(probe_ids)
         for start in range(len(ids) - n + 1):
             if ids[start : start + n] == probe_ids:
@@ -340,7 +358,7 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
     A text that already is a token of the vocabulary keeps its id.  The others are added to
     ``tokenizer``'s backend as special tokens: ids behind the vocabulary, which the model may or may
     not have rows for, since they never reach it.  Raises ``ValueError`` for texts that would change
-    how the tokenizer reads ordinary text.
+    how the tokenizer reads ordinary text, and, where text is literal, for those that the vocabulary has.
     """
     if not isinstance(tokenizer, (TokenizersBackend, PythonBackend)):
         raise ValueError(
@@ -351,6 +369,11 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
     tokenizer = _without_cache(tokenizer)
     vocab = tokenizer.get_vocab()
     for name, text in texts.items():
+        if text in vocab and texts.literal:
+            raise ValueError(
+                f"{name}={text!r}: is in the vocabulary, so texts could hold it although they are literal; "
+                "choose another"
+            )
         if text in vocab:
             shown = tokenizer.decode([vocab[text]])
             if shown != text:
@@ -360,6 +383,7 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
         for token in chain(tokenizer.all_special_tokens, tokenizer.get_added_vocab()):
             if text != token and text in token:
                 raise ValueError(f"{name}={text!r}: is part of the model's token {token!r}; choose another")
+    literal = copy.deepcopy(tokenizer) if texts.literal else None
     added = [text for _, text in texts.items() if text not in vocab]
     tokens = [AddedToken(t, special=True, normalized=False, lstrip=False, rstrip=False) for t in added]
     if tokens:
@@ -372,7 +396,7 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
                     f"{type(tokenizer).__name__} gave {text!r} the id {token}, which is another token's: "
                     "it cannot take new tokens; configure texts that are in its vocabulary"
                 )
-    wrapped = _rebuild(tokenizer, texts, hidden.union(added))
+    wrapped = _rebuild(tokenizer, texts, hidden.union(added), literal)
     for token in wrapped("")["input_ids"]:
         if (marker := wrapped.hypic_ids.marker(token)) is not None:
             raise ValueError(
@@ -382,7 +406,9 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
     return wrapped
 
 
-def _rebuild(plain: HfTokenizer, texts: PrimitiveTexts, added: frozenset[str]) -> HypicTokenizer:
+def _rebuild(
+    plain: HfTokenizer, texts: PrimitiveTexts, added: frozenset[str], literal: HfTokenizer | None
+) -> HypicTokenizer:
     """Wrap ``plain``, whose vocabulary has the primitives; also what unpickling and copies call."""
     cached = get_cached_tokenizer(plain)
     ids = PrimitiveIds(*(int(cached.convert_tokens_to_ids(text)) for _, text in texts.items()))
@@ -393,6 +419,7 @@ def _rebuild(plain: HfTokenizer, texts: PrimitiveTexts, added: frozenset[str]) -
         "_hypic_added": added,
         "_hypic_vocab": vocab,
         "_hypic_plain": plain,
+        "_hypic_literal": literal,
     }
     # As vLLM's own wrappers do: a class of its own per object, so that isinstance() keeps working.
     cached.__class__ = type(f"Hypic{type(plain).__name__}", (HypicTokenizer, type(cached)), members)

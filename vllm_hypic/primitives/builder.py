@@ -26,9 +26,13 @@ def build_prompt(
 ) -> str:
     """A prompt string for completions or ``LLM.generate``.
 
-    Raises ``TypeError`` for anything that is not text and ``ValueError`` for an empty segment or one
-    that contains a primitive's text.
+    ``texts``: where text is literal, the tokenizer's ``prompt_texts``.  Raises ``TypeError`` for anything
+    that is not text and ``ValueError`` for an empty segment or one that contains a primitive's text.
     """
+    if texts.literal:
+        raise ValueError(
+            "texts.literal=True: expected the tokenizer's prompt_texts, as literal texts do nothing"
+        )
     parts = _checked_texts("segments", segments, texts)
     lead = "" if system is None else _checked_text("system", system, texts)
     return texts.sep.join([lead, *parts, _checked_text("query", query, texts)])

@@ -30,13 +30,20 @@ class Marker(Enum):
 
 @dataclass(frozen=True)
 class PrimitiveTexts:
-    """Text forms of the primitives, as they stand in prompt strings and chat messages."""
+    """Text forms of the primitives, as they stand in prompt strings and chat messages.
+
+    ``literal``: in prompts they are text like any other, and only decoding writes them; primitives come as
+    token ids, or as parts of a request (:mod:`.parts`).
+    """
 
     sep: str = "<|hypic_sep|>"
     pdep: str = "<|hypic_pdep|>"
     pad: str = "<|hypic_pad|>"
+    literal: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.literal, bool):
+            raise ValueError(f"literal={self.literal!r}: expected true or false")
         for name, text in self.items():
             if not isinstance(text, str) or not text:
                 raise ValueError(f"{name}={text!r}: expected a non-empty string")
@@ -57,7 +64,7 @@ class PrimitiveTexts:
 
     def items(self) -> Iterator[tuple[str, str]]:
         """(field name, text) of each primitive."""
-        return ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ((m.value, getattr(self, m.value)) for m in Marker)
 
     def contains(self, text: str) -> bool:
         """Whether any primitive stands in ``text``."""

@@ -67,6 +67,9 @@ class Description(
             max_length=64,
         ),
     ] = ()
+    literal_text: Annotated[
+        bool, Meta(description="No text of a prompt stands for a separator or a segment.")
+    ] = False
 
     def __post_init__(self) -> None:
         """``ValueError`` for addresses that are none, and for primitives that are not three."""

@@ -23,7 +23,7 @@ from .instances import Instance, InstancePool
 from .metrics import RouterMetrics
 from .notifier import ReceiverNotifier
 from .plan import Planned, SegmentAsk, plan_request
-from .prompt import Whole, tokenize_request, whole_reason, without_transfer
+from .prompt import Whole, is_ids, tokenize_request, whole_reason, without_transfer
 from .segment_request import Origin
 from .tokens import NoAnswer, tokens_of
 from .transfers import InFlightTransfer, InFlightTransfers
@@ -119,11 +119,12 @@ class Completions:
             description.models,
             instance.separator_text,
             description.primitives.sep,
+            literal=description.literal_text,
         )
         if reason is not None:
             return reason, None
         prompt = request.body.get("prompt")
-        if isinstance(prompt, list):
+        if is_ids(prompt):
             return (None, prompt) if len(prompt) <= description.max_model_len else (Whole.NOT_PLANNED, None)
         asked = tokenize_request(request.path, request.body)
         for instance in described[:_TOKENIZERS]:

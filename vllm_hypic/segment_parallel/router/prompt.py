@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeGuard
 
 from ...primitives.options import PERMIT, TRANSFER
+from ...primitives.parts import SEGMENT_PART, is_part, parts_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (COMPLETIONS, CHAT)
@@ -41,21 +42,31 @@ class Whole(Enum):
 
 
 def whole_reason(
-    path: str, body: Mapping[str, Any], models: tuple[str, ...], separator_text: str | None, separator: int
+    path: str,
+    body: Mapping[str, Any],
+    models: tuple[str, ...],
+    separator_text: str | None,
+    separator: int,
+    *,
+    literal: bool = False,
 ) -> Whole | None:
-    """Why it must go whole, as far as can be told without tokens; ``None``: it may be worth planning."""
+    """Why it must go whole, as far as can be told without tokens; ``None``: it may be worth planning.
+
+    ``literal``: only parts and token ids stand for separators and segments.
+    """
     if body.get("model") is not None and body["model"] not in models:
         return Whole.OTHER_MODEL
     prompt: Any = body.get("prompt") if path == COMPLETIONS else body.get("messages")
-    texts = list(_texts(prompt))
-    if any(SEGMENT_ID in text for text in texts):
+    texts = [] if literal else list(_texts(prompt))
+    parts = {part["type"] for part in parts_of(prompt)}
+    if SEGMENT_PART in parts or any(SEGMENT_ID in text for text in texts):
         return Whole.SEGMENT_IDS
     if path == COMPLETIONS and is_ids(prompt):
         if separator not in prompt:
             return Whole.NO_SEGMENTS
-    elif not prompt or not isinstance(prompt, str if path == COMPLETIONS else list):
+    elif not prompt or not isinstance(prompt, list if parts or path == CHAT else str):
         return Whole.UNSUPPORTED
-    elif separator_text is not None and not any(separator_text in t for t in (*texts, *_template(body))):
+    elif not parts and (literal or not _may_stand(separator_text, (*texts, *_template(body)))):
         return Whole.NO_SEGMENTS
     if path == CHAT and not all(map(_is_text_message, prompt)):
         return Whole.UNSUPPORTED
@@ -71,7 +82,11 @@ def without_transfer(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**body, "vllm_xargs": {name: value for name, value in extra.items() if name not in ours}}
 
 
-def is_ids(prompt: object) -> bool:
+def _may_stand(separator_text: str | None, texts: Iterable[str]) -> bool:
+    return separator_text is None or any(separator_text in text for text in texts)
+
+
+def is_ids(prompt: object) -> TypeGuard[list[int]]:
     """Whether it is a list of token ids."""
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
@@ -125,7 +140,10 @@ def _is_text_message(message: object) -> bool:
     content = message.get("content")
     if not isinstance(content, list):
         return isinstance(content, str | None)
-    return all(isinstance(part, str) or (isinstance(part, Mapping) and "text" in part) for part in content)
+    return all(
+        isinstance(part, str) or (isinstance(part, Mapping) and "text" in part) or is_part(part)
+        for part in content
+    )
 
 
 def _template(body: Mapping[str, Any]) -> Iterator[str]:
