@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,25 +15,61 @@ if TYPE_CHECKING:
 _FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 """Weights, and the configuration that says how they are read."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+logger = logging.getLogger("vllm.hypic.fingerprint")
 
 
 def fingerprint(vllm_config: VllmConfig) -> str:
     """The commit of a model from a hub, samples of a local model's files, or the seed of random weights.
 
-    The same on every machine that has the same files, so that machines can share records.
+    The same on every machine that has the same files, so that machines can share records.  Weights in object
+    storage are not there to be sampled: their revision stands for them where one is given, otherwise the
+    engine's own id, and its records are of no use to others, nor after a restart.
     """
     load, model = vllm_config.load_config, vllm_config.model_config
     known = [str(load.load_format)]
     if load.load_format == "dummy":
         return _digest([*known, str(model.seed)])
-    folder = _folder(model.model, model.revision)
+    if model.model_weights:
+        known += [model.model_weights, model.revision or _engine_id(vllm_config)]
+    # Code that comes with the model counts where it runs.
+    patterns = (*_FILES, "*.py") if model.trust_remote_code else _FILES
+    return _digest([*known, *contents(model.model, model.revision, patterns, load.download_dir)])
+
+
+def contents(model: str, revision: str | None, patterns: Sequence[str], hub: str | None = None) -> list[str]:
+    """What tells the files of ``model``, a path or a name in a hub, from others: their commit, or names and
+    samples of those that match ``patterns``; of files that are not on this machine, what they are called.
+
+    ``hub``: the folder of the hub's cache; ``None``: the usual one.
+    """
+    folder = _folder(model, revision, hub)
     if folder is None:
-        return _digest([*known, model.model, str(model.revision)])
-    if folder.parent.name == "snapshots":
-        return _digest([*known, folder.name])
-    for path in sorted({p for pattern in _FILES for p in folder.glob(pattern) if p.is_file()}):
-        known += [path.name, sample_of(path)]
-    return _digest(known)
+        return [model, str(revision)]
+    if _is_snapshot(folder):
+        return [folder.name]
+    found: list[str] = []
+    for path in sorted({p for pattern in patterns for p in folder.glob(pattern) if p.is_file()}):
+        found += [path.name, sample_of(path)]
+    return found
+
+
+def _is_snapshot(folder: Path) -> bool:
+    """Whether this is a commit in a hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``.  None changes."""
+    snapshots = folder.parent
+    named = _COMMIT.fullmatch(folder.name) is not None and snapshots.parent.name.startswith("models--")
+    return named and snapshots.name == "snapshots"
+
+
+def _engine_id(vllm_config: VllmConfig) -> str:
+    logger.warning(
+        "weights in object storage (%s) cannot be told from others that are put there later: records are of "
+        "use to this engine only; where the weights never change, say so by a name for them: --revision NAME",
+        vllm_config.model_config.model_weights,
+    )
+    transfer = vllm_config.kv_transfer_config
+    return "" if transfer is None else str(transfer.engine_id)
 
 
 def sample_of(path: Path) -> str:
@@ -48,14 +87,14 @@ def sample_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _folder(model: str, revision: str | None) -> Path | None:
+def _folder(model: str, revision: str | None, hub: str | None) -> Path | None:
     """Where the model's files are, if they are on this machine."""
     if (path := Path(model)).exists():
         return path if path.is_dir() else path.parent
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, "config.json", cache_dir=hub, revision=revision)
     except ValueError:  # no hub name: from a store that only vLLM's loader knows
         return None
     return Path(found).parent if isinstance(found, str) else None

@@ -9,19 +9,18 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from ..config.engine import HypicConfig, config_of
 from ..config.segment_parallel import SegmentParallelConfig
 from ..errors import ConfigError
-from ..fingerprint import fingerprint
 from ..pool.codec import RankPart, RecordCodec
 from ..pool.copy.base import RecordMover
 from ..pool.geometry import PoolGeometry, pool_geometry
 from ..pool.tensors import DevicePool
 from ..primitives.context import context_text, context_tokens
-from ..primitives.keys import Namespace
 from ..primitives.token_texts import TokenTexts
 from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..primitives.windows import Words
 from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
 from ..store.shared import shared_tiers
+from .identity import namespace_of
 from .scheduler.planning import NO_TOKENIZER, PlanningTexts
 from .scheduler.side import SchedulerSide
 from .worker.link import RecordLink
@@ -39,26 +38,6 @@ def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Pool
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return pool_geometry(kv_cache_config, config_of(vllm_config), conv_dim_first=is_conv_state_dim_first())
-
-
-def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
-    """Everything of the engine that changes a record's bytes."""
-    model = vllm_config.model_config
-    text = model.hf_text_config
-    return Namespace.from_config(
-        {
-            "model": model.model,
-            "revision": model.revision,
-            "weights": fingerprint(vllm_config),
-            "dtype": str(model.dtype),
-            "quantization": model.quantization,
-            "attention": [str(a) for a in geometry.attention],
-            "linear": [str(layer) for layer in geometry.linear],
-            "dead_transition": config_of(vllm_config).dead_transition,
-            "layer_types": getattr(text, "layer_types", None),
-            "rope": getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None),
-        }
-    )
 
 
 def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveIds:

@@ -1,0 +1,246 @@
+"""What names records: ordinary engines find what was written before, and nothing that differs is found."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.config.quantization import QuantizationConfigArgs
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.identity import ALWAYS, OPTIONS_TOLD, TOLD, namespace_of, told
+from vllm_hypic.fingerprint import fingerprint
+from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+
+from .neutral_fields import FIELDS, OPTIONS, PARTS, Reasons
+
+MODEL = "examples/models/tiny-hybrid-qa/model"
+BF16 = torch.bfloat16
+GEOMETRY = PoolGeometry(
+    (AttentionGeometry("model.layers.3.self_attn.attn", 2, 32, BF16),),
+    (LinearGeometry("model.layers.0.linear_attn", 4, 32, 32, 3, 256, BF16),),
+    page_tokens=64,
+    pages=10,
+    slots=4,
+    transition_blocks=16,
+)
+GOLDEN = "8fa674d97b80f0f41875c46a7fc830b036e8293ab0deeff7cbbf50693108a94d"
+"""Namespace of the demo model in bf16, as the version before this list had it.  If the model's files change,
+so may this; otherwise records from before would be lost."""
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Iterator[VllmConfig]:
+    """The demo model's configuration, made by vLLM; the model is named alike in every checkout."""
+    before = Path.cwd()
+    os.chdir(EXAMPLE.parents[2])
+    args = EngineArgs(
+        model=MODEL,
+        attention_backend="hypic",
+        dtype="bfloat16",
+        kv_cache_memory_bytes=1 << 28,
+        additional_config={"hypic": {"gate": {"require": "off"}}},
+    )
+    try:
+        yield args.create_engine_config()
+    finally:
+        os.chdir(before)
+
+
+Change = Callable[[VllmConfig], None]
+
+
+def changed(config: VllmConfig, change: Change) -> VllmConfig:
+    config = copy.deepcopy(config)
+    change(config)
+    return config
+
+
+def name_of(config: VllmConfig) -> str:
+    return namespace_of(config, GEOMETRY).digest
+
+
+def test_an_ordinary_engine_finds_what_was_written_before(ordinary: VllmConfig) -> None:
+    assert told(ordinary) == {} and name_of(ordinary) == GOLDEN
+
+
+# -- no field is forgotten
+
+
+def stated(reasons: Reasons) -> list[str]:
+    return [name for names in reasons.values() for name in names.split()]
+
+
+@pytest.mark.parametrize("part", [part for part, reason in PARTS.items() if reason == "walked"])
+def test_every_field_is_known(part: str) -> None:
+    """A release of vLLM brings a field: if it changes bytes it goes to ``TOLD``, otherwise to ``FIELDS``."""
+    from vllm.config import (
+        AttentionConfig,
+        CacheConfig,
+        KernelConfig,
+        LoadConfig,
+        LoRAConfig,
+        MambaConfig,
+        ModelConfig,
+        ParallelConfig,
+    )
+
+    of = {
+        "model_config": ModelConfig,
+        "cache_config": CacheConfig,
+        "load_config": LoadConfig,
+        "parallel_config": ParallelConfig,
+        "lora_config": LoRAConfig,
+        "attention_config": AttentionConfig,
+        "mamba_config": MambaConfig,
+        "kernel_config": KernelConfig,
+    }
+    known = [*ALWAYS.get(part, ()), *TOLD.get(part, ()), *stated(FIELDS[part])]
+    assert sorted(known) == sorted(field.name for field in dataclasses.fields(of[part]))
+
+
+def test_every_part_of_the_configuration_is_known() -> None:
+    assert set(PARTS) == {field.name for field in dataclasses.fields(VllmConfig)}
+
+
+def test_every_option_of_the_plugin_is_known() -> None:
+    known = ["dead_transition", *OPTIONS_TOLD, *stated(OPTIONS)]
+    assert sorted(known) == sorted(field.name for field in dataclasses.fields(HypicConfig))
+
+
+# -- what differs has another name
+
+
+def setting(part: str, field: str, value: Any) -> Any:
+    """A change of one field, named so in reports."""
+
+    def change(config: VllmConfig) -> None:
+        setattr(config if part == "vllm_config" else getattr(config, part), field, value)
+
+    return pytest.param(change, id=f"{part}.{field}")
+
+
+def option(config: VllmConfig) -> None:
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_connector_extra_config["dummy_token"] = 7
+
+
+def longrope(config: VllmConfig) -> None:
+    config.model_config.hf_text_config.rope_parameters = {"rope_type": "longrope"}
+
+
+CHANGES = [
+    setting("model_config", "hf_overrides", {"attn_output_gate": False}),
+    setting("model_config", "hf_overrides", lambda config: config),
+    setting("model_config", "hf_config_path", "nowhere/config"),
+    setting("model_config", "config_format", "mistral"),
+    setting("model_config", "code_revision", "v2"),
+    setting("model_config", "quantization_config", QuantizationConfigArgs(ignore=["lm_head"])),
+    setting("model_config", "model_impl", "transformers"),
+    setting("model_config", "model_class_overrides", {"Qwen3_5ForCausalLM": "mine:Model"}),
+    setting("model_config", "model_weights", "s3://bucket/model"),
+    setting("load_config", "model_loader_extra_config", {"qlora_adapter_name_or_path": "x"}),
+    setting("load_config", "ignore_patterns", ["*-00002-*"]),
+    setting("load_config", "safetensors_load_strategy", "torchao"),
+    setting("cache_config", "mamba_ssm_cache_dtype", "bfloat16"),
+    setting("kernel_config", "moe_backend", "marlin"),
+    setting("vllm_config", "additional_config", {"platform": 1}),
+    pytest.param(option, id="dummy_token"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_bytes_changes_the_name(ordinary: VllmConfig, change: Change) -> None:
+    here, again = changed(ordinary, change), changed(ordinary, change)
+    assert name_of(here) == name_of(again) != GOLDEN
+
+
+def test_a_long_context_counts_only_where_factors_depend_on_it(ordinary: VllmConfig) -> None:
+    names = set()
+    for length in (4096, 8192):
+        plain = changed(ordinary, lambda c, n=length: setattr(c.model_config, "max_model_len", n))  # type: ignore[misc]
+        assert name_of(plain) == GOLDEN
+        names.add(name_of(changed(plain, longrope)))
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        setting("load_config", "safetensors_load_strategy", "eager"),
+        setting("model_config", "enforce_eager", True),
+        setting("vllm_config", "additional_config", {}),
+    ],
+)
+def test_what_changes_no_bytes_changes_no_name(ordinary: VllmConfig, change: Change) -> None:
+    assert name_of(changed(ordinary, change)) == GOLDEN
+
+
+# -- weights
+
+
+def model_in(folder: Path, config: VllmConfig) -> VllmConfig:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"some weights")
+    (folder / "code.py").write_text("some code")
+    return changed(config, lambda c: setattr(c.model_config, "model", str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("below", "never_changes"),
+    [
+        ("models--me--it/snapshots/" + "a1" * 20, True),
+        ("snapshots/" + "a1" * 20, False),
+        ("models--me--it/snapshots/latest", False),
+    ],
+)
+def test_only_a_hubs_commit_stands_for_its_files(
+    ordinary: VllmConfig, tmp_path: Path, below: str, never_changes: bool
+) -> None:
+    config = model_in(tmp_path / below, ordinary)
+    before = fingerprint(config)
+    (tmp_path / below / "model.safetensors").write_bytes(b"other weights")
+    assert (fingerprint(config) == before) is never_changes
+
+
+def test_code_counts_where_it_runs(ordinary: VllmConfig, tmp_path: Path) -> None:
+    plain = model_in(tmp_path / "model", ordinary)
+    trusting = changed(plain, lambda c: setattr(c.model_config, "trust_remote_code", True))
+    before = [fingerprint(config) for config in (plain, trusting)]
+    (tmp_path / "model" / "code.py").write_text("other code")
+    assert [fingerprint(c) == old for c, old in zip((plain, trusting), before, strict=True)] == [True, False]
+
+
+def test_another_configuration_at_its_path_has_another_name(ordinary: VllmConfig, tmp_path: Path) -> None:
+    config = changed(ordinary, lambda c: setattr(c.model_config, "hf_config_path", str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    before = name_of(config)
+    (tmp_path / "config.json").write_text("[]")
+    assert name_of(config) != before
+
+
+def test_weights_in_object_storage_are_the_engines_own_unless_they_have_a_revision(
+    ordinary: VllmConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They cannot be sampled: what another engine loads from there, or this one's next run, may differ."""
+
+    def loaded(engine_id: str, revision: str | None = None) -> str:
+        config = copy.deepcopy(ordinary)
+        assert config.kv_transfer_config is not None
+        config.model_config.model_weights = "s3://bucket/model"
+        config.model_config.revision = revision
+        config.kv_transfer_config.engine_id = engine_id
+        return name_of(config)
+
+    assert loaded("a") == loaded("a") != loaded("b")
+    assert "say so by a name for them: --revision NAME" in caplog.text
+    assert loaded("a", "v1") == loaded("b", "v1") != loaded("b", "v2")

@@ -1,0 +1,172 @@
+"""What of an engine's configuration determines the bytes of its records: the one place that says so.
+
+A namespace always holds what :func:`namespace_of` names.  What :data:`TOLD` lists joins it only where it is
+not as in an ordinary engine, so that new entries leave the records of ordinary ones where they are.  All
+other fields are listed with their reasons beside the test that holds vLLM's configuration against both lists.
+
+The last bits of a record do not count: they depend on the machine, kernels, compilation and on where prefill
+chunks end, as those of stock vLLM's KV cache do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..config.engine import SECTION, config_of
+from ..fingerprint import contents, fingerprint
+from ..pool.geometry import PoolGeometry
+from ..primitives.keys import Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Rule = Callable[[Any, "VllmConfig"], object]
+"""From a field's value to what is told of it; ``None``: it is as in an ordinary engine."""
+
+
+def _unless(ordinary: object) -> Rule:
+    return lambda value, _: None if value == ordinary else _plain(value)
+
+
+def _overrides(value: Any, vllm_config: VllmConfig) -> object:
+    """A function has no name that lasts: what it made of the configuration is told."""
+    if not callable(value):
+        return value or None
+    made = vllm_config.model_config.hf_config.to_dict()
+    # The library's version, where the files are, and what vLLM changes when weights are loaded.
+    for name in ("transformers_version", "_name_or_path", "tie_word_embeddings"):
+        made.pop(name, None)
+    return made
+
+
+def _config_path(value: str | None, vllm_config: VllmConfig) -> object:
+    return value and contents(value, vllm_config.model_config._hf_config_revision, ("*.json",))
+
+
+def _max_model_len(value: int, vllm_config: VllmConfig) -> object:
+    """LongRoPE takes its long factors for every token where the engine's context is long."""
+    return value if "longrope" in json.dumps(_rope(vllm_config), default=str) else None
+
+
+def _ssm_dtype(value: str, vllm_config: VllmConfig) -> object:
+    """States pass through vLLM's cache between chunks.  CPUs keep them in float32, as records do."""
+    return None if value == "float32" or not vllm_config.model_config.is_hybrid else value
+
+
+def _lora_dtype(value: object, vllm_config: VllmConfig) -> object:
+    return None if value in ("auto", None, vllm_config.model_config.dtype) else str(value)
+
+
+def _load_strategy(value: str | None, _: VllmConfig) -> object:
+    """The others only say how files are read."""
+    return value if value == "torchao" else None
+
+
+def _additional(value: Any, _: VllmConfig) -> object:
+    """Options of platforms' plugins; our own are those of :data:`OPTIONS_TOLD`."""
+    if not isinstance(value, Mapping):
+        return value.compute_hash()
+    return {name: one for name, one in value.items() if name != SECTION} or None
+
+
+ALWAYS: Mapping[str, tuple[str, ...]] = {
+    "model_config": ("model", "revision", "dtype", "quantization", "seed", "hf_config", "hf_text_config"),
+    "load_config": ("load_format",),
+    "cache_config": ("cache_dtype", "mamba_cache_dtype"),
+    "parallel_config": ("tensor_parallel_size",),
+}
+"""Fields that every namespace holds, by their value, the fingerprint of weights (``load_format``; with dummy
+weights the ``seed``), the geometry (types of K, V and convolution) or the names of objects (ranks)."""
+
+TOLD: Mapping[str, Mapping[str, Rule]] = {
+    "model_config": {
+        "model_weights": _unless(""),
+        "hf_overrides": _overrides,
+        "hf_config_path": _config_path,
+        "config_format": _unless("auto"),
+        "code_revision": _unless(None),
+        "trust_remote_code": _unless(False),
+        "quantization_config": _unless(None),
+        "model_impl": _unless("auto"),
+        "model_class_overrides": _unless({}),
+        "disable_sliding_window": _unless(False),
+        "max_model_len": _max_model_len,
+    },
+    "load_config": {
+        "model_loader_extra_config": _unless({}),
+        "ignore_patterns": _unless(["original/**/*"]),
+        "safetensors_load_strategy": _load_strategy,
+    },
+    "cache_config": {
+        "mamba_ssm_cache_dtype": _ssm_dtype,
+        "kv_cache_dtype_skip_layers": _unless([]),
+        "kv_sharing_fast_prefill": _unless(False),
+    },
+    "lora_config": {"lora_dtype": _lora_dtype},
+    "attention_config": {"use_prefill_query_quantization": _unless(False)},
+    "mamba_config": {
+        "enable_stochastic_rounding": _unless(False),
+        "stochastic_rounding_philox_rounds": _unless(0),
+    },
+    # Some quantise activations, or weights once more.
+    "kernel_config": {
+        "moe_backend": _unless("auto"),
+        "linear_backend": _unless("auto"),
+        "linear_backend_per_quant": _unless(None),
+    },
+    "vllm_config": {"additional_config": _additional},
+}
+"""Fields that are told where they are not ordinary, by the part of ``VllmConfig`` that has them."""
+
+OPTIONS_TOLD = {"dummy_token": None}
+"""The plugin's own options that are told, and their ordinary values; ``dead_transition`` always is.  Others
+say where records are, or stand in a record's key."""
+
+
+def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
+    """Everything of the engine that changes a record's bytes."""
+    model, text = vllm_config.model_config, vllm_config.model_config.hf_text_config
+    return Namespace.from_config(
+        {
+            "model": model.model,
+            "revision": model.revision,
+            "weights": fingerprint(vllm_config),
+            "dtype": str(model.dtype),
+            "quantization": model.quantization,
+            "attention": [str(a) for a in geometry.attention],
+            "linear": [str(layer) for layer in geometry.linear],
+            "dead_transition": config_of(vllm_config).dead_transition,
+            "layer_types": getattr(text, "layer_types", None),
+            "rope": _rope(vllm_config),
+            **told(vllm_config),
+        }
+    )
+
+
+def told(vllm_config: VllmConfig) -> dict[str, object]:
+    """What is not as in an ordinary engine, by ``part.field``."""
+    found: dict[str, object] = {}
+    for part, rules in TOLD.items():
+        config = vllm_config if part == "vllm_config" else getattr(vllm_config, part)
+        for name, rule in rules.items() if config is not None else ():
+            if (value := rule(getattr(config, name), vllm_config)) is not None:
+                found[f"{part}.{name}"] = value
+    options = config_of(vllm_config)
+    for name, ordinary in OPTIONS_TOLD.items():
+        if (value := getattr(options, name)) != ordinary:
+            found[f"{SECTION}.{name}"] = value
+    return found
+
+
+def _rope(vllm_config: VllmConfig) -> object:
+    text = vllm_config.model_config.hf_text_config
+    return getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)
+
+
+def _plain(value: Any) -> object:
+    """The same text in every process: no object's address."""
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_instance else value
