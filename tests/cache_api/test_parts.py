@@ -123,6 +123,14 @@ def test_parts_that_cannot_stand_there_are_refused_by_name(body, reason, literal
         expanded(COMPLETIONS, body, literal)
 
 
+def test_a_segment_that_was_compiled_literally_cuts_no_prompt_later():
+    contents = {"a": Content(Place.INTERIOR, f"one{TEXTS.sep}two", [])}
+    with pytest.raises(MisplacedId, match="segment 'a' was compiled while text was literal"):
+        expand(COMPLETIONS, {"prompt": [A]}, contents, TEXTS)
+    written = expand(COMPLETIONS, {"prompt": [A]}, contents, SEALED, literal=True)["prompt"]
+    assert written == f"{SEALED.sep}one{TEXTS.sep}two{SEALED.sep}"
+
+
 @pytest.mark.parametrize("option", ["echo", "truncate_prompt_tokens"])
 def test_what_this_process_wrote_is_shown_to_nobody(option):
     """Who read a sealed separator could put it into a text."""

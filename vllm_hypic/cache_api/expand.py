@@ -103,6 +103,11 @@ def _expanded(
             out += texts[piece]
             continue
         content = contents[piece.value]
+        if content.text is not None and texts.contains(content.text):
+            raise MisplacedId(
+                f"segment {piece.value!r} was compiled while text was literal, and its text holds a "
+                "primitive's: compile it from tokens"
+            )
         if content.place.leading:
             _check_leading(piece.value, content.place, chat=chat, at_start=first and not out)
         elif not out.endswith(sep):
