@@ -21,6 +21,8 @@ from vllm_hypic.primitives.policies import METHODS
 from .conftest import ENV
 
 ROOT = Path(__file__).parents[2]
+BOUND_S = 900.0
+"""A script that starts an engine takes half a minute; beside twenty busy processes it took more than four."""
 README = (ROOT / "README.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
@@ -72,6 +74,7 @@ def test_named_files_exist():
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(BOUND_S + 60)
 def test_usage_prints_what_the_readme_says(tmp_path):
     script = tmp_path / "usage.py"
     script.write_text(block("tested"))
@@ -81,7 +84,7 @@ def test_usage_prints_what_the_readme_says(tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=BOUND_S,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     expected = re.search(r"```text\n(.*?)```", README, re.DOTALL)
@@ -91,6 +94,7 @@ def test_usage_prints_what_the_readme_says(tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(BOUND_S + 60)
 def test_server_and_client_commands(tmp_path):
     serve, model, *options = shlex.split(block("tested: server"))[1:]
     assert serve == "serve"
@@ -102,7 +106,7 @@ def test_server_and_client_commands(tmp_path):
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=BOUND_S,
         )
     assert ended.returncode == 0, ended.stderr[-3000:]
     completion, *lines = ended.stdout.splitlines()
