@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, CoreSchema, PydanticCustomError, core_schema
 
-from ..errors import ConfigError
+from ..errors import ConfigError, redacted
 
 T = TypeVar("T")
 Loc = tuple[str | int, ...]
@@ -125,16 +125,17 @@ class ConfigSection:
 
     @classmethod
     def refusal(cls, loc: Loc, value: object, text: str, kind: str) -> str:
-        """The message for what :func:`fault_of` says."""
+        """The message for what :func:`fault_of` says; passwords are left out of values."""
         names = (cls.section, *loc) if cls.section else loc
         path = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
+        given = redacted(repr(value))
         says = {
-            "expected": f"{path}={value!r}: expected {text}" if path else f"expected {text}, got {value!r}",
+            "expected": f"{path}={given}: expected {text}" if path else f"expected {text}, got {given}",
             "missing": f"{path} is missing: {text}",
             "unknown": f"{path}: {text}" if path else text,
             "value_error": text,
         }
-        return f"hypic config: {says.get(kind, f'{path}={value!r}: {text}')}"
+        return f"hypic config: {says.get(kind, f'{path}={given}: {text}')}"
 
 
 def plain(value: Any) -> Any:

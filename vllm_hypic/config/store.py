@@ -7,9 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, StrictStr
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictBool, StrictStr
 
-from .schema import Allowed, ConfigSection, Seconds, Text, adapter, checked, expected, options, plain, refuse
+from .schema import (
+    Allowed,
+    ConfigSection,
+    PathText,
+    Seconds,
+    Text,
+    adapter,
+    checked,
+    expected,
+    options,
+    plain,
+    refuse,
+)
 
 _UNITS = {
     unit + suffix: factor
@@ -32,6 +44,13 @@ def _bytes(size: object) -> int:
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
         raise expected('an integer >= 1, or a size like "20GB" or "512MiB"')
     return nbytes
+
+
+def _without_password(url: str) -> str:
+    """Options are on command lines and in logs, which a password should not be."""
+    if re.search(r"://[^@]*:.*@|[?&]password=", url):
+        raise expected("no password in it: give it by password_file or password_env")
+    return url
 
 
 Size = Annotated[int, PlainValidator(_bytes)]
@@ -84,12 +103,21 @@ class RedisConfig(TierConfig):
     """A Redis server."""
 
     type: ClassVar[str] = "redis"
-    url: Text
+    url: Annotated[Text, AfterValidator(_without_password)]
+    password_file: PathText | None = None
+    """A file that holds the password, white space around it apart."""
+    password_env: Text | None = None
+    """The environment variable that holds it."""
     ttl_s: Seconds | None = None
     """Seconds until the server drops an object that was given no expiry."""
     shared: Shared = False
     """Records of segment parallelism may go from one engine to another through this tier.  Both must call it
     the same: by its address (true), or by the name given here."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.password_file is not None and self.password_env is not None:
+            refuse("password_env", self.password_env, "null, as password_file is given")
 
 
 @dataclass(frozen=True, kw_only=True)

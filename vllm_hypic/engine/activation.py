@@ -9,7 +9,7 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 
 from ..config.engine import CONNECTOR, SECTION, HypicConfig, config_of
-from ..errors import ConfigError
+from ..errors import ConfigError, redacted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,7 +93,7 @@ def _config(args: EngineArgs) -> HypicConfig:
     options: dict[str, Any] = {}
     section = (args.additional_config or {}).get(SECTION, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"--additional-config: {SECTION}={section!r}: expected an object")
+        raise ConfigError(f"--additional-config: {SECTION}={redacted(repr(section))}: expected an object")
     options |= section
     transfer = args.kv_transfer_config
     if transfer is not None:

@@ -17,6 +17,7 @@ from ..config.store import (
 from ..errors import ConfigError
 from .cache_value import CacheValue
 from .eviction import make_policy
+from .password import password_of
 from .record import PEEK_BYTES, Fault, aligned_buffer, peek_value
 from .settings import StoreSettings
 from .tiered import TieredStore
@@ -79,7 +80,7 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
         case RedisConfig():
             from .tiers.redis import RedisTier
 
-            return RedisTier(tier.name, tier.url, tier.ttl_s, namespace)
+            return RedisTier(tier.name, tier.url, tier.ttl_s, namespace, password=password_of(tier))
         case LMCacheConfig():
             from .tiers.lmcache import LMCacheTier
 

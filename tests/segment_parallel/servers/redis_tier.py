@@ -11,7 +11,7 @@ WORKER, COMBINE = "worker", "combine"
 
 def store_of(server: RedisServer, user: str) -> dict[str, Any]:
     """Options of the plugin."""
-    url = server.url.replace("://", f"://{user}:any@")
+    url = server.url.replace("://", f"://{user}@")
     return {"store": {"tiers": [{"type": "redis", "url": url, "shared": True}]}}
 
 

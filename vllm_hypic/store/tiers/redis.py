@@ -44,8 +44,9 @@ class RedisTier:
         namespace: str = "default",
         connect_timeout_s: float = 1.0,
         timeout_s: float = 2.0,
+        password: str | None = None,
     ) -> None:
-        """``url`` may hold a password: it is kept out of every message.  ``ttl_s``: seconds from the
+        """The password, in ``url`` or beside it, is kept out of every message.  ``ttl_s``: seconds from the
         writing to the expiry of objects that were given none of their own; ``None``: they stay.
         ``timeout_s`` bounds each wait in which the server makes no progress, not a whole transfer.
 
@@ -59,7 +60,7 @@ class RedisTier:
         self.name = name
         self._prefix = f"hypic:{namespace}:{name}:"
         self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
-        self._client, self._where = _client(name, url, connect_timeout_s, timeout_s)
+        self._client, self._where = _client(name, url, connect_timeout_s, timeout_s, password)
         self._opened = False
         self._lock = threading.Lock()
         self._pinned: dict[ObjectName, float | None] = {}
@@ -198,10 +199,15 @@ class RedisTier:
         except OutOfMemoryError as e:
             raise TierFull(f"tier {self.name}: Redis at {self._where} is out of memory: {e}") from e
         except (RedisError, OSError) as e:
-            raise TierError(f"tier {self.name}: Redis at {self._where}: {type(e).__name__}: {e}") from e
+            # Without the cause: old servers quote the arguments of a command that they do not know.
+            password = self._client.connection_pool.connection_kwargs.get("password")
+            told = str(e).replace(password, "***") if password else str(e)
+            raise TierError(f"tier {self.name}: Redis at {self._where}: {type(e).__name__}: {told}") from None
 
 
-def _client(name: str, url: str, connect_timeout_s: float, timeout_s: float) -> tuple[redis.Redis, str]:
+def _client(
+    name: str, url: str, connect_timeout_s: float, timeout_s: float, password: str | None
+) -> tuple[redis.Redis, str]:
     """A client that holds no connection yet, and the server's address without its password."""
     try:
         import redis
@@ -212,6 +218,7 @@ def _client(name: str, url: str, connect_timeout_s: float, timeout_s: float) -> 
     try:
         pool = redis.ConnectionPool.from_url(
             url,
+            password=password,
             socket_connect_timeout=connect_timeout_s,
             socket_timeout=timeout_s,
             # A connection of the pool is dead after the server's restart: a second one decides.
