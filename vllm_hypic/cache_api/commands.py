@@ -23,6 +23,11 @@ COMMAND = "hypic_command"
 _ANSWER, _FAILURE = "hypic", "hypic_failure"
 """Names of an answer in an output's ``kv_transfer_params``."""
 
+MOST_RESOLVED, MOST_RESOLVED_TOKENS = 64, 1 << 16
+"""Ids, and about as many tokens, that one :class:`Resolve` looks up: the engine's next step waits for it."""
+MOST_IDS = 1024
+"""Different ids in one request."""
+
 Ttl = float | None | UnsetType
 """Seconds from now; ``None``: lives until deleted; ``UNSET``: as it is."""
 
@@ -70,7 +75,7 @@ class Delete(Command, tag="delete", frozen=True):
 
 
 class Resolve(Command, tag="resolve", frozen=True):
-    """Say what ids stand for.  Answer: :class:`Resolved`."""
+    """Say what the first ids stand for, as many as one step may look up.  Answer: :class:`Resolved`."""
 
     ids: list[str]
 
@@ -95,6 +100,8 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
+    """Of the ids asked for, the first ones: those in ``contents`` and in ``unknown``, and no more."""
+
     contents: dict[str, Content]
     unknown: list[str]
 

@@ -12,7 +12,17 @@ from ..config.engine import CONNECTOR, config_of
 from ..connector.build import primitive_ids_of
 from ..segment_parallel.description import Description
 from .answers import CacheStats, Segment, SegmentPage
-from .commands import COMMAND, AnyCommand, Compile, Failure, Resolved, unpack
+from .commands import (
+    COMMAND,
+    MOST_IDS,
+    MOST_RESOLVED,
+    AnyCommand,
+    Compile,
+    Failure,
+    Resolve,
+    Resolved,
+    unpack,
+)
 from .forms import sealed_texts
 
 if TYPE_CHECKING:
@@ -73,6 +83,19 @@ class Control:
     async def send(self, command: AnyCommand, wanted: type[_Wanted], salt: str | None) -> _Wanted:
         """The scheduler's answer, one engine step later.  Raises :class:`CommandFailed`."""
         return await self._send(command, wanted, salt, self._nothing)
+
+    async def resolve(self, ids: list[str], salt: str | None) -> Resolved:
+        """What different ids stand for, or the first unknown ones among them; each step of the engine looks
+        some up.  Raises :class:`CommandFailed`, also for too many."""
+        if len(ids) > MOST_IDS:
+            raise CommandFailed(
+                Failure(400, f"{len(ids)} segment ids in the request: expected at most {MOST_IDS}")
+            )
+        found = Resolved({}, [])
+        while (done := len(found.contents)) < len(ids) and not found.unknown:
+            more = await self.send(Resolve(ids[done : done + MOST_RESOLVED]), Resolved, salt)
+            found = Resolved(found.contents | more.contents, more.unknown)
+        return found
 
     async def _send(
         self, command: AnyCommand, wanted: type[_Wanted], salt: str | None, prompt: list[int]

@@ -14,6 +14,8 @@ from ..primitives.keys import SegmentKey
 from ..segment_parallel.description import Description
 from .answers import CacheStats, Segment, SegmentPage
 from .commands import (
+    MOST_RESOLVED,
+    MOST_RESOLVED_TOKENS,
     Answer,
     AnyCommand,
     Change,
@@ -235,9 +237,12 @@ class CommandHandler:
         return self._settled(owner, entry)
 
     def _resolved(self, owner: str, ids: list[str]) -> Resolved:
-        contents, unknown = {}, []
-        for segment_id in dict.fromkeys(ids):
+        contents, unknown, n_tokens = {}, [], 0
+        for segment_id in dict.fromkeys(ids[:MOST_RESOLVED]):
+            if n_tokens >= MOST_RESOLVED_TOKENS:
+                break
             found = self._registry.content(owner, segment_id)
+            n_tokens += 0 if found is None else len(found.tokens)
             if found is None:
                 unknown.append(segment_id)
             else:

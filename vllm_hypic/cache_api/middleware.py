@@ -12,7 +12,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMError
 
 from ..primitives.parts import PART_TYPES
-from .commands import Content, Failure, Resolve, Resolved
+from .commands import Content, Failure
 from .control import CommandFailed, Control
 from .expand import PATHS, MisplacedId, expand, ids_in
 from .models import error_body
@@ -57,13 +57,13 @@ class SegmentIds:
 
 
 async def _replaced(path: str, request: dict[str, Any], control: Control) -> dict[str, Any]:
-    """The request with texts and tokens in place of parts and ids, which are looked up with one command."""
+    """The request with texts and tokens in place of parts and ids."""
     ids = ids_in(path, request, literal=control.literal)
     if ids is None:
         return request
     contents: dict[str, Content] = {}
     if ids:
-        resolved = await control.send(Resolve(ids), Resolved, request.get("cache_salt"))
+        resolved = await control.resolve(ids, request.get("cache_salt"))
         if resolved.unknown:
             raise CommandFailed(Failure(404, _unknown(resolved.unknown)))
         contents = resolved.contents
