@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, StrictInt
 
-from .schema import Allowed, ConfigSection, PathText, Seconds, expected, options, refuse
+from .schema import Allowed, ConfigSection, Number, PathText, Seconds, expected, options, refuse
 
 _URL = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9._-]{1,253})):(?P<port>[0-9]{1,5})"
@@ -107,6 +107,9 @@ class SegmentParallelConfig(ConfigSection):
     routers and instances of one user on this machine share one that they make."""
     deadline_s: Seconds = 120.0
     """Longest that a request waits for remote segments when it names no other time, in seconds."""
+    max_awaited_fraction: Annotated[Number, Field(ge=0, le=1), Allowed("a number from 0 to 1")] = 0.5
+    """Share of the pool in which records of others are awaited; what is more is computed here.  One request
+    alone may await more: every plan fits the empty pool."""
     transport: Annotated[Literal["tcp", "nixl"], Allowed("tcp or nixl")] = "tcp"
     """``tcp``, or ``nixl``: records travel over NIXL between instances that both say so."""
     nixl_bytes: Annotated[

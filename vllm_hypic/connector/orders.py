@@ -51,9 +51,13 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class StopAwaiting:
-    """Nobody waits for the awaited record numbered ``serial`` any more: it counts as missed."""
+    """Nobody waits for the awaited record numbered ``serial`` any more: it counts as missed.
+
+    ``unless_offered``: only if no instance has it ready to be sent; else nothing happens.
+    """
 
     serial: int
+    unless_offered: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ class Space:
             self.transition_blocks + other.transition_blocks,
         )
 
+    def part(self, share: float) -> Space:
+        """So much of each, rounded down."""
+        return Space(int(self.pages * share), int(self.slots * share), int(self.transition_blocks * share))
+
     def covers(self, other: Space) -> bool:
         return (
             self.pages >= other.pages

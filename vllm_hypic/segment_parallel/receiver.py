@@ -134,6 +134,11 @@ class Receiver:
             self._wait_for_reader(name)
         self._loop.wake()
 
+    def is_offered(self, name: str) -> bool:
+        """Whether somebody offers or sends ``name``, or its end is yet to be polled."""
+        with self._lock:
+            return self._machine.is_offered(name)
+
     def poll(self) -> list[Received]:
         """What ended since the last call, each reported once."""
         with self._lock:

@@ -132,6 +132,11 @@ class ReceiverMachine:
         self.withdraw(name, now)
         self._settled.add(name, now)
 
+    def is_offered(self, name: str) -> bool:
+        """Whether somebody offers or sends ``name``, or it is expected no longer."""
+        expected = self._expected.get(name)
+        return expected is None or bool(expected.grants) or bool(self._offers.of(name))
+
     def close(self) -> None:
         """End all expectations, those to come included."""
         self._closed = True

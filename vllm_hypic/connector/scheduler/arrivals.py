@@ -10,10 +10,14 @@ import time
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from ...pool.plans import RecordPlace
+from ...pool.plans import RecordPlace, Space
 from ...primitives.keys import SegmentKey
 from ..metadata import LoadCount
 from ..orders import AwaitRecord, FetchRecord, OrderQueue, StopAwaiting
+
+
+PATIENCE_S = 10.0
+"""Seconds after which a record that nobody offers is given up, if a request waits for room."""
 
 
 @dataclass
@@ -23,6 +27,10 @@ class Arrival:
     key: SegmentKey
     remote: bool
     """Another instance sends it; else the store is asked."""
+    space: Space = field(default_factory=Space)
+    """What is reserved for it."""
+    asked: float = 0.0
+    """Monotonic time at which it was first awaited, or last found to be offered, or not."""
     until: float = math.inf
     """Monotonic time at which waiting for another instance ends."""
     at_store: bool = False
@@ -40,21 +48,46 @@ class Arrival:
         return not self.count.missed
 
 
+@dataclass
+class Allowance:
+    """What records of others that one request awaits may take: all it needs while nobody else's are awaited,
+    and with those of others no more than ``share``.  ``taken``: by all that are awaited."""
+
+    share: Space
+    taken: Space
+
+    def __post_init__(self) -> None:
+        self._alone = self.taken == Space()
+
+    def take(self, space: Space) -> bool:
+        """Whether one more may be awaited, which then counts."""
+        taken = self.taken + space
+        if not self._alone and not self.share.covers(taken):
+            return False
+        self.taken = taken
+        return True
+
+
 class Arrivals:
     """Arrivals by the serials of the entries that wait for them.
 
-    ``has_store``: there are tiers to ask; ``ranks``: workers that each have a part of every record.
+    ``has_store``: there are tiers to ask; ``ranks``: workers that each have a part of every record;
+    ``share``: of the pool, for awaited records of several requests.
     """
 
-    def __init__(self, orders: OrderQueue, *, has_store: bool, ranks: int) -> None:
-        self._orders, self._has_store, self._ranks = orders, has_store, ranks
+    def __init__(self, orders: OrderQueue, *, has_store: bool, ranks: int, share: Space) -> None:
+        self._orders, self._has_store, self._ranks, self._share = orders, has_store, ranks, share
         self._arrivals: dict[int, Arrival] = {}
 
     def __len__(self) -> int:
         """Records under way."""
         return len(self._arrivals)
 
-    def start(self, place: RecordPlace, remote_s: float | None) -> bool:
+    def allowance(self) -> Allowance:
+        """What the next request may await."""
+        return Allowance(self._share, sum((a.space for a in self._arrivals.values() if a.remote), Space()))
+
+    def start(self, place: RecordPlace, space: Space, remote_s: float | None) -> bool:
         """Get the record into its reserved place.  False: it can only be computed.
 
         ``remote_s``: another instance is said to send it within so many seconds; ``None``: none is.
@@ -63,8 +96,10 @@ class Arrivals:
         if any(arrival.key == place.key for arrival in self._arrivals.values()):
             return False
         if remote_s is not None:
-            until = time.monotonic() + remote_s
-            self._arrivals[place.serial] = Arrival(place.key, remote=True, until=until)
+            now = time.monotonic()
+            self._arrivals[place.serial] = Arrival(
+                place.key, remote=True, space=space, asked=now, until=now + remote_s
+            )
             self._orders.submit(AwaitRecord(place))
         elif self._has_store:
             self._arrivals[place.serial] = Arrival(place.key, remote=False)
@@ -93,6 +128,17 @@ class Arrivals:
             if now >= arrival.until:
                 arrival.until = math.inf
                 self._orders.submit(StopAwaiting(serial))
+
+    def give_up_unoffered(self) -> None:
+        """Somebody waits for room: await no longer what nobody has offered for :data:`PATIENCE_S`.
+
+        It is computed in its place, so that who holds the room goes on.
+        """
+        now = time.monotonic()
+        for serial, arrival in self._arrivals.items():
+            if arrival.sent and now >= arrival.asked + PATIENCE_S:
+                arrival.asked = now
+                self._orders.submit(StopAwaiting(serial, unless_offered=True))
 
     def give_up_unwanted(self, wanted: Set[int]) -> None:
         """Have the next :meth:`give_up_late` end awaiting all but the serials ``wanted``: their room is given

@@ -24,7 +24,7 @@ from ...store.totals import append_stats
 from ..metadata import HypicMetadata, LoadCount, WorkerReport
 from ..orders import NIXL, DeclineRecord, OrderQueue
 from ..stats import HypicCounters
-from .arrivals import Arrivals
+from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
 from .directory import Entry, Lookup, Need, SegmentDirectory
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
@@ -94,7 +94,13 @@ class SchedulerSide:
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
-        self.arrivals = Arrivals(self._orders, has_store=bool(config.store.tiers), ranks=ranks)
+        awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
+        self.arrivals = Arrivals(
+            self._orders,
+            has_store=bool(config.store.tiers),
+            ranks=ranks,
+            share=self.directory.total.part(awaited),
+        )
         self._deliveries = Deliveries(self._orders)
         self._view = WorkerView(geometry)
         self.counters = HypicCounters()
@@ -137,26 +143,31 @@ class SchedulerSide:
             reserved = self.directory.acquire(composed.wanted)
             if reserved is None:
                 self.counters.pool_waits += 1
+                self.arrivals.give_up_unoffered()
                 break
             del self._pending[request_id]
             composed.acquired = True
             composed.held = {key: self.directory.get(key) for key in composed.wanted}
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
+            allowance = self.arrivals.allowance()
             for entry in reserved:
                 segment = composed.segment(entry.key)
-                if self._start_arrival(entry, segment, composed.transfer):
+                if self._start_arrival(entry, segment, composed.transfer, allowance):
                     composed.undecided.add(entry.key)
                 else:
                     composed.fresh.add(entry.key)
                     started.append(self._compute(segment, entry, request_id))
-            self._decline(composed, {e.key for e in reserved})
+            self._decline(composed)
             if not composed.undecided:
                 self._count(composed)
         return started
 
-    def _start_arrival(self, entry: Entry, segment: CachedSegment, transfer: Transfer) -> bool:
-        remote_s = transfer.remote_deadline_s if entry.key in transfer.remote else None
-        return self.arrivals.start(self._view.place(entry, segment.role), remote_s)
+    def _start_arrival(
+        self, entry: Entry, segment: CachedSegment, transfer: Transfer, allowance: Allowance
+    ) -> bool:
+        awaited = entry.key in transfer.remote and allowance.take(entry.space)
+        remote_s = transfer.remote_deadline_s if awaited else None
+        return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s)
 
     def _compute(self, segment: CachedSegment, entry: Entry, owner: str) -> SegmentRequest:
         self.counters.segments_computed += 1
@@ -181,10 +192,11 @@ class SchedulerSide:
                 self.directory.abort(entry)
         return started
 
-    def _decline(self, composed: _Composed, reserved: set[SegmentKey]) -> None:
+    def _decline(self, composed: _Composed) -> None:
         """Whoever sends a record that nobody awaits here is told so."""
-        unreserved = composed.transfer.remote & composed.wanted.keys() - reserved
-        for key in unreserved - self.arrivals.awaited():
+        if not composed.transfer.remote:
+            return
+        for key in (composed.transfer.remote & composed.wanted.keys()) - self.arrivals.awaited():
             self._orders.submit(DeclineRecord(key, composed.held[key].slot))
 
     def _count(self, composed: _Composed) -> None:

@@ -70,8 +70,8 @@ class TransferLink(RecordLink):
         match order:
             case AwaitRecord():
                 self._await(order)
-            case StopAwaiting(serial):
-                self._stop_awaiting(serial)
+            case StopAwaiting():
+                self._stop_awaiting(order)
             case DeclineRecord(key, slot):
                 name = self._settled[slot] = self.codec.name_of(key)
                 self.receiver.settle(name)
@@ -97,12 +97,21 @@ class TransferLink(RecordLink):
         self._awaited[name] = order
         self.receiver.expect(name, expected.max_nbytes, self.codec.reader(place, expected))
 
-    def _stop_awaiting(self, serial: int) -> None:
-        for name in [n for n, order in self._awaited.items() if order.place.serial == serial]:
-            self.receiver.withdraw(name)
+    def _stop_awaiting(self, stop: StopAwaiting) -> None:
+        for name in [n for n, order in self._awaited.items() if order.place.serial == stop.serial]:
+            reason = "nobody waits for it any more"
+            if not stop.unless_offered:
+                self.receiver.withdraw(name)
+            elif self.receiver.is_offered(name):
+                continue
+            else:  # it is computed here: who offers it later is told
+                reason = "nobody has offered it, and others wait for room"
+                self.receiver.settle(name)
             order = self._awaited.pop(name)
+            if stop.unless_offered:
+                self._settled[order.place.slot] = name
             self.codec.mover.discard(order.place)
-            self._finish(order, Result.FAILED, "nobody waits for it any more")
+            self._finish(order, Result.FAILED, reason)
 
     def _poll(self) -> None:
         for received in self.receiver.poll():
