@@ -26,6 +26,7 @@ def test_survives_a_round_trip() -> None:
         "advertise_events": "tcp://[fd00::3]:30101",
         "secret_file": "/run/secrets/hypic",
         "deadline_s": 30,
+        "max_awaited_fraction": 0.25,
         "transport": "nixl",
         "nixl_bytes": 1 << 30,
     }
@@ -73,6 +74,7 @@ def test_loopback_needs_no_secret(host: str) -> None:
         ({"deadline_s": True}, "deadline_s=True: expected a number"),
         ({"deadline_s": float("nan")}, "deadline_s=nan: expected a number"),
         ({"deadline_s": "5"}, "deadline_s='5': expected a number"),
+        ({"max_awaited_fraction": 1.1}, "max_awaited_fraction=1.1: expected a number from 0 to 1"),
         ({"transport": "rdma"}, "transport='rdma': expected tcp or nixl"),
         ({"transport": None}, "transport=None: expected tcp or nixl"),
         ({"nixl_bytes": (1 << 20) - 1}, "nixl_bytes=1048575: expected a number of bytes from 1048576"),

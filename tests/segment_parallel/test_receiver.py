@@ -11,7 +11,7 @@ from vllm_hypic.segment_parallel import wire
 from vllm_hypic.segment_parallel.received import Outcome
 from vllm_hypic.segment_parallel.transport import Route
 
-from .peers import DATA, Owner, Peer, deliver, name_of
+from .peers import DATA, Owner, Peer, deliver, name_of, until
 
 A, B, C = name_of(1), name_of(2), name_of(3)
 
@@ -42,6 +42,17 @@ def test_an_early_offer_is_answered_once_the_name_is_expected(owner: Owner, peer
     peer.data(A, DATA)
     assert peer.hear() == wire.Ack(A)
     assert owner.wait_for(A)[0].taken
+
+
+def test_whether_somebody_offers_what_is_expected(owner: Owner, peer: Peer) -> None:
+    offered = owner.receiver.is_offered
+    owner.expect(A)
+    assert not offered(A)
+    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A) and offered(A)
+    peer.say(wire.Retract(A))
+    until(lambda: not offered(A))
+    deliver(peer, A)
+    assert offered(A), "it has come"
 
 
 def test_what_was_received_or_is_settled_is_not_asked_for(owner: Owner, peer: Peer) -> None:

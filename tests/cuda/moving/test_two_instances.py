@@ -11,7 +11,6 @@ import pytest
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.orders import StopAwaiting
-from vllm_hypic.connector.scheduler.directory import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.connector.worker.link import RecordLink
@@ -186,20 +185,17 @@ def test_what_nobody_offers_is_given_up_for_who_waits_for_room_and_what_is_offer
         asked = there.admit(0, 1, query=True, hypic_remote=[first, second])
         there.step()
         (link,) = there.worker.links
-        places = {key: there.side.directory.get(key) for key in (first, second)}
-        # The first is offered while its sender has yet to be heard; nobody offers the second.
+        places = [there.side.directory.get(key) for key in (first, second)]
+        # The first has come, and its engine has yet to look; nobody offers the second.
         warm = here.admit(0, query=False, hypic_push_to=there.receiver.url)
-        offered = f"{first}.0-1"
-        held = there.receiver.is_offered
-        step_until(lambda: held(offered) or there.side.directory.lookup(first) is Lookup.HIT, here)
-        for entry in places.values():
+        step_until(lambda: here.side.over(warm), here)
+        for entry in places:
             assert link.submit(StopAwaiting(entry.serial, unless_offered=True))
         step_until(lambda: there.side.ready(asked), there)
         there.check(asked)
         counters = there.side.take_counters()
         assert (counters.segments_landed, counters.segments_unlanded) == (1, 1)
-        step_until(lambda: here.side.over(warm), here)
-        late = here.admit(1, query=False, hypic_push_to=there.receiver.url)
+        late = here.admit(0, 1, query=False, hypic_push_to=there.receiver.url)
         step_until(lambda: here.side.over(late), here)
         assert here.side.push_fault(late) is None and there.receiver.counts().taken == 1
     finally:

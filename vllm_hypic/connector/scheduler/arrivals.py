@@ -15,7 +15,6 @@ from ...primitives.keys import SegmentKey
 from ..metadata import LoadCount
 from ..orders import AwaitRecord, FetchRecord, OrderQueue, StopAwaiting
 
-
 PATIENCE_S = 10.0
 """Seconds after which a record that nobody offers is given up, if a request waits for room."""
 
