@@ -150,7 +150,7 @@ def test_plain_requests_and_other_routes_pass(stand: Stand):
         ({"vllm_xargs": {"hypic_seam_tokens": 5000}}, "5000"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"model": "another"}, "another"),
-        ({"vllm_xargs": {"hypic_remote": ["x"]}}, "hypic_remote"),
+        ({"vllm_xargs": {"hypic_unknown": 1}}, "hypic_unknown"),
     ],
 )
 def test_refusals_are_the_servers_own(stand: Stand, body: dict[str, Any], says: str):
