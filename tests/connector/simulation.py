@@ -1,0 +1,433 @@
+"""An engine around the real scheduler side: a simulated worker, tiers that outlive it, a clock to be set.
+
+The worker knows what every slot and page of the pool holds.  It checks that nothing is written where somebody
+reads, and that nobody reads what is not whole, or was deleted before the reader came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
+from vllm_hypic.connector.orders import (
+    AwaitRecord,
+    ClearCaches,
+    FetchRecord,
+    Order,
+    PushRecord,
+    StopAwaiting,
+    StoreAction,
+    StoreOrder,
+)
+from vllm_hypic.connector.scheduler import arrivals, retention
+from vllm_hypic.connector.scheduler.directory import Lookup
+from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
+from vllm_hypic.connector.scheduler.retention import PinRefused
+from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.plans import CapturePlan, RecordPlace, StreamPlan
+from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
+from vllm_hypic.primitives.options import Transfer
+from vllm_hypic.primitives.plan import CachedSegment, PromptPlan
+from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.store.eviction import PolicyName
+
+IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
+LEADS = ((), tuple(range(10, 18)))
+DOCUMENTS = tuple(tuple(range(start, start + n)) for start, n in ((100, 8), (200, 16), (300, 16), (400, 24)))
+TEXT = tuple(range(500, 508))
+QUERY = (900, 901)
+PAGE, PAGES, SLOTS, HEADS = 8, 8, 5, 2
+GEOMETRY = PoolGeometry(
+    (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),),
+    (LinearGeometry("layers.1", HEADS, 4, 4, 3, 8, torch.float32),),
+    page_tokens=PAGE,
+    pages=PAGES,
+    slots=SLOTS,
+    transition_blocks=4 * HEADS,
+)
+PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
+STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
+
+
+class Clock(ModuleType):
+    """Stands where modules of the scheduler side import ``time``."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+CLOCKED = (arrivals, retention)
+"""Modules whose ``time`` is the clock."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a running request reads of one record: the worker's number of it, and its pages."""
+
+    slot: int
+    serial: int
+    pages: frozenset[int]
+
+
+@dataclass
+class Content:
+    """What a slot holds: a record that is whole, or not yet."""
+
+    serial: int
+    key: SegmentKey
+    whole: bool = False
+
+
+def pages_of(slot_mapping: np.ndarray) -> frozenset[int]:
+    return frozenset((slot_mapping // PAGE).tolist())
+
+
+class Worker:
+    """Carries out orders when it is told to.  ``tiers``: records outside the pool."""
+
+    def __init__(self, tiers: set[SegmentKey], ranks: int) -> None:
+        self.tiers, self.ranks = tiers, ranks
+        self.slots: dict[int, Content] = {}
+        self.pages: dict[int, int] = {}
+        """Serials of the records whose pages they are."""
+        self.reads: dict[str, list[Read]] = {}
+        """Of each request that runs."""
+        self.moving: dict[int, RecordPlace] = {}
+        """Records on their way into the pool, by serial; the ones in ``awaited`` from another instance."""
+        self.awaited: set[int] = set()
+        self.left: dict[int, int] = {}
+        """Ranks that have yet to report them."""
+        self.unsaved: dict[int, RecordPlace] = {}
+        self.pushing: list[int] = []
+
+    def obey(self, order: Order) -> WorkerReport | None:
+        match order:
+            case FetchRecord(place) | AwaitRecord(place):
+                assert all(p.key != place.key for p in self.moving.values()), (
+                    "the store refuses a second fetch"
+                )
+                self.write(place.serial, place.key, place.slot, place.slot_mapping)
+                self.moving[place.serial], self.left[place.serial] = place, self.ranks
+                if isinstance(order, AwaitRecord):
+                    self.awaited.add(place.serial)
+            case StopAwaiting(serial):
+                if serial in self.awaited:
+                    return self.arrive(serial, found=False, ranks=self.left[serial])
+            case PushRecord(number, place):
+                assert self.slots[place.slot] == Content(place.serial, place.key, whole=True)
+                self.pushing.append(number)
+            case StoreOrder(StoreAction.DELETE, key):
+                self.tiers.discard(key)
+                self.unsaved = {s: p for s, p in self.unsaved.items() if p.key != key}
+            case ClearCaches():
+                self.tiers.clear()
+                self.unsaved.clear()
+        return None
+
+    def drop(self, slots: Iterable[int]) -> None:
+        dropped = set(slots)
+        self.unsaved = {s: p for s, p in self.unsaved.items() if p.slot not in dropped}
+
+    # -- the pool
+
+    def write(self, serial: int, key: SegmentKey, slot: int, slot_mapping: np.ndarray) -> None:
+        """From now on the place belongs to this record."""
+        pages = pages_of(slot_mapping)
+        for name, reads in self.reads.items():
+            for read in reads:
+                assert read.serial == serial or not (read.slot == slot or read.pages & pages), (
+                    f"record {serial} is written over what {name} reads"
+                )
+        self.slots[slot] = Content(serial, key)
+        self.pages.update(dict.fromkeys(pages, serial))
+
+    def fill(self, serial: int, slot: int) -> None:
+        assert self.slots[slot].serial == serial, "its slot was given away while it was made"
+        self.slots[slot].whole = True
+
+    def read(self, name: str, plan: StreamPlan, keys: Sequence[SegmentKey]) -> list[int]:
+        """A request begins that reads these records; their serials."""
+        reads, seen = [], 0
+        for point, key in zip(plan.points, keys, strict=True):
+            pages = pages_of(plan.slot_mapping[seen : seen + point.columns])
+            seen += point.columns
+            content = self.slots[point.slot]
+            assert content.key == key and content.whole, f"{name} reads what is not whole, or another's"
+            assert {self.pages[p] for p in pages} <= {content.serial}
+            reads.append(Read(point.slot, content.serial, pages))
+        self.reads[name] = reads
+        return [read.serial for read in reads]
+
+    # -- what happens
+
+    def arrive(self, serial: int, *, found: bool, ranks: int = 1) -> WorkerReport:
+        """So many ranks have got their part of a record, or could not."""
+        place = self.moving[serial]
+        found = found and (serial in self.awaited or place.key in self.tiers)
+        self.left[serial] -= ranks
+        if not self.left[serial]:
+            del self.moving[serial], self.left[serial]
+            self.awaited.discard(serial)
+        if found:
+            self.fill(serial, place.slot)
+        count = LoadCount(taken=ranks * found, missed=ranks * (not found), transition_blocks=1)
+        return WorkerReport(loads={serial: count})
+
+    def leave_in_tier(self, serial: int) -> WorkerReport:
+        """The other instance has left an awaited record in a shared tier."""
+        self.awaited.discard(serial)
+        self.tiers.add(self.moving[serial].key)
+        return WorkerReport(at_store={serial})
+
+    def save(self) -> WorkerReport:
+        """The oldest unsaved record is in the tiers."""
+        key = self.unsaved.pop(next(iter(self.unsaved))).key
+        self.tiers.add(key)
+        return WorkerReport(saved={key})
+
+    def push(self, fault: str) -> WorkerReport:
+        return WorkerReport(pushed={self.pushing.pop(0): fault})
+
+
+@dataclass
+class Request:
+    """A composed request."""
+
+    plan: PromptPlan
+    deleted: dict[SegmentKey, int]
+    """Records, by key, that were deleted before it came: their serials, and all before them."""
+    wait: int = 0
+    """Steps for which it has waited."""
+
+
+class Ends(Enum):
+    """How a prompt ends: in a query, or as a warm-up prompt, whose records may go to another instance."""
+
+    IN_A_QUERY = "in a query"
+    WARM = "warm"
+    PUSHED = "pushed"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``leads`` and ``documents`` by their places in the vocabulary."""
+
+    lead: int
+    documents: tuple[int, ...]
+    context: str = "none"
+    ends: Ends = Ends.IN_A_QUERY
+    remote: bool = False
+    """Some of its records are said to come from another instance."""
+
+
+@dataclass
+class Engine:
+    """``side`` and ``worker`` are replaced at a restart; tiers, pins and the clock stay."""
+
+    clock: Clock
+    policy: PolicyName = "lru"
+    ranks: int = 1
+    tiers: set[SegmentKey] = field(default_factory=set)
+    pins: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
+    known: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
+    """All records that were ever asked for."""
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        config = HypicConfig.from_mapping(
+            {
+                "min_segment_tokens": 4,
+                "seam_tokens": 0,
+                "store": {**STORE, "eviction": self.policy},
+                "segment_parallel": PARALLEL,
+            }
+        )
+        texts = PlanningTexts(context=lambda: TEXT)
+        self.side = SchedulerSide(
+            config, GEOMETRY, Namespace.from_config({}), 4096, lambda: IDS, ranks=self.ranks, texts=texts
+        )
+        self.worker = Worker(self.tiers, self.ranks)
+        self.waiting: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self.queued: list[str] = []
+        """Segment requests that have not begun."""
+        self.capturing: dict[str, CapturePlan] = {}
+        self.deleted: dict[SegmentKey, int] = {}
+        self.expiry: dict[SegmentKey, float] = {}
+        for key in list(self.pins):
+            self.pin(key)
+
+    # -- users
+
+    def admit(self, prompt: Prompt) -> None:
+        tokens = [*LEADS[prompt.lead], IDS.sep]
+        tokens += [t for d in prompt.documents for t in (*DOCUMENTS[d], IDS.sep)]
+        tokens += QUERY if prompt.ends is Ends.IN_A_QUERY else ()
+        plan = self.side.planner.plan(PlanRequest(tokens, {"hypic_context": prompt.context}, None, None))
+        assert plan is not None
+        self.known |= {s.key: s for s in plan.records}
+        self.made += 1
+        transfer = Transfer(
+            "tcp://127.0.0.1:7200" if prompt.ends is Ends.PUSHED else None,
+            9.0,
+            frozenset(s.key for s in plan.segments[::2]) if prompt.remote else frozenset(),
+            5.0,
+        )
+        name = f"r{self.made}"
+        self.waiting[name] = Request(plan, dict(self.deleted))
+        if plan.warm_only:
+            self.side.hold(name)
+        self.side.admit(name, plan, transfer)
+
+    def pin(self, key: SegmentKey) -> None:
+        """As the registry does it, which remembers pins."""
+        segment = self.known[key]
+        try:
+            tokens, leading = len(segment.tokens), segment.role is Role.LEADING
+            self.side.retention.pin_record(key, tokens, leading=leading)
+            self.pins[key] = segment
+        except PinRefused:
+            self.pins.pop(key, None)
+
+    def unpin(self, key: SegmentKey) -> None:
+        self.side.retention.unpin_record(key)
+        self.pins.pop(key, None)
+
+    def delete(self, key: SegmentKey) -> None:
+        self._note_deletion(key)
+        self.side.retention.drop_record(key)
+        self.pins.pop(key, None)
+
+    def expire(self, key: SegmentKey, seconds: float) -> None:
+        self.expiry[key] = self.clock.now + seconds
+        self.side.retention.expire_record(key, self.expiry[key])
+
+    def _note_deletion(self, key: SegmentKey) -> None:
+        self.expiry.pop(key, None)
+        if self.side.directory.lookup(key) is not Lookup.MISS:
+            self.deleted[key] = self.side.directory.get(key).serial
+
+    def abort(self, name: str) -> None:
+        self.side.unhold(name)
+        self.finish(name, completed=False)
+
+    def finish(self, name: str, *, completed: bool) -> None:
+        self.waiting.pop(name, None)
+        self.running.pop(name, None)
+        self.worker.reads.pop(name, None)
+        self.side.finished(name, completed=completed)
+
+    # -- the engine's loop
+
+    def step(self) -> None:
+        for key in [k for k, at in self.expiry.items() if at <= self.clock.now]:
+            self._note_deletion(key)
+            self.pins.pop(key, None)
+        while unwanted := [name for name in self.side.take_unwanted() if name in self.queued]:
+            for name in unwanted:
+                self.queued.remove(name)
+                self.finish(name, completed=False)
+        for job in self.side.pump():
+            assert job.for_request in {*self.waiting, *self.running, *self.queued, *self.capturing}
+            self.queued.append(job.request_id)
+        metadata = HypicMetadata()
+        self.side.instruct(metadata)
+        self.worker.drop(metadata.dropped_slots)
+        for order in metadata.orders:
+            if (report := self.worker.obey(order)) is not None:
+                self.side.absorb(report)
+        for name in [n for n in self.queued if self.side.ready(n)]:
+            self._capture(name)
+        for name, request in list(self.waiting.items()):
+            request.wait += 1
+            if request.plan.warm_only:
+                if self.side.over(name):
+                    self.side.unhold(name)
+                    self.finish(name, completed=True)
+            elif self.side.ready(name):
+                self._run(name, request)
+
+    def _capture(self, name: str) -> None:
+        self.queued.remove(name)
+        plan, stream = self.side.capture_plan(name), self.side.stream_plan(name)
+        assert plan is not None and plan.stored is not None
+        segment = self.known[plan.stored.key]
+        self.worker.write(plan.serial, segment.key, plan.slot, plan.slot_mapping)
+        assert (stream is None) is (segment.context is None)
+        if stream is not None and segment.context is not None:
+            self.worker.read(name, stream, [segment.context.key])
+        self.capturing[name] = plan
+
+    def _run(self, name: str, request: Request) -> None:
+        stream = self.side.stream_plan(name)
+        assert stream is not None
+        keys = [s.key for s in request.plan.segments]
+        for key, serial in zip(keys, self.worker.read(name, stream, keys), strict=True):
+            assert serial > request.deleted.get(key, 0), f"{name} reads a record that was deleted before"
+        self.running[name] = self.waiting.pop(name)
+
+    def captured(self, name: str, *, well: bool) -> None:
+        """A segment request that runs is over."""
+        plan = self.capturing.pop(name)
+        if well:
+            self.worker.fill(plan.serial, plan.slot)
+            assert plan.stored is not None
+            self.worker.unsaved[plan.serial] = plan.stored
+            self.side.absorb(WorkerReport(transition_blocks={plan.serial: 1}))
+        self.finish(name, completed=well)
+
+    # -- laws
+
+    def check(self) -> None:
+        """The books are right: every pin is somebody's."""
+        side = self.side
+        side.directory.check_integrity()
+        pins: dict[int, int] = {}
+        contexts = (work.context for work in side.segment_requests._segments.values())
+        held = [e for c in side._composed.values() for e in c.held.values()]
+        for entry in [*held, *(c for c in contexts if c is not None)]:
+            pins[entry.serial] = pins.get(entry.serial, 0) + 1
+        assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins
+
+    def work(self, *, found: bool) -> None:
+        """One step, of a second, in which the worker does all that it was asked for, and what runs ends; not
+        ``found``: tiers have nothing, and other instances send nothing and do not say so."""
+        self.clock.now += 1.0
+        self.step()
+        for serial in [s for s in self.worker.moving if found or s not in self.worker.awaited]:
+            self.side.absorb(self.worker.arrive(serial, found=found, ranks=self.worker.left[serial]))
+        while self.worker.unsaved:
+            self.side.absorb(self.worker.save())
+        while self.worker.pushing:
+            self.side.absorb(self.worker.push(""))
+        for name in list(self.capturing):
+            self.captured(name, well=True)
+        for name in list(self.running):
+            self.finish(name, completed=True)
+        self.check()
+
+    def audit(self) -> None:
+        """After all requests have ended: nothing is held, awaited or on its way."""
+        side, requests = self.side, self.side.segment_requests
+        self.step()
+        self.step()
+        assert not (self.waiting or self.running or self.queued or self.capturing)
+        assert not (side._composed or side._pending or side._held or side._deliveries or side.arrivals)
+        assert not (requests._segments or requests._lost or side.retention.has_orders)
+        assert side.directory.pinned == 0
+        assert len(side.directory) == len(side.directory.resident()), "a record is lost"
