@@ -242,7 +242,10 @@ class Engine:
     tiers: set[SegmentKey] = field(default_factory=set)
     pins: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
     known: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
-    """All records that were ever asked for."""
+    """All records that were ever asked for, by their first keys."""
+    first: dict[SegmentKey, SegmentKey] = field(default_factory=dict)
+    """First keys by those that plans had."""
+    resets: int = 0
     made: int = 0
 
     def __post_init__(self) -> None:
@@ -280,7 +283,9 @@ class Engine:
         tokens += QUERY if prompt.ends is Ends.IN_A_QUERY else ()
         plan = self.side.planner.plan(PlanRequest(tokens, {"hypic_context": prompt.context}, None, None))
         assert plan is not None
-        self.known |= {s.key: s for s in plan.records}
+        for segment in plan.records:
+            self.first[segment.key] = self.side.namespace.renamed(segment.key)
+            self.known[self.first[segment.key]] = segment
         self.made += 1
         transfer = Transfer(
             "tcp://127.0.0.1:7200" if prompt.ends is Ends.PUSHED else None,
@@ -319,6 +324,7 @@ class Engine:
 
     def _note_deletion(self, key: SegmentKey) -> None:
         self.expiry.pop(key, None)
+        key = self.side.namespace.renamed(key)
         if self.side.directory.lookup(key) is not Lookup.MISS:
             self.deleted[key] = self.side.directory.get(key).serial
 
@@ -331,6 +337,10 @@ class Engine:
         self.running.pop(name, None)
         self.worker.reads.pop(name, None)
         self.side.finished(name, completed=completed)
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.side.reset(str(self.resets))
 
     # -- the engine's loop
 
@@ -365,8 +375,10 @@ class Engine:
     def _capture(self, name: str) -> None:
         self.queued.remove(name)
         plan, stream = self.side.capture_plan(name), self.side.stream_plan(name)
-        assert plan is not None and plan.stored is not None
-        segment = self.known[plan.stored.key]
+        work = self.side.segment_requests.work_of(name)
+        assert plan is not None and work is not None
+        assert (plan.stored is None) is work.entry.forgotten, "only what can be found again is stored"
+        segment = work.segment
         self.worker.write(plan.serial, segment.key, plan.slot, plan.slot_mapping)
         assert (stream is None) is (segment.context is None)
         if stream is not None and segment.context is not None:
@@ -386,8 +398,8 @@ class Engine:
         plan = self.capturing.pop(name)
         if well:
             self.worker.fill(plan.serial, plan.slot)
-            assert plan.stored is not None
-            self.worker.unsaved[plan.serial] = plan.stored
+            if plan.stored is not None:
+                self.worker.unsaved[plan.serial] = plan.stored
             self.side.absorb(WorkerReport(transition_blocks={plan.serial: 1}))
         self.finish(name, completed=well)
 

@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def key_in_use(self, which: int) -> SegmentKey:
         """That of a record which requests want, if there are requests."""
         requests = [*self.engine.waiting.values(), *self.engine.running.values()]
-        keys = [s.key for r in requests for s in r.plan.records]
+        keys = [self.engine.first[s.key] for r in requests for s in r.plan.records]
         return keys[which % len(keys)] if keys else self.key(which)
 
     @precondition(lambda self: self.engine.waiting or self.engine.running)
@@ -95,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.engine.side.retention.reset()
+        self.engine.reset()
 
     @rule()
     def restart(self) -> None:

@@ -226,9 +226,9 @@ def test_a_record_that_left_the_pool_is_not_read_there(worker: Worker) -> None:
 
 
 def test_after_the_caches_were_emptied_nothing_goes_there(worker: Worker) -> None:
-    assert worker.shared.submit(ClearCaches())
     worker.order(7)
     worker.order(8)
+    assert worker.shared.submit(ClearCaches())
     assert "weights may be others" in worker.end_of(7) and "weights" in worker.end_of(8)
     assert not worker.tier.objects
 

@@ -195,6 +195,16 @@ def test_captured_records_are_saved(worker: Worker) -> None:
     assert worker.store.orders == [SaveRecord(place(1))]
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_what_is_captured_while_the_caches_are_emptied_is_not_saved(worker: Worker, cleared: bool) -> None:
+    plan = CapturePlan(0, 4, 1, np.arange(4), None, True, 1, place(1))
+    worker.side.absorb(HypicMetadata(captures={"r": plan}))
+    metadata = HypicMetadata(orders=[ClearCaches()] if cleared else [])
+    worker.side.begin_step(metadata, ["r"], np.array([0]), np.array([4]))
+    worker.side.end_step()
+    assert (SaveRecord(place(1)) in worker.store.orders) is not cleared
+
+
 def test_the_engine_closes_every_link(worker: Worker) -> None:
     worker.side.close()
     assert worker.log == ["others closes", "store closes"]

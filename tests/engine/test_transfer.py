@@ -227,16 +227,27 @@ def test_a_pushed_record_is_sent_to_this_machine_only(engine: Engine) -> None:
     assert answer.reasons == ("error",)
 
 
-def test_caches_that_were_emptied_for_new_weights_take_no_records_of_others(
+def test_after_a_reset_records_go_and_come_under_other_names(
     module_engine: EngineFactory, hybrid_model: Path, records: dict[str, bytes]
 ) -> None:
     here, events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     engine = module_engine(hybrid_model, options={"segment_parallel": {"listen": here, "events": events}})
-    keys = list(engine.call(names).values())
+    before = list(engine.call(names).values())
     engine.reset()
     started = time.monotonic()
-    (answer,) = engine.ask(ask(hypic_remote=keys))
+    (answer,) = engine.ask(ask(hypic_remote=before))
     assert answer.cached == 0 and answer.reasons == ("length",)
-    (answer,) = engine.ask(warm_up(hypic_push_to=here))
-    assert answer.reasons == ("error",)
     assert time.monotonic() - started < BOUND_S, "at once, not after the deadline of 120 s"
+    own = pushed(engine)
+    assert not own.keys() & records.keys()
+    (cold,) = engine.ask(ask())
+    engine.call(forget)
+    made, keys = engine.call(computed), list(engine.call(names).values())
+    sender = Sender(engine.call(namespace), None)
+    try:
+        with waiting(engine, ask(hypic_remote=keys)) as answers:
+            assert all(sent.delivered for sent in push(sender, here, own))
+            (remote,) = answers.result(BOUND_S)
+    finally:
+        sender.close()
+    assert same(remote, cold) and engine.call(computed) == made, "nothing was computed here"

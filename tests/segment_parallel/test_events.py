@@ -203,6 +203,18 @@ sys.stdin.read()
 """
 
 
+async def test_a_publisher_that_restarts_is_taken_for_another_process():
+    at = url()
+    with publishing(at) as publisher:
+        publisher.change(keys(1), [], [], 0)
+        async with subscribed(at) as subscription:
+            view, before = subscription.view, publisher.boot
+            await until(lambda: holds(view, keys(1)), "the snapshot")
+            publisher.restart()
+            publisher.change(keys(2), [], keys(1), 0)
+            await until(lambda: view.boot == publisher.boot != before and holds(view, keys(2)), "another one")
+
+
 async def test_silence_makes_an_instance_unknown_and_it_comes_back():
     at = url()
     process = subprocess.Popen([sys.executable, "-c", _PUBLISHER, at], stdin=subprocess.PIPE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +96,9 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         return side is not None and (side.retention.has_orders or side.worker_unfinished)
 
     def reset_cache(self) -> bool | None:
-        return None if self.scheduler is None else self.scheduler.retention.reset()
+        assert self.scheduler is not None
+        self.scheduler.reset(secrets.token_hex(16))
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

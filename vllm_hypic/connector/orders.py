@@ -12,6 +12,8 @@ from enum import Enum
 from ..pool.plans import RecordPlace
 from ..primitives.keys import SegmentKey
 
+OUTDATED = "the caches were emptied meanwhile: its weights may be others by now"
+"""Why a record is not delivered."""
 NIXL = "nixl"
 """Route of a record that another instance sent over NIXL."""
 
@@ -89,7 +91,8 @@ class StoreOrder:
 
 @dataclass(frozen=True)
 class ClearCaches:
-    """Forget every record, in all tiers.  The weights may have changed: names made before are void."""
+    """Forget every record, in all tiers; what is made for requests that run goes there no more, nor to other
+    instances.  The weights may have changed: names made from now on are others."""
 
 
 MovingOrder = FetchRecord | AwaitRecord | PushRecord | SaveRecord

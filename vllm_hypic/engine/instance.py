@@ -19,6 +19,7 @@ class RoutedInstance:
         """``models``: names under which the model is served."""
         self._side, self._models, self._max_model_len = side, models, max_model_len
         self._id = secrets.token_hex(8)
+        self._generation = side.namespace.generation
         self._publisher = None
         if (parallel := side.config.segment_parallel) is not None:
             from ..segment_parallel.events import Publisher
@@ -38,6 +39,7 @@ class RoutedInstance:
             instance=self._id,
             models=self._models,
             namespace=self._side.namespace.digest,
+            generation=self._side.namespace.generation,
             receiver=parallel.receiver_url,
             events=parallel.events_url,
             separator=ids.sep,
@@ -64,6 +66,10 @@ class RoutedInstance:
         computed."""
         if self._publisher is None:
             return
+        if (generation := self._side.namespace.generation) != self._generation:
+            # Routers plan with the description: they ask for one again where the process seems to be another.
+            self._generation = generation
+            self._publisher.restart()
         by_state: dict[Lookup, list[str]] = {state: [] for state in Lookup}
         for key, state in self._side.directory.take_changes().items():
             by_state[state].append(key)

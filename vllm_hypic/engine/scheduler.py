@@ -44,6 +44,9 @@ class _HypicMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # For connectors that fill blocks beside the model's stream.  Ours does not, and with blocks that are
+        # still held vLLM cannot reset its cache between two overlapping steps.
+        self.defer_block_free = False
         from ..connector.connector import HypicConnector
 
         if not isinstance(self.connector, HypicConnector) or self.connector.scheduler is None:
@@ -111,7 +114,8 @@ class _HypicMixin(Scheduler):
             # A warm-up prompt of one segment, which is given its id when the request ends.
             pieces = split_ids(wanted.token_ids, planner.ids)
             [tokens] = (piece for piece in pieces if not isinstance(piece, Marker))
-            key = plan.segments[0].key if plan is not None and plan.segments else None
+            # The id outlives this generation of records.
+            key = self.hypic.namespace.renamed(plan.segments[0].key) if plan and plan.segments else None
             self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
         if plan is not None:
             self._adopt(request, plan, transfer)

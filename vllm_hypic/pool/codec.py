@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +31,9 @@ class RecordCodec:
 
     def __init__(self, pool: DevicePool, namespace: Namespace, part: RankPart, mover: RecordMover) -> None:
         self.pool, self.namespace, self.part, self.mover = pool, namespace, part, mover
-        self._epoch = ""
 
     def name_of(self, key: SegmentKey) -> ObjectName:
-        return object_name(key, self.part.rank, self.part.world, self._epoch)
-
-    def new_epoch(self) -> None:
-        """From now on no object written before has a record's name: not all tiers can be emptied."""
-        self._epoch = secrets.token_hex(6)
+        return object_name(key, self.part.rank, self.part.world)
 
     # -- out of the pool -----------------------------------------------------------------------
 

@@ -28,13 +28,16 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Namespace:
-    """What all keys of one engine share; ``config`` is kept readable beside its digest.
+    """What all keys of one engine share.
 
-    ``config`` holds model id and revision, dtypes, layer kinds and rotary parameters.  LoRA and
+    ``digest`` is that of model id and revision, dtypes, layer kinds and rotary parameters.  LoRA and
     tenant salt are per request: :meth:`scoped` adds them.
     """
 
     digest: str
+    generation: str = ""
+    """Which weights: empty for those that the engine was started with, another for each time that they may
+    have been changed since."""
 
     @staticmethod
     def from_config(config: Mapping[str, object]) -> Namespace:
@@ -46,7 +49,17 @@ class Namespace:
         if salt is None and lora is None:
             return self
         text = json.dumps([self.digest, salt, lora])
-        return Namespace(hashlib.sha256(text.encode()).hexdigest())
+        return Namespace(hashlib.sha256(text.encode()).hexdigest(), self.generation)
+
+    def renamed(self, key: SegmentKey) -> SegmentKey:
+        """The key that a record of the first generation has in this one, and the other way round.
+
+        Its own inverse, so whoever knows a record by its first key (a pin, an id) finds it in any generation.
+        """
+        if not self.generation:
+            return key
+        mask = hashlib.sha256(f"generation {self.generation}".encode()).digest()
+        return SegmentKey(bytes(a ^ b for a, b in zip(bytes.fromhex(key), mask, strict=True)).hex())
 
 
 def segment_key(
@@ -62,7 +75,8 @@ def segment_key(
     fixed_start: int | None = None,
     context: SegmentKey | None = None,
 ) -> SegmentKey:
-    """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids).
+    """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids),
+    renamed for the generation.
 
     ``context``: the record that it is computed behind.  Raises :class:`PromptError` for a token id of more
     than 63 bits.
@@ -75,11 +89,11 @@ def segment_key(
         digest.update(_packed(anchor))
     if context is not None:
         digest.update(b"context")
-        digest.update(bytes.fromhex(context))
+        digest.update(bytes.fromhex(namespace.renamed(context)))
     if offsets is not None:
         digest.update(b"offsets")
         digest.update(array("q", offsets).tobytes())
-    return SegmentKey(digest.hexdigest())
+    return namespace.renamed(SegmentKey(digest.hexdigest()))
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

@@ -34,6 +34,14 @@ class Description(
             description="Instances exchange records only if theirs are equal.", min_length=1, max_length=256
         ),
     ]
+    generation: Annotated[
+        str,
+        Meta(
+            description="Of its weights: only instances with equal ones make the same records; empty: the "
+            "weights that it was started with.",
+            max_length=256,
+        ),
+    ] = ""
     receiver: Annotated[str, Meta(description="Where records are received: `tcp://HOST:PORT`.")]
     events: Annotated[
         str, Meta(description="Where changes of what is cached are published: `tcp://HOST:PORT`.")
@@ -98,6 +106,7 @@ class Description(
             self.context_tokens,
             self.traits,
             self.namespace,
+            self.generation,
             self.limits,
             self.min_segment_tokens,
         )

@@ -124,6 +124,10 @@ class Publisher:
             self._awake = True
             os.eventfd_write(self._wake, 1)
 
+    def restart(self) -> None:
+        """Subscribers are to take this for another process, and ask for everything anew.  Never blocks."""
+        self.boot = secrets.token_hex(8)
+
     def close(self) -> None:
         """Stop publishing; what was not sent yet is lost.  Calling it again changes nothing."""
         with self._lock:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import NewType
 
 ObjectName = NewType("ObjectName", str)
-"""Names one object in a tier: a segment key (64 hex digits), ``.<rank>-<world>``, perhaps ``.<epoch>``.  At
-most 96 characters of ``[0-9a-f.-]``, so that it may be a file's name."""
+"""Names one object in a tier: a segment key (64 hex digits) and ``.<rank>-<world>``.  At most
+96 characters of ``[0-9a-f.-]``, so that it may be a file's name."""
 
 
-def object_name(key: str, rank: int = 0, world: int = 1, epoch: str = "") -> ObjectName:
-    """A record's name in the tiers: every rank stores its own heads.  ``epoch``: hex digits, which tell
-    records from those of the same key that were given up."""
-    return ObjectName(f"{key}.{rank}-{world}" + (f".{epoch}" if epoch else ""))
+def object_name(key: str, rank: int = 0, world: int = 1) -> ObjectName:
+    """A record's name in the tiers: every rank stores its own heads."""
+    return ObjectName(f"{key}.{rank}-{world}")
 
 
 @dataclass(frozen=True)

@@ -183,13 +183,13 @@ class World:
     def delete(self) -> None:
         if keys := sorted(self._entries()):
             key = self.rng.choice(keys)
-            self.side.retention.drop_record(key)
+            self.side.retention.drop_record(self.side.namespace.renamed(key))
             self._deleted.add(key)
 
     def clear(self) -> None:
         """The weights change: what is left of the old ones is used by requests that run."""
-        self.side.retention.reset()
         self.weights += 1
+        self.side.reset(str(self.weights))
 
     def _entries(self) -> dict[SegmentKey, Entry]:
         return self.side.directory._entries

@@ -50,6 +50,7 @@ def described(side: SchedulerSide, **more: Any) -> Description:
         instance="i",
         models=("m",),
         namespace=side.namespace.digest,
+        generation=side.namespace.generation,
         receiver="tcp://127.0.0.1:7100",
         events="tcp://127.0.0.1:7101",
         separator=IDS.sep,
@@ -178,7 +179,7 @@ def test_an_engine_describes_itself_so() -> None:
     others = (
         "instance model namespace landing events link context islands context_tokens has_linear has_attention"
     )
-    others += " shared_tiers limits literal_text"
+    others += " generation shared_tiers limits literal_text"
     assert set(told) == {*numbers.split(), *others.split()}
     limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
     assert set(told["limits"]) == set(limits.split())
@@ -230,3 +231,16 @@ def test_a_chat_is_tokenised_with_what_its_template_gets() -> None:
             "enable_thinking": False,
         },
     }
+
+
+def test_only_instances_of_one_generation_make_each_others_records() -> None:
+    """One whose caches were reset may have other weights: its records have other keys."""
+    ids = [IDS.sep, *range(40), IDS.sep, 7]
+    before, after = engine(False), engine(False)
+    after.reset("2")
+    for combine, other in ((before, after), (after, before)):
+        planned_alike(combine, ids, {}, None)
+        planned = plan_request(ids, {}, None, described(combine))
+        assert planned is not None and planned.segments
+        assert not any(planned.made_by(described(other), segment) for segment in planned.segments)
+    assert described(before).planning != described(after).planning

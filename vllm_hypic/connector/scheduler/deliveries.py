@@ -46,6 +46,10 @@ class Deliveries:
             delivery.open.add(self._number)
             self._orders.submit(PushRecord(self._number, place, destination, deadline_s))
 
+    def refuse(self, request_id: str, reason: str) -> None:
+        """Have none of the request's records sent."""
+        self._deliveries[request_id] = _Delivery(faults=[reason])
+
     def over(self, request_id: str) -> bool:
         """Whether all of a started request's orders have ended."""
         return not self._deliveries[request_id].open

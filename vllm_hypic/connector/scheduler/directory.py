@@ -8,7 +8,7 @@ those reserved a record turned out to need.  Which record leaves first is a poli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -307,6 +307,15 @@ class SegmentDirectory:
                 raise RuntimeError(f"segment {entry.key[:12]} released more often than pinned")
             entry.pins -= 1
             self._drop_if_unused(entry)
+
+    def forget_all(self, renamed: Callable[[SegmentKey], SegmentKey]) -> None:
+        """:meth:`discard` every record.
+
+        What was kept is kept under its other name from now on: ``renamed(key)``.
+        """
+        for key in list(self._entries):
+            self.discard(key)
+        self._kept = {renamed(key): space for key, space in self._kept.items()}
 
     def drop_unpinned(self) -> int:
         """Forget every record that no request holds; returns how many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import ItemsView
 
 from ...primitives.keys import SegmentKey
 
@@ -16,6 +17,10 @@ class Expiries:
         self._at: dict[SegmentKey, float] = {}
         self._soonest: list[tuple[float, SegmentKey]] = []
         """A heap of these, and of former ones: at most twice as many, and a few."""
+
+    def items(self) -> ItemsView[SegmentKey, float]:
+        """All of them."""
+        return self._at.items()
 
     def set(self, key: SegmentKey, at: float | None) -> None:
         """Replace the record's time; ``None``: it has none."""

@@ -71,7 +71,9 @@ class Planner:
         directory: SegmentDirectory,
         texts: PlanningTexts = NO_TOKENIZER,
     ) -> None:
-        self._config, self._geometry, self._namespace = config, geometry, namespace
+        self._config, self._geometry = config, geometry
+        self.namespace = namespace
+        """Of the records that requests are planned with from now on."""
         self._max_model_len = max_model_len
         self._primitive_ids = primitive_ids
         self._ids: PrimitiveIds | None = None
@@ -113,7 +115,7 @@ class Planner:
         return build_plan(
             parse_prompt(request.token_ids, self.ids),
             method,
-            self._namespace.scoped(salt=request.salt, lora=request.lora),
+            self.namespace.scoped(salt=request.salt, lora=request.lora),
             self.limits(),
             min_segment_tokens=config.min_segment_tokens,
             kept=self._directory.kept,

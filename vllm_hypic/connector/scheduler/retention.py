@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
-from ...primitives.keys import SegmentKey
+from ...primitives.keys import Namespace, SegmentKey
 from ...store.protocol import StoreStats
 from ...store.totals import append_stats, numbers_of, without_latencies
 from ..orders import ClearCaches, OrderQueue, StoreAction, StoreOrder
@@ -41,15 +41,24 @@ class RecordState:
 
 
 class Retention:
-    """Which records stay and which go, requests aside; keys without a record are no errors."""
+    """Which records stay and which go, requests aside; keys without a record are no errors.
+
+    Users know a record by its key in the first generation of ``namespace``.
+    """
 
     def __init__(
-        self, config: HypicConfig, geometry: PoolGeometry, directory: SegmentDirectory, orders: OrderQueue
+        self,
+        config: HypicConfig,
+        geometry: PoolGeometry,
+        namespace: Namespace,
+        directory: SegmentDirectory,
+        orders: OrderQueue,
     ) -> None:
         self._config, self._geometry, self._directory = config, geometry, directory
-        self._orders = orders
+        self._namespace, self._orders = namespace, orders
         self._stored: OrderedDict[SegmentKey, None] = OrderedDict()
         self._expiries = Expiries()
+        """By first keys."""
         self._dropping: dict[int, SegmentKey] = {}
         """Records dropped while they were being made or used, by serial."""
         self._stats: StoreStats | None = None
@@ -119,7 +128,7 @@ class Retention:
         Raises :class:`PinRefused` when pinned records would take more of the pool than
         ``max_pinned_fraction``.
         """
-        directory = self._directory
+        key, directory = self._namespace.renamed(key), self._directory
         need = Need(tokens, 0 if leading else self._geometry.record_transition_blocks)
         if key not in directory.kept:
             total, kept = directory.total, directory.kept_space() + directory.space_for(need)
@@ -138,12 +147,14 @@ class Retention:
 
     def unpin_record(self, key: SegmentKey) -> None:
         """Undo :meth:`pin_record`."""
+        key = self._namespace.renamed(key)
         self._directory.unkeep(key)
         self._order(StoreAction.UNPIN, key)
 
     def drop_record(self, key: SegmentKey) -> None:
         """Forget the record: no later request finds it, and it goes as soon as no earlier one uses it."""
         self._expiries.set(key, None)
+        key = self._namespace.renamed(key)
         self._directory.unkeep(key)
         if (used := self._directory.discard(key)) is not None:
             self._dropping[used.serial] = key
@@ -153,7 +164,7 @@ class Retention:
     def expire_record(self, key: SegmentKey, at: float | None) -> None:
         """The record is dropped at Unix time ``at``; ``None``: never."""
         self._expiries.set(key, at)
-        self._order(StoreAction.EXPIRE, key, at)
+        self._order(StoreAction.EXPIRE, self._namespace.renamed(key), at)
 
     def drop_expired(self) -> None:
         """Drop the records whose time has come."""
@@ -162,20 +173,26 @@ class Retention:
 
     def record_state(self, key: SegmentKey) -> RecordState:
         """Changes nothing."""
+        key = self._namespace.renamed(key)
         found = self._directory.lookup(key)
         if found is Lookup.MISS:
             return RecordState(resident=False, pending=False, nbytes=0, stored=key in self._stored)
         nbytes = self._geometry.bytes_of(self._directory.get(key).space)
         return RecordState(found is Lookup.HIT, found is Lookup.PENDING, nbytes, key in self._stored)
 
-    def reset(self) -> bool:
-        """Forget every record that no request uses, in the store as well.  True when none is left."""
-        self._directory.drop_unpinned()
-        tiers = self._config.store.tiers
-        if tiers or self._config.segment_parallel is not None:
+    def reset(self, namespace: Namespace) -> None:
+        """From now on the generation is that of ``namespace``.  Forget every record, in the store as well.
+
+        Pins and expiries hold for the same records of the new generation.
+        """
+        before, self._namespace = self._namespace, namespace
+        for key in self._directory.kept:
+            self._order(StoreAction.UNPIN, key)
+        self._directory.forget_all(lambda key: namespace.renamed(before.renamed(key)))
+        self._stored.clear()
+        if self._config.store.tiers or self._config.segment_parallel is not None:
             self._orders.submit(ClearCaches())
-        if tiers:
-            for key in self._directory.kept:
-                self._order(StoreAction.PIN, key)
-            self._stored.clear()
-        return len(self._directory) == 0
+        for key in self._directory.kept:
+            self._order(StoreAction.PIN, key)
+        for key, at in self._expiries.items():
+            self._order(StoreAction.EXPIRE, namespace.renamed(key), at)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
@@ -22,7 +22,7 @@ from ...primitives.tokens import PrimitiveIds
 from ...store.eviction import make_policy
 from ...store.totals import append_stats
 from ..metadata import HypicMetadata, LoadCount, WorkerReport
-from ..orders import NIXL, DeclineRecord, OrderQueue
+from ..orders import NIXL, OUTDATED, DeclineRecord, OrderQueue
 from ..stats import HypicCounters
 from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
@@ -41,6 +41,8 @@ class _Composed:
     wanted: dict[SegmentKey, Need]
     transfer: Transfer
     acquired: bool = False
+    outdated: bool = False
+    """Planned for a generation that is over."""
     held: dict[SegmentKey, Entry] = field(default_factory=dict)
     """The records of ``wanted``, once they are acquired."""
     fresh: set[SegmentKey] = field(default_factory=set)
@@ -73,7 +75,7 @@ class SchedulerSide:
     ) -> None:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
         part of every record; ``texts``: what planning reads."""
-        self.config, self.geometry, self.namespace = config, geometry, namespace
+        self.config, self.geometry = config, geometry
         self.directory = SegmentDirectory(
             geometry.pages,
             geometry.slots,
@@ -92,7 +94,7 @@ class SchedulerSide:
             texts,
         )
         self._orders = OrderQueue()
-        self.retention = Retention(config, geometry, self.directory, self._orders)
+        self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         self.arrivals = Arrivals(
@@ -114,6 +116,22 @@ class SchedulerSide:
         """An arrival has ended since the last :meth:`pump`."""
         self.worker_unfinished = False
         """Workers copy records, and must be stepped although no request runs."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """Of the records that requests are planned with now."""
+        return self.planner.namespace
+
+    def reset(self, generation: str) -> None:
+        """The weights may be others from now on: begin a ``generation`` of records, of a new name.
+
+        Requests that were admitted before end with the old generation's, which nobody else sees, no tier gets
+        and no other instance is sent; each goes with its last request.
+        """
+        self.planner.namespace = replace(self.namespace, generation=generation)
+        self.retention.reset(self.namespace)
+        for composed in self._composed.values():
+            composed.outdated = True
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -151,8 +169,12 @@ class SchedulerSide:
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
             allowance = self.arrivals.allowance()
             for entry in reserved:
+                if composed.outdated:
+                    self.directory.discard(entry.key)
                 segment = composed.segment(entry.key)
-                if self._start_arrival(entry, segment, composed.transfer, allowance):
+                if not composed.outdated and self._start_arrival(
+                    entry, segment, composed.transfer, allowance
+                ):
                     composed.undecided.add(entry.key)
                 else:
                     composed.fresh.add(entry.key)
@@ -264,7 +286,9 @@ class SchedulerSide:
         to = composed.transfer.push_to
         if to is None:
             return True
-        if not self._deliveries.started(request_id):
+        if not self._deliveries.started(request_id) and composed.outdated:
+            self._deliveries.refuse(request_id, OUTDATED)
+        elif not self._deliveries.started(request_id):
             entries = [composed.held[key] for key in {s.key: None for s in composed.plan.segments}]
             places = [self._view.place(e, composed.segment(e.key).role) for e in entries]
             self._deliveries.start(request_id, places, to, composed.transfer.push_deadline_s)
@@ -288,7 +312,8 @@ class SchedulerSide:
         work = self.segment_requests.work_of(request_id)
         if work is None:
             return None
-        return self._view.capture(work.segment, work.entry, stored=bool(self.config.store.tiers))
+        stored = bool(self.config.store.tiers) and not work.entry.forgotten
+        return self._view.capture(work.segment, work.entry, stored=stored)
 
     def finished(self, request_id: str, *, completed: bool) -> None:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ...primitives.options import tier_of
 from ...store.protocol import Presence
-from ..orders import ClearCaches, Order, PushRecord, Result, SaveRecord
+from ..orders import OUTDATED, ClearCaches, Order, PushRecord, Result, SaveRecord
 from .link import RecordLink
 from .store_link import StoreLink
-from .transfer_link import LEFT_THE_POOL, OUTDATED
+from .transfer_link import LEFT_THE_POOL
 
 
 @dataclass
@@ -47,7 +47,6 @@ class SharedTierLink(RecordLink):
         """Orders whose records are still on their way into the store's queue, by number."""
         self._asked: dict[int, _Push] = {}
         """Orders whose tiers were asked, by the store's ticket."""
-        self._outdated = False
 
     def drop(self, slots: Collection[int]) -> None:
         self._end_those(lambda push: push.order.place.slot in slots, lambda push: LEFT_THE_POOL)
@@ -56,12 +55,9 @@ class SharedTierLink(RecordLink):
         match order:
             case PushRecord(destination=destination) if (identity := tier_of(destination)) is not None:
                 push = _Push(order, self._tiers[identity], self._clock() + order.deadline_s)
-                if self._outdated:
-                    self._end(push, OUTDATED)
-                else:
-                    self._waiting[order.number] = push
+                self._waiting[order.number] = push
             case ClearCaches():
-                self._outdated = True  # and the store's names are others from now on
+                self._end_those(lambda push: True, lambda push: OUTDATED)
             case _:
                 return False
         return True
@@ -86,7 +82,7 @@ class SharedTierLink(RecordLink):
     def _go_on(self, push: _Push, presence: Presence, reason: str) -> None:
         if presence is Presence.THERE:
             self._finish(push.order, Result.DONE)
-        elif presence is Presence.ABSENT and not push.saved and not self._outdated:
+        elif presence is Presence.ABSENT and not push.saved:
             push.saved = True
             self._store.submit(SaveRecord(push.order.place))
             self._waiting[push.order.number] = push

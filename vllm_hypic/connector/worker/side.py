@@ -111,7 +111,8 @@ class WorkerSide:
     def _submit(self, order: Order) -> bool:
         """Give an order to the links; one that moves a record and is for none of them has failed."""
         if isinstance(order, ClearCaches):
-            # Nor does what was captured before and is not settled yet go to the store.
+            # Nor does what is being captured, or was and is not settled yet, go to the store.
+            self._captures = {r: replace(plan, stored=None) for r, plan in self._captures.items()}
             self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
         taken = [link.submit(order) for link in self.links]
         if not any(taken) and isinstance(order, MovingOrder):

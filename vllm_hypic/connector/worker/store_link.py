@@ -65,7 +65,6 @@ class StoreLink(RecordLink):
                 self._expiries.clear()
                 self._abort(self._copying)
                 self.store.clear()
-                self.codec.new_epoch()
             case _:
                 return False
         return True

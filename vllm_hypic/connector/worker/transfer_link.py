@@ -21,7 +21,16 @@ from ...primitives.options import tier_of
 from ...segment_parallel import received as receiving
 from ...store.cache_value import ObjectName
 from ...store.record import aligned_buffer, record_nbytes, seal_record
-from ..orders import AwaitRecord, ClearCaches, DeclineRecord, Order, PushRecord, Result, StopAwaiting
+from ..orders import (
+    OUTDATED,
+    AwaitRecord,
+    ClearCaches,
+    DeclineRecord,
+    Order,
+    PushRecord,
+    Result,
+    StopAwaiting,
+)
 from .link import RecordLink
 
 if TYPE_CHECKING:
@@ -30,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.hypic.parallel")
 
-OUTDATED = "the caches were emptied: its weights may be others by now"
 LEFT_THE_POOL = "the record has left the pool"
 _MAX_SENDING_BYTES = 1 << 30
 """Copies of records on their way out; more wait in the pool."""
@@ -55,7 +63,6 @@ class TransferLink(RecordLink):
         """Orders whose records the sender has, by its ticket."""
         self._settled: dict[int, ObjectName] = {}
         """Records that the receiver says are here, by slot."""
-        self._outdated = False
 
     def drop(self, slots: Collection[int]) -> None:
         self._poll()
@@ -78,8 +85,9 @@ class TransferLink(RecordLink):
             case PushRecord(destination=destination) if tier_of(destination) is None:
                 self._unsent[order.number] = order
             case ClearCaches():
-                # Whoever empties the caches may have changed the weights: names no longer say which.
-                self._outdated = True
+                for push in self._unsent.values():
+                    self._finish(push, Result.FAILED, OUTDATED)
+                self._unsent.clear()
             case _:
                 return False
         return True
@@ -87,9 +95,6 @@ class TransferLink(RecordLink):
     # -- into the pool -------------------------------------------------------------------------
 
     def _await(self, order: AwaitRecord) -> None:
-        if self._outdated:
-            self._finish(order, Result.FAILED, OUTDATED)
-            return
         place = order.place
         name, expected = self.codec.name_of(place.key), self.codec.expected(place)
         if not place.leading:
@@ -151,9 +156,6 @@ class TransferLink(RecordLink):
             if self.sender.pending_bytes() + self._copying_bytes > _MAX_SENDING_BYTES:
                 break
             del self._unsent[push.number]
-            if self._outdated:
-                self._finish(push, Result.FAILED, OUTDATED)
-                continue
             header = self.codec.header(push.place)
             buffer = aligned_buffer(record_nbytes(header))
             self._copying_bytes += buffer.nbytes
@@ -161,9 +163,8 @@ class TransferLink(RecordLink):
 
     def _copied(self, push: PushRecord, buffer: memoryview, whole: bool) -> None:
         self._copying_bytes -= buffer.nbytes
-        if self._outdated or not whole:
-            reason = OUTDATED if whole else "it left the pool before it was copied"
-            self._finish(push, Result.FAILED, reason)
+        if not whole:
+            self._finish(push, Result.FAILED, "it left the pool before it was copied")
             return
         seal_record(buffer)
         name = self.codec.name_of(push.place.key)

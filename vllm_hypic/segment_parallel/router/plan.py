@@ -104,7 +104,7 @@ def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt
         parse_prompt(ids, description.primitives),
         # Islands change what is computed in the stream, no record: they are the combine node's business.
         replace(method, islands=None),
-        Namespace(description.namespace).scoped(salt=salt, lora=None),
+        Namespace(description.namespace, description.generation).scoped(salt=salt, lora=None),
         description.limits,
         min_segment_tokens=description.min_segment_tokens,
         context=description.context_tokens,

@@ -1,0 +1,181 @@
+"""Caches reset while requests live: these end as they would have, and later ones meet nothing of before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from oracle.models import random_segments
+
+from .conftest import EngineFactory
+from .engines import (
+    Answer,
+    Ask,
+    Engine,
+    answer_of,
+    audit,
+    distance,
+    prompt,
+    sampling_params,
+    scheduler_of,
+    store_of,
+)
+
+LEAD, ONE, TWO, LONG, QUERY = random_segments([90, 150, 200, 700, 40], seed=71)
+OPTIONS = {"store": {"tiers": [{"type": "memory", "bytes": 64 << 20}]}}
+ARGS = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
+PHASES = ("decode", "segment prefill", "waiting for records")
+
+
+def ask(*documents: list[int], max_tokens: int = 8) -> Ask:
+    return Ask(prompt(*documents, query=QUERY, lead=LEAD), max_tokens)
+
+
+@dataclass(frozen=True)
+class Reset:
+    """What a reset amid requests left; ``answers`` of those that were there before, in their order."""
+
+    succeeded: bool
+    answers: list[Answer]
+    phases: list[str]
+    """In which the reset met each of them."""
+
+
+def reset_amid(
+    llm: Any, decoding: Ask, computing: Ask, waiting: Ask, later: Ask | None = None, factor: float = 1.0
+) -> Reset:
+    """Reset while one request decodes, a second one's segment is half computed, a third one waits for the
+    same segment.  Then weights are scaled by ``factor``, and ``later`` comes."""
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    names, answers = [], {}
+
+    def add(one: Ask) -> str:
+        name = f"reset-{len(names)}"
+        names.append(engine.add_request(name, {"prompt_token_ids": list(one.tokens)}, sampling_params(one)))
+        return names[-1]
+
+    def step_until(met: Any) -> None:
+        for _ in range(500):
+            if met():
+                return
+            for output in engine.step():
+                if output.finished:
+                    answers[output.request_id] = answer_of(output)
+        raise RuntimeError(f"hangs: {list(scheduler.requests)}")
+
+    def half_computed() -> bool:
+        return any(
+            0 < r.num_computed_tokens < r.num_prompt_tokens
+            for r in scheduler.running
+            if scheduler.hypic.is_internal(r.request_id)
+        )
+
+    decodes = add(decoding)
+    step_until(lambda: scheduler.requests[decodes].num_output_tokens)
+    add(computing)
+    step_until(half_computed)
+    add(waiting)
+    step_until(lambda: True)
+    phases = [phase_of(scheduler, name) for name in names]
+    succeeded = llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    change_weights(llm, factor)
+    if later is not None:
+        add(later)
+    step_until(lambda: len(answers) == len(names))
+    return Reset(bool(succeeded), [answers[external] for external in sorted(answers)], phases)
+
+
+def phase_of(scheduler: Any, request_id: str) -> str:
+    if scheduler.requests[request_id].num_output_tokens:
+        return "decode"
+    return "waiting for records" if not scheduler.hypic.resident(request_id) else "prefill"
+
+
+def scale(worker: Any, factor: float) -> None:
+    """Weights changed in place, as a trainer does; by a power of two, so that it can be undone."""
+    with torch.no_grad():
+        for name, weight in worker.model_runner.model.named_parameters():
+            if "lm_head" not in name and weight.dim() == 2:
+                weight.mul_(factor)
+
+
+def change_weights(llm: Any, factor: float) -> None:
+    llm.collective_rpc(scale, args=(factor,))
+
+
+def stored(llm: Any) -> set[str]:
+    assert store_of(llm).drain(30)
+    return {name.partition(".")[0] for name in store_of(llm)._tiers[0].tier._objects}
+
+
+def resident(llm: Any) -> set[str]:
+    return {entry.key for entry in scheduler_of(llm).hypic.directory.resident()}
+
+
+def same(one: Answer, other: Answer) -> bool:
+    return one.samples == other.samples and one.logprobs == other.logprobs
+
+
+@pytest.fixture(scope="module")
+def _engine(module_engine: EngineFactory, hybrid_model: Any) -> Engine:
+    return module_engine(hybrid_model, options=OPTIONS, **ARGS)
+
+
+@pytest.fixture
+def engine(_engine: Engine) -> Iterator[Engine]:
+    _engine.reset()
+    yield _engine
+    left = _engine.call(audit)
+    assert left.clean, f"the test left something behind: {left}"
+
+
+def test_requests_that_live_end_on_their_records_and_later_ones_get_new_ones(engine: Engine) -> None:
+    asks = [ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO)]
+    alone = engine.ask_one_by_one(*asks)
+    engine.reset()
+    found = engine.call(reset_amid, *asks, ask(ONE, TWO))
+    assert found.succeeded, "vLLM takes this for a failure, and a paused engine stays paused"
+    assert found.phases == ["decode", "waiting for records", "waiting for records"]
+    for one, other in zip(found.answers, alone, strict=False):
+        assert one.tokens[0] == other.tokens[0] and distance(one, other) <= 0.3, "its answer changed"
+    assert found.answers[3].cached == 0, "it read a record of before"
+    left = engine.call(resident)
+    assert len(left) == 3 and engine.call(stored) == left, "nothing but the later one's records is anywhere"
+    (again,) = engine.ask(ask(ONE, TWO))
+    assert again.cached == found.answers[3].cached + len(LEAD) + len(ONE) + len(TWO) - 32
+
+
+def test_after_new_weights_answers_are_those_of_an_engine_that_never_had_others(
+    engine: Engine, start_engine: EngineFactory, hybrid_model: Any
+) -> None:
+    asks = [ask(ONE, TWO), ask(TWO, LONG), ask(LONG, ONE)]
+    before = engine.ask_one_by_one(*asks)
+    fresh = start_engine(hybrid_model, options=OPTIONS, **ARGS)
+    fresh.call(change_weights, 0.5)
+    expected = fresh.ask_one_by_one(*asks)
+    assert not any(same(one, other) for one, other in zip(before, expected, strict=True))
+    engine.reset()
+    live = (ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO))
+    try:
+        engine.call(reset_amid, *live, None, 0.5)
+        cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
+    finally:
+        engine.call(change_weights, 2.0)
+    for one, other in zip(cold, expected, strict=True):
+        assert same(one, other) and one.cached == other.cached, "a record of the old weights was read"
+    assert all(same(one, other) and one.cached for one, other in zip(warm, expected, strict=True))
+
+
+def test_reset_between_overlapping_steps(overlapped: Engine) -> None:
+    """vLLM refuses it where blocks of a running request are given back late, as connectors may need."""
+    asks = [ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO)]
+    alone = overlapped.ask_one_by_one(*asks)
+    overlapped.reset()
+    found = overlapped.call(reset_amid, *asks)
+    assert found.succeeded
+    for one, other in zip(found.answers, alone, strict=True):
+        assert len(one.tokens) == len(other.tokens)
+        assert one.tokens[0] == other.tokens[0] and distance(one, other) <= 0.3
