@@ -39,7 +39,7 @@ def pool(llm: Any) -> Pool:
 
 
 def records(llm: Any) -> dict[str, dict[str, np.ndarray]]:
-    """Every resident record's tensors, float32, as they stand in the pool."""
+    """Every resident record's tensors, float32, from the pool; by first keys, which engines share."""
     side, device = scheduler_of(llm).hypic, worker_of(llm).runtime.pool
     found = {}
     for key, entry in side.directory._entries.items():
@@ -52,7 +52,7 @@ def records(llm: Any) -> dict[str, dict[str, np.ndarray]]:
             tensors[f"{layer} T"] = linear.transition(entry.slot).float().numpy()
             tensors[f"{layer} S"] = linear.state[entry.slot].float().numpy()
             tensors[f"{layer} conv"] = linear.conv_tail[entry.slot].float().numpy()
-        found[key] = tensors
+        found[side.namespace.renamed(key)] = tensors
     return found
 
 

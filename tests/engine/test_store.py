@@ -244,11 +244,12 @@ def test_dropping_expiring_and_pinning_a_record(engine: Engine) -> None:
 
 
 def interior_key(llm: Any) -> Any:
+    """As users know it: by its key in the first generation."""
     side = scheduler_of(llm).hypic
     from vllm_hypic.connector.scheduler.planning import PlanRequest
 
     plan = side.planner.plan(PlanRequest(list(prompt(ONE, query=QUESTION, lead=LEAD)), None, None, None))
-    return plan.segments[1].key
+    return side.namespace.renamed(plan.segments[1].key)
 
 
 def drop_interior(llm: Any) -> None:
@@ -264,7 +265,8 @@ def expire_interior(llm: Any) -> None:
 
 def pin_interior(llm: Any) -> None:
     side, key = scheduler_of(llm).hypic, interior_key(llm)
-    side.retention.pin_record(key, side.directory.get(key).columns, leading=False)
+    columns = side.directory.get(side.namespace.renamed(key)).columns
+    side.retention.pin_record(key, columns, leading=False)
 
 
 def test_records_survive_a_restart_on_disk(
