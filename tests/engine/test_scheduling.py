@@ -32,14 +32,14 @@ def pool(llm: Any) -> Pool:
     directory = side.directory
     directory.check_integrity()
     return Pool(
-        [e.key for e in directory.resident()],
+        [side.namespace.renamed(e.key) for e in directory.resident()],
         directory.total_pages - directory.free_pages,
         side.segment_requests.started,
     )
 
 
 def records(llm: Any) -> dict[str, dict[str, np.ndarray]]:
-    """Every resident record's tensors, float32, from the pool; by first keys, which engines share."""
+    """Every resident record's tensors, float32, from the pool; by first keys."""
     side, device = scheduler_of(llm).hypic, worker_of(llm).runtime.pool
     found = {}
     for key, entry in side.directory._entries.items():
