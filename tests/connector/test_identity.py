@@ -16,7 +16,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.identity import ALWAYS, OPTIONS_TOLD, TOLD, namespace_of, told
+from vllm_hypic.connector.identity import ALWAYS, NON_DEFAULT, NON_DEFAULT_OPTIONS, namespace_of, non_default
 from vllm_hypic.fingerprint import fingerprint
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
@@ -48,6 +48,8 @@ def ordinary() -> Iterator[VllmConfig]:
         attention_backend="hypic",
         dtype="bfloat16",
         kv_cache_memory_bytes=1 << 28,
+        # vLLM's own choice on CPUs with AVX512-BF16.
+        mamba_ssm_cache_dtype="float32",
         additional_config={"hypic": {"gate": {"require": "off"}}},
     )
     try:
@@ -70,7 +72,7 @@ def name_of(config: VllmConfig) -> str:
 
 
 def test_an_ordinary_engine_finds_what_was_written_before(ordinary: VllmConfig) -> None:
-    assert told(ordinary) == {} and name_of(ordinary) == GOLDEN
+    assert non_default(ordinary) == {} and name_of(ordinary) == GOLDEN
 
 
 # -- no field is forgotten
@@ -82,7 +84,7 @@ def stated(reasons: Reasons) -> list[str]:
 
 @pytest.mark.parametrize("part", [part for part, reason in PARTS.items() if reason == "walked"])
 def test_every_field_is_known(part: str) -> None:
-    """A release of vLLM brings a field: if it changes bytes it goes to ``TOLD``, otherwise to ``FIELDS``."""
+    """A new release has a new field: it goes to ``NON_DEFAULT`` if it changes bytes, else to ``FIELDS``."""
     from vllm.config import (
         AttentionConfig,
         CacheConfig,
@@ -104,7 +106,7 @@ def test_every_field_is_known(part: str) -> None:
         "mamba_config": MambaConfig,
         "kernel_config": KernelConfig,
     }
-    known = [*ALWAYS.get(part, ()), *TOLD.get(part, ()), *stated(FIELDS[part])]
+    known = [*ALWAYS.get(part, ()), *NON_DEFAULT.get(part, ()), *stated(FIELDS[part])]
     assert sorted(known) == sorted(field.name for field in dataclasses.fields(of[part]))
 
 
@@ -113,7 +115,7 @@ def test_every_part_of_the_configuration_is_known() -> None:
 
 
 def test_every_option_of_the_plugin_is_known() -> None:
-    known = ["dead_transition", *OPTIONS_TOLD, *stated(OPTIONS)]
+    known = ["dead_transition", *NON_DEFAULT_OPTIONS, *stated(OPTIONS)]
     assert sorted(known) == sorted(field.name for field in dataclasses.fields(HypicConfig))
 
 
@@ -122,11 +124,14 @@ def test_every_option_of_the_plugin_is_known() -> None:
 
 def setting(part: str, field: str, value: Any) -> Any:
     """A change of one field, named so in reports."""
+    return pytest.param(setter(part, field, value), id=f"{part}.{field}")
 
+
+def setter(part: str, field: str, value: object) -> Change:
     def change(config: VllmConfig) -> None:
         setattr(config if part == "vllm_config" else getattr(config, part), field, value)
 
-    return pytest.param(change, id=f"{part}.{field}")
+    return change
 
 
 def option(config: VllmConfig) -> None:
@@ -162,6 +167,14 @@ CHANGES = [
 def test_what_changes_bytes_changes_the_name(ordinary: VllmConfig, change: Change) -> None:
     here, again = changed(ordinary, change), changed(ordinary, change)
     assert name_of(here) == name_of(again) != GOLDEN
+
+
+def test_states_are_told_by_the_type_that_they_have(ordinary: VllmConfig) -> None:
+    names = {
+        name: name_of(changed(ordinary, setter("cache_config", "mamba_ssm_cache_dtype", name)))
+        for name in ("auto", "bfloat16", "float32")
+    }
+    assert names["auto"] == names["bfloat16"] != names["float32"] == GOLDEN
 
 
 def test_a_long_context_counts_only_where_factors_depend_on_it(ordinary: VllmConfig) -> None:

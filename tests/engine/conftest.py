@@ -135,17 +135,18 @@ def _overlapped(shared_engine: EngineFactory, hybrid_model: Path, _hypic: Engine
 @pytest.fixture
 def tight(_tight: Engine) -> Iterator[Engine]:
     """A shared engine with :func:`tight_args` and a pool of three segments of 320 tokens."""
-    yield from _lent(_tight)
+    yield from lent(_tight)
 
 
 @pytest.fixture
 def overlapped(_overlapped: Engine) -> Iterator[Engine]:
     """Like ``tight``, with asynchronous scheduling and prefix caching."""
-    yield from _lent(_overlapped)
+    yield from lent(_overlapped)
 
 
-def _lent(engine: Engine) -> Iterator[Engine]:
-    engine.reset()
+def lent(engine: Engine, begin: Callable[[Engine], object] = Engine.reset) -> Iterator[Engine]:
+    """For one test: the engine begins empty, and nothing is under way afterwards."""
+    begin(engine)
     yield engine
     left = engine.call(audit)
     assert left.clean, f"the test left something behind: {left}"
@@ -154,7 +155,7 @@ def _lent(engine: Engine) -> Iterator[Engine]:
 @pytest.fixture
 def hypic(_hypic: Engine) -> Iterator[Engine]:
     """The shared engine with the plugin, its caches empty; afterwards nothing may be held."""
-    yield from _lent(_hypic)
+    yield from lent(_hypic)
 
 
 @pytest.fixture

@@ -90,6 +90,11 @@ class Answer:
         return self.logprobs[0][0]
 
 
+def same(one: Answer, other: Answer) -> bool:
+    """Whether tokens and logprobs are equal, bit for bit."""
+    return one.samples == other.samples and one.logprobs == other.logprobs
+
+
 def distance(one: Answer, other: Answer) -> float:
     """Largest difference of the first token's logprobs, over the tokens that both report."""
     return max(abs(one.first[t] - other.first[t]) for t in one.first.keys() & other.first.keys())

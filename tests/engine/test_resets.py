@@ -10,15 +10,15 @@ import pytest
 import torch
 from oracle.models import random_segments
 
-from .conftest import EngineFactory
+from .conftest import EngineFactory, lent
 from .engines import (
     Answer,
     Ask,
     Engine,
     answer_of,
-    audit,
     distance,
     prompt,
+    same,
     sampling_params,
     scheduler_of,
     store_of,
@@ -115,10 +115,6 @@ def resident(llm: Any) -> set[str]:
     return {entry.key for entry in scheduler_of(llm).hypic.directory.resident()}
 
 
-def same(one: Answer, other: Answer) -> bool:
-    return one.samples == other.samples and one.logprobs == other.logprobs
-
-
 @pytest.fixture(scope="module")
 def _engine(module_engine: EngineFactory, hybrid_model: Any) -> Engine:
     return module_engine(hybrid_model, options=OPTIONS, **ARGS)
@@ -126,10 +122,7 @@ def _engine(module_engine: EngineFactory, hybrid_model: Any) -> Engine:
 
 @pytest.fixture
 def engine(_engine: Engine) -> Iterator[Engine]:
-    _engine.reset()
-    yield _engine
-    left = _engine.call(audit)
-    assert left.clean, f"the test left something behind: {left}"
+    yield from lent(_engine)
 
 
 def test_requests_that_live_end_on_their_records_and_later_ones_get_new_ones(engine: Engine) -> None:

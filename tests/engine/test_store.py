@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from oracle.models import random_segments
 
-from .conftest import EngineFactory
-from .engines import Answer, Ask, Engine, audit, prompt, scheduler_of, store_of
+from .conftest import EngineFactory, lent
+from .engines import Ask, Engine, audit, prompt, same, scheduler_of, store_of
 from .staged_copies import staged
 
 LEAD, ONE, TWO, THREE, QUESTION = random_segments([90, 150, 200, 64, 40], seed=44)
@@ -45,10 +45,6 @@ def computed(llm: Any) -> int:
     return scheduler_of(llm).hypic.segment_requests.started
 
 
-def same(one: Answer, other: Answer) -> bool:
-    return one.samples == other.samples and one.logprobs == other.logprobs
-
-
 def stored(*tiers: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"store": {"tiers": list(tiers), **options}}
 
@@ -66,10 +62,7 @@ def _engine(module_engine: EngineFactory, hybrid_model: Path, disk: dict[str, An
 @pytest.fixture
 def engine(_engine: Engine) -> Iterator[Engine]:
     """An engine with a memory tier above a disk tier; pool, tiers and prefix cache empty."""
-    _engine.reset()
-    yield _engine
-    left = _engine.call(audit)
-    assert left.clean, f"the test left something behind: {left}"
+    yield from lent(_engine)
 
 
 def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:

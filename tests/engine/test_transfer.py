@@ -19,8 +19,8 @@ from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
 
-from .conftest import EngineFactory
-from .engines import SEP, Answer, Ask, Engine, audit, prompt, scheduler_of
+from .conftest import EngineFactory, lent
+from .engines import SEP, Answer, Ask, Engine, prompt, same, scheduler_of
 from .staged_copies import staged
 
 LEAD, ONE, TWO, QUESTION = random_segments([90, 150, 200, 40], seed=45)
@@ -65,10 +65,6 @@ def computed(llm: Any) -> int:
     return scheduler_of(llm).hypic.segment_requests.started
 
 
-def same(one: Answer, other: Answer) -> bool:
-    return one.samples == other.samples and one.logprobs == other.logprobs
-
-
 def until(met: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + BOUND_S
     while not (found := met()):
@@ -91,10 +87,7 @@ def _engine(module_engine: EngineFactory, hybrid_model: Path, here: str) -> Engi
 
 @pytest.fixture
 def engine(_engine: Engine) -> Iterator[Engine]:
-    _engine.call(forget)
-    yield _engine
-    left = _engine.call(audit)
-    assert left.clean, f"the test left something behind: {left}"
+    yield from lent(_engine, lambda engine: engine.call(forget))
 
 
 @pytest.fixture(scope="module")

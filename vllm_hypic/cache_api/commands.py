@@ -100,7 +100,8 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """Of the ids asked for, the first ones: those in ``contents`` and in ``unknown``, and no more."""
+    """What the first of the ids stand for; ids that are neither in ``contents`` nor in ``unknown`` were not
+    looked up: ask for them again."""
 
     contents: dict[str, Content]
     unknown: list[str]

@@ -1,8 +1,8 @@
 """What of an engine's configuration determines the bytes of its records: the one place that says so.
 
-A namespace always holds what :func:`namespace_of` names.  What :data:`TOLD` lists joins it only where it is
-not as in an ordinary engine, so that new entries leave the records of ordinary ones where they are.  All
-other fields are listed with their reasons beside the test that holds vLLM's configuration against both lists.
+A namespace always holds what :func:`namespace_of` names.  What :data:`NON_DEFAULT` lists joins it only where
+it is not as in an ordinary engine, so that new entries leave the records of ordinary ones where they are.
+All other fields are listed with their reasons beside the test that holds vLLM's configuration against both.
 
 The last bits of a record do not count: they depend on the machine, kernels, compilation and on where prefill
 chunks end, as those of stock vLLM's KV cache do.
@@ -14,6 +14,8 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 
 from ..config.engine import SECTION, config_of
 from ..fingerprint import contents, fingerprint
@@ -52,8 +54,15 @@ def _max_model_len(value: int, vllm_config: VllmConfig) -> object:
 
 
 def _ssm_dtype(value: str, vllm_config: VllmConfig) -> object:
-    """States pass through vLLM's cache between chunks.  CPUs keep them in float32, as records do."""
-    return None if value == "float32" or not vllm_config.model_config.is_hybrid else value
+    """States pass through vLLM's cache between chunks; records keep them in float32.
+
+    ``auto`` is float32 on CPUs with AVX512-BF16, where vLLM says so, and the convolution's type elsewhere.
+    """
+    model = vllm_config.model_config
+    if value == "auto":
+        dtype = get_kv_cache_torch_dtype(vllm_config.cache_config.mamba_cache_dtype, model.dtype)
+        value = str(dtype).removeprefix("torch.")
+    return None if value == "float32" or not model.is_hybrid else value
 
 
 def _lora_dtype(value: object, vllm_config: VllmConfig) -> object:
@@ -66,7 +75,7 @@ def _load_strategy(value: str | None, _: VllmConfig) -> object:
 
 
 def _additional(value: Any, _: VllmConfig) -> object:
-    """Options of platforms' plugins; our own are those of :data:`OPTIONS_TOLD`."""
+    """Options of platforms' plugins; our own are those of :data:`NON_DEFAULT_OPTIONS`."""
     if not isinstance(value, Mapping):
         return value.compute_hash()
     return {name: one for name, one in value.items() if name != SECTION} or None
@@ -81,7 +90,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
 """Fields that every namespace holds, by their value, the fingerprint of weights (``load_format``; with dummy
 weights the ``seed``), the geometry (types of K, V and convolution) or the names of objects (ranks)."""
 
-TOLD: Mapping[str, Mapping[str, Rule]] = {
+NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
     "model_config": {
         "model_weights": _unless(""),
         "hf_overrides": _overrides,
@@ -121,7 +130,7 @@ TOLD: Mapping[str, Mapping[str, Rule]] = {
 }
 """Fields that are told where they are not ordinary, by the part of ``VllmConfig`` that has them."""
 
-OPTIONS_TOLD = {"dummy_token": None}
+NON_DEFAULT_OPTIONS = {"dummy_token": None}
 """The plugin's own options that are told, and their ordinary values; ``dead_transition`` always is.  Others
 say where records are, or stand in a record's key."""
 
@@ -141,21 +150,21 @@ def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
             "dead_transition": config_of(vllm_config).dead_transition,
             "layer_types": getattr(text, "layer_types", None),
             "rope": _rope(vllm_config),
-            **told(vllm_config),
+            **non_default(vllm_config),
         }
     )
 
 
-def told(vllm_config: VllmConfig) -> dict[str, object]:
+def non_default(vllm_config: VllmConfig) -> dict[str, object]:
     """What is not as in an ordinary engine, by ``part.field``."""
     found: dict[str, object] = {}
-    for part, rules in TOLD.items():
+    for part, rules in NON_DEFAULT.items():
         config = vllm_config if part == "vllm_config" else getattr(vllm_config, part)
         for name, rule in rules.items() if config is not None else ():
             if (value := rule(getattr(config, name), vllm_config)) is not None:
                 found[f"{part}.{name}"] = value
     options = config_of(vllm_config)
-    for name, ordinary in OPTIONS_TOLD.items():
+    for name, ordinary in NON_DEFAULT_OPTIONS.items():
         if (value := getattr(options, name)) != ordinary:
             found[f"{SECTION}.{name}"] = value
     return found

@@ -26,7 +26,7 @@ trust_option = click.option(
     help="Run the program gen.py beside the model, which makes questions in the model's own words. "
     "Without this only the demo models' own are run.",
 )
-"""For commands that look for a generator."""
+"""The option of every command that looks for a generator beside a model."""
 
 
 class Parts(TypedDict):

@@ -77,6 +77,8 @@ class Arrivals:
     def __init__(self, orders: OrderQueue, *, has_store: bool, ranks: int, share: Space) -> None:
         self._orders, self._has_store, self._ranks, self._share = orders, has_store, ranks, share
         self._arrivals: dict[int, Arrival] = {}
+        self._keys: set[SegmentKey] = set()
+        """Keys of all arrivals, no two of which have the same."""
 
     def __len__(self) -> int:
         """Records under way."""
@@ -92,7 +94,7 @@ class Arrivals:
         ``remote_s``: another instance is said to send it within so many seconds; ``None``: none is.
         One record comes to one place at a time: to that of a deleted one that requests still wait for.
         """
-        if any(arrival.key == place.key for arrival in self._arrivals.values()):
+        if place.key in self._keys:
             return False
         if remote_s is not None:
             now = time.monotonic()
@@ -105,6 +107,7 @@ class Arrivals:
             self._orders.submit(FetchRecord(place))
         else:
             return False
+        self._keys.add(place.key)
         return True
 
     def awaited(self) -> set[SegmentKey]:
@@ -152,4 +155,5 @@ class Arrivals:
         arrival.count += count
         if arrival.count.taken + arrival.count.missed < self._ranks:
             return None
+        self._keys.discard(arrival.key)
         return self._arrivals.pop(serial)

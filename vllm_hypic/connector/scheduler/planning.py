@@ -73,7 +73,7 @@ class Planner:
     ) -> None:
         self._config, self._geometry = config, geometry
         self.namespace = namespace
-        """Of the records that requests are planned with from now on."""
+        """Namespace and generation of the records that requests are planned with from now on."""
         self._max_model_len = max_model_len
         self._primitive_ids = primitive_ids
         self._ids: PrimitiveIds | None = None

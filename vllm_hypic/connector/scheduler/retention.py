@@ -58,7 +58,7 @@ class Retention:
         self._namespace, self._orders = namespace, orders
         self._stored: OrderedDict[SegmentKey, None] = OrderedDict()
         self._expiries = Expiries()
-        """By first keys."""
+        """When records expire, by their keys in the first generation."""
         self._dropping: dict[int, SegmentKey] = {}
         """Records dropped while they were being made or used, by serial."""
         self._stats: StoreStats | None = None

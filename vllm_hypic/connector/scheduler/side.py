@@ -119,7 +119,7 @@ class SchedulerSide:
 
     @property
     def namespace(self) -> Namespace:
-        """Of the records that requests are planned with now."""
+        """Namespace and generation of the records that requests are planned with now."""
         return self.planner.namespace
 
     def reset(self, generation: str) -> None:

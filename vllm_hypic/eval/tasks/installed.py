@@ -84,7 +84,7 @@ _PLAIN_SHARE = 0.75
 @dataclass(frozen=True)
 class InstalledText:
     name: str
-    """What it is: ``the manual, topic 'import'``."""
+    """Where the text is from: ``the manual, topic 'import'``."""
     paragraphs: tuple[str, ...]
     """Paragraphs of prose, each in one line: code, tables and lists of links are left out."""
 
@@ -100,7 +100,7 @@ class InstalledText:
 @dataclass(frozen=True)
 class InstalledTexts:
     texts: tuple[InstalledText, ...]
-    """By name; each has at least ``LEAST_WORDS`` words."""
+    """Texts of at least ``LEAST_WORDS`` words each, sorted by name."""
 
     @cached_property
     def digest(self) -> str:

@@ -19,7 +19,7 @@ SYSTEM = "You answer questions about the documents below."
 ANSWER_TOKENS = 10
 """A number, a name or two words behind the answer's opening: with more, a model might tell all it read."""
 MOST_DOCUMENTS = 40
-"""As many different places and people are certain to be found."""
+"""Most documents of one task: the lexicon has different places and people for so many."""
 KINDS = ("access code", "door code", "phone extension", "account number")
 
 
