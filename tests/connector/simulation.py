@@ -27,12 +27,12 @@ from vllm_hypic.connector.orders import (
     StoreOrder,
 )
 from vllm_hypic.connector.scheduler import arrivals, retention
-from vllm_hypic.connector.scheduler.directory import Lookup
+from vllm_hypic.connector.scheduler.directory import Entry, Lookup, Need
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
-from vllm_hypic.pool.plans import CapturePlan, RecordPlace, StreamPlan
+from vllm_hypic.pool.plans import CapturePlan, RecordPlace, Space, StreamPlan
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.options import Transfer
 from vllm_hypic.primitives.plan import CachedSegment, PromptPlan
@@ -208,8 +208,8 @@ class Request:
     plan: PromptPlan
     deleted: dict[SegmentKey, int]
     """Records, by key, that were deleted before it came: their serials, and all before them."""
-    wait: int = 0
-    """Steps for which it has waited."""
+    prompt: Prompt
+    came: int
 
 
 class Ends(Enum):
@@ -230,6 +230,8 @@ class Prompt:
     ends: Ends = Ends.IN_A_QUERY
     remote: bool = False
     """Some of its records are said to come from another instance."""
+    tenant: str = "a"
+    priority: int = 0
 
 
 @dataclass
@@ -239,12 +241,16 @@ class Engine:
     clock: Clock
     policy: PolicyName = "lru"
     ranks: int = 1
+    tenant_fraction: float = 1.0
+    request_fraction: float = 1.0
     tiers: set[SegmentKey] = field(default_factory=set)
     pins: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
     known: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
     """All records that were ever asked for, by their first keys."""
     first: dict[SegmentKey, SegmentKey] = field(default_factory=dict)
     """First keys by those that plans had."""
+    tenants: dict[SegmentKey, str] = field(default_factory=dict)
+    """Of keys that plans had."""
     resets: int = 0
     made: int = 0
 
@@ -258,6 +264,8 @@ class Engine:
                 "seam_tokens": 0,
                 "store": {**STORE, "eviction": self.policy},
                 "segment_parallel": PARALLEL,
+                "max_tenant_fraction": self.tenant_fraction,
+                "max_request_fraction": self.request_fraction,
             }
         )
         texts = PlanningTexts(context=lambda: TEXT)
@@ -265,6 +273,7 @@ class Engine:
             config, GEOMETRY, Namespace.from_config({}), 4096, lambda: IDS, ranks=self.ranks, texts=texts
         )
         self.worker = Worker(self.tiers, self.ranks)
+        self._watch_turns()
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.queued: list[str] = []
@@ -281,11 +290,13 @@ class Engine:
         tokens = [*LEADS[prompt.lead], IDS.sep]
         tokens += [t for d in prompt.documents for t in (*DOCUMENTS[d], IDS.sep)]
         tokens += QUERY if prompt.ends is Ends.IN_A_QUERY else ()
-        plan = self.side.planner.plan(PlanRequest(tokens, {"hypic_context": prompt.context}, None, None))
+        asked = PlanRequest(tokens, {"hypic_context": prompt.context}, prompt.tenant, None)
+        plan = self.side.planner.plan(asked)
         assert plan is not None
         for segment in plan.records:
             self.first[segment.key] = self.side.namespace.renamed(segment.key)
             self.known[self.first[segment.key]] = segment
+            self.tenants[segment.key] = prompt.tenant
         self.made += 1
         transfer = Transfer(
             "tcp://127.0.0.1:7200" if prompt.ends is Ends.PUSHED else None,
@@ -294,10 +305,10 @@ class Engine:
             5.0,
         )
         name = f"r{self.made}"
-        self.waiting[name] = Request(plan, dict(self.deleted))
+        self.waiting[name] = Request(plan, dict(self.deleted), prompt, self.made)
         if plan.warm_only:
             self.side.hold(name)
-        self.side.admit(name, plan, transfer)
+        self.side.admit(name, plan, transfer, tenant=prompt.tenant, priority=prompt.priority)
 
     def pin(self, key: SegmentKey) -> None:
         """As the registry does it, which remembers pins."""
@@ -364,7 +375,6 @@ class Engine:
         for name in [n for n in self.queued if self.side.ready(n)]:
             self._capture(name)
         for name, request in list(self.waiting.items()):
-            request.wait += 1
             if request.plan.warm_only:
                 if self.side.over(name):
                     self.side.unhold(name)
@@ -415,6 +425,50 @@ class Engine:
         for entry in [*held, *(c for c in contexts if c is not None)]:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
         assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins
+        for tenant in {*self.tenants.values()}:
+            assert self.tenant_share.covers(self.held(tenant)), f"{tenant} is above its share"
+
+    @property
+    def tenant_share(self) -> Space:
+        return self.side.directory.total.part(self.tenant_fraction)
+
+    def held(self, tenant: str) -> Space:
+        """What the tenant's records take that requests use, or that are being made."""
+        entries = [e for e in self.side.directory._by_serial.values() if e.pins or not e.resident]
+        return sum((e.space for e in entries if self.tenants[e.key] == tenant), Space())
+
+    def _watch_turns(self) -> None:
+        """From now on room is given to nobody but who comes first in :meth:`_next`."""
+        directory = self.side.directory
+        acquire = directory.acquire
+
+        def watched(wanted: dict[SegmentKey, Need], tenant: str) -> list[Entry] | None:
+            (name,) = (n for n, c in self.side._composed.items() if c.wanted is wanted)
+            assert name == self._next(), f"it was the turn of {self._next()}, not of {name}"
+            return acquire(wanted, tenant)
+
+        directory.acquire = watched  # type: ignore[method-assign, assignment]
+
+    def _next(self) -> str | None:
+        """Whose turn it is, in the plainest words: the most urgent, whose tenant holds the least of the pool,
+        that came first; but nobody's whose tenant has no room for one that comes before."""
+        total = self.side.directory.total
+
+        def turn(name: str) -> tuple[int, float, int]:
+            prompt, held = self.waiting[name].prompt, self.held(self.waiting[name].prompt.tenant)
+            shares = [held.pages / total.pages, held.slots / total.slots]
+            shares.append(held.transition_blocks / total.transition_blocks)
+            return prompt.priority, max(shares), self.waiting[name].came
+
+        full = set()
+        for name in sorted((n for n in self.waiting if not self.side._composed[n].acquired), key=turn):
+            tenant = self.waiting[name].prompt.tenant
+            more = self.side.directory.would_hold(self.side._composed[name].wanted)
+            fits = self.tenant_fraction == 1 or self.tenant_share.covers(self.held(tenant) + more)
+            if fits and tenant not in full:
+                return name
+            full.add(tenant)
+        return None
 
     def work(self, *, found: bool) -> None:
         """One step, of a second, in which the worker does all that it was asked for, and what runs ends; not

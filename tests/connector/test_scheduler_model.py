@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,15 +24,18 @@ PROMPTS = st.builds(
     context=st.sampled_from(["none", "text", "lead"]),
     ends=st.sampled_from([Ends.IN_A_QUERY, Ends.IN_A_QUERY, Ends.WARM, Ends.PUSHED]),
     remote=st.booleans(),
+    tenant=st.sampled_from("aaabc"),
+    priority=st.integers(0, 2),
 )
 ANY = st.integers(0, 1000)
 """Picks one of what there is."""
 
 
 def steps_for(requests: int) -> int:
-    """Steps within which so many requests end, one after the other at worst: five for a record that does not
+    """Steps within which so many requests end, one after the other at worst, each when those of its tenant
+    that hold room have ended, and then those of others.  Twelve for either: five for a record that does not
     come, its computation behind that of a context, the request's own, a push."""
-    return 12 * requests + 12
+    return 24 * requests + 24
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -41,9 +46,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for module in CLOCKED:
             self.patch.setattr(module, "time", self.clock)
 
-    @initialize(policy=st.sampled_from(["lru", "flop-aware"]), ranks=st.integers(1, 2))
-    def start(self, policy: PolicyName, ranks: int) -> None:
-        self.engine = Engine(self.clock, policy, ranks)
+    @initialize(
+        policy=st.sampled_from(["lru", "flop-aware"]),
+        ranks=st.integers(1, 2),
+        tenant_fraction=st.sampled_from([1.0, 0.6]),
+        request_fraction=st.sampled_from([1.0, 0.4]),
+    )
+    def start(self, policy: PolicyName, ranks: int, tenant_fraction: float, request_fraction: float) -> None:
+        self.engine = Engine(self.clock, policy, ranks, tenant_fraction, request_fraction)
 
     # -- users
 
@@ -153,15 +163,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(found=st.booleans(), others=st.lists(PROMPTS, max_size=6))
     def everybody_makes_progress(self, found: bool, others: list[Prompt]) -> None:
-        """Once the worker answers, who waits runs, whatever is asked for, deleted and pinned meanwhile."""
+        """Once the worker answers, who waits runs, whatever is deleted and pinned meanwhile, and although in
+        each step another comes that is not more urgent, of any tenant."""
         engine = self.engine
         names = {*engine.waiting, *engine.running, *engine.queued}
+        least_urgent = max((r.prompt.priority for r in engine.waiting.values()), default=0)
         bound = steps_for(len(names))
-        for _ in range(bound):
+        for i in range(bound):
             if not names:
                 break
             if others:
-                engine.admit(others.pop())
+                engine.admit(replace(others[i % len(others)], priority=least_urgent))
                 engine.delete(self.key_in_use(engine.made))
                 engine.pin(self.key(engine.made))
             engine.work(found=found)

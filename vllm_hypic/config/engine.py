@@ -25,6 +25,7 @@ CONNECTOR = "HypicConnector"
 """Name of our KV connector in ``--kv-transfer-config``."""
 
 Share = Annotated[Number, Field(ge=0, lt=1), Allowed("a number from 0 to below 1")]
+Part = Annotated[Number, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")]
 
 
 def _texts(given: Any) -> PrimitiveTexts:
@@ -67,7 +68,7 @@ class HypicConfig(ConfigSection):
     """Share of the KV memory that the public pool takes when ``pool_bytes`` is not given."""
     expected_segment_tokens: Positive = 1024
     """Segment length at which pages and state slots of the pool run out together."""
-    expected_live_heads: Annotated[Number, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")] = 0.5
+    expected_live_heads: Part = 0.5
     """Share of linear-attention heads whose transition has not died out by a segment's end, at which its
     storage runs out together with pages and slots: long segments and forgetful models have fewer."""
     dead_transition: Share = 2.0**-25
@@ -77,6 +78,11 @@ class HypicConfig(ConfigSection):
     """Tiers behind the pool, and what leaves pool and tiers first: see :class:`.store.StoreConfig`."""
     max_pinned_fraction: Share = 0.5
     """Share of the pool that pinned records may take."""
+    max_request_fraction: Part = 1.0
+    """Share of the pool that one request's records may take; the rest of it is computed in the stream."""
+    max_tenant_fraction: Part = 1.0
+    """Share of the pool that the records of one tenant's requests may take together; its next request waits
+    for one of them to end, and lets those of other tenants go on."""
     segment_parallel: SegmentParallelConfig | None = None
     """Where records of other instances are received, and who may send them: see
     :class:`.segment_parallel.SegmentParallelConfig`; ``None``: this engine neither takes nor gives any."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
@@ -124,9 +125,9 @@ class _HypicMixin(Scheduler):
         """Make the plan's stream the request's tokens."""
         if plan.warm_only:
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
-        salt = request.cache_salt
+        salt, tenant = request.cache_salt, self._tenant(request.cache_salt)
         if plan.salt is not None:
-            salt = f"hypic:{self._secret}:{plan.salt}:{self._tenant(salt)}"
+            salt = f"hypic:{self._secret}:{plan.salt}:{tenant}"
         if request.skip_reading_prefix_cache:
             # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect.
             request.skip_reading_prefix_cache = False
@@ -139,7 +140,13 @@ class _HypicMixin(Scheduler):
         if request.sampling_params is not None:
             request.sampling_params.min_tokens = min(request.sampling_params.min_tokens, request.max_tokens)
         if plan.segments or plan.salt is not None:
-            self.hypic.admit(request.request_id, plan, transfer)
+            self.hypic.admit(
+                request.request_id,
+                plan,
+                transfer,
+                tenant=tenant,
+                priority=request.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
+            )
 
     def _end_unrun(self, request: Request, status: RequestStatus) -> None:
         """End the request with ``status`` once its records are resident; it is never scheduled."""

@@ -27,6 +27,13 @@ class Space:
             self.transition_blocks + other.transition_blocks,
         )
 
+    def __sub__(self, other: Space) -> Space:
+        return Space(
+            self.pages - other.pages,
+            self.slots - other.slots,
+            self.transition_blocks - other.transition_blocks,
+        )
+
     def part(self, share: float) -> Space:
         """So much of each, rounded down."""
         return Space(int(self.pages * share), int(self.slots * share), int(self.transition_blocks * share))
@@ -36,6 +43,22 @@ class Space:
             self.pages >= other.pages
             and self.slots >= other.slots
             and self.transition_blocks >= other.transition_blocks
+        )
+
+    def least(self, other: Space) -> Space:
+        """The smaller number of each."""
+        return Space(
+            min(self.pages, other.pages),
+            min(self.slots, other.slots),
+            min(self.transition_blocks, other.transition_blocks),
+        )
+
+    def largest_share(self, total: Space) -> float:
+        """The largest of the shares of ``total`` that this is in pages, slots and transition blocks."""
+        return max(
+            self.pages / max(1, total.pages),
+            self.slots / max(1, total.slots),
+            self.transition_blocks / max(1, total.transition_blocks),
         )
 
 

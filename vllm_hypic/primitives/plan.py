@@ -165,11 +165,12 @@ def build_plan(
     *,
     min_segment_tokens: int,
     kept: Collection[SegmentKey] = (),
+    most: PoolLimits | None = None,
     context: Sequence[int] = (),
     choose_islands: IslandChooser | None = None,
 ) -> PromptPlan:
     """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
-    place beside ``limits``.
+    place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
 
     ``context``: tokens of the fixed context, for methods that have one; ``choose_islands``: needed by methods
     with islands.  A segment is computed in the stream (exact) when its interior would be shorter than
@@ -181,7 +182,7 @@ def build_plan(
     cached: dict[int, CachedSegment] = {}
     contexts: tuple[CachedSegment, ...] = ()
     if last and method.reuse:
-        budget = _Budget(limits, kept)
+        budget = _Budget(limits, kept, most)
         lead = prompt.pieces[0]
         leading = _leading_record(lead, namespace, min_segment_tokens)
         if leading is not None and budget.take(leading):
@@ -271,28 +272,40 @@ def _assemble(
     )
 
 
-class _Budget:
-    """Greedy count of what a request's distinct records take of the pool."""
+class _Room:
+    """What is left of some limits."""
 
-    def __init__(self, limits: PoolLimits, kept: Collection[SegmentKey]) -> None:
-        self.limits, self.pages, self.slots, self.blocks = limits, 0, 0, 0
-        self.seen = set(kept)
+    def __init__(self, limits: PoolLimits) -> None:
+        self._pages, self._slots, self._blocks = limits.pages, limits.slots, limits.tiles
+
+    def has(self, pages: int, blocks: int) -> bool:
+        return pages <= self._pages and self._slots > 0 and blocks <= self._blocks
+
+    def take(self, pages: int, blocks: int) -> None:
+        self._pages, self._slots, self._blocks = self._pages - pages, self._slots - 1, self._blocks - blocks
+
+
+class _Budget:
+    """Greedy count of what a request's distinct records take of the pool: see :func:`build_plan`."""
+
+    def __init__(self, limits: PoolLimits, kept: Collection[SegmentKey], most: PoolLimits | None) -> None:
+        self._limits, self._kept, self._seen = limits, kept, set[SegmentKey]()
+        self._of_all = [] if most is None else [_Room(most)]
+        self._of_others = [*self._of_all, _Room(limits)]
 
     def take(self, segment: CachedSegment) -> bool:
-        too_long = segment.before + segment.stop > self.limits.max_request_tokens
-        if segment.key in self.seen and not too_long:
-            return True
-        pages = self.pages + -(-segment.columns // self.limits.page_tokens)
-        blocks = self.blocks + (0 if segment.role is Role.LEADING else self.limits.record_tiles)
-        if (
-            too_long
-            or pages > self.limits.pages
-            or self.slots + 1 > self.limits.slots
-            or blocks > self.limits.tiles
-        ):
+        if segment.before + segment.stop > self._limits.max_request_tokens:
             return False
-        self.pages, self.slots, self.blocks = pages, self.slots + 1, blocks
-        self.seen.add(segment.key)
+        if segment.key in self._seen:
+            return True
+        pages = -(-segment.columns // self._limits.page_tokens)
+        blocks = 0 if segment.role is Role.LEADING else self._limits.record_tiles
+        rooms = self._of_all if segment.key in self._kept else self._of_others
+        if not all(room.has(pages, blocks) for room in rooms):
+            return False
+        for room in rooms:
+            room.take(pages, blocks)
+        self._seen.add(segment.key)
         return True
 
 

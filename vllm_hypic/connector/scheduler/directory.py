@@ -54,6 +54,7 @@ class Entry:
     transition_blocks: int
     value: CacheValue
     serial: int
+    tenant: str
     resident: bool = False
     pins: int = 0
     forgotten: bool = False
@@ -62,6 +63,11 @@ class Entry:
     @property
     def space(self) -> Space:
         return Space(len(self.pages), 1, self.transition_blocks)
+
+    @property
+    def held(self) -> bool:
+        """Whether its room cannot be given to others: requests use it, or it is being made."""
+        return self.pins > 0 or not self.resident
 
 
 class SegmentDirectory:
@@ -79,6 +85,8 @@ class SegmentDirectory:
         """Records that are found."""
         self._by_serial: dict[int, Entry] = {}
         """All that take room."""
+        self._held: dict[str, Space] = {}
+        """What the held records of each tenant take, of those that hold any."""
         self._kept: dict[SegmentKey, Space] = {}
         self._dropped_slots: list[int] = []
         self._reserved = 0
@@ -160,8 +168,31 @@ class SegmentDirectory:
         """Pages of a record; none where there are none: without full attention it is a state alone."""
         return -(-columns // self.page_tokens) if self.total_pages else 0
 
-    def acquire(self, wanted: dict[SegmentKey, Need]) -> list[Entry] | None:
-        """Pin every record of ``wanted``, reserving those that are missing.
+    def held_by(self, tenant: str) -> Space:
+        """What the tenant's records take that requests use, or that are being made."""
+        return self._held.get(tenant, Space())
+
+    def would_hold(self, wanted: dict[SegmentKey, Need]) -> Space:
+        """What would be held, besides what is held already, if these were acquired."""
+        more = Space()
+        for key, need in wanted.items():
+            entry = self._entries.get(key)
+            if entry is None:
+                more += self.space_for(need)
+            elif not entry.held:
+                more += entry.space
+        return more
+
+    def _now_held(self, entry: Entry) -> None:
+        self._held[entry.tenant] = self.held_by(entry.tenant) + entry.space
+
+    def _no_more_held(self, entry: Entry) -> None:
+        left = self._held.pop(entry.tenant) - entry.space
+        if left.slots:  # every record has one
+            self._held[entry.tenant] = left
+
+    def acquire(self, wanted: dict[SegmentKey, Need], tenant: str = "") -> list[Entry] | None:
+        """Pin every record of ``wanted``, all of one ``tenant``'s, reserving those that are missing.
 
         All or nothing: returns the newly reserved entries, or ``None`` (nothing changed) when the
         missing ones do not fit beside what is pinned.  Never waits.
@@ -175,9 +206,12 @@ class SegmentDirectory:
             self._drop(entry, evicted=True)
             self.evictions += 1
         for key, what in missing.items():
-            self._reserve(key, what)
+            self._reserve(key, what, tenant)
         for key in wanted:
-            self._entries[key].pins += 1
+            entry = self._entries[key]
+            if not entry.held:
+                self._now_held(entry)
+            entry.pins += 1
             if key not in missing:
                 self.policy.hit(key)
         return [self._entries[k] for k in missing]
@@ -186,7 +220,7 @@ class SegmentDirectory:
         """What a record takes until its worker has said how many transition blocks it keeps."""
         return Space(self.pages_for(need.columns), 1, need.transition_blocks)
 
-    def _reserve(self, key: SegmentKey, need: Need) -> None:
+    def _reserve(self, key: SegmentKey, need: Need, tenant: str) -> None:
         pages = tuple(self._free_pages.pop() for _ in range(self.pages_for(need.columns)))
         self._reserved += 1
         entry = Entry(
@@ -197,7 +231,9 @@ class SegmentDirectory:
             need.transition_blocks,
             need.value,
             self._reserved,
+            tenant,
         )
+        self._now_held(entry)
         self._entries[key] = self._by_serial[entry.serial] = entry
         self.free_transition_blocks -= need.transition_blocks
         self.policy.missed(key, need.value)
@@ -240,6 +276,8 @@ class SegmentDirectory:
     def commit(self, entry: Entry) -> None:
         """The worker has filled a reserved record."""
         entry.resident = True
+        if not entry.held:
+            self._no_more_held(entry)
         self._changed(entry.key)
         self._drop_if_unused(entry)
 
@@ -257,6 +295,8 @@ class SegmentDirectory:
             return
         spare = entry.transition_blocks - transition_blocks
         self.free_transition_blocks += spare
+        if entry.held:
+            self._held[entry.tenant] -= Space(transition_blocks=spare)
         entry.transition_blocks = transition_blocks
         entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * transition_block_bytes))
         if not entry.forgotten:
@@ -306,6 +346,8 @@ class SegmentDirectory:
             if entry.pins <= 0:
                 raise RuntimeError(f"segment {entry.key[:12]} released more often than pinned")
             entry.pins -= 1
+            if not entry.held:
+                self._no_more_held(entry)
             self._drop_if_unused(entry)
 
     def forget_all(self, renamed: Callable[[SegmentKey], SegmentKey]) -> None:
@@ -330,6 +372,8 @@ class SegmentDirectory:
         self.policy.removed(entry.key, evicted=evicted)
 
     def _drop(self, entry: Entry, *, evicted: bool) -> None:
+        if entry.held:  # as it was never made
+            self._no_more_held(entry)
         if not entry.forgotten:
             self._unlist(entry, evicted=evicted)
         del self._by_serial[entry.serial]
@@ -357,6 +401,12 @@ class SegmentDirectory:
             raise RuntimeError("public pool: numbers and entries disagree")
         if sorted(self.policy.worst_first()) != sorted(self._entries):
             raise RuntimeError("public pool: the eviction policy has lost track")
+        held: dict[str, Space] = {}
+        for entry in entries:
+            if entry.held:
+                held[entry.tenant] = held.get(entry.tenant, Space()) + entry.space
+        if held != self._held:
+            raise RuntimeError("public pool: a tenant's share is miscounted")
         for entry in entries:
             unused = entry.forgotten and entry.resident and not entry.pins
             if unused or entry.pins < 0 or len(entry.pages) != self.pages_for(entry.columns):

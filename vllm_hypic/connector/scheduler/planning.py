@@ -9,6 +9,7 @@ from typing import Any
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
+from ...pool.plans import Space
 from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
 from ...primitives.options import Transfer, link_of_request, transfer_of_request
@@ -79,6 +80,9 @@ class Planner:
         self._ids: PrimitiveIds | None = None
         self._prefill_flops = prefill_flops
         self._directory = directory
+        # What a plan takes must fit its tenant's share, too: it could never be admitted.
+        share = min(config.max_request_fraction, config.max_tenant_fraction)
+        self._share = directory.total.part(share)
         self._context = cache(texts.context)
         self._words = cache(texts.words)
         self.shared_tiers = tuple(shared_tiers(config.store))
@@ -116,9 +120,10 @@ class Planner:
             parse_prompt(request.token_ids, self.ids),
             method,
             self.namespace.scoped(salt=request.salt, lora=request.lora),
-            self.limits(),
+            self._limits(self._unkept),
             min_segment_tokens=config.min_segment_tokens,
             kept=self._directory.kept,
+            most=self._limits(self._share),
             context=self.context if method.context == "text" else (),
             choose_islands=None if method.islands is None else self._choose_islands,
         )
@@ -135,14 +140,21 @@ class Planner:
         return transfer_of_request(request.extra_args, longest_s=longest_s, shared=self.shared_tiers)
 
     def limits(self) -> PoolLimits:
-        """What a request may take: everything but what records hold that nobody may evict."""
-        kept, total = self._directory.kept_space(), self._directory.total
+        """What a request may take for records of which none is kept."""
+        return self._limits(self._unkept.least(self._share))
+
+    @property
+    def _unkept(self) -> Space:
+        """Everything but what records hold that nobody may evict."""
+        return self._directory.total - self._directory.kept_space()
+
+    def _limits(self, room: Space) -> PoolLimits:
         return PoolLimits(
-            total.pages - kept.pages if self._geometry.attention else _UNLIMITED,
-            total.slots - kept.slots,
+            room.pages if self._geometry.attention else _UNLIMITED,
+            room.slots,
             self._geometry.page_tokens,
             self._max_model_len - 1,
-            total.transition_blocks - kept.transition_blocks,
+            room.transition_blocks,
             self._geometry.record_transition_blocks,
         )
 

@@ -8,7 +8,6 @@ Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit`
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +27,7 @@ from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
 from .directory import Entry, Lookup, Need, SegmentDirectory
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
+from .queue import PendingQueue
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
 from .worker_view import WorkerView
@@ -40,6 +40,7 @@ class _Composed:
     plan: PromptPlan
     wanted: dict[SegmentKey, Need]
     transfer: Transfer
+    tenant: str
     acquired: bool = False
     outdated: bool = False
     """Planned for a generation that is over."""
@@ -107,8 +108,9 @@ class SchedulerSide:
         self._view = WorkerView(geometry)
         self.counters = HypicCounters()
         self._composed: dict[str, _Composed] = {}
-        self._pending: OrderedDict[str, None] = OrderedDict()
-        """Requests whose records are yet to be pinned, first come first."""
+        share = config.max_tenant_fraction
+        self._tenant_share = None if share == 1 else self.directory.total.part(share)
+        self._pending = PendingQueue(self._held_share)
         self._held: set[str] = set()
         self._ended_early = False
         """A request has been given up since the last :meth:`take_unwanted`."""
@@ -135,35 +137,50 @@ class SchedulerSide:
 
     # -- admission -----------------------------------------------------------------------------
 
-    def admit(self, request_id: str, plan: PromptPlan, transfer: Transfer = NO_TRANSFER) -> None:
-        """Take a planned request in; it waits until its records are resident."""
+    def admit(
+        self,
+        request_id: str,
+        plan: PromptPlan,
+        transfer: Transfer = NO_TRANSFER,
+        *,
+        tenant: str = "",
+        priority: int = 0,
+    ) -> None:
+        """Take a planned request in; it waits until its records are resident.
+
+        ``priority``: the smaller, the sooner it gets room; all of a ``tenant``'s requests share its part.
+        """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
-        self._composed[request_id] = _Composed(plan, wanted, transfer)
-        self._pending[request_id] = None
+        self._composed[request_id] = _Composed(plan, wanted, transfer, tenant)
+        self._pending.add(request_id, tenant, priority)
         self.counters.requests += 1
         self.counters.segments_queried += len(wanted)
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
         self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments)
 
     def pump(self) -> list[SegmentRequest]:
-        """Pin records for waiting requests, first come first served, and list the segments to compute.
+        """Pin records for waiting requests in the queue's order, and list the segments to compute.
 
-        Strictly in order: nobody overtakes a request that waits for room, so it cannot starve, and
-        every plan fits the empty pool, so it cannot wait for ever.
+        Nobody overtakes a request that waits for room, so it cannot starve; one that waits for room in its
+        tenant's share lets other tenants go on.  Every plan fits the empty pool, and the share, so none waits
+        for ever.
         """
         self._news = False
         self.retention.drop_expired()
         self.arrivals.give_up_late()
         started = self._compute_lost()
-        for request_id in list(self._pending):
+        waited = False
+        for request_id in self._pending.in_turn():
             composed = self._composed[request_id]
+            if not self._within_share(composed):
+                waited = True
+                continue
             before = {k: self.directory.lookup(k) for k in composed.wanted}
-            reserved = self.directory.acquire(composed.wanted)
+            reserved = self.directory.acquire(composed.wanted, composed.tenant)
             if reserved is None:
-                self.counters.pool_waits += 1
-                self.arrivals.give_up_unoffered()
+                waited = True
                 break
-            del self._pending[request_id]
+            self._pending.discard(request_id)
             composed.acquired = True
             composed.held = {key: self.directory.get(key) for key in composed.wanted}
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
@@ -182,7 +199,20 @@ class SchedulerSide:
             self._decline(composed)
             if not composed.undecided:
                 self._count(composed)
+        if waited:
+            self.counters.pool_waits += 1
+            self.arrivals.give_up_unoffered()
         return started
+
+    def _held_share(self, tenant: str) -> float:
+        return self.directory.held_by(tenant).largest_share(self.directory.total)
+
+    def _within_share(self, composed: _Composed) -> bool:
+        """Whether the request's tenant would have no more than its share with this request's records, too."""
+        if self._tenant_share is None:
+            return True
+        held = self.directory.held_by(composed.tenant)
+        return self._tenant_share.covers(held + self.directory.would_hold(composed.wanted))
 
     def _start_arrival(
         self, entry: Entry, segment: CachedSegment, transfer: Transfer, allowance: Allowance
@@ -329,7 +359,7 @@ class SchedulerSide:
             return
         composed = self._composed.pop(request_id, None)
         if composed is not None:
-            self._pending.pop(request_id, None)
+            self._pending.discard(request_id)
             self._deliveries.forget(request_id)
             self.directory.release(composed.held.values())
             if composed.undecided:

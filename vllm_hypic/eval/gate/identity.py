@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 NEUTRAL = frozenset(
     {
         *("page_tokens", "pool_bytes", "pool_fraction", "expected_segment_tokens", "expected_live_heads"),
-        *("store", "max_pinned_fraction", "segment_parallel", "tokens", "token_ids", "gate"),
+        *("store", "max_pinned_fraction", "max_request_fraction", "max_tenant_fraction"),
+        *("segment_parallel", "tokens", "token_ids", "gate"),
     }
 )
 """Options that say where records are and what things are called.  All others are taken to change numbers."""

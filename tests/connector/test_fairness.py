@@ -1,0 +1,181 @@
+"""Who gets room in the pool next: priorities, tenants' shares, and the room that one request may take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler.queue import PendingQueue
+from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.errors import ConfigError
+from vllm_hypic.primitives.plan import PromptPlan
+
+from .test_scheduler_store import DOCUMENTS, IDS, QUERY, pin, side
+
+
+def plan(on: SchedulerSide, *documents: int, tenant: str = "a") -> PromptPlan:
+    tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])]
+    planned = on.planner.plan(PlanRequest([*tokens, IDS.sep, *QUERY], None, tenant, None))
+    assert planned is not None
+    return planned
+
+
+def admit(on: SchedulerSide, name: str, *documents: int, tenant: str = "a", priority: int = 0) -> None:
+    on.admit(name, plan(on, *documents, tenant=tenant), tenant=tenant, priority=priority)
+
+
+def small(segments: int, **options: Any) -> SchedulerSide:
+    """A pool that holds so many of the documents."""
+    return side(store=False, segments=segments, **options)
+
+
+def pump(on: SchedulerSide) -> list[str]:
+    """Compute what is to be computed; the requests that were given room now."""
+    before = {name for name, c in on._composed.items() if c.acquired}
+    for job in on.pump():
+        on.finished(job.request_id, completed=True)
+    on.directory.check_integrity()
+    return [name for name, c in on._composed.items() if c.acquired and name not in before]
+
+
+def end(on: SchedulerSide, name: str) -> None:
+    on.finished(name, completed=True)
+
+
+def order(on: SchedulerSide) -> list[str]:
+    """The requests in the order in which they get room, if one runs at a time."""
+    names: list[str] = []
+    while on._pending:
+        (name,) = pump(on)
+        end(on, name)
+        names.append(name)
+    return names
+
+
+def test_the_more_urgent_gets_room_first_and_of_equals_who_came_first() -> None:
+    on = small(1)
+    for i, (name, priority) in enumerate((("late", 3), ("first", 1), ("second", 1), ("urgent", -2))):
+        admit(on, name, i, priority=priority)
+    assert order(on) == ["urgent", "first", "second", "late"]
+
+
+def test_nobody_overtakes_a_request_that_waits_for_room() -> None:
+    on = small(3)
+    admit(on, "runs", 0)
+    assert pump(on) == ["runs"]
+    admit(on, "large", 1, 2, 3, tenant="b")
+    admit(on, "small", 4, tenant="c", priority=1)
+    assert pump(on) == [], "one place is free, and is kept"
+    end(on, "runs")
+    assert pump(on) == ["large"]
+
+
+def test_the_tenant_that_holds_the_least_comes_next() -> None:
+    """A hundred requests of one tenant keep another waiting for one of them."""
+    on = small(2)
+    for i in range(4):
+        admit(on, f"many {i}", i)
+    assert pump(on) == ["many 0", "many 1"]
+    admit(on, "one", 4, tenant="b")
+    end(on, "many 0")
+    assert pump(on) == ["one"], "before those that came before it"
+    end(on, "one")
+    assert pump(on) == ["many 2"]
+
+
+def test_whoever_came_first_comes_next_among_tenants_that_hold_nothing() -> None:
+    on = small(1)
+    for i, tenant in enumerate("abcb"):
+        admit(on, f"{tenant}{i}", i, tenant=tenant)
+    assert order(on) == ["a0", "b1", "c2", "b3"]
+
+
+def test_a_tenant_at_its_share_waits_for_itself_alone() -> None:
+    on = small(4, max_tenant_fraction=0.5)
+    for i in range(3):
+        admit(on, f"a{i}", i)
+    admit(on, "b0", 3, tenant="b")
+    admit(on, "a less", 3, priority=1)
+    assert pump(on) == ["a0", "a1", "b0"]
+    assert on.take_counters().pool_waits == 1
+    admit(on, "b1", 4, tenant="b")
+    assert pump(on) == ["b1"], "the pool is full, and nobody holds more than half"
+    end(on, "a1")
+    assert pump(on) == ["a2"]
+
+
+def test_what_a_tenant_shares_with_itself_counts_once_and_what_nobody_uses_does_not() -> None:
+    on = small(4, max_tenant_fraction=0.5)
+    admit(on, "a", 0, 1)
+    admit(on, "same", 1, 0)
+    assert pump(on) == ["a", "same"]
+    end(on, "a")
+    admit(on, "b", 2)
+    assert pump(on) == [], "the other one uses them still"
+    end(on, "same")
+    assert pump(on) == ["b"]
+    admit(on, "again", 0)
+    assert pump(on) == ["again"], "one record is cached, and counts as it is used again"
+    admit(on, "third", 1)
+    assert pump(on) == []
+
+
+def test_what_is_computed_for_a_client_that_left_counts_until_it_is_done() -> None:
+    on = small(4, max_tenant_fraction=0.5)
+    admit(on, "left", 0, 1)
+    jobs = on.pump()
+    on.finished("left", completed=False)
+    admit(on, "next", 2)
+    assert on.pump() == []
+    for job in jobs:
+        on.finished(job.request_id, completed=True)
+    assert pump(on) == ["next"]
+
+
+@pytest.mark.parametrize("option", ["max_request_fraction", "max_tenant_fraction"])
+def test_a_request_takes_no_more_than_its_part_and_the_rest_goes_to_the_stream(option: str) -> None:
+    whole, on = small(4), small(4, **{option: 0.5})
+    assert len(plan(whole, 0, 1, 2).segments) == 3
+    halved = plan(on, 0, 1, 2)
+    assert len(halved.segments) == 2 and len(halved.stream) == 40 + 2
+    assert on.planner.limits().slots == 2, "routers plan alike"
+    admit(on, "r", 0, 1, 2)
+    assert pump(on) == ["r"]
+
+
+@pytest.mark.parametrize("option", ["max_request_fraction", "max_tenant_fraction"])
+def test_where_the_part_holds_no_record_everything_goes_to_the_stream(option: str) -> None:
+    on = small(4, **{option: 0.2})
+    admit(on, "r", 0, 1)
+    assert plan(on, 0, 1).segments == () and pump(on) == ["r"] and on.ready("r")
+
+
+@pytest.mark.parametrize("fraction", [0.26, 0.5, 0.51, 0.99])
+def test_every_plan_fits_its_tenants_share_whatever_is_pinned_or_not_any_more(fraction: float) -> None:
+    """Rounded alike in plan and queue; a pinned record counts in the share, too."""
+    on = small(4, linear=True, max_tenant_fraction=fraction)
+    admit(on, "r", 0)
+    assert pump(on) == ["r"]
+    end(on, "r")
+    (key,) = (s.key for s in plan(on, 0).segments)
+    pin(on, key)
+    admit(on, "beside", 0, 1, 2, 3)
+    on.retention.unpin_record(key)
+    assert pump(on) == ["beside"]
+
+
+@pytest.mark.parametrize("value", [0, 1.5, "half"])
+def test_fractions_are_above_0_and_at_most_1(value: object) -> None:
+    for option in ("max_request_fraction", "max_tenant_fraction"):
+        with pytest.raises(ConfigError, match=f"{option}={value!r}: expected a number above 0 and at most 1"):
+            small(4, **{option: value})
+
+
+def test_a_turn_looks_at_tenants_not_at_all_who_wait() -> None:
+    looks = []
+    queue = PendingQueue(lambda tenant: looks.append(tenant) or 0.0)  # type: ignore[func-returns-value]
+    for i in range(1000):
+        queue.add(str(i), "ab"[i % 2], i % 3)
+    assert next(queue.in_turn()) == "0" and len(looks) <= 10
