@@ -132,6 +132,8 @@ class Engine:
         args: dict[str, Any] = {
             "model": str(model),
             "dtype": "bfloat16",
+            # The same on every CPU.
+            "mamba_ssm_cache_dtype": "float32",
             "enforce_eager": True,
             "max_model_len": 4096,
             "max_num_batched_tokens": 4096,

@@ -79,6 +79,7 @@ def hf_config(c: Config) -> Qwen3_5TextConfig:
         linear_value_head_dim=c.linear_dim,
         linear_num_key_heads=c.linear_heads,
         linear_num_value_heads=c.linear_heads,
+        mamba_ssm_dtype="float32",
         max_position_embeddings=32768,
         rope_parameters={
             "rope_type": "default",
