@@ -34,8 +34,8 @@ GEOMETRY = PoolGeometry(
     transition_blocks=16,
 )
 GOLDEN = "b1a99de829135346763af4dffdb5b9d8e72da3b7cba8b5e7c7b39467e1ca3d4b"
-"""Namespace of the demo model in bf16, made as the version before this list made it.  If the model's files change,
-so may this; otherwise records from before would be lost."""
+"""Namespace of the demo model in bf16, by the rules of the version before this list.  If the model's files
+change, so may this; otherwise records from before would be lost."""
 
 
 @pytest.fixture(scope="module")

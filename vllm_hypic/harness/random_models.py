@@ -64,7 +64,7 @@ def save_hybrid_model(
         linear_value_head_dim=linear_head_dim,
         linear_num_key_heads=linear_key_heads,
         linear_num_value_heads=linear_value_heads,
-        # As published models of this family have it.  Else it depends on the machine: see connector/identity.py.
+        # As published models of this family have it; else it would depend on the machine.
         mamba_ssm_dtype="float32",
         rope_parameters={
             "rope_type": "default",
