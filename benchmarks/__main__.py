@@ -13,6 +13,7 @@ from .records import records
 from .scale import scale
 from .seam import seam
 from .segment_parallel import segment_parallel
+from .soak import soak_command
 from .tiers import tiers
 from .ttft import ttft, ttft_length, ttft_segments
 
@@ -35,6 +36,7 @@ main.add_command(eviction)
 main.add_command(tiers)
 main.add_command(scale)
 main.add_command(segment_parallel)
+main.add_command(soak_command, "soak")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class Setup:
     """More options of its section ``segment_parallel``."""
     router: tuple[str, ...] = ()
     """More options of ``vllm-hypic router``."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables of each server."""
 
 
 class Instance(Server):
@@ -99,6 +101,7 @@ class Instance(Server):
                 "OMP_NUM_THREADS": str(setup.threads),
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
+                **setup.env,
             },
             log=log,
             start_timeout_s=600.0,
