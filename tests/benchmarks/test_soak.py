@@ -22,9 +22,9 @@ REFERENCE = Tokens(("a", "b", "c"), (-0.5, -0.7, -0.1), (1.0, 0.05, 2.0))
     [
         (("a", "b", "c"), (-0.5, -0.7, -0.1), Verdict.SAME),
         (("a", "b", "c"), (-0.5, -0.7, -0.15), Verdict.CLOSE),
-        (("a", "b", "c"), (-0.5, -0.7, -0.25), Verdict.WRONG),
+        (("a", "b", "c"), (-0.5, -0.7, -0.4), Verdict.WRONG),
         (("a", "x", "y"), (-0.5, -0.7, -3.0), Verdict.TIE),
-        (("a", "x", "y"), (-0.7, -0.7, -3.0), Verdict.WRONG),
+        (("a", "x", "y"), (-0.8, -0.7, -3.0), Verdict.WRONG),
         (("a", "b", "x"), (-0.5, -0.7, -0.1), Verdict.WRONG),
         (("x", "b", "c"), (-0.5, -0.7, -0.1), Verdict.WRONG),
         (("a", "b"), (-0.5, -0.7), Verdict.WRONG),
@@ -39,7 +39,7 @@ def test_only_rounding_may_change_an_answer(
 
 
 def test_the_distance_is_of_tokens_before_a_difference():
-    assert judge(Tokens(("a", "x"), (-0.75, -9.0), (1.0, 1.0)), REFERENCE) == (Verdict.WRONG, 0.25)
+    assert judge(Tokens(("a", "x"), (-1.0, -9.0), (1.0, 1.0)), REFERENCE) == (Verdict.WRONG, 0.5)
 
 
 def test_a_leak_is_told_from_warming_up():
