@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
+from fastapi.routing import APIRoute
 from msgspec import UNSET
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
@@ -28,7 +31,24 @@ from .models import (
     error_body,
 )
 
-router = APIRouter(prefix="/v1/hypic", tags=["hypic cache"])
+
+class _Route(APIRoute):
+    """What FastAPI itself refuses, such as a body that is no UTF-8, has the shape of vLLM's errors, too:
+    vLLM's handlers do not know Starlette's exception."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except StarletteHTTPException as e:
+                raise HTTPException(e.status_code, e.detail, e.headers) from e
+
+        return handle
+
+
+router = APIRouter(prefix="/v1/hypic", tags=["hypic cache"], route_class=_Route)
 
 
 def control_of(request: Request) -> Control:

@@ -108,6 +108,7 @@ def test_chats_and_token_lists_are_spread_too(site: Site) -> None:
 
 
 def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
+    rights = "Bearer of-the-cli\u00e9nt"  # a header may hold any bytes
     workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=50.0)
     router = site.router(workers, [combine])
     answer = router.complete(
@@ -115,18 +116,18 @@ def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
         cache_salt="tenant",
         model="base",
         vllm_xargs={"hypic_seam_tokens": 3, "mine": 7},
-        headers={"authorization": "Bearer of-the-client"},
+        headers={"authorization": rights.encode("latin-1")},
     )
     assert answer.status_code == 200 and combine.computed == []
     for seen in workers[0].segment_requests + workers[1].segment_requests:
-        assert seen.headers["authorization"] == "Bearer of-the-client"
+        assert seen.headers["authorization"] == rights
         body = seen.json
         assert (body["cache_salt"], body["model"], body["max_tokens"]) == ("tenant", "base", 1)
         assert body["vllm_xargs"]["hypic_seam_tokens"] == 3 and "mine" not in body["vllm_xargs"]
         assert body["vllm_xargs"]["hypic_push_to"] == combine.receiver.url
     extra = combine.composed[0].extra
     assert extra["mine"] == 7 and extra["hypic_remote_deadline_s"] == 50.0
-    assert combine.composed[0].headers["authorization"] == "Bearer of-the-client"
+    assert combine.composed[0].headers["authorization"] == rights
 
 
 @pytest.mark.parametrize(

@@ -320,11 +320,7 @@ def parse_request(exchange: Exchange, body: bytes, begun: float) -> Request | No
     origin = Origin(
         request_id,
         model if isinstance(model, str) else None,
-        tuple(
-            (k.decode("latin-1"), v.decode("latin-1"))
-            for k, v in exchange.headers
-            if k.lower() == b"authorization"
-        ),
+        tuple((k, v) for k, v in exchange.headers if k.lower() == b"authorization"),
         priority if type(priority) is int else 0,
     )
     ask = UpstreamRequest("POST", exchange.target, request_headers(exchange.headers, request_id), body)

@@ -39,13 +39,13 @@ class Origin:
 
     request_id: str
     model: str | None
-    headers: tuple[tuple[str, str], ...]
-    """Headers of the client that instances must see: its Authorization."""
+    headers: tuple[tuple[bytes, bytes], ...]
+    """Headers of the client that instances must see, as they came: its Authorization."""
     priority: int = 0
 
     @property
-    def authorization(self) -> str:
-        return next((value for name, value in self.headers if name.lower() == "authorization"), "")
+    def authorization(self) -> bytes:
+        return next((value for name, value in self.headers if name.lower() == b"authorization"), b"")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ async def send_segment(
     request = httpx.Request(
         "POST",
         worker.url + COMPLETIONS,
-        headers=[*origin.headers, ("content-type", "application/json"), ("x-request-id", name)],
+        headers=[*origin.headers, (b"content-type", b"application/json"), (b"x-request-id", name.encode())],
         content=msgspec.json.encode(body),
         extensions={"timeout": {"connect": 5.0, "read": seconds, "write": seconds, "pool": seconds}},
     )

@@ -38,7 +38,7 @@ async def tokens_of(
 
 
 async def text_of(
-    http: httpx.AsyncClient, url: str, token: int, headers: tuple[tuple[str, str], ...]
+    http: httpx.AsyncClient, url: str, token: int, headers: tuple[tuple[bytes, bytes], ...]
 ) -> str | None:
     """The text of one token; ``None``: the instance has none for it, or does not say."""
     try:
@@ -49,14 +49,14 @@ async def text_of(
 
 
 async def _post(
-    http: httpx.AsyncClient, url: str, asked: Mapping[str, Any], headers: tuple[tuple[str, str], ...]
+    http: httpx.AsyncClient, url: str, asked: Mapping[str, Any], headers: tuple[tuple[bytes, bytes], ...]
 ) -> bytes | None:
     """The answer's body; ``None``: refused.  Raises :class:`NoAnswer`."""
     try:
         answer = await http.post(
             url,
             content=msgspec.json.encode(asked),
-            headers=[*headers, ("content-type", "application/json")],
+            headers=[*headers, (b"content-type", b"application/json")],
             timeout=_TIMEOUT_S,
         )
     except httpx.TransportError as e:

@@ -33,7 +33,7 @@ class TransferId:
 
     key: str
     destination: str
-    authorization: str
+    authorization: bytes
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class InFlightTransfer:
         return min((t for t in (self.received_at, self.over_at) if t is not None), default=None)
 
 
-def _id(key: str, combine: Instance, authorization: str) -> TransferId:
+def _id(key: str, combine: Instance, authorization: bytes) -> TransferId:
     assert combine.description is not None
     return TransferId(key, combine.description.receiver, authorization)
 
@@ -127,7 +127,7 @@ def _id(key: str, combine: Instance, authorization: str) -> TransferId:
 class _Shared:
     """A :class:`Traffic` of the transfers that one client's rights may share."""
 
-    def __init__(self, transfers: Mapping[TransferId, InFlightTransfer], authorization: str) -> None:
+    def __init__(self, transfers: Mapping[TransferId, InFlightTransfer], authorization: bytes) -> None:
         self._transfers, self._authorization = transfers, authorization
 
     def computing(self, key: str) -> Instance | None:

@@ -46,9 +46,9 @@ class Watcher:
     ) -> None:
         self._instance, self._pool = instance, pool
         self._http, self._secret, self._metrics = http, secret, metrics
-        self._headers: tuple[tuple[str, str], ...] = ()
+        self._headers: tuple[tuple[bytes, bytes], ...] = ()
         if settings.api_key is not None:
-            self._headers = (("authorization", f"Bearer {settings.api_key}"),)
+            self._headers = ((b"authorization", f"Bearer {settings.api_key}".encode()),)
         self._subscription: Subscription | None = None
         self._subscribed: asyncio.Task[None] | None = None
         self._asked_at = 0.0

@@ -1,0 +1,216 @@
+"""A worker, a combine node and a router for all tests of this folder, attacked one after the other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, settings
+
+from vllm_hypic.cache_api.client import SegmentCache
+from vllm_hypic.harness.client import separator_of
+from vllm_hypic.harness.cluster import Cluster, Setup
+from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.prompts import uneven, writer
+
+from .grammar import CACHE, HOSTILE_SALT, Attack, CacheCall
+from .well_behaved import BOUND_S, WellBehaved
+
+ONE_WORKER = True  # all tests of this folder use the same servers
+
+TIER = {"type": "memory", "bytes": "4MB"}
+SETUP = Setup(
+    EXAMPLE / "model",
+    workers=1,
+    context=2048,
+    cache_bytes=1 << 27,
+    pool_bytes=1 << 23,  # of a dozen records, so that attackers push each other's out
+    at_once=4,
+    hypic={"store": {"tiers": [TIER]}},
+    options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
+    router=("--min-gain", "-1"),
+)
+LENGTHS = (64, 96, 128)
+"""Tokens of the good prompt's segments, the leading one first."""
+
+
+SHORT, LONG = 30, 600
+"""Examples of the two forms of each test."""
+both_forms = pytest.mark.parametrize(
+    "examples", [SHORT, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+
+
+def some(examples: int) -> settings:
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attack was answered; ``status`` ``None``: its client left before."""
+
+    status: int | None
+    text: str
+
+    @property
+    def failed(self) -> bool:
+        """The server says that it is its own fault."""
+        if self.status is not None and self.status >= 500:
+            return True
+        events = (line[6:] for line in self.text.splitlines() if line.startswith("data: {"))
+        errors = (json.loads(event).get("error") for event in events)
+        return any(e is not None and int(e.get("code") or 500) >= 500 for e in errors)
+
+    @property
+    def message(self) -> str:
+        """Why it was refused; ``detail`` is FastAPI's own word for it, on vLLM's routes."""
+        found = json.loads(self.text)
+        return found["detail"] if "detail" in found else found["error"]["message"]
+
+
+def sent(headers: Mapping[str, str]) -> dict[str, bytes]:
+    """As bytes; httpx itself takes ASCII alone."""
+    return {name: value.encode("latin-1") for name, value in headers.items()}
+
+
+class Target:
+    """What is attacked at ``url``, and the ``instances`` that stand behind it."""
+
+    def __init__(self, url: str, cluster: Cluster) -> None:
+        self.url, self.cluster = url, cluster
+        # A connection that the server is about to close must not be used again: that would look like a fault.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=url, timeout=BOUND_S, limits=limits)
+        self.ids: list[str] = []
+
+    def send(self, attack: Attack) -> Outcome:
+        """The whole answer, or what came until the client left.  Raises when none comes in time."""
+        headers = sent({"content-type": "application/json", **attack.headers})
+        timeout = httpx.Timeout(BOUND_S, read=attack.patience_s or BOUND_S)
+        text: list[str] = []
+        try:
+            with self.http.stream(
+                "POST", attack.path, content=attack.content, headers=headers, timeout=timeout
+            ) as response:
+                for number, line in enumerate(response.iter_lines()):
+                    if number == attack.lines:
+                        return Outcome(None, "\n".join(text))
+                    text.append(line)
+                return Outcome(response.status_code, "\n".join(text))
+        except httpx.ReadTimeout:
+            if attack.patience_s is None:
+                raise
+            return Outcome(None, "\n".join(text))
+
+    def send_all(self, attacks: Sequence[Attack]) -> list[Outcome]:
+        """All at once."""
+        with ThreadPoolExecutor(len(attacks)) as clients:
+            return list(clients.map(self.send, attacks))
+
+    def call_all(self, calls: Sequence[CacheCall]) -> list[Outcome]:
+        """All at once."""
+        with ThreadPoolExecutor(len(calls)) as clients:
+            return list(clients.map(self.call, calls))
+
+    def call(self, call: CacheCall) -> Outcome:
+        """Like :meth:`send`; ids of compiled segments are noted for later calls."""
+        chosen = self.ids[-min(call.pick, len(self.ids))] if self.ids else "A" * 32
+        content = None if call.body is None else json.dumps(call.body).replace("{}", chosen)
+        path = call.path.replace("{}", chosen)
+        headers = sent({"content-type": "application/json", **call.headers})
+        response = self.http.request(call.method, path, content=content, headers=headers)
+        if call.path == CACHE and call.method == "POST" and response.status_code == 200:
+            self.ids.append(response.json()["id"])
+        return Outcome(response.status_code, response.text)
+
+    def survives(self, *attacks: Attack) -> None:
+        """Send them all at once: none is answered by a fault that is ours, and refusals say why."""
+        for attack, outcome in zip(attacks, self.send_all(attacks), strict=True):
+            if outcome.failed:
+                self._blame(attack, outcome)
+            elif outcome.status is not None and outcome.status >= 400:
+                assert outcome.message, (attack, outcome)
+
+    def _blame(self, attack: Attack, outcome: Outcome) -> None:
+        """Stock vLLM has faults of its own: those it shows without anything of ours in the request, too."""
+        self.well()
+        try:
+            stock = self.send(attack.plain())
+        except ValueError:  # no JSON: nothing of ours is in it
+            return
+        assert stock.failed, f"{attack}\nis answered {outcome}\nand without primitives {stock}"
+
+    def well(self) -> None:
+        for instance in self.cluster.instances:
+            assert httpx.get(f"{instance.url}/health", timeout=BOUND_S).status_code == 200, instance.log_tail(
+                40
+            )
+
+    def settled(self) -> None:
+        """Everybody is well, and nobody holds anything for a request."""
+        self.well()
+        deadline = time.monotonic() + BOUND_S
+        while left := self._held():
+            assert time.monotonic() < deadline, f"still held: {left}"
+            time.sleep(0.1)
+
+    def _held(self) -> dict[str, Any]:
+        names = (
+            "vllm:hypic_pinned",
+            "vllm:hypic_waiting",
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+        )
+        held: dict[str, Any] = {}
+        for instance in self.cluster.instances:
+            found = instance.metrics()
+            held |= {f"{instance.name} {name}": found[name] for name in names if found[name]}
+        health = httpx.get(f"{self.cluster.router.url}/healthcheck", timeout=BOUND_S).json()
+        open_requests = sum(i["open_requests"] for i in health["instances"])
+        for name, count in (("transfers", health["in_flight_transfers"]), ("open requests", open_requests)):
+            if count:
+                held[name] = count
+        return held
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(SETUP) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def separator(cluster: Cluster) -> int:
+    return separator_of(cluster.combines[0].url)
+
+
+def target_of(cluster: Cluster, url: str) -> Iterator[Target]:
+    """Everybody is well afterwards, and holds nothing that a client did not pin."""
+    target = Target(url, cluster)
+    yield target
+    with SegmentCache(cluster.combines[0].url, cache_salt=HOSTILE_SALT, timeout_s=BOUND_S) as cache:
+        for segment in list(cache.list()):
+            cache.delete(segment.id)
+    target.settled()
+    target.http.close()
+
+
+@pytest.fixture
+def good(cluster: Cluster, separator: int) -> WellBehaved:
+    """The well-behaved client of a test; it asks through the router."""
+    prompt = uneven(writer(EXAMPLE / "model", seed=11), LENGTHS, 16).marked(separator)
+    return WellBehaved(cluster.router.url, prompt, tolerance=0.05)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.engine)
