@@ -112,7 +112,8 @@ async def complete(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -
     else:
         response = await http.post(f"{url}/v1/completions", json=body)
         choices += _checked(response).json()["choices"]
-    if choices and choices[-1]["finish_reason"] == "abort":
+    # A stream that ends before its first token has no event that says why.
+    if not choices or choices[-1]["finish_reason"] == "abort":
         raise httpx.RemoteProtocolError(CUT_OFF)
     found = [c["logprobs"] for c in choices if c.get("logprobs")]
     tops = [sorted(top.values(), reverse=True) for f in found for top in f["top_logprobs"]]
