@@ -27,17 +27,19 @@ from vllm_hypic.connector.orders import (
     StoreOrder,
 )
 from vllm_hypic.connector.scheduler import arrivals, retention
-from vllm_hypic.connector.scheduler.directory import Entry, Lookup, Need
+from vllm_hypic.connector.scheduler.directory import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
-from vllm_hypic.pool.plans import CapturePlan, RecordPlace, Space, StreamPlan
+from vllm_hypic.pool.plans import CapturePlan, RecordPlace, StreamPlan
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.options import Transfer
 from vllm_hypic.primitives.plan import CachedSegment, PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.eviction import PolicyName
+
+from .turns import Turns
 
 IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
 LEADS = ((), tuple(range(10, 18)))
@@ -273,7 +275,7 @@ class Engine:
             config, GEOMETRY, Namespace.from_config({}), 4096, lambda: IDS, ranks=self.ranks, texts=texts
         )
         self.worker = Worker(self.tiers, self.ranks)
-        self._watch_turns()
+        self.turns = Turns(self, self.tenant_fraction)
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.queued: list[str] = []
@@ -306,6 +308,7 @@ class Engine:
         )
         name = f"r{self.made}"
         self.waiting[name] = Request(plan, dict(self.deleted), prompt, self.made)
+        self.turns.priorities[name] = prompt.priority
         if plan.warm_only:
             self.side.hold(name)
         self.side.admit(name, plan, transfer, tenant=prompt.tenant, priority=prompt.priority)
@@ -363,7 +366,9 @@ class Engine:
             for name in unwanted:
                 self.queued.remove(name)
                 self.finish(name, completed=False)
-        for job in self.side.pump():
+        jobs = self.side.pump()
+        self.turns.pumped(jobs)
+        for job in jobs:
             assert job.for_request in {*self.waiting, *self.running, *self.queued, *self.capturing}
             self.queued.append(job.request_id)
         metadata = HypicMetadata()
@@ -425,50 +430,7 @@ class Engine:
         for entry in [*held, *(c for c in contexts if c is not None)]:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
         assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins
-        for tenant in {*self.tenants.values()}:
-            assert self.tenant_share.covers(self.held(tenant)), f"{tenant} is above its share"
-
-    @property
-    def tenant_share(self) -> Space:
-        return self.side.directory.total.part(self.tenant_fraction)
-
-    def held(self, tenant: str) -> Space:
-        """What the tenant's records take that requests use, or that are being made."""
-        entries = [e for e in self.side.directory._by_serial.values() if e.pins or not e.resident]
-        return sum((e.space for e in entries if self.tenants[e.key] == tenant), Space())
-
-    def _watch_turns(self) -> None:
-        """From now on room is given to nobody but who comes first in :meth:`_next`."""
-        directory = self.side.directory
-        acquire = directory.acquire
-
-        def watched(wanted: dict[SegmentKey, Need], tenant: str) -> list[Entry] | None:
-            (name,) = (n for n, c in self.side._composed.items() if c.wanted is wanted)
-            assert name == self._next(), f"it was the turn of {self._next()}, not of {name}"
-            return acquire(wanted, tenant)
-
-        directory.acquire = watched  # type: ignore[method-assign, assignment]
-
-    def _next(self) -> str | None:
-        """Whose turn it is, in the plainest words: the most urgent, whose tenant holds the least of the pool,
-        that came first; but nobody's whose tenant has no room for one that comes before."""
-        total = self.side.directory.total
-
-        def turn(name: str) -> tuple[int, float, int]:
-            prompt, held = self.waiting[name].prompt, self.held(self.waiting[name].prompt.tenant)
-            shares = [held.pages / total.pages, held.slots / total.slots]
-            shares.append(held.transition_blocks / total.transition_blocks)
-            return prompt.priority, max(shares), self.waiting[name].came
-
-        full = set()
-        for name in sorted((n for n in self.waiting if not self.side._composed[n].acquired), key=turn):
-            tenant = self.waiting[name].prompt.tenant
-            more = self.side.directory.would_hold(self.side._composed[name].wanted)
-            fits = self.tenant_fraction == 1 or self.tenant_share.covers(self.held(tenant) + more)
-            if fits and tenant not in full:
-                return name
-            full.add(tenant)
-        return None
+        self.turns.check()
 
     def work(self, *, found: bool) -> None:
         """One step, of a second, in which the worker does all that it was asked for, and what runs ends; not

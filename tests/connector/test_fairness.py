@@ -179,3 +179,41 @@ def test_a_turn_looks_at_tenants_not_at_all_who_wait() -> None:
     for i in range(1000):
         queue.add(str(i), "ab"[i % 2], i % 3)
     assert next(queue.in_turn()) == "0" and len(looks) <= 10
+
+
+# -- who must hurry ----------------------------------------------------------------------------------
+
+
+def test_a_segment_request_is_as_urgent_as_the_most_urgent_request_that_waits_for_it() -> None:
+    on = small(4)
+    admit(on, "first", 0, 1, priority=5)
+    shared, other = on.pump()
+    assert shared.priority == other.priority == 5
+    admit(on, "urgent", 0, priority=1)
+    assert on.pump() == [] and on.take_raised() == {shared.request_id: 1}
+    admit(on, "between", 0, 1, priority=3)
+    assert on.pump() == [] and on.take_raised() == {other.request_id: 3}
+    on.finished(shared.request_id, completed=False)
+    (again,) = on.pump()
+    assert again.priority == 1, "what died is begun again as urgently"
+
+
+def test_who_holds_room_is_as_urgent_as_the_request_that_waits_for_it() -> None:
+    on = small(2, max_tenant_fraction=0.5)
+    admit(on, "runs", 0, priority=5)
+    assert pump(on) == ["runs"]
+    admit(on, "other", 1, tenant="b", priority=7)
+    (job,) = on.pump()
+    admit(on, "urgent", 2, priority=1)
+    assert on.pump() == [] and on.take_raised() == {"runs": 1}, "it waits for its own tenant alone"
+    admit(on, "more urgent", 3, tenant="c")
+    assert on.pump() == []
+    assert on.take_raised() == {"runs": 0, "other": 0, job.request_id: 0}, "it waits for whoever ends first"
+    assert on.pump() == [] and on.take_raised() == {}
+
+
+def test_without_priorities_nobody_is_raised() -> None:
+    on = small(2, max_tenant_fraction=0.5)
+    for i, tenant in enumerate("aabbc"):
+        admit(on, f"{i}", i, tenant=tenant)
+    assert {job.priority for job in on.pump()} == {0} and on.take_raised() == {}

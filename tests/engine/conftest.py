@@ -108,7 +108,7 @@ TIGHT_PAGES = 10
 """Pages of 32 tokens per segment in a tight engine's pool of three."""
 
 
-def _tight_options(units: tuple[int, int]) -> dict[str, Any]:
+def tight_options(units: tuple[int, int]) -> dict[str, Any]:
     page, slot = units
     return {
         "page_tokens": 32,
@@ -121,13 +121,13 @@ def _tight_options(units: tuple[int, int]) -> dict[str, Any]:
 
 @pytest.fixture(scope="package")
 def _tight(shared_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
-    options = _tight_options(_hypic.call(pool_unit_bytes))
+    options = tight_options(_hypic.call(pool_unit_bytes))
     return shared_engine(hybrid_model, options=options, **tight_args())
 
 
 @pytest.fixture(scope="package")
 def _overlapped(shared_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
-    options = _tight_options(_hypic.call(pool_unit_bytes))
+    options = tight_options(_hypic.call(pool_unit_bytes))
     args = tight_args() | {"enable_prefix_caching": True, "num_gpu_blocks_override": 20}
     return shared_engine(hybrid_model, options=options, overlap=True, **args)
 

@@ -183,6 +183,7 @@ class _HypicMixin(Scheduler):
         self._end_unwanted()
         for segment in self.hypic.pump():
             super().add_request(self._segment_request(segment))
+        self._raise(self.hypic.take_raised())
         output = super().schedule(*args, **kwargs)
         self._instance.publish(self._unprefilled_tokens())
         self._ran = bool(output.total_num_scheduled_tokens)
@@ -213,9 +214,24 @@ class _HypicMixin(Scheduler):
             lora_request=owner.lora_request,
             # Its KV was computed in isolation and serves nobody else.
             cache_salt=f"{self._segment_salt}:{segment.request_id}",
-            priority=owner.priority,
+            priority=segment.priority,
             block_hasher=owner._block_hasher,
         )
+
+    def _raise(self, priorities: dict[str, int]) -> None:
+        """Make requests more urgent, where they wait, too."""
+        raised = {request for r in priorities if (request := self.requests.get(r)) is not None}
+        if not raised:
+            return
+        queues = (self.waiting, self.kv_holding_waiting)
+        moved = [raised.intersection(queue) for queue in queues]
+        for queue, requests in zip(queues, moved, strict=True):
+            queue.remove_requests(requests)
+        for request in raised:
+            request.priority = priorities[request.request_id]
+        for queue, requests in zip(queues, moved, strict=True):
+            for request in requests:
+                queue.add_request(request)
 
     def _is_segment(self, request: Request) -> bool:
         return (request.cache_salt or "").startswith(self._segment_salt)

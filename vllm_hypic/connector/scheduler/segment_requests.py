@@ -13,11 +13,13 @@ from .directory import Entry
 @dataclass(frozen=True)
 class SegmentRequest:
     """A segment to be computed on behalf of ``for_request``: what it is computed behind, and its tokens up to
-    the interior's end.  ``waits``: for the record of its context."""
+    the interior's end.  ``priority``: that of the most urgent request that waits for it; ``waits``: for the
+    record of its context."""
 
     request_id: str
     token_ids: list[int]
     for_request: str
+    priority: int = 0
     waits: bool = False
 
 
@@ -37,6 +39,7 @@ class Follower:
 
     request_id: str
     context: CachedSegment
+    priority: int
 
 
 class SegmentRequests:
@@ -48,6 +51,9 @@ class SegmentRequests:
     def __init__(self, dummy_token: int | None) -> None:
         self._dummy_token = dummy_token
         self._segments: dict[str, SegmentWork] = {}
+        self._priorities: dict[str, int] = {}
+        self._computed_by: dict[int, str] = {}
+        """Requests by the serials of the entries that they fill."""
         self._lost: list[Entry] = []
         self.started = 0
         """Segment requests since the engine's start."""
@@ -55,22 +61,39 @@ class SegmentRequests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._segments
 
-    def start(self, work: SegmentWork, owner: str) -> SegmentRequest:
+    def start(self, work: SegmentWork, owner: str, priority: int) -> SegmentRequest:
         """A new request for a record that is reserved in the pool."""
         self.started += 1
         segment = work.segment
         request_id = f"hypic-segment-{segment.key[:16]}-{self.started}"
         self._segments[request_id] = work
+        self._priorities[request_id] = priority
+        self._computed_by[work.entry.serial] = request_id
         dummy = segment.tokens[0] if self._dummy_token is None else self._dummy_token
         tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
-        return SegmentRequest(request_id, tokens, owner, waits=segment.context is not None)
+        return SegmentRequest(request_id, tokens, owner, priority, waits=segment.context is not None)
 
-    def behind(self, context: Entry) -> Follower | None:
-        """A request whose segment is computed behind this record; ``None``: there is none."""
-        for request_id, work in self._segments.items():
-            if work.context is context and work.segment.context is not None:
-                return Follower(request_id, work.segment.context)
-        return None
+    def behind(self, context: Entry) -> list[Follower]:
+        """The requests whose segments are computed behind this record."""
+        return [
+            Follower(request_id, work.segment.context, self._priorities[request_id])
+            for request_id, work in self._segments.items()
+            if work.context is context and work.segment.context is not None
+        ]
+
+    def urge(self, entry: Entry, priority: int) -> list[str]:
+        """A request of this priority waits for the record: who computes it, and what that is computed behind,
+        is as urgent.  Returns the requests that were less urgent before."""
+        request_id = self._computed_by.get(entry.serial)
+        if request_id is None or self._priorities[request_id] <= priority:
+            return []
+        self._priorities[request_id] = priority
+        context = self._segments[request_id].context
+        return [request_id, *([] if context is None else self.urge(context, priority))]
+
+    def entries(self) -> list[Entry]:
+        """The records that are being computed."""
+        return [work.entry for work in self._segments.values()]
 
     def work_of(self, request_id: str) -> SegmentWork | None:
         """What a request does; ``None`` when it is none of ours."""
@@ -83,7 +106,10 @@ class SegmentRequests:
 
     def end(self, request_id: str) -> SegmentWork | None:
         """Forget a request; what it did, or ``None`` when it was none of ours."""
-        return self._segments.pop(request_id, None)
+        work = self._segments.pop(request_id, None)
+        if work is not None:
+            del self._priorities[request_id], self._computed_by[work.entry.serial]
+        return work
 
     def compute_later(self, entry: Entry) -> None:
         """A reserved record did not come, or its request died: :meth:`take_lost` tells of it."""

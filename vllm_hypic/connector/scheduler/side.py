@@ -41,6 +41,8 @@ class _Composed:
     wanted: dict[SegmentKey, Need]
     transfer: Transfer
     tenant: str
+    priority: int
+    """That of the most urgent request that waits for its room, once it has any."""
     acquired: bool = False
     outdated: bool = False
     """Planned for a generation that is over."""
@@ -111,6 +113,9 @@ class SchedulerSide:
         share = config.max_tenant_fraction
         self._tenant_share = None if share == 1 else self.directory.total.part(share)
         self._pending = PendingQueue(self._held_share)
+        self._raised: dict[str, int] = {}
+        self._least_urgent = 0
+        """No request that holds room has a larger priority."""
         self._held: set[str] = set()
         self._ended_early = False
         """A request has been given up since the last :meth:`take_unwanted`."""
@@ -151,7 +156,7 @@ class SchedulerSide:
         ``priority``: the smaller, the sooner it gets room; all of a ``tenant``'s requests share its part.
         """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
-        self._composed[request_id] = _Composed(plan, wanted, transfer, tenant)
+        self._composed[request_id] = _Composed(plan, wanted, transfer, tenant, priority)
         self._pending.add(request_id, tenant, priority)
         self.counters.requests += 1
         self.counters.segments_queried += len(wanted)
@@ -173,16 +178,21 @@ class SchedulerSide:
         for request_id in self._pending.in_turn():
             composed = self._composed[request_id]
             if not self._within_share(composed):
+                self._raise_holders(composed.priority, composed.tenant)
                 waited = True
                 continue
             before = {k: self.directory.lookup(k) for k in composed.wanted}
             reserved = self.directory.acquire(composed.wanted, composed.tenant)
             if reserved is None:
+                self._raise_holders(composed.priority)
                 waited = True
                 break
             self._pending.discard(request_id)
             composed.acquired = True
             composed.held = {key: self.directory.get(key) for key in composed.wanted}
+            self._least_urgent = max(self._least_urgent, composed.priority)
+            for entry in composed.held.values():
+                self._raise_computing(entry, composed.priority)
             self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
             allowance = self.arrivals.allowance()
             for entry in reserved:
@@ -195,7 +205,7 @@ class SchedulerSide:
                     composed.undecided.add(entry.key)
                 else:
                     composed.fresh.add(entry.key)
-                    started.append(self._compute(segment, entry, request_id))
+                    started.append(self._compute(segment, entry, request_id, composed.priority))
             self._decline(composed)
             if not composed.undecided:
                 self._count(composed)
@@ -214,6 +224,30 @@ class SchedulerSide:
         held = self.directory.held_by(composed.tenant)
         return self._tenant_share.covers(held + self.directory.would_hold(composed.wanted))
 
+    def _raise_computing(self, entry: Entry, priority: int) -> None:
+        """A request of this priority waits for the record."""
+        self._raised.update(dict.fromkeys(self.segment_requests.urge(entry, priority), priority))
+
+    def _raise_holders(self, priority: int, tenant: str | None = None) -> None:
+        """A request of this priority waits for room: who holds some, of ``tenant`` or all, is as urgent from
+        now on."""
+        if priority >= self._least_urgent:
+            return
+        for request_id, composed in self._composed.items():
+            if composed.acquired and composed.priority > priority and tenant in (None, composed.tenant):
+                composed.priority = self._raised[request_id] = priority
+        for entry in self.segment_requests.entries():
+            if tenant in (None, entry.tenant):
+                self._raise_computing(entry, priority)
+        if tenant is None:
+            self._least_urgent = priority
+
+    def take_raised(self) -> dict[str, int]:
+        """New priorities of requests, segment requests among them, that became more urgent since the last
+        call."""
+        raised, self._raised = self._raised, {}
+        return raised
+
     def _start_arrival(
         self, entry: Entry, segment: CachedSegment, transfer: Transfer, allowance: Allowance
     ) -> bool:
@@ -221,25 +255,29 @@ class SchedulerSide:
         remote_s = transfer.remote_deadline_s if awaited else None
         return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s)
 
-    def _compute(self, segment: CachedSegment, entry: Entry, owner: str) -> SegmentRequest:
+    def _compute(self, segment: CachedSegment, entry: Entry, owner: str, priority: int) -> SegmentRequest:
         self.counters.segments_computed += 1
         context = None
         if segment.context is not None:
             # A pin of its own: whoever asked for the segment may be gone before it is computed.
             context = self._composed[owner].held[segment.context.key]
             self.directory.pin(context)
-        return self.segment_requests.start(SegmentWork(segment, entry, context), owner)
+        return self.segment_requests.start(SegmentWork(segment, entry, context), owner, priority)
 
     def _compute_lost(self) -> list[SegmentRequest]:
         """Compute lost records for which a request still waits, and give the places of the others back."""
         started = []
         for entry in self.segment_requests.take_lost():
-            owner = next((r for r, c in self._composed.items() if c.held.get(entry.key) is entry), None)
-            follower = self.segment_requests.behind(entry)
-            if owner is not None:
-                started.append(self._compute(self._composed[owner].segment(entry.key), entry, owner))
-            elif follower is not None:
-                started.append(self._compute(follower.context, entry, follower.request_id))
+            owners = {r: c for r, c in self._composed.items() if c.held.get(entry.key) is entry}
+            followers = self.segment_requests.behind(entry)
+            waiting = [c.priority for c in owners.values()] + [f.priority for f in followers]
+            if owners:
+                owner, composed = next(iter(owners.items()))
+                segment = composed.segment(entry.key)
+                started.append(self._compute(segment, entry, owner, min(waiting)))
+            elif followers:
+                first = followers[0]
+                started.append(self._compute(first.context, entry, first.request_id, min(waiting)))
             else:
                 self.directory.abort(entry)
         return started

@@ -1,0 +1,99 @@
+"""Whose turn it is to get room in the pool, and who must hurry, in the plainest words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_hypic.connector.scheduler.directory import Entry, Need
+from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
+from vllm_hypic.pool.plans import Space
+from vllm_hypic.primitives.keys import SegmentKey
+
+if TYPE_CHECKING:
+    from .simulation import Engine
+
+
+class Turns:
+    """The laws of one run of an engine's scheduler side."""
+
+    def __init__(self, engine: Engine, share: float) -> None:
+        self._engine, self._side = engine, engine.side
+        self._limited = share < 1
+        self._share = engine.side.directory.total.part(share)
+        self.priorities: dict[str, int] = {}
+        """Of all requests, segment requests among them, as the engine has them."""
+        self._watch()
+
+    def _watch(self) -> None:
+        """From now on room is given to nobody but whose turn it is."""
+        directory = self._side.directory
+        acquire = directory.acquire
+
+        def watched(wanted: dict[SegmentKey, Need], tenant: str) -> list[Entry] | None:
+            (name,) = (n for n, c in self._side._composed.items() if c.wanted is wanted)
+            turn, _ = self._next()
+            assert name == turn, f"it was the turn of {turn}, not of {name}"
+            return acquire(wanted, tenant)
+
+        directory.acquire = watched  # type: ignore[method-assign, assignment]
+
+    def held(self, tenant: str) -> Space:
+        """What the tenant's records take that requests use, or that are being made."""
+        entries = [e for e in self._side.directory._by_serial.values() if e.pins or not e.resident]
+        return sum((e.space for e in entries if self._engine.tenants[e.key] == tenant), Space())
+
+    def _next(self) -> tuple[str | None, dict[str, str]]:
+        """The most urgent request, whose tenant holds the least of the pool, that came first; but none of a
+        tenant without room in its share for a request that comes before: these, by tenant."""
+        total, waiting = self._side.directory.total, self._engine.waiting
+        full: dict[str, str] = {}
+
+        def turn(name: str) -> tuple[int, float, int]:
+            prompt = waiting[name].prompt
+            held = self.held(prompt.tenant)
+            pages, slots = held.pages / total.pages, held.slots / total.slots
+            share = max(pages, slots, held.transition_blocks / total.transition_blocks)
+            return prompt.priority, share, waiting[name].came
+
+        for name in sorted((n for n in waiting if not self._side._composed[n].acquired), key=turn):
+            tenant = waiting[name].prompt.tenant
+            more = self._side.directory.would_hold(self._side._composed[name].wanted)
+            if tenant in full:
+                continue
+            if not self._limited or self._share.covers(self.held(tenant) + more):
+                return name, full
+            full[tenant] = name
+        return None, full
+
+    def pumped(self, jobs: list[SegmentRequest]) -> None:
+        """Take in what a pump says; who waits for room waits for nobody less urgent."""
+        self.priorities.update((job.request_id, job.priority) for job in jobs)
+        for name, priority in self._side.take_raised().items():
+            assert priority < self.priorities[name]
+            self.priorities[name] = priority
+        blocked, full = self._next()
+        for waiting, tenant in [(blocked, None), *((name, tenant) for tenant, name in full.items())]:
+            for holder in [] if waiting is None else self._holders(tenant):
+                assert self.priorities[holder] <= self.priorities[waiting], f"{waiting} waits for {holder}"
+
+    def _holders(self, tenant: str | None) -> list[str]:
+        """Requests that hold room, of one tenant or of all."""
+        works = self._side.segment_requests._segments.items()
+        held = {n: next(iter(c.held), None) for n, c in self._side._composed.items() if c.acquired}
+        keys = held | {n: work.segment.key for n, work in works}
+        return [
+            n for n, key in keys.items() if key is not None and tenant in (None, self._engine.tenants[key])
+        ]
+
+    def check(self) -> None:
+        """No tenant is above its share, and who computes a record is as urgent as all who wait for it."""
+        for tenant in {*self._engine.tenants.values()}:
+            assert self._share.covers(self.held(tenant)), f"{tenant} is above its share"
+        works = self._side.segment_requests._segments
+        wanted = [(n, e) for n, c in self._side._composed.items() for e in c.held.values()]
+        wanted += [(n, work.context) for n, work in works.items() if work.context is not None]
+        for name, work in works.items():
+            for waiting, entry in wanted:
+                assert entry is not work.entry or self.priorities[name] <= self.priorities[waiting], (
+                    f"{waiting} waits for {name}, which is less urgent"
+                )
