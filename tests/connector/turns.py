@@ -22,6 +22,8 @@ class Turns:
         self._share = engine.side.directory.total.part(share)
         self.priorities: dict[str, int] = {}
         """Of all requests, segment requests among them, as the engine has them."""
+        self._refused: str | None = None
+        """Who was last told that the pool has no room."""
         self._watch()
 
     def _watch(self) -> None:
@@ -33,7 +35,9 @@ class Turns:
             (name,) = (n for n, c in self._side._composed.items() if c.wanted is wanted)
             turn, _ = self._next()
             assert name == turn, f"it was the turn of {turn}, not of {name}"
-            return acquire(wanted, tenant)
+            reserved = acquire(wanted, tenant)
+            self._refused = name if reserved is None else None
+            return reserved
 
         directory.acquire = watched  # type: ignore[method-assign, assignment]
 
@@ -66,12 +70,13 @@ class Turns:
         return None, full
 
     def pumped(self, jobs: list[SegmentRequest]) -> None:
-        """Take in what a pump says; who waits for room waits for nobody less urgent."""
+        """Take in what a pump says: whose turn it is finds no room, and waits for nobody less urgent."""
         self.priorities.update((job.request_id, job.priority) for job in jobs)
         for name, priority in self._side.take_raised().items():
             assert priority < self.priorities[name]
             self.priorities[name] = priority
         blocked, full = self._next()
+        assert blocked is None or blocked == self._refused, f"it was the turn of {blocked}"
         for waiting, tenant in [(blocked, None), *((name, tenant) for tenant, name in full.items())]:
             for holder in [] if waiting is None else self._holders(tenant):
                 assert self.priorities[holder] <= self.priorities[waiting], f"{waiting} waits for {holder}"
