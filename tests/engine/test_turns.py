@@ -6,7 +6,7 @@ from typing import Any
 
 from oracle.models import random_segments
 
-from .engines import Answer, Ask, Engine, prompt, scheduler_of
+from .engines import Answer, Ask, Engine, distance, prompt, same, scheduler_of
 
 BLOCK = 256
 """Tokens in a block of vLLM's KV cache on these models; states are kept at block boundaries."""
@@ -43,6 +43,18 @@ def stream_of(llm: Any, ask: Ask) -> tuple[int, ...]:
     return tuple(plan.stream)
 
 
+def stock_ignores_how_many_rows(hypic: Engine) -> bool:
+    """Whether a plain prompt's last bits are the same if its first two blocks of three were cached: so it is
+    with matrix kernels for AVX512, but not with those for AVX2."""
+    (text,) = random_segments([900], seed=22)
+    hypic.ask(Ask(tuple(text[:600])))
+    (reused,) = hypic.ask(Ask(tuple(text)))
+    hypic.call(forget_streams)
+    (fresh,) = hypic.ask(Ask(tuple(text)))
+    assert (reused.cached, fresh.cached) == (2 * BLOCK, 0)
+    return same(reused, fresh)
+
+
 def test_second_turn_reuses_the_stream_of_the_first(hypic: Engine) -> None:
     (first,) = hypic.ask(first_turn())
     (reused,) = hypic.ask(second_turn(first))
@@ -55,9 +67,11 @@ def test_second_turn_reuses_the_stream_of_the_first(hypic: Engine) -> None:
     blocks = (4 * 8 + len(QUESTION) + 23) // BLOCK
     assert blocks == 2 and reused.cached == RECORDED + blocks * BLOCK, reused.cached
 
-    # The same rows meet the same kernels with and without the cache, as in stock vLLM.
-    assert reused.tokens == fresh.tokens
-    assert reused.logprobs == fresh.logprobs
+    # Fewer rows are computed together than without the cache: the last bits are as good as stock vLLM's.
+    if stock_ignores_how_many_rows(hypic):
+        assert same(reused, fresh)
+    else:
+        assert distance(reused, fresh) < 0.1
 
 
 def test_another_order_of_documents_has_another_stream(hypic: Engine) -> None:
