@@ -14,9 +14,23 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from .engine.tokenizer import register_mode
-    from .patches import backend_name, cpu_backend_choice, engine_args, engine_inbox, request_check
+    from .patches import (
+        backend_name,
+        cpu_backend_choice,
+        engine_args,
+        engine_inbox,
+        engine_stop,
+        request_check,
+    )
 
-    for patch in (backend_name, cpu_backend_choice, engine_args, engine_inbox, request_check):
+    for patch in (
+        backend_name,
+        cpu_backend_choice,
+        engine_args,
+        engine_inbox,
+        engine_stop,
+        request_check,
+    ):
         patch.apply()
     if "HypicConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(

@@ -12,8 +12,9 @@ from vllm_hypic.patches.signature import PatchError, require_parameters
 APPLIED_TWICE = """
 import vllm_hypic
 from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_one_token_conv
-from vllm_hypic.patches import engine_args, engine_inbox, request_check
-plain = backend_name, cpu_backend_choice, cpu_one_token_conv, engine_args, engine_inbox, request_check
+from vllm_hypic.patches import engine_args, engine_inbox, engine_stop, request_check
+plain = (backend_name, cpu_backend_choice, cpu_one_token_conv, engine_args, engine_inbox, engine_stop,
+         request_check)
 for patch in 2 * plain:
     patch.apply()
 

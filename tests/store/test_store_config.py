@@ -33,6 +33,7 @@ EVERY_TIER = {
     "deadline_s": 2.5,
     "queue_bytes": "64 MiB",
     "ttl_s": 86400,
+    "close_s": 2,
 }
 
 
@@ -53,7 +54,7 @@ def test_every_option_is_read_and_survives_json() -> None:
         LMCacheServerConfig("server", url="tcp://cache:65432"),
     )
     assert (config.eviction, config.admission, config.deadline_s) == ("lru", "always", 2.5)
-    assert (config.queue_bytes, config.ttl_s) == (64 << 20, 86400)
+    assert (config.queue_bytes, config.ttl_s, config.close_s) == (64 << 20, 86400, 2)
     assert StoreConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
 
 
@@ -71,7 +72,7 @@ MEMORY = {"type": "memory", "bytes": 1}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speed": 1}, "store: unknown option 'speed'; expected one of admission, deadline_s"),
+        ({"speed": 1}, "store: unknown option 'speed'; expected one of admission, close_s"),
         ({"tiers": {"type": "memory"}}, "store.tiers={'type': 'memory'}: expected a list of objects"),
         ({"tiers": ["memory"]}, "store.tiers[0]='memory': expected an object"),
         ({"tiers": [{"bytes": 1}]}, "store.tiers[0].type=None: expected one of memory, disk, redis, lmcache"),
@@ -99,6 +100,7 @@ MEMORY = {"type": "memory", "bytes": 1}
         ({"eviction": "fifo"}, "store.eviction='fifo': expected one of flop-aware, lru"),
         ({"admission": "never"}, "store.admission='never': expected one of cache-value, always"),
         ({"deadline_s": 0}, "store.deadline_s=0: expected a number of seconds > 0"),
+        ({"close_s": 0}, "store.close_s=0: expected a number of seconds > 0"),
         ({"deadline_s": float("nan")}, "store.deadline_s=nan: expected"),
         ({"ttl_s": "1h"}, "store.ttl_s='1h': expected"),
         ({"queue_bytes": 0}, "store.queue_bytes=0: expected an integer >= 1"),

@@ -307,6 +307,7 @@ def test_close_leaves_a_tier_that_hangs(opened: Opener, caplog: pytest.LogCaptur
     store.close()
     assert [f.name for f in store.poll()] == [ObjectName(name(1))]
     wait_for(lambda: other.closed, "the other tier's close")
+    assert f"1 records ({SIZE} bytes) were not written" in caplog.text
     assert "awkward: not closed" in caplog.text
     tier.release()
     wait_for(lambda: tier.closed, "its close")

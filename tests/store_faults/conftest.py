@@ -37,13 +37,13 @@ DEADLINE_S = 4.0
 TRIES = 4
 
 
-def small_server(log: Path, records: int, *tier_options: dict[str, object]) -> Server:
+def small_server(log: Path, records: int, *tier_options: dict[str, object], **store: object) -> Server:
     """The demo model with room for so many records in the pool."""
     options = {
         "pool_bytes": records * RECORD_BYTES,
         "expected_segment_tokens": DOCUMENT_TOKENS,
         "expected_live_heads": 1.0,
-        "store": {"tiers": tier_options, "deadline_s": DEADLINE_S},
+        "store": {"tiers": tier_options, "deadline_s": DEADLINE_S, **store},
     }
     return Server(
         EXAMPLE / "model",

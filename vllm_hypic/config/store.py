@@ -195,6 +195,8 @@ class StoreConfig(ConfigSection):
     """Records on their way to the tiers.  When they are more, new ones are not stored."""
     ttl_s: Seconds | None = None
     """Records expire so many seconds after they were written; ``None``: never."""
+    close_s: Seconds = 5.0
+    """When the engine ends, what is queued is written for so many seconds."""
 
     def __post_init__(self) -> None:
         names = [tier.name for tier in self.tiers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from vllm.logger import init_logger
 
 from ..config.engine import CONNECTOR, SECTION, HypicConfig, config_of
 from ..errors import ConfigError, redacted
+from ..patches import engine_stop
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +22,8 @@ logger = init_logger("vllm.hypic.activation")
 SCHEDULER = "vllm_hypic.engine.scheduler.HypicScheduler"
 CPU_WORKER = "vllm_hypic.engine.cpu_worker.HypicCPUWorker"
 CUDA_WORKER = "vllm_hypic.engine.cuda_worker.HypicGPUWorker"
+TEARDOWN_S = 10.0
+"""An engine and its workers end within this time, but for what the store takes."""
 
 
 def choose(args: EngineArgs) -> bool:
@@ -63,6 +67,7 @@ def complete(config: VllmConfig) -> None:
     _refuse_on_cuda(config)
     _use_tokenizer(config)
     _look_at_gate(config)
+    _give_time_to_end(config)
 
 
 def _refuse_on_cuda(config: VllmConfig) -> None:
@@ -159,6 +164,18 @@ def _look_at_gate(config: VllmConfig) -> None:
     from ..eval.gate.startup import look
 
     look(config, config_of(config))
+
+
+def _give_time_to_end(config: VllmConfig) -> None:
+    """The store writes what is queued, then closes its tiers, each for ``close_s`` at most."""
+    store = config_of(config).store
+    if not store.tiers:
+        return
+    store_s = 2 * store.close_s
+    engine_stop.allow(store_s + TEARDOWN_S)
+    # vLLM's only switch for how long an engine waits for its workers; its processes inherit it.
+    if not envs.is_set("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"):
+        os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = str(math.ceil(store_s + TEARDOWN_S / 2))
 
 
 def _use_connector(args: EngineArgs, config: HypicConfig) -> None:

@@ -39,6 +39,7 @@ def build_store(
         deadline_s=config.deadline_s,
         queue_bytes=config.queue_bytes,
         ttl_s=config.ttl_s,
+        close_s=config.close_s,
         allocate=allocate or aligned_buffer,
     )
     tiers = [_build(i, tier, config, namespace) for i, tier in enumerate(config.tiers)]

@@ -19,7 +19,7 @@ class StoreSettings:
     """One write or delete in one tier."""
     open_s: float = 10.0
     """How long the start waits for tiers to open; slower ones join when they are ready."""
-    close_s: float = 10.0
+    close_s: float = 5.0
     """How long :meth:`TieredStore.close` writes what is queued, and again how long it waits for the tiers."""
     queue_bytes: int = 512 << 20
     """Reserved and committed bytes, and those on their way up to faster tiers."""

@@ -128,7 +128,13 @@ class TieredStore:
             return
         close_s = self._settings.close_s
         if not self.drain(close_s if self._threaded else 0):
-            logger.warning("closing: %d bytes were not written in time", self._writes.queued)
+            with self._lock:
+                records, nbytes = self._writes.unwritten()
+            logger.warning(
+                "the engine ends: %d records (%d bytes) were not written to all tiers within close_s=%g s; "
+                "they are computed again when they are asked for",
+                *(records, nbytes, close_s),
+            )
         with self._lock:
             self._closed = True
             self._writes.stop()

@@ -100,6 +100,10 @@ class WriteBehind:
         self.finisher.stop()
         self.server.stop()
 
+    def unwritten(self) -> tuple[int, int]:
+        """Objects that are not in all tiers yet, and their bytes."""
+        return len(self._writing), self.queued
+
     def idle(self) -> bool:
         return not self._under_way and self.server.idle()
 

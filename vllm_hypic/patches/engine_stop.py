@@ -1,0 +1,46 @@
+"""Patch: an engine that is told to end has time to write what its store still holds.
+
+Target: ``get_engine_process_shutdown_timeout`` of ``vllm.v1.engine.utils``.
+Why: with ``--shutdown-timeout 0``, vLLM's default, the front end kills its engines right after it has told
+them to end.  On ROCm they have 15 s for the same reason.
+Until: vLLM lets engines tear down in a bounded time on every platform.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+
+from .signature import require_parameters
+
+_STOCK_S = 5.0
+"""What vLLM gives engines where it names no time."""
+_grace_s = 0.0
+
+
+def allow(seconds: float) -> None:
+    """From now on engines of this process have so long to end, at most; an engine that is done ends sooner.
+
+    A time that the user gave (``--shutdown-timeout``) holds instead: it bounds requests and store together.
+    """
+    global _grace_s
+    _grace_s = max(_grace_s, seconds)
+
+
+def apply() -> None:
+    """Idempotent."""
+    from vllm.v1.engine import utils
+
+    stock = utils.get_engine_process_shutdown_timeout
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "request_timeout", "process_timeout")
+
+    @wraps(stock)
+    def timeout_of(request_timeout: float | None, process_timeout: float | None) -> float | None:
+        found = stock(request_timeout, process_timeout)
+        if request_timeout or not _grace_s:
+            return found
+        return max(_STOCK_S if found is None else found, _grace_s)
+
+    timeout_of._hypic = True  # type: ignore[attr-defined]
+    utils.get_engine_process_shutdown_timeout = timeout_of
