@@ -50,8 +50,7 @@ class Attack:
 
     def plain(self) -> Attack:
         """The same request to stock vLLM: without primitives and options of ours."""
-        body = json.loads(self.content)
-        return replace(self, body=_plain(body), raw=None, patience_s=None, lines=None)
+        return replace(self, body=_plain(self.body), patience_s=None, lines=None)
 
 
 def _plain(value: Any) -> Any:

@@ -64,7 +64,8 @@ def test_bodies_that_are_no_good_json(router: Target, good: WellBehaved, example
 
 @both_forms
 def test_transfer_options_of_clients_do_nothing(router: Target, good: WellBehaved, examples: int) -> None:
-    """The router leaves them out; other bad options are named by the instance."""
+    """The router leaves them out.  What its strict parser cannot read (NaN, half a surrogate pair) it passes
+    on, and the instance refuses that by name, as it does other bad options."""
 
     @some(examples)
     @given(BAD_OPTION)
@@ -74,10 +75,8 @@ def test_transfer_options_of_clients_do_nothing(router: Target, good: WellBehave
         outcome = router.send(
             Attack(COMPLETIONS, {"prompt": prompt, **FEW_TOKENS, "vllm_xargs": {name: value}})
         )
-        if name.startswith(("hypic_push", "hypic_remote", "hypic_permit")):
-            assert outcome.status == 200, outcome
-        else:
-            assert outcome.status == 400 and name in outcome.message, outcome
+        left_out = name.startswith(("hypic_push", "hypic_remote", "hypic_permit")) and outcome.status == 200
+        assert left_out or (outcome.status == 400 and name in outcome.message), outcome
 
     with good:
         attack()

@@ -119,7 +119,7 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--chat-template", str(EXAMPLE / "chat_template.jinja"), "--enforce-eager"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", "256M"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "2048"),
-        env=ENV | ONE_PROCESS,
+        env=ENV | ONE_PROCESS | {"VLLM_SERVER_DEV_MODE": "1"},  # with /pause, /sleep and /reset_prefix_cache
         log=tmp_path_factory.mktemp("server") / "server.log",
     ) as server:
         yield server

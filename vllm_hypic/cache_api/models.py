@@ -64,7 +64,12 @@ class CompileRequest(_Request):
     """A segment to compile: exactly one of ``text``, ``tokens`` and ``message``."""
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": [name]} for name in ("text", "tokens", "message")]}
+        json_schema_extra={
+            "oneOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+                for name in ("text", "tokens", "message")
+            ]
+        }
     )
 
     text: str | None = Field(
