@@ -67,6 +67,17 @@ def tenant(server: Server, salt: str) -> SegmentCache:
     return SegmentCache(server.url, cache_salt=salt, timeout_s=120)
 
 
+def written_all(server: Server) -> None:
+    """Wait until no record is on its way to the disk; the engine tells so in steps."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert post(server, {"prompt": "w1"}).status_code == 200
+        found = server.metrics()
+        if not found["vllm:hypic_store_queued_bytes"]:
+            return
+        assert time.monotonic() < deadline, "records are still to be written"
+
+
 class TestServer:
     def test_ids_in_prompts_are_the_texts_in_prompts(self, server, cache):
         [task] = make_tasks(1, 1, 4, TOKENS)
@@ -396,6 +407,7 @@ class TestServer:
         """As worker, then as combine node, to which the test is the router."""
         told = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).json()
         to = {"hypic_push_to": f"tier:{told['shared_tiers'][0]}"}
+        written_all(server)
         before = set((folder / "store").rglob("*.hypic"))
         segment = f"{words('shared folder')}{SEP}"
         assert post(server, as_router(server, segment, **to)).status_code == 200
@@ -437,6 +449,7 @@ class TestServer:
         keeper = tenant(server, KEEP)
         keeper.compile(words("keep"), pinned=True)
         keeper.compile(words("keep ttl"), ttl_s=3600)
+        written_all(server)
 
 
 KEY = "sesame"
