@@ -24,13 +24,17 @@ assert pickle.loads(pickle.dumps(AttentionBackendEnum["HYPIC"])) is AttentionBac
 assert AttentionBackendEnum["HYPIC"].get_class().get_name() == "HYPIC"
 """
 
-ONE_TOKEN = """
+NOTHING_TO_PATCH = 77
+ONE_TOKEN = f"""
+NOTHING_TO_PATCH = {NOTHING_TO_PATCH}
 import torch
 from vllm.platforms import current_platform
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm_hypic.patches import cpu_one_token_conv
 
 import vllm._custom_ops
+if not hasattr(torch.ops._C, "causal_conv1d_fwd_cpu"):
+    raise SystemExit(NOTHING_TO_PATCH)
 cpu_one_token_conv.apply()
 wide = torch.randn(1, 400, dtype=torch.bfloat16)[:, :256]  # a row of a wider matrix, as the layer passes it
 weight = torch.randn(256, 4, dtype=torch.bfloat16)
@@ -51,6 +55,8 @@ assert torch.equal(states[1], torch.cat([before[1][1:], wide]))
 @pytest.mark.parametrize("code", [APPLIED_TWICE, ONE_TOKEN], ids=["applied-twice", "one-token-conv"])
 def test_in_a_fresh_interpreter(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    if done.returncode == NOTHING_TO_PATCH:
+        pytest.skip("vLLM has no such kernel for CPUs without AVX512")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
