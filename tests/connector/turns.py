@@ -50,13 +50,14 @@ class Turns:
         """The most urgent request, whose tenant holds the least of the pool, that came first; but none of a
         tenant without room in its share for a request that comes before: these, by tenant."""
         total, waiting = self._side.directory.total, self._engine.waiting
+        held = {tenant: self.held(tenant) for tenant in {w.prompt.tenant for w in waiting.values()}}
         full: dict[str, str] = {}
 
         def turn(name: str) -> tuple[int, float, int]:
             prompt = waiting[name].prompt
-            held = self.held(prompt.tenant)
-            pages, slots = held.pages / total.pages, held.slots / total.slots
-            share = max(pages, slots, held.transition_blocks / total.transition_blocks)
+            found = held[prompt.tenant]
+            pages, slots = found.pages / total.pages, found.slots / total.slots
+            share = max(pages, slots, found.transition_blocks / total.transition_blocks)
             return prompt.priority, share, waiting[name].came
 
         for name in sorted((n for n in waiting if not self._side._composed[n].acquired), key=turn):
@@ -64,7 +65,7 @@ class Turns:
             more = self._side.directory.would_hold(self._side._composed[name].wanted)
             if tenant in full:
                 continue
-            if not self._limited or self._share.covers(self.held(tenant) + more):
+            if not self._limited or self._share.covers(held[tenant] + more):
                 return name, full
             full[tenant] = name
         return None, full
