@@ -192,7 +192,12 @@ REFUSED = [
         "h.0.self_attention.attn: ALiBi",
         {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
     ),
-    Refused("fp8", "Llama", "layers.0.self_attn.attn: .*fp8", {}, {"kv_cache_dtype": "fp8"}),
+    pytest.param(
+        Refused("fp8", "Llama", "layers.0.self_attn.attn: .*fp8", {}, {"kv_cache_dtype": "fp8"}),
+        marks=pytest.mark.skipif(
+            not torch.cpu._is_avx512_supported(), reason="vLLM has none on CPUs without AVX512"
+        ),
+    ),
     Refused(
         "mamba2",
         "Mamba2",
