@@ -243,6 +243,8 @@ class Engine:
     clock: Clock
     policy: PolicyName = "lru"
     ranks: int = 1
+    tiered: bool = True
+    """Records are asked for in tiers before they are computed."""
     tenant_fraction: float = 1.0
     request_fraction: float = 1.0
     tiers: set[SegmentKey] = field(default_factory=set)
@@ -264,7 +266,7 @@ class Engine:
             {
                 "min_segment_tokens": 4,
                 "seam_tokens": 0,
-                "store": {**STORE, "eviction": self.policy},
+                "store": {**(STORE if self.tiered else {}), "eviction": self.policy},
                 "segment_parallel": PARALLEL,
                 "max_tenant_fraction": self.tenant_fraction,
                 "max_request_fraction": self.request_fraction,
@@ -392,7 +394,8 @@ class Engine:
         plan, stream = self.side.capture_plan(name), self.side.stream_plan(name)
         work = self.side.segment_requests.work_of(name)
         assert plan is not None and work is not None
-        assert (plan.stored is None) is work.entry.forgotten, "only what can be found again is stored"
+        stored = self.tiered and not work.entry.forgotten
+        assert (plan.stored is not None) is stored, "only what can be found again is stored"
         segment = work.segment
         self.worker.write(plan.serial, segment.key, plan.slot, plan.slot_mapping)
         assert (stream is None) is (segment.context is None)

@@ -49,11 +49,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(["lru", "flop-aware"]),
         ranks=st.integers(1, 2),
+        tiered=st.booleans(),
         tenant_fraction=st.sampled_from([1.0, 0.6]),
         request_fraction=st.sampled_from([1.0, 0.4]),
     )
-    def start(self, policy: PolicyName, ranks: int, tenant_fraction: float, request_fraction: float) -> None:
-        self.engine = Engine(self.clock, policy, ranks, tenant_fraction, request_fraction)
+    def start(
+        self, policy: PolicyName, ranks: int, tiered: bool, tenant_fraction: float, request_fraction: float
+    ) -> None:
+        self.engine = Engine(self.clock, policy, ranks, tiered, tenant_fraction, request_fraction)
 
     # -- users
 
@@ -166,6 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Once the worker answers, who waits runs, whatever is deleted and pinned meanwhile, and although in
         each step another comes that is not more urgent, of any tenant."""
         engine = self.engine
+        before = engine.made
         names = {*engine.waiting, *engine.running, *engine.queued}
         least_urgent = max((r.prompt.priority for r in engine.waiting.values()), default=0)
         bound = steps_for(len(names))
@@ -179,6 +183,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             engine.work(found=found)
             names &= {*engine.waiting, *engine.running, *engine.queued, *engine.capturing}
         assert not names, f"{sorted(names)} wait after {bound} steps"
+        # Or each such stream would have to wait behind all of the one before.
+        for name in [n for n in (*engine.waiting, *engine.running) if int(n[1:]) > before]:
+            engine.abort(name)
 
     @invariant()
     def books_are_right(self) -> None:
