@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,14 @@ def usage(response: httpx.Response) -> tuple[int, int]:
     """Prompt tokens, and how many of them were cached."""
     found = response.json()["usage"]
     return found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]
+
+
+def written_all(server: Server) -> None:
+    """Wait until no record is on its way to the disk; the engine tells so in steps."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert post(server, {"prompt": "w1"}).status_code == 200
+        found = server.metrics()
+        if not found["vllm:hypic_store_queued_bytes"]:
+            return
+        assert time.monotonic() < deadline, "records are still to be written"

@@ -48,6 +48,7 @@ from .conftest import (
     post,
     usage,
     words,
+    written_all,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -65,17 +66,6 @@ def cache(server: Server) -> Iterator[SegmentCache]:
 
 def tenant(server: Server, salt: str) -> SegmentCache:
     return SegmentCache(server.url, cache_salt=salt, timeout_s=120)
-
-
-def written_all(server: Server) -> None:
-    """Wait until no record is on its way to the disk; the engine tells so in steps."""
-    deadline = time.monotonic() + 60
-    while True:
-        assert post(server, {"prompt": "w1"}).status_code == 200
-        found = server.metrics()
-        if not found["vllm:hypic_store_queued_bytes"]:
-            return
-        assert time.monotonic() < deadline, "records are still to be written"
 
 
 class TestServer:

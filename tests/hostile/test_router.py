@@ -47,7 +47,6 @@ def test_requests(router: Target, good: WellBehaved, separator: int, examples: i
 
     with good:
         attack()
-    good.check()
 
 
 @both_forms
@@ -59,7 +58,6 @@ def test_bodies_that_are_no_good_json(router: Target, good: WellBehaved, example
 
     with good:
         attack()
-    good.check()
 
 
 @both_forms
@@ -80,7 +78,6 @@ def test_transfer_options_of_clients_do_nothing(router: Target, good: WellBehave
 
     with good:
         attack()
-    good.check()
 
 
 @both_forms
@@ -93,7 +90,6 @@ def test_the_cache_api(router: Target, good: WellBehaved, examples: int) -> None
 
     with good:
         attack()
-    good.check()
 
 
 @both_forms
@@ -112,6 +108,5 @@ def test_its_own_routes_and_all_others(router: Target, good: WellBehaved, exampl
 
     with good:
         attack()
-    good.check()
     health = httpx.get(f"{router.url}/healthcheck", timeout=30).json()
     assert health["status"] == "ok" and all(i["up"] for i in health["instances"]), json.dumps(health)

@@ -17,7 +17,7 @@ BETWEEN_S = 0.1
 
 @dataclass
 class WellBehaved:
-    """Asks in a thread of its own while the block runs; :meth:`check` afterwards.
+    """Asks in a thread of its own while the block runs, and checks the answers at its end.
 
     ``tolerance``: how far logprobs may be from those of the quiet server.  Its batch has rows of others, and
     products of other sizes are rounded otherwise.
@@ -46,6 +46,8 @@ class WellBehaved:
         self._over.set()
         self._thread.join(2 * BOUND_S)
         assert not self._thread.is_alive(), "its last request hangs"
+        if exc[0] is None:
+            self._check()
 
     def _run(self) -> None:
         try:
@@ -57,7 +59,7 @@ class WellBehaved:
         except BaseException as e:
             self._fault = e
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Every answer came, in time, and is the one that the quiet server gave."""
         if self._fault is not None:
             raise self._fault

@@ -212,7 +212,7 @@ def _islands(
     method: LinkMethod,
     choose: IslandChooser | None,
 ) -> dict[int, Ranges]:
-    """Of each cached interior segment, by piece, the ranges of its tokens that the stream computes."""
+    """Ranges of tokens inside cached interior segments that the stream computes, by the segment's piece."""
     query = prompt.pieces[-1].tokens
     inside = {i: s for i, s in cached.items() if s.role is Role.INTERIOR}
     if method.islands is None or not query or not inside:

@@ -22,7 +22,7 @@ class PendingQueue:
     def __init__(self, held: Callable[[str], float]) -> None:
         self._held = held
         self._lines: dict[tuple[int, str], OrderedDict[str, int]] = {}
-        """By priority and tenant: the requests, first come first, with the numbers in which they came."""
+        """Requests of each priority and tenant in the order in which they came, and their numbers in it."""
         self._line_of: dict[str, tuple[int, str]] = {}
         self._numbers = count()
 

@@ -42,7 +42,7 @@ class _Composed:
     transfer: Transfer
     tenant: str
     priority: int
-    """That of the most urgent request that waits for its room, once it has any."""
+    """Its own, or that of a more urgent request that waits for the room that it holds."""
     acquired: bool = False
     outdated: bool = False
     """Planned for a generation that is over."""
