@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage
+from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage, Weights
 from vllm_hypic.cache_api.commands import (
     Change,
     Command,
     Compile,
     Delete,
     Failure,
+    NameWeights,
     Page,
     Report,
     Resolve,
@@ -80,6 +81,23 @@ def test_the_same_segment_has_the_same_id(registry, clock):
         registry.add("me", Place.INTERIOR, [1, 2]),
     ]
     assert len({first.id, *(e.id for e in others)}) == 5
+
+
+def test_an_owner_has_no_more_segments_than_it_may(clock):
+    registry = SegmentRegistry(None, NAMESPACE, clock, most=2)
+    handler = CommandHandler(lambda: registry, Records(), str, clock)
+    known = compiled(handler, [1], None)
+    compiled(handler, [2], None, ttl_s=5.0)
+    refused = compiled(handler, [3], None)
+    assert isinstance(refused, Failure) and refused.status == 409
+    assert "this tenant has 2 segments: expected at most 2 (max_tenant_segments)" in refused.message
+    assert compiled(handler, [1], None).id == known.id, "it is there already"
+    assert isinstance(compiled(handler, [3], None, salt="you"), Segment), "everybody has as many"
+    clock.now += 6
+    assert isinstance(compiled(handler, [3], None), Segment), "what has expired does not count"
+    handler.execute(Delete(known.id), "me")
+    assert isinstance(compiled(handler, [4], None), Segment)
+    registry.close()
 
 
 def test_ids_are_long_and_random(registry):
@@ -247,9 +265,12 @@ class Records:
     room: int = 1
     sizes: dict[str, tuple[int, bool]] = field(default_factory=dict)
     """What was said of records when they were pinned: always the same."""
+    tenants: dict[str, str] = field(default_factory=dict)
+    """Who pinned them."""
 
-    def pin_record(self, key, tokens, *, leading):
+    def pin_record(self, key, tokens, *, leading, tenant):
         assert (tokens, leading) == self.sizes.setdefault(key, (tokens, leading))
+        self.tenants[key] = tenant
         if key not in self.pinned and len(self.pinned) >= self.room:
             raise ValueError("the pool is full of pinned records")
         self.pinned.add(key)
@@ -290,6 +311,19 @@ def compiled(
 ):
     place = options.pop("place", Place.INTERIOR)
     return handler.compiled(Compile(place, **options), tokens, key, salt)
+
+
+def test_pins_are_their_tenants_also_after_a_restart(handler, records, registry, clock):
+    compiled(handler, [1], salt="you", pin=True)
+    restarted = Records()
+    CommandHandler(lambda: registry, restarted, str, clock).start()
+    assert records.tenants == restarted.tenants == {KEY: "you"}
+
+
+def test_weights_are_named(registry, records):
+    named = []
+    handler = CommandHandler(lambda: registry, records, str, name_weights=named.append)
+    assert handler.execute(NameWeights("step-2"), None) == Weights("step-2") and named == ["step-2"]
 
 
 def test_compile_show_list_resolve_delete(handler, records):

@@ -151,7 +151,8 @@ OPTIONS: Reasons = {
     ),
     "sizes and places": (
         "page_tokens pool_bytes pool_fraction expected_segment_tokens expected_live_heads store "
-        "max_pinned_fraction max_request_fraction max_tenant_fraction segment_parallel gate"
+        "max_pinned_fraction max_request_fraction max_tenant_fraction max_tenant_segments "
+        "segment_parallel gate"
     ),
     "tokens that never reach the model": "tokens token_ids",
 }

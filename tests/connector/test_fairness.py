@@ -8,8 +8,10 @@ import pytest
 
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.queue import PendingQueue
+from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.errors import ConfigError
+from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 
 from .test_scheduler_store import DOCUMENTS, IDS, QUERY, pin, side
@@ -164,6 +166,21 @@ def test_every_plan_fits_its_tenants_share_whatever_is_pinned_or_not_any_more(fr
     admit(on, "beside", 0, 1, 2, 3)
     on.retention.unpin_record(key)
     assert pump(on) == ["beside"]
+
+
+def test_a_tenant_pins_no_more_than_its_share() -> None:
+    on = small(8, max_tenant_fraction=0.25, max_pinned_fraction=0.5)
+    keys = [SegmentKey(f"{i:064x}") for i in range(6)]
+    for key, tenant in zip(keys, "aabb", strict=False):
+        on.retention.pin_record(key, 20, leading=False, tenant=tenant)
+    with pytest.raises(PinRefused, match=r"^pinned records would take .* raise max_pinned_fraction"):
+        on.retention.pin_record(keys[4], 20, leading=False, tenant="c")
+    on.retention.unpin_record(keys[3])
+    on.reset("2")
+    with pytest.raises(PinRefused, match=r"^this tenant's pinned .* at most 25%.* max_tenant_fraction"):
+        on.retention.pin_record(keys[5], 20, leading=False, tenant="a")
+    on.retention.pin_record(keys[0], 20, leading=False, tenant="a")
+    on.retention.pin_record(keys[5], 20, leading=False, tenant="b")
 
 
 @pytest.mark.parametrize("value", [0, 1.5, "half"])

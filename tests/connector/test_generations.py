@@ -48,6 +48,22 @@ def test_keys_of_a_generation_are_those_of_the_first_renamed() -> None:
     assert second.scoped(salt="a", lora=None).generation == "2"
 
 
+def test_engines_that_are_told_the_same_name_have_the_same_keys() -> None:
+    one, other = side(), side()
+    one.reset("drawn")
+    other.reset("drawn elsewhere")
+    for told in (one, other):
+        told.name_weights("step-2")
+    keys = running(one, "r", 0, 1)
+    assert keys == admit(other, "r", 0, 1)
+    one.name_weights("step-2")
+    admit(one, "again", 0, 1)
+    assert not computed(one) and one.ready("again"), "the name is the present one"
+    one.name_weights("")
+    assert admit(one, "first", 0, 1) == admit(side(), "first", 0, 1)
+    assert not one.ready("first")
+
+
 def test_a_running_request_ends_with_its_records_and_a_new_one_gets_others() -> None:
     on = side()
     old = running(on, "old", 0, 1)

@@ -35,6 +35,12 @@ def _says(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """What the model's weights are called now."""
+
+    name: Annotated[str, _says("Empty: those that the server was started with.")]
+
+
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A compiled segment.  Times are Unix times; ``expires`` ``None``: it lives until it is deleted."""
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..segment_parallel.description import Description
-from .answers import CacheStats, Place, Segment, SegmentPage
+from .answers import CacheStats, Place, Segment, SegmentPage, Weights
 
 COMMAND = "hypic_command"
 """Name of a command among a request's extra arguments."""
@@ -88,7 +88,14 @@ class Describe(Command, tag="describe", frozen=True):
     """Answer: :class:`Description`."""
 
 
-AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe
+class NameWeights(Command, tag="name_weights", frozen=True):
+    """Begin the generation of records of the weights of this name, unless it is the present one.  Answer:
+    :class:`Weights`."""
+
+    name: str
+
+
+AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe | NameWeights
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -115,9 +122,9 @@ class Failure(msgspec.Struct, frozen=True):
     id: str | None = None
 
 
-Answer = Segment | SegmentPage | Resolved | CacheStats | Description | Failure
+Answer = Segment | SegmentPage | Resolved | CacheStats | Description | Weights | Failure
 
-_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description)
+_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description, Weights)
 
 
 class BadAnswer(RuntimeError):

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from ..config.engine import CONNECTOR, config_of
 from ..connector.build import primitive_ids_of
 from ..segment_parallel.description import Description
-from .answers import CacheStats, Segment, SegmentPage
+from .answers import CacheStats, Segment, SegmentPage, Weights
 from .commands import (
     COMMAND,
     MOST_IDS,
@@ -28,7 +28,7 @@ from .forms import sealed_texts
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
-_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description)
+_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description, Weights)
 
 
 class CommandFailed(Exception):

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from ..primitives.keys import SegmentKey
 from ..segment_parallel.description import Description
-from .answers import CacheStats, Segment, SegmentPage
+from .answers import CacheStats, Segment, SegmentPage, Weights
 from .commands import (
     MOST_RESOLVED,
     MOST_RESOLVED_TOKENS,
@@ -24,6 +24,7 @@ from .commands import (
     Delete,
     Describe,
     Failure,
+    NameWeights,
     Page,
     Report,
     Resolve,
@@ -32,7 +33,7 @@ from .commands import (
     Ttl,
     pack,
 )
-from .registry import Claim, Entry, RegistryError, SegmentRegistry
+from .registry import Claim, Entry, RegistryError, SegmentRegistry, TooManySegments
 
 logger = logging.getLogger("vllm.hypic.commands")
 
@@ -53,9 +54,10 @@ class RecordState(Protocol):
 class Records(Protocol):
     """What the handler does to records.  Keys without a record are no errors."""
 
-    def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool) -> None:
+    def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool, tenant: str) -> None:
         """Keep the record of a segment of so many tokens in the pool, also when it comes later.
-        ``ValueError`` with the reason when the pool could then not serve others."""
+        ``ValueError`` with the reason when the pool could then not serve others, or the tenant has its part.
+        """
 
     def unpin_record(self, key: SegmentKey) -> None: ...
 
@@ -88,8 +90,8 @@ class CommandHandler:
     """Executes one engine's commands, on the scheduler's thread.
 
     ``owner_of`` makes a tenant's name in the registry from its salt; ``describe`` says what routers must
-    know, ``None``: this engine serves none.  A registry that cannot be opened, or fails later, fails the
-    command, never the engine; the next command tries again.
+    know, ``None``: this engine serves none; ``name_weights`` begins a generation of records.  A registry that
+    cannot be opened, or fails later, fails the command, never the engine; the next command tries again.
     """
 
     def __init__(
@@ -99,12 +101,13 @@ class CommandHandler:
         owner_of: Callable[[str | None], str],
         clock: Callable[[], float] = time.time,
         describe: Callable[[], Description | None] = lambda: None,
+        name_weights: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._open_registry = open_registry
         self._opened: SegmentRegistry | None = None
         self._records, self._owner_of = records, owner_of
         self._clock = clock
-        self._describe = describe
+        self._describe, self._name_weights = describe, name_weights
         self._answers: dict[str, Answer | _Compiling] = {}
         """Answers of requests that have not ended, by request."""
 
@@ -135,7 +138,9 @@ class CommandHandler:
                 claims = self._registry.claims(key)
                 if any(claim.pinned for claim in claims):
                     try:
-                        self._records.pin_record(key, entry.n_tokens, leading=entry.place.leading)
+                        self._records.pin_record(
+                            key, entry.n_tokens, leading=entry.place.leading, tenant=entry.owner
+                        )
                     except ValueError as e:
                         logger.warning("record %s is no longer pinned: %s", key[:12], e)
                         self._registry.unpin_all(key)
@@ -208,6 +213,9 @@ class CommandHandler:
             case Describe():
                 reason = "this engine runs without the option section segment_parallel"
                 return self._describe() or Failure(501, reason)
+            case NameWeights(name=name):
+                self._name_weights(name)
+                return Weights(name)
             case Compile():
                 raise TypeError("compile is answered by compiled(), once the record is resident")
 
@@ -222,15 +230,18 @@ class CommandHandler:
             return _unavailable(e)
 
     def _compiled(self, command: Compile, tokens: list[int], key: SegmentKey | None, owner: str) -> Answer:
-        entry = self._registry.add(
-            owner, command.place, tokens, text=command.text, bare_from=command.bare_from, key=key
-        )
+        try:
+            entry = self._registry.add(
+                owner, command.place, tokens, text=command.text, bare_from=command.bare_from, key=key
+            )
+        except TooManySegments as e:
+            return Failure(409, str(e))
         self._set_ttl(owner, entry.id, command.ttl_s)
         if command.pin:
             if key is None:
                 return _refused_pin(entry, "it has no record: it is too short, or too long for the pool")
             try:
-                self._records.pin_record(key, len(tokens), leading=command.place.leading)
+                self._records.pin_record(key, len(tokens), leading=command.place.leading, tenant=entry.owner)
             except ValueError as e:
                 return _refused_pin(entry, str(e))
             self._registry.set_pinned(owner, entry.id, True)

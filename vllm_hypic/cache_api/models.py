@@ -115,6 +115,16 @@ class ChangeRequest(_Request):
     cache_salt: CacheSalt = None
 
 
+class WeightsRequest(_Request):
+    """What the model's weights are called."""
+
+    name: str = Field(
+        max_length=128,
+        description="The same name for the same weights on every server. Empty: those that the server was "
+        "started with.",
+    )
+
+
 class HealthInfo(BaseModel):
     status: Literal["ok"] = Field(description="The engine answers commands.")
 
@@ -157,7 +167,7 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     says = {
         400: "A value is not allowed; the message names it.",
         404: "The id is unknown or has expired; the message names it.",
-        409: "The record cannot be pinned.",
+        409: "The record cannot be pinned, or the tenant has too many segments.",
         501: "The engine is not configured for it.",
         503: "The engine or the segment registry cannot answer now.",
     }

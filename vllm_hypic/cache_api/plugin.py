@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from vllm import envs
 from vllm.logger import init_logger
 
 from .control import CommandFailed, Control, unsupported
 from .middleware import SegmentIds
-from .routes import command_failed, router
+from .routes import command_failed, operator_router, router
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -31,6 +32,8 @@ class CachePlugin:
         """Add the routes and the replacement of ids.  vLLM adds its own middleware later, so outside of ours:
         API keys are checked first."""
         app.include_router(router)
+        if envs.VLLM_SERVER_DEV_MODE:
+            app.include_router(operator_router)
         app.add_exception_handler(CommandFailed, command_failed)
         app.add_middleware(SegmentIds)
 

@@ -44,7 +44,7 @@ CREATE INDEX by_expiry ON segments (expires) WHERE expires IS NOT NULL;
 CREATE INDEX by_record ON segments (record_key);
 """
 _PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
-_ENTRY = "id, place, n_tokens, record_key, created, last_used, expires, pinned"
+_ENTRY = "owner, id, place, n_tokens, record_key, created, last_used, expires, pinned"
 _ALIVE = "(expires IS NULL OR expires > ?)"
 
 
@@ -52,10 +52,15 @@ class RegistryError(Exception):
     """The registry cannot be read or written (disk full, file damaged, ...)."""
 
 
+class TooManySegments(ValueError):
+    """The owner has as many entries as one may have."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One compiled segment.  Times are seconds since the epoch; ``expires`` ``None``: never."""
 
+    owner: str
     id: str
     place: Place
     n_tokens: int
@@ -89,13 +94,20 @@ class Claim:
 class SegmentRegistry:
     """Entries of all owners.  Used by one thread.  Every method may raise :class:`RegistryError`."""
 
-    def __init__(self, folder: Path | None, namespace: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        namespace: str,
+        clock: Callable[[], float] = time.time,
+        *,
+        most: int = 10_000,
+    ) -> None:
         """Open, or make, a file in ``folder`` that is the engine's own; ``None``: keep everything in memory.
 
-        ``namespace``: hex digits of the engine's.  A damaged file is set aside (``.damaged``) and a new one
-        begun: ids are lost then.  A file of a newer version is refused.
+        ``namespace``: hex digits of the engine's.  ``most``: entries of one owner.  A damaged file is set
+        aside (``.damaged``) and a new one begun: ids are lost then.  A file of a newer version is refused.
         """
-        self._clock = clock
+        self._clock, self._most = clock, most
         self._used: dict[tuple[str, str], float] = {}
         self._set_aside: Path | None = None
         self._file: RegistryFile | None = None
@@ -146,13 +158,15 @@ class SegmentRegistry:
     ) -> Entry:
         """The entry of these tokens at this place: a new one, or the one that is there already.
 
-        The record's key, and a text where there was none, are brought up to date.
+        The record's key, and a text where there was none, are brought up to date.  Raises
+        :class:`TooManySegments` for a new one where the owner has ``most``.
         """
         now = self._clock()
         packed = array("i", tokens).tobytes()
         digest = hashlib.sha256(packed).digest()
         fresh = secrets.token_urlsafe(ID_BYTES)
         with self._change():
+            self._check_room(owner, place, digest)
             self._db.execute(
                 "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, 0)"
                 " ON CONFLICT (owner, place, digest) DO UPDATE SET"
@@ -167,6 +181,18 @@ class SegmentRegistry:
                 (owner, place.value, digest),
             ).fetchone()
         return _entry(row)
+
+    def _check_room(self, owner: str, place: Place, digest: bytes) -> None:
+        """Raises :class:`TooManySegments` where the owner has ``most`` entries, and not this one."""
+        (entries,) = self._db.execute("SELECT count(*) FROM segments WHERE owner = ?", (owner,)).fetchone()
+        if entries < self._most:
+            return
+        known = "SELECT 1 FROM segments WHERE owner = ? AND place = ? AND digest = ?"
+        if self._db.execute(known, (owner, place.value, digest)).fetchone() is None:
+            raise TooManySegments(
+                f"this tenant has {entries} segments: expected at most {self._most} (max_tenant_segments); "
+                "delete some, or give them a time to live"
+            )
 
     def get(self, owner: str, segment_id: str) -> Entry | None:
         """Changes nothing."""
@@ -329,5 +355,5 @@ def _reported(path: Path | None) -> Iterator[None]:
 
 
 def _entry(row: Iterable) -> Entry:
-    segment_id, place, n_tokens, key, created, last_used, expires, pinned = row
-    return Entry(segment_id, Place(place), n_tokens, key, created, last_used, expires, bool(pinned))
+    owner, segment_id, place, n_tokens, key, created, last_used, expires, pinned = row
+    return Entry(owner, segment_id, Place(place), n_tokens, key, created, last_used, expires, bool(pinned))

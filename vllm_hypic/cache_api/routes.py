@@ -15,8 +15,8 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 
 from ..segment_parallel.description import Description
-from .answers import CacheStats, Segment, SegmentPage
-from .commands import Change, Compile, Delete, Describe, Page, Report, Show
+from .answers import CacheStats, Segment, SegmentPage, Weights
+from .commands import Change, Compile, Delete, Describe, NameWeights, Page, Report, Show
 from .compiling import compilable
 from .control import CommandFailed, Control
 from .models import (
@@ -25,6 +25,7 @@ from .models import (
     ChangeRequest,
     CompileRequest,
     HealthInfo,
+    WeightsRequest,
     answer,
     encoded,
     error_answers,
@@ -49,6 +50,8 @@ class _Route(APIRoute):
 
 
 router = APIRouter(prefix="/v1/hypic", tags=["hypic cache"], route_class=_Route)
+operator_router = APIRouter(prefix="/v1/hypic", tags=["hypic operator"], route_class=_Route)
+"""Routes that are no client's, served where vLLM's own of that kind are (``VLLM_SERVER_DEV_MODE``)."""
 
 
 def control_of(request: Request) -> Control:
@@ -196,3 +199,17 @@ async def health(control: ControlOf) -> HealthInfo:
     """Goes through the scheduler, as every command does."""
     await control.send(Report(), CacheStats, None)
     return HealthInfo(status="ok")
+
+
+@operator_router.put(
+    "/weights",
+    dependencies=[Depends(validate_json_request)],
+    responses=answer(Weights) | error_answers(400, 503),
+    summary="Say which weights these are",
+)
+async def name_weights(body: WeightsRequest, control: ControlOf) -> Response:
+    """After a reset, when all servers have the same weights again: they then share records as before.
+
+    Requests that live end on the records they have; none of those is found under another name.
+    """
+    return encoded(await control.send(NameWeights(body.name), Weights, None))

@@ -82,7 +82,9 @@ class HypicConfig(ConfigSection):
     """Share of the pool that one request's records may take; the rest of it is computed in the stream."""
     max_tenant_fraction: Part = 1.0
     """Share of the pool that the records of one tenant's requests may take together; its next request waits
-    for one of them to end, and lets those of other tenants go on."""
+    for one of them to end, and lets those of other tenants go on.  A tenant pins no more, either."""
+    max_tenant_segments: Positive = 10_000
+    """Compiled segments that one tenant may have."""
     segment_parallel: SegmentParallelConfig | None = None
     """Where records of other instances are received, and who may send them: see
     :class:`.segment_parallel.SegmentParallelConfig`; ``None``: this engine neither takes nor gives any."""

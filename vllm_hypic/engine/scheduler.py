@@ -68,10 +68,13 @@ class _HypicMixin(Scheduler):
         )
         folder = registry_folder(self.hypic.config.store)
         self._commands = CommandHandler(
-            lambda: SegmentRegistry(folder, self.hypic.namespace.digest),
+            lambda: SegmentRegistry(
+                folder, self.hypic.namespace.digest, most=self.hypic.config.max_tenant_segments
+            ),
             self.hypic.retention,
             self._tenant,
             describe=self._instance.describe,
+            name_weights=self.hypic.name_weights,
         )
         self._commands.start()
         self._idle_wait = IdleWait()

@@ -32,6 +32,7 @@ SETUP = Setup(
     pool_bytes=1 << 26,
     parallel={"transport": "nixl"},
     options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
+    env={"VLLM_SERVER_DEV_MODE": "1"},  # routes for resets
     # Segments here take milliseconds, on a busy machine seconds: what takes so long is late.
     router=("--straggler-min-s", "10"),
 )

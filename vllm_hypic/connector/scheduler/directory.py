@@ -70,6 +70,14 @@ class Entry:
         return self.pins > 0 or not self.resident
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A record that eviction passes by: what it takes, and who wants it."""
+
+    space: Space
+    tenant: str
+
+
 class SegmentDirectory:
     """Pages, slots, transition blocks and records of the public pool."""
 
@@ -87,7 +95,7 @@ class SegmentDirectory:
         """All that take room."""
         self._held: dict[str, Space] = {}
         """What the held records of each tenant take, of those that hold any."""
-        self._kept: dict[SegmentKey, Space] = {}
+        self._kept: dict[SegmentKey, _Kept] = {}
         self._dropped_slots: list[int] = []
         self._reserved = 0
         self._changes: dict[SegmentKey, Lookup] | None = None
@@ -127,9 +135,9 @@ class SegmentDirectory:
         """Keys that eviction passes by, whether or not their records are here."""
         return frozenset(self._kept)
 
-    def kept_space(self) -> Space:
-        """What the kept records take when they are here, whether or not they are."""
-        return sum(self._kept.values(), Space())
+    def kept_space(self, tenant: str | None = None) -> Space:
+        """What the kept records take when they are here, whether or not they are: all, or a tenant's."""
+        return sum((k.space for k in self._kept.values() if tenant in (None, k.tenant)), Space())
 
     def lookup(self, key: SegmentKey) -> Lookup:
         """Changes nothing."""
@@ -315,9 +323,9 @@ class SegmentDirectory:
         self._drop(entry, evicted=False)
         return False
 
-    def keep(self, key: SegmentKey, need: Need) -> None:
+    def keep(self, key: SegmentKey, need: Need, tenant: str = "") -> None:
         """Eviction passes this record, which needs no more than ``need``, by; also when it comes later."""
-        self._kept[key] = self.space_for(need)
+        self._kept[key] = _Kept(self.space_for(need), tenant)
 
     def unkeep(self, key: SegmentKey) -> None:
         """Undo :meth:`keep`, however often it was called."""
@@ -357,7 +365,7 @@ class SegmentDirectory:
         """
         for key in list(self._entries):
             self.discard(key)
-        self._kept = {renamed(key): space for key, space in self._kept.items()}
+        self._kept = {renamed(key): kept for key, kept in self._kept.items()}
 
     def drop_unpinned(self) -> int:
         """Forget every record that no request holds; returns how many."""

@@ -120,30 +120,34 @@ class Retention:
 
     # -- what users say ------------------------------------------------------------------------
 
-    def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool) -> None:
-        """The record never leaves, neither the pool nor the store; also when it comes later.
+    def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool, tenant: str = "") -> None:
+        """A ``tenant``'s record never leaves, neither the pool nor the store; also when it comes later.
 
         ``tokens``: those of its segment.  They say what it takes, with a transition block for every head, as
         plans count it: the room that others may plan with is the same while the record is away.
         Raises :class:`PinRefused` when pinned records would take more of the pool than
-        ``max_pinned_fraction``.
+        ``max_pinned_fraction``, or the tenant's more than ``max_tenant_fraction``.
         """
         key, directory = self._namespace.renamed(key), self._directory
         need = Need(tokens, 0 if leading else self._geometry.record_transition_blocks)
         if key not in directory.kept:
-            total, kept = directory.total, directory.kept_space() + directory.space_for(need)
-            share = self._config.max_pinned_fraction
-            most = Space(
-                int(total.pages * share), int(total.slots * share), int(total.transition_blocks * share)
+            more = directory.space_for(need)
+            self._check_pins(directory.kept_space() + more, "pinned records", "max_pinned_fraction")
+            self._check_pins(
+                directory.kept_space(tenant) + more, "this tenant's pinned records", "max_tenant_fraction"
             )
-            if not most.covers(kept):
-                raise PinRefused(
-                    f"pinned records would take {self._geometry.bytes_of(kept)} bytes of the pool's "
-                    f"{self._geometry.nbytes}: at most {share:.0%} of its pages, state slots and transition "
-                    "blocks may be pinned; unpin others, or raise max_pinned_fraction or pool_bytes"
-                )
-        directory.keep(key, need)
+        directory.keep(key, need, tenant)
         self._order(StoreAction.PIN, key)
+
+    def _check_pins(self, pinned: Space, whose: str, option: str) -> None:
+        """Raises :class:`PinRefused` where this is more of the pool than ``option`` allows."""
+        share = getattr(self._config, option)
+        if not self._directory.total.part(share).covers(pinned):
+            raise PinRefused(
+                f"{whose} would take {self._geometry.bytes_of(pinned)} bytes of the pool's "
+                f"{self._geometry.nbytes}: at most {share:.0%} of its pages, state slots and transition "
+                f"blocks may be pinned; unpin others, or raise {option} or pool_bytes"
+            )
 
     def unpin_record(self, key: SegmentKey) -> None:
         """Undo :meth:`pin_record`."""

@@ -140,6 +140,14 @@ class SchedulerSide:
         for composed in self._composed.values():
             composed.outdated = True
 
+    def name_weights(self, name: str) -> None:
+        """The weights are those of this name; empty: those that the engine was started with.
+
+        Engines that were told the same name have equal keys.  Changes nothing if it is the present one.
+        """
+        if name != self.namespace.generation:
+            self.reset(name)
+
     # -- admission -----------------------------------------------------------------------------
 
     def admit(
