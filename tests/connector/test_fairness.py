@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
+from vllm_hypic.connector.build import warn_of_little_room
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.queue import PendingQueue
 from vllm_hypic.connector.scheduler.retention import PinRefused
@@ -152,6 +154,15 @@ def test_where_the_part_holds_no_record_everything_goes_to_the_stream(option: st
     on = small(4, **{option: 0.2})
     admit(on, "r", 0, 1)
     assert plan(on, 0, 1).segments == () and pump(on) == ["r"] and on.ready("r")
+
+
+@pytest.mark.parametrize(("part", "told"), [(0.2, True), (0.3, False)])
+def test_a_part_too_small_for_usual_segments_is_told(
+    part: float, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    warn_of_little_room(small(4, max_request_fraction=part, expected_segment_tokens=20))
+    assert ("a request may take" in caplog.text) is told
 
 
 @pytest.mark.parametrize("fraction", [0.26, 0.5, 0.51, 0.99])

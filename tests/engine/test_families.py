@@ -16,6 +16,8 @@ import pytest
 import torch
 from oracle import random_segments
 
+from vllm_hypic.harness.sizes import random_model
+
 from . import tiny_models
 from .conftest import EngineFactory
 from .engines import Ask, Engine, EngineError, prompt, run_apart
@@ -217,3 +219,10 @@ def test_refused(chosen: Refused, start_engine: EngineFactory, tmp_path: Path, e
     with pytest.raises(EngineError, match=rf"hypic: .*{chosen.says}") as error:
         start_engine(tmp_path, **chosen.args)
     assert error.value.kind in ("Unsupported", "ConfigError")
+
+
+@pytest.mark.slow
+def test_gated_delta_layers_in_float32_are_refused(start_engine: EngineFactory) -> None:
+    """Stock vLLM's own code would end the engine at the first plain request."""
+    with pytest.raises(EngineError, match=r"linear_attn: torch.float32 .* choose another --dtype"):
+        start_engine(random_model("tiny"), dtype="float32")

@@ -46,10 +46,15 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
         impls[attention.layer] = impl
     known = [family.stock for family in FAMILIES]
     for linear in geometry.linear:
-        if not isinstance(layers[linear.layer], LinearLayer):
+        layer = layers[linear.layer]
+        if not isinstance(layer, LinearLayer):
             raise Unsupported(
-                f"hypic: layer {linear.layer} ({type(layers[linear.layer]).__name__}) "
+                f"hypic: layer {linear.layer} ({type(layer).__name__}) "
                 f"has no supported transition; supported linear layers: {', '.join(known)}"
+            )
+        if reason := layer.refusal():
+            raise Unsupported(
+                f"hypic: layer {linear.layer}: {reason} is not supported; choose another --dtype"
             )
     _require_own_graph(runner, geometry)
     ropes = link_ropes(runner, impls)

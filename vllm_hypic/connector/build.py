@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 
 from ..config.engine import HypicConfig, config_of
 from ..config.segment_parallel import SegmentParallelConfig
@@ -21,6 +22,7 @@ from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
 from ..store.shared import shared_tiers
 from .identity import namespace_of
+from .scheduler.directory import Need
 from .scheduler.planning import NO_TOKENIZER, PlanningTexts
 from .scheduler.side import SchedulerSide
 from .worker.link import RecordLink
@@ -32,6 +34,9 @@ from .worker.transfer_link import TransferLink
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+logger = init_logger("vllm.hypic.connector")
 
 
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PoolGeometry:
@@ -71,7 +76,7 @@ def _tokenizer(vllm_config: VllmConfig) -> Any:
 def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
     config = config_of(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config)
-    return SchedulerSide(
+    side = SchedulerSide(
         config,
         geometry,
         namespace_of(vllm_config, geometry),
@@ -81,6 +86,24 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         vllm_config.parallel_config.tensor_parallel_size,
         planning_texts_of(vllm_config, config),
     )
+    warn_of_little_room(side)
+    return side
+
+
+def warn_of_little_room(side: SchedulerSide) -> None:
+    """Log where a segment of the usual length is too long for what one request may take of the pool."""
+    geometry, tokens = side.geometry, side.config.expected_segment_tokens
+    needed = side.directory.space_for(Need(tokens, geometry.record_transition_blocks))
+    most = side.planner.request_share
+    if not most.covers(needed):
+        logger.warning(
+            "a segment of expected_segment_tokens=%d tokens takes %d bytes of the pool, and a request may "
+            "take %d: segments that are too long are computed again in each request; raise pool_bytes, "
+            "max_request_fraction or max_tenant_fraction, or lower expected_segment_tokens",
+            tokens,
+            geometry.bytes_of(needed),
+            geometry.bytes_of(most),
+        )
 
 
 def _flop_model(vllm_config: VllmConfig, geometry: PoolGeometry) -> FlopModel:

@@ -48,6 +48,10 @@ class LinearLayer(Generic[CarryT]):
         """Drop what the segment request carried, if it did."""
         self.carries.pop(request_id, None)
 
+    def refusal(self) -> str | None:
+        """What of this layer neither stock code nor ours computes on the platform, or ``None``."""
+        return None
+
     def kernel_refusal(self) -> str | None:
         """Why the platform's kernels do not serve this layer, or ``None``.  Its caches must be allocated."""
         raise NotImplementedError

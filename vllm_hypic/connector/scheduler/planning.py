@@ -82,7 +82,8 @@ class Planner:
         self._directory = directory
         # What a plan takes must fit its tenant's share, too: it could never be admitted.
         share = min(config.max_request_fraction, config.max_tenant_fraction)
-        self._share = directory.total.part(share)
+        self.request_share = directory.total.part(share)
+        """What one request may take of the pool."""
         self._context = cache(texts.context)
         self._words = cache(texts.words)
         self.shared_tiers = tuple(shared_tiers(config.store))
@@ -123,7 +124,7 @@ class Planner:
             self._limits(self._unkept),
             min_segment_tokens=config.min_segment_tokens,
             kept=self._directory.kept,
-            most=self._limits(self._share),
+            most=self._limits(self.request_share),
             context=self.context if method.context == "text" else (),
             choose_islands=None if method.islands is None else self._choose_islands,
         )
@@ -141,7 +142,7 @@ class Planner:
 
     def limits(self) -> PoolLimits:
         """What a request may take for records of which none is kept."""
-        return self._limits(self._unkept.least(self._share))
+        return self._limits(self._unkept.least(self.request_share))
 
     @property
     def _unkept(self) -> Space:
