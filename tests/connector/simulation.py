@@ -429,7 +429,7 @@ class Engine:
         side.directory.check_integrity()
         pins: dict[int, int] = {}
         contexts = (work.context for work in side.segment_requests._segments.values())
-        held = [e for c in side._composed.values() for e in c.held.values()]
+        held = [e for c in side.admission.requests.values() for e in c.held.values()]
         for entry in [*held, *(c for c in contexts if c is not None)]:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
         assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins
@@ -454,11 +454,12 @@ class Engine:
 
     def audit(self) -> None:
         """After all requests have ended: nothing is held, awaited or on its way."""
-        side, requests = self.side, self.side.segment_requests
+        side, requests, admission = self.side, self.side.segment_requests, self.side.admission
         self.step()
         self.step()
         assert not (self.waiting or self.running or self.queued or self.capturing)
-        assert not (side._composed or side._pending or side._held or side._deliveries or side.arrivals)
+        assert not (admission.requests or admission._pending)
+        assert not (side._held or side._deliveries or side.arrivals)
         assert not (requests._segments or requests._lost or side.retention.has_orders)
         assert side.directory.pinned == 0
         assert len(side.directory) == len(side.directory.resident()), "a record is lost"

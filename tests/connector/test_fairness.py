@@ -37,11 +37,11 @@ def small(segments: int, **options: Any) -> SchedulerSide:
 
 def pump(on: SchedulerSide) -> list[str]:
     """Compute what is to be computed; the requests that were given room now."""
-    before = {name for name, c in on._composed.items() if c.acquired}
+    before = {name for name, c in on.admission.requests.items() if c.acquired}
     for job in on.pump():
         on.finished(job.request_id, completed=True)
     on.directory.check_integrity()
-    return [name for name, c in on._composed.items() if c.acquired and name not in before]
+    return [name for name, c in on.admission.requests.items() if c.acquired and name not in before]
 
 
 def end(on: SchedulerSide, name: str) -> None:
@@ -51,7 +51,7 @@ def end(on: SchedulerSide, name: str) -> None:
 def order(on: SchedulerSide) -> list[str]:
     """The requests in the order in which they get room, if one runs at a time."""
     names: list[str] = []
-    while on._pending:
+    while on.admission._pending:
         (name,) = pump(on)
         end(on, name)
         names.append(name)
@@ -218,9 +218,9 @@ def test_a_segment_request_is_as_urgent_as_the_most_urgent_request_that_waits_fo
     shared, other = on.pump()
     assert shared.priority == other.priority == 5
     admit(on, "urgent", 0, priority=1)
-    assert on.pump() == [] and on.take_raised() == {shared.request_id: 1}
+    assert on.pump() == [] and on.admission.take_raised() == {shared.request_id: 1}
     admit(on, "between", 0, 1, priority=3)
-    assert on.pump() == [] and on.take_raised() == {other.request_id: 3}
+    assert on.pump() == [] and on.admission.take_raised() == {other.request_id: 3}
     on.finished(shared.request_id, completed=False)
     (again,) = on.pump()
     assert again.priority == 1, "what died is begun again as urgently"
@@ -233,15 +233,17 @@ def test_who_holds_room_is_as_urgent_as_the_request_that_waits_for_it() -> None:
     admit(on, "other", 1, tenant="b", priority=7)
     (job,) = on.pump()
     admit(on, "urgent", 2, priority=1)
-    assert on.pump() == [] and on.take_raised() == {"runs": 1}, "it waits for its own tenant alone"
+    assert on.pump() == [] and on.admission.take_raised() == {"runs": 1}, "it waits for its own tenant alone"
     admit(on, "more urgent", 3, tenant="c")
     assert on.pump() == []
-    assert on.take_raised() == {"runs": 0, "other": 0, job.request_id: 0}, "it waits for whoever ends first"
-    assert on.pump() == [] and on.take_raised() == {}
+    assert on.admission.take_raised() == {"runs": 0, "other": 0, job.request_id: 0}, (
+        "it waits for whoever ends first"
+    )
+    assert on.pump() == [] and on.admission.take_raised() == {}
 
 
 def test_without_priorities_nobody_is_raised() -> None:
     on = small(2, max_tenant_fraction=0.5)
     for i, tenant in enumerate("aabbc"):
         admit(on, f"{i}", i, tenant=tenant)
-    assert {job.priority for job in on.pump()} == {0} and on.take_raised() == {}
+    assert {job.priority for job in on.pump()} == {0} and on.admission.take_raised() == {}

@@ -17,7 +17,7 @@ class Turns:
     """The laws of one run of an engine's scheduler side."""
 
     def __init__(self, engine: Engine, share: float) -> None:
-        self._engine, self._side = engine, engine.side
+        self._engine, self._side, self._admission = engine, engine.side, engine.side.admission
         self._limited = share < 1
         self._share = engine.side.directory.total.part(share)
         self.priorities: dict[str, int] = {}
@@ -32,7 +32,7 @@ class Turns:
         acquire = directory.acquire
 
         def watched(wanted: dict[SegmentKey, Need], tenant: str) -> list[Entry] | None:
-            (name,) = (n for n, c in self._side._composed.items() if c.wanted is wanted)
+            (name,) = (n for n, c in self._admission.requests.items() if c.wanted is wanted)
             turn, _ = self._next()
             assert name == turn, f"it was the turn of {turn}, not of {name}"
             reserved = acquire(wanted, tenant)
@@ -60,9 +60,9 @@ class Turns:
             share = max(pages, slots, found.transition_blocks / total.transition_blocks)
             return prompt.priority, share, waiting[name].came
 
-        for name in sorted((n for n in waiting if not self._side._composed[n].acquired), key=turn):
+        for name in sorted((n for n in waiting if not self._admission.requests[n].acquired), key=turn):
             tenant = waiting[name].prompt.tenant
-            more = self._side.directory.would_hold(self._side._composed[name].wanted)
+            more = self._side.directory.would_hold(self._admission.requests[name].wanted)
             if tenant in full:
                 continue
             if not self._limited or self._share.covers(held[tenant] + more):
@@ -73,7 +73,7 @@ class Turns:
     def pumped(self, jobs: list[SegmentRequest]) -> None:
         """Take in what a pump says: whose turn it is finds no room, and waits for nobody less urgent."""
         self.priorities.update((job.request_id, job.priority) for job in jobs)
-        for name, priority in self._side.take_raised().items():
+        for name, priority in self._admission.take_raised().items():
             assert priority < self.priorities[name]
             self.priorities[name] = priority
         blocked, full = self._next()
@@ -85,7 +85,7 @@ class Turns:
     def _holders(self, tenant: str | None) -> list[str]:
         """Requests that hold room, of one tenant or of all."""
         works = self._side.segment_requests._segments.items()
-        held = {n: next(iter(c.held), None) for n, c in self._side._composed.items() if c.acquired}
+        held = {n: next(iter(c.held), None) for n, c in self._admission.requests.items() if c.acquired}
         keys = held | {n: work.segment.key for n, work in works}
         return [
             n for n, key in keys.items() if key is not None and tenant in (None, self._engine.tenants[key])
@@ -96,7 +96,7 @@ class Turns:
         for tenant in {*self._engine.tenants.values()}:
             assert self._share.covers(self.held(tenant)), f"{tenant} is above its share"
         works = self._side.segment_requests._segments
-        wanted = [(n, e) for n, c in self._side._composed.items() for e in c.held.values()]
+        wanted = [(n, e) for n, c in self._admission.requests.items() for e in c.held.values()]
         wanted += [(n, work.context) for n, work in works.items() if work.context is not None]
         for name, work in works.items():
             for waiting, entry in wanted:

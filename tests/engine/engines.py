@@ -325,7 +325,7 @@ def audit(llm: Any) -> Audit:
         unfinished=scheduler.get_num_unfinished_requests(),
         free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         pinned=side.directory.pinned,
-        composed=len(side._composed) + len(side._pending),
+        composed=len(side.admission.requests) + len(side.admission._pending),
         captures=len(requests._segments) + len(requests._lost) + len(side.arrivals) + len(side._deliveries),
         held=len(side._held) + len(scheduler._ending) + len(scheduler._commands._answers),
         worker_streams=len(worker._streams),

@@ -24,7 +24,7 @@ def phase_of(scheduler: Any, request_id: str) -> str | None:
     if request is None:
         return None
     if not side.resident(request_id):
-        wanted = side._composed[request_id].wanted
+        wanted = side.admission.requests[request_id].wanted
         running = {r.request_id for r in scheduler.running if r.num_computed_tokens > 0}
         works = side.segment_requests._segments.items()
         computing = any(w.segment.key in wanted and r in running for r, w in works)

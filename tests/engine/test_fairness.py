@@ -62,7 +62,7 @@ class Course:
         self.steps += 1
         ended = [output.request_id for output in self.llm.llm_engine.step() if output.finished]
         self.over.update(dict.fromkeys(ended, self.steps))
-        for request_id, composed in self.scheduler.hypic._composed.items():
+        for request_id, composed in self.scheduler.hypic.admission.requests.items():
             name = next(n for n in self.came if request_id.startswith(n))
             if composed.acquired:
                 self.room.setdefault(name, self.steps)

@@ -186,7 +186,7 @@ class _HypicMixin(Scheduler):
         self._end_unwanted()
         for segment in self.hypic.pump():
             super().add_request(self._segment_request(segment))
-        self._raise(self.hypic.take_raised())
+        self._raise(self.hypic.admission.take_raised())
         output = super().schedule(*args, **kwargs)
         self._instance.publish(self._unprefilled_tokens())
         self._ran = bool(output.total_num_scheduled_tokens)

@@ -22,7 +22,7 @@ def live(world: World) -> None:
     """A life of requests, deletions, cleared caches and lags."""
     rng = world.rng
     for _ in range(STEPS):
-        if rng.random() < 0.5 and len(world.side._composed) < 6:
+        if rng.random() < 0.5 and len(world.side.admission.requests) < 6:
             world.ask(rng.sample(range(len(DOCUMENTS)), rng.choice([1, 1, 2, 3])))
         if rng.random() < 0.1:
             world.abort()

@@ -248,7 +248,7 @@ class World:
         for point, segment in zip(plan.points, prompt.segments, strict=True):
             columns = plan.slot_mapping[seen : seen + point.columns]
             seen += point.columns
-            self._check(self.side._composed[name].held[segment.key], point.slot, columns)
+            self._check(self.side.admission.requests[name].held[segment.key], point.slot, columns)
 
     def _check(self, entry: Entry, slot: int, columns: np.ndarray) -> None:
         origin = self._origins[entry.serial]

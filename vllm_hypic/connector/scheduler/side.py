@@ -9,12 +9,12 @@ Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import CapturePlan, StreamPlan
-from ...primitives.keys import Namespace, SegmentKey
+from ...primitives.keys import Namespace
 from ...primitives.options import NO_TRANSFER, Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
 from ...primitives.tokens import PrimitiveIds
@@ -23,43 +23,14 @@ from ...store.totals import append_stats
 from ..metadata import HypicMetadata, LoadCount, WorkerReport
 from ..orders import NIXL, OUTDATED, DeclineRecord, OrderQueue
 from ..stats import HypicCounters
+from .admission import Admission, ComposedRequest
 from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
-from .directory import Entry, Lookup, Need, SegmentDirectory
+from .directory import Entry, SegmentDirectory
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
-from .queue import PendingQueue
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
 from .worker_view import WorkerView
-
-
-@dataclass
-class _Composed:
-    """A request with records; written by :class:`SchedulerSide` only."""
-
-    plan: PromptPlan
-    wanted: dict[SegmentKey, Need]
-    transfer: Transfer
-    tenant: str
-    priority: int
-    """Its own, or that of a more urgent request that waits for the room that it holds."""
-    acquired: bool = False
-    outdated: bool = False
-    """Planned for a generation that is over."""
-    held: dict[SegmentKey, Entry] = field(default_factory=dict)
-    """The records of ``wanted``, once they are acquired."""
-    fresh: set[SegmentKey] = field(default_factory=set)
-    """Records that this request itself had to have computed."""
-    undecided: set[SegmentKey] = field(default_factory=set)
-    """Records that this request asked the store or other instances for, and that may yet have to be
-    computed."""
-
-    @property
-    def hit_tokens(self) -> int:
-        return sum(s.reused for s in self.plan.segments if s.key not in self.fresh)
-
-    def segment(self, key: SegmentKey) -> CachedSegment:
-        return next(s for s in self.plan.records if s.key == key)
 
 
 class SchedulerSide:
@@ -99,6 +70,7 @@ class SchedulerSide:
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
+        self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         self.arrivals = Arrivals(
             self._orders,
@@ -109,13 +81,6 @@ class SchedulerSide:
         self._deliveries = Deliveries(self._orders)
         self._view = WorkerView(geometry)
         self.counters = HypicCounters()
-        self._composed: dict[str, _Composed] = {}
-        share = config.max_tenant_fraction
-        self._tenant_share = None if share == 1 else self.directory.total.part(share)
-        self._pending = PendingQueue(self._held_share)
-        self._raised: dict[str, int] = {}
-        self._least_urgent = 0
-        """No request that holds room has a larger priority."""
         self._held: set[str] = set()
         self._ended_early = False
         """A request has been given up since the last :meth:`take_unwanted`."""
@@ -137,7 +102,7 @@ class SchedulerSide:
         """
         self.planner.namespace = replace(self.namespace, generation=generation)
         self.retention.reset(self.namespace)
-        for composed in self._composed.values():
+        for composed in self.admission.requests.values():
             composed.outdated = True
 
     def name_weights(self, name: str) -> None:
@@ -164,97 +129,43 @@ class SchedulerSide:
         ``priority``: the smaller, the sooner it gets room; all of a ``tenant``'s requests share its part.
         """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
-        self._composed[request_id] = _Composed(plan, wanted, transfer, tenant, priority)
-        self._pending.add(request_id, tenant, priority)
+        self.admission.add(ComposedRequest(request_id, plan, wanted, transfer, tenant, priority))
         self.counters.requests += 1
         self.counters.segments_queried += len(wanted)
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
         self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments)
 
     def pump(self) -> list[SegmentRequest]:
-        """Pin records for waiting requests in the queue's order, and list the segments to compute.
-
-        Nobody overtakes a request that waits for room, so it cannot starve; one that waits for room in its
-        tenant's share lets other tenants go on.  Every plan fits the empty pool, and the share, so none waits
-        for ever.
-        """
+        """Give waiting requests room, have their missing records fetched or awaited, and list the segments to
+        compute."""
         self._news = False
         self.retention.drop_expired()
         self.arrivals.give_up_late()
         started = self._compute_lost()
-        waited = False
-        for request_id in self._pending.in_turn():
-            composed = self._composed[request_id]
-            if not self._within_share(composed):
-                self._raise_holders(composed.priority, composed.tenant)
-                waited = True
-                continue
-            before = {k: self.directory.lookup(k) for k in composed.wanted}
-            reserved = self.directory.acquire(composed.wanted, composed.tenant)
-            if reserved is None:
-                self._raise_holders(composed.priority)
-                waited = True
-                break
-            self._pending.discard(request_id)
-            composed.acquired = True
-            composed.held = {key: self.directory.get(key) for key in composed.wanted}
-            self._least_urgent = max(self._least_urgent, composed.priority)
-            for entry in composed.held.values():
-                self._raise_computing(entry, composed.priority)
-            self.counters.segments_hit += sum(v is not Lookup.MISS for v in before.values())
-            allowance = self.arrivals.allowance()
-            for entry in reserved:
-                if composed.outdated:
-                    self.directory.discard(entry.key)
-                segment = composed.segment(entry.key)
-                if not composed.outdated and self._start_arrival(
-                    entry, segment, composed.transfer, allowance
-                ):
-                    composed.undecided.add(entry.key)
-                else:
-                    composed.fresh.add(entry.key)
-                    started.append(self._compute(segment, entry, request_id, composed.priority))
+        for composed, reserved in self.admission.admitted():
+            self.counters.segments_hit += len(composed.wanted) - len(reserved)
+            started += self._obtain(composed, reserved)
             self._decline(composed)
             if not composed.undecided:
                 self._count(composed)
-        if waited:
+        if self.admission.waits:
             self.counters.pool_waits += 1
             self.arrivals.give_up_unoffered()
         return started
 
-    def _held_share(self, tenant: str) -> float:
-        return self.directory.held_by(tenant).largest_share(self.directory.total)
-
-    def _within_share(self, composed: _Composed) -> bool:
-        """Whether the request's tenant would have no more than its share with this request's records, too."""
-        if self._tenant_share is None:
-            return True
-        held = self.directory.held_by(composed.tenant)
-        return self._tenant_share.covers(held + self.directory.would_hold(composed.wanted))
-
-    def _raise_computing(self, entry: Entry, priority: int) -> None:
-        """A request of this priority waits for the record."""
-        self._raised.update(dict.fromkeys(self.segment_requests.urge(entry, priority), priority))
-
-    def _raise_holders(self, priority: int, tenant: str | None = None) -> None:
-        """A request of this priority waits for room: who holds some, of ``tenant`` or all, is as urgent from
-        now on."""
-        if priority >= self._least_urgent:
-            return
-        for request_id, composed in self._composed.items():
-            if composed.acquired and composed.priority > priority and tenant in (None, composed.tenant):
-                composed.priority = self._raised[request_id] = priority
-        for entry in self.segment_requests.entries():
-            if tenant in (None, entry.tenant):
-                self._raise_computing(entry, priority)
-        if tenant is None:
-            self._least_urgent = priority
-
-    def take_raised(self) -> dict[str, int]:
-        """New priorities of requests, segment requests among them, that became more urgent since the last
-        call."""
-        raised, self._raised = self._raised, {}
-        return raised
+    def _obtain(self, composed: ComposedRequest, reserved: list[Entry]) -> list[SegmentRequest]:
+        """Have missing records of a request fetched or awaited; the segment requests of the rest."""
+        started, allowance = [], self.arrivals.allowance()
+        for entry in reserved:
+            if composed.outdated:
+                self.directory.discard(entry.key)
+            segment = composed.segment(entry.key)
+            if not composed.outdated and self._start_arrival(entry, segment, composed.transfer, allowance):
+                composed.undecided.add(entry.key)
+            else:
+                composed.fresh.add(entry.key)
+                started.append(self._compute(segment, entry, composed.request_id, composed.priority))
+        return started
 
     def _start_arrival(
         self, entry: Entry, segment: CachedSegment, transfer: Transfer, allowance: Allowance
@@ -268,7 +179,7 @@ class SchedulerSide:
         context = None
         if segment.context is not None:
             # A pin of its own: whoever asked for the segment may be gone before it is computed.
-            context = self._composed[owner].held[segment.context.key]
+            context = self.admission.requests[owner].held[segment.context.key]
             self.directory.pin(context)
         return self.segment_requests.start(SegmentWork(segment, entry, context), owner, priority)
 
@@ -276,13 +187,12 @@ class SchedulerSide:
         """Compute lost records for which a request still waits, and give the places of the others back."""
         started = []
         for entry in self.segment_requests.take_lost():
-            owners = {r: c for r, c in self._composed.items() if c.held.get(entry.key) is entry}
+            owners = [c for c in self.admission.requests.values() if c.held.get(entry.key) is entry]
             followers = self.segment_requests.behind(entry)
-            waiting = [c.priority for c in owners.values()] + [f.priority for f in followers]
+            waiting = [c.priority for c in owners] + [f.priority for f in followers]
             if owners:
-                owner, composed = next(iter(owners.items()))
-                segment = composed.segment(entry.key)
-                started.append(self._compute(segment, entry, owner, min(waiting)))
+                segment = owners[0].segment(entry.key)
+                started.append(self._compute(segment, entry, owners[0].request_id, min(waiting)))
             elif followers:
                 first = followers[0]
                 started.append(self._compute(first.context, entry, first.request_id, min(waiting)))
@@ -290,14 +200,14 @@ class SchedulerSide:
                 self.directory.abort(entry)
         return started
 
-    def _decline(self, composed: _Composed) -> None:
+    def _decline(self, composed: ComposedRequest) -> None:
         """Whoever sends a record that nobody awaits here is told so."""
         if not composed.transfer.remote:
             return
         for key in (composed.transfer.remote & composed.wanted.keys()) - self.arrivals.awaited():
             self._orders.submit(DeclineRecord(key, composed.held[key].slot))
 
-    def _count(self, composed: _Composed) -> None:
+    def _count(self, composed: ComposedRequest) -> None:
         """It is known which of the request's records were reused."""
         self.counters.tokens_reused += composed.hit_tokens
         self.counters.tokens_computed += composed.plan.n_logical - composed.hit_tokens
@@ -321,12 +231,12 @@ class SchedulerSide:
         return request_id in self.segment_requests
 
     def plan_of(self, request_id: str) -> PromptPlan | None:
-        composed = self._composed.get(request_id)
+        composed = self.admission.requests.get(request_id)
         return None if composed is None else composed.plan
 
     def hit_tokens(self, request_id: str) -> int:
         """Prompt tokens read from records that the request did not have to have computed."""
-        composed = self._composed.get(request_id)
+        composed = self.admission.requests.get(request_id)
         return 0 if composed is None else composed.hit_tokens
 
     def ready(self, request_id: str) -> bool:
@@ -342,7 +252,7 @@ class SchedulerSide:
 
     def resident(self, request_id: str) -> bool:
         """Whether every record that the request reads is resident (requests without records: always)."""
-        composed = self._composed.get(request_id)
+        composed = self.admission.requests.get(request_id)
         if composed is None:
             work = self.segment_requests.work_of(request_id)
             return work is None or work.context is None or work.context.resident
@@ -354,7 +264,7 @@ class SchedulerSide:
 
         The first call after they are resident starts the delivery.
         """
-        composed = self._composed.get(request_id)
+        composed = self.admission.requests.get(request_id)
         if composed is None:
             return True
         if not self.resident(request_id):
@@ -377,7 +287,7 @@ class SchedulerSide:
     def stream_plan(self, request_id: str) -> StreamPlan | None:
         """The worker's view of a request that is about to run and reads records: a composed one, or a segment
         request with a context."""
-        composed = self._composed.get(request_id)
+        composed = self.admission.requests.get(request_id)
         if composed is not None:
             return self._view.stream(composed.plan, composed.held)
         work = self.segment_requests.work_of(request_id)
@@ -403,13 +313,11 @@ class SchedulerSide:
             elif self.directory.abort(work.entry):
                 self.segment_requests.compute_later(work.entry)
             return
-        composed = self._composed.pop(request_id, None)
+        composed = self.admission.end(request_id)
         if composed is not None:
-            self._pending.discard(request_id)
             self._deliveries.forget(request_id)
-            self.directory.release(composed.held.values())
             if composed.undecided:
-                held = (entry for c in self._composed.values() for entry in c.held.values())
+                held = (entry for c in self.admission.requests.values() for entry in c.held.values())
                 self.arrivals.give_up_unwanted({entry.serial for entry in held})
 
     def take_unwanted(self) -> list[str]:
@@ -418,7 +326,7 @@ class SchedulerSide:
         if not self._ended_early:
             return []
         self._ended_early = False
-        return self.segment_requests.unwanted({k for r in self._pending for k in self._composed[r].wanted})
+        return self.segment_requests.unwanted(self.admission.pending_keys())
 
     # -- the worker ----------------------------------------------------------------------------
 
@@ -472,7 +380,7 @@ class SchedulerSide:
     def _decide(self, entry: Entry, *, found: bool) -> None:
         """It is known whether a record that requests asked for must be computed."""
         key = entry.key
-        for composed in self._composed.values():
+        for composed in self.admission.requests.values():
             if key in composed.undecided and composed.held[key] is entry:
                 composed.undecided.discard(key)
                 self.counters.segments_hit += found
@@ -496,5 +404,5 @@ class SchedulerSide:
         counters.pool_bytes_capacity = self.geometry.nbytes
         counters.records = len(directory)
         counters.pinned = directory.pinned
-        counters.waiting = sum(not self.resident(r) for r in self._composed)
+        counters.waiting = sum(not self.resident(r) for r in self.admission.requests)
         return counters

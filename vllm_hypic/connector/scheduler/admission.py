@@ -1,0 +1,144 @@
+"""Who holds room in the pool, who waits for it, and who must hurry for them.  The scheduler's thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...primitives.keys import SegmentKey
+from ...primitives.options import Transfer
+from ...primitives.plan import CachedSegment, PromptPlan
+from .directory import Entry, Need, SegmentDirectory
+from .queue import PendingQueue
+from .segment_requests import SegmentRequests
+
+
+@dataclass
+class ComposedRequest:
+    """A request with records; written by the scheduler side and its :class:`Admission` only."""
+
+    request_id: str
+    plan: PromptPlan
+    wanted: dict[SegmentKey, Need]
+    transfer: Transfer
+    tenant: str
+    priority: int
+    """Its own, or that of a more urgent request that waits for the room that it holds."""
+    acquired: bool = False
+    outdated: bool = False
+    """Planned for a generation that is over."""
+    held: dict[SegmentKey, Entry] = field(default_factory=dict)
+    """The records of ``wanted``, once they are acquired."""
+    fresh: set[SegmentKey] = field(default_factory=set)
+    """Records that this request itself had to have computed."""
+    undecided: set[SegmentKey] = field(default_factory=set)
+    """Records that this request asked the store or other instances for, and that may yet have to be
+    computed."""
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(s.reused for s in self.plan.segments if s.key not in self.fresh)
+
+    def segment(self, key: SegmentKey) -> CachedSegment:
+        return next(s for s in self.plan.records if s.key == key)
+
+
+class Admission:
+    """The composed requests of one engine that have not ended.
+
+    Each waits until it is given room for all its records at once, and holds that until it ends.
+    ``max_tenant_fraction``: of the pool, for a tenant's requests together.
+    """
+
+    def __init__(
+        self, directory: SegmentDirectory, segment_requests: SegmentRequests, max_tenant_fraction: float
+    ) -> None:
+        self._directory, self._segment_requests = directory, segment_requests
+        unlimited = max_tenant_fraction == 1
+        self._tenant_share = None if unlimited else directory.total.part(max_tenant_fraction)
+        self.requests: dict[str, ComposedRequest] = {}
+        self._pending = PendingQueue(self._held_share)
+        self.waits = False
+        """Whether a request found no room when :meth:`admitted` was last gone through."""
+        self._raised: dict[str, int] = {}
+        self._least_urgent = 0
+        """No request that holds room has a larger priority."""
+
+    def add(self, request: ComposedRequest) -> None:
+        """A request has come, and waits for room."""
+        self.requests[request.request_id] = request
+        self._pending.add(request.request_id, request.tenant, request.priority)
+
+    def end(self, request_id: str) -> ComposedRequest | None:
+        """Forget a request, and unpin its records; ``None`` when it was none of ours."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._pending.discard(request_id)
+            self._directory.release(request.held.values())
+        return request
+
+    def pending_keys(self) -> set[SegmentKey]:
+        """Of the records that requests without room want."""
+        return {key for request_id in self._pending for key in self.requests[request_id].wanted}
+
+    def admitted(self) -> Iterator[tuple[ComposedRequest, list[Entry]]]:
+        """Pin the records of waiting requests in the queue's order: who got room now, and the entries that
+        are newly reserved for it.
+
+        Nobody overtakes a request that waits for room, so it cannot starve; one that waits for room in its
+        tenant's share lets other tenants go on.  Every plan fits the empty pool, and the share, so none waits
+        for ever.
+        """
+        self.waits = False
+        for request_id in self._pending.in_turn():
+            request = self.requests[request_id]
+            if not self._within_share(request):
+                self._raise_holders(request.priority, request.tenant)
+                self.waits = True
+                continue
+            reserved = self._directory.acquire(request.wanted, request.tenant)
+            if reserved is None:
+                self._raise_holders(request.priority)
+                self.waits = True
+                break
+            self._pending.discard(request_id)
+            request.acquired = True
+            request.held = {key: self._directory.get(key) for key in request.wanted}
+            self._least_urgent = max(self._least_urgent, request.priority)
+            for entry in request.held.values():
+                self._raise_computing(entry, request.priority)
+            yield request, reserved
+
+    def _held_share(self, tenant: str) -> float:
+        return self._directory.held_by(tenant).largest_share(self._directory.total)
+
+    def _within_share(self, request: ComposedRequest) -> bool:
+        """Whether the request's tenant would have no more than its share with this request's records, too."""
+        if self._tenant_share is None:
+            return True
+        held = self._directory.held_by(request.tenant)
+        return self._tenant_share.covers(held + self._directory.would_hold(request.wanted))
+
+    def _raise_computing(self, entry: Entry, priority: int) -> None:
+        """A request of this priority waits for the record."""
+        self._raised.update(dict.fromkeys(self._segment_requests.urge(entry, priority), priority))
+
+    def _raise_holders(self, priority: int, tenant: str | None = None) -> None:
+        """A request of this priority waits for room: who holds some, of ``tenant`` or all, is as urgent from
+        now on."""
+        if priority >= self._least_urgent:
+            return
+        for request in self.requests.values():
+            if request.acquired and request.priority > priority and tenant in (None, request.tenant):
+                request.priority = self._raised[request.request_id] = priority
+        for entry in self._segment_requests.entries():
+            if tenant in (None, entry.tenant):
+                self._raise_computing(entry, priority)
+        if tenant is None:
+            self._least_urgent = priority
+
+    def take_raised(self) -> dict[str, int]:
+        """New priorities of requests, segment requests among them, that became more urgent since the last
+        call."""
+        raised, self._raised = self._raised, {}
+        return raised
