@@ -1,0 +1,74 @@
+"""Real router and servers whose text is literal: parts cut prompts and chats, what documents say does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import httpx
+import pytest
+
+from vllm_hypic.demo.single import make_tasks
+from vllm_hypic.harness.cluster import Cluster, Setup
+from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.serving import Server
+from vllm_hypic.primitives.tokens import PrimitiveTexts
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+SEP_PART = {"type": "hypic_sep"}
+LANDED = "vllm:hypic_segments_landed_total"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    setup = Setup(
+        EXAMPLE / "model",
+        workers=1,
+        cache_bytes=1 << 26,
+        pool_bytes=1 << 26,
+        hypic={"tokens": {"literal": True}},
+        options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
+    )
+    with Cluster(setup) as running:
+        yield running
+
+
+def ask(server: Server, path: str, body: dict[str, Any], salt: str) -> dict[str, Any]:
+    body = {"temperature": 0, "max_tokens": 8, "cache_salt": salt, **body}
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120).raise_for_status().json()
+
+
+def separated(*texts: str) -> list[dict[str, str]]:
+    return list(chain.from_iterable((SEP_PART, {"type": "text", "text": text}) for text in texts))[1:]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_parts_have_segments_computed_by_workers(cluster: Cluster, path: str) -> None:
+    [combine] = cluster.combines
+    [task] = make_tasks(23, 1, 4, 128)
+    # Two of its documents say what cuts other servers' prompts.
+    documents = [f"{d} {PrimitiveTexts().sep}" for d in task.documents[:2]] + list(task.documents[2:])
+    if path == "completions":
+        body = {"prompt": separated(f"<bos> <sys> {task.system}", *documents, task.question)}
+    else:
+        content = [SEP_PART, *separated(*documents, task.question)]
+        body = {
+            "messages": [{"role": "system", "content": task.system}, {"role": "user", "content": content}]
+        }
+    alone = ask(combine, path, body, f"{path} alone")
+    before = combine.metrics().get(LANDED, 0)
+    routed = ask(cluster.router, path, body, f"{path} routed")
+    assert combine.metrics()[LANDED] - before >= len(documents), "they came from the worker"
+    assert routed["choices"] == alone["choices"]
+    assert routed["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+
+
+def test_text_alone_cuts_nothing(cluster: Cluster) -> None:
+    [combine] = cluster.combines
+    [task] = make_tasks(24, 1, 4, 128)
+    body = {"prompt": PrimitiveTexts().sep.join([task.system, *task.documents, task.question])}
+    before = combine.metrics().get(LANDED, 0)
+    routed, alone = (ask(server, "completions", body, "text") for server in (cluster.router, combine))
+    assert routed["choices"] == alone["choices"]
+    assert combine.metrics().get(LANDED, 0) == before
