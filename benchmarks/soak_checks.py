@@ -63,6 +63,8 @@ class Failure:
 
 CUT_OFF = "finish_reason: abort"
 """Message of an answer that the server ended itself."""
+GIVEN_UP = "finish reason 'abort'"
+"""In the message of a command of the cache API that it ended."""
 
 
 def excuse(failure: Failure, faults: Iterable[Fault]) -> str | None:
@@ -71,7 +73,7 @@ def excuse(failure: Failure, faults: Iterable[Fault]) -> str | None:
     def during(*kinds: FaultKind) -> bool:
         return any(f.kind in kinds and f.overlaps(failure.begin_s, failure.end_s) for f in faults)
 
-    if CUT_OFF in failure.message and during(FaultKind.PAUSE_ABORT):
+    if (CUT_OFF in failure.message or GIVEN_UP in failure.message) and during(FaultKind.PAUSE_ABORT):
         return "ended by /pause?mode=abort"
     if failure.kind != "cache API":
         return None

@@ -18,8 +18,9 @@ from vllm_hypic.harness.cluster import Cluster
 from .services import RedisServer
 
 WATCHED, RESET = 0, 1
-"""Combine nodes.  The first one's records keep their names, so that workers compute its segments all the
-time; the second one's caches are reset with ``reset_external``, after which it takes no records of others."""
+"""Combine nodes.  The first one is told after each reset that its weights are those it was started with, so
+that workers compute its segments all the time; the second one is told nothing, and takes no records of others
+after its first reset."""
 
 
 class FaultKind(StrEnum):
@@ -162,6 +163,9 @@ class Breaker:
         await self._post(planned, f"/pause?mode={PAUSE_MODES[planned.kind]}")
         await asyncio.sleep(1.5)
         await self._post(planned, "/resume")
+        if planned.target == WATCHED:
+            url = f"{self.cluster.combines[WATCHED].url}/v1/hypic/weights"
+            (await self.http.put(url, json={"name": ""})).raise_for_status()
 
     async def _reset(self, planned: Planned) -> None:
         everything = planned.kind is FaultKind.RESET_ALL
