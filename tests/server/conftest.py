@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from one_process import ONE_PROCESS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from vllm_hypic.connector.stats import COUNTERS, GAUGES
 from vllm_hypic.demo.single import make_tasks
@@ -136,6 +139,43 @@ def server(_server: Server) -> Iterator[Server]:
 @pytest.fixture
 def client(server: Server) -> Client:
     return Client(server)
+
+
+@pytest.fixture(scope="package")
+def byte_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model's weights with a tokenizer that knows all text, byte by byte: its answers are noise."""
+    folder = tmp_path_factory.mktemp("bytes")
+    shutil.copytree(EXAMPLE / "model", folder / "model")
+    save_byte_tokenizer(folder / "model")
+    message = "<bos>{{ m.role }}\n{{ m.content }}<eos>"
+    template = "{% for m in messages %}" + message + "{% endfor %}<bos>assistant\n"
+    (folder / "template.jinja").write_text(template)
+    with Server(
+        folder / "model",
+        *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "256M"),
+        *("--max-model-len", "4096", "--enable-prompt-tokens-details"),
+        *("--chat-template", str(folder / "template.jinja")),
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+        env=ENV | ONE_PROCESS,
+        log=folder / "server.log",
+    ) as server:
+        yield server
+
+
+def save_byte_tokenizer(model: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<bos>", "<eos>", "<pad>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+    fast.save_pretrained(model)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**config, **ids}))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

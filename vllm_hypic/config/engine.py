@@ -14,6 +14,7 @@ from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 from .gate import GateConfig
 from .schema import Allowed, ConfigSection, Natural, Number, Positive, options
 from .segment_parallel import SegmentParallelConfig
+from .segmenting import SegmentingConfig
 from .store import StoreConfig
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class HypicConfig(ConfigSection):
     for one of them to end, and lets those of other tenants go on.  A tenant pins no more, either."""
     max_tenant_segments: Positive = 10_000
     """Compiled segments that one tenant may have."""
+    segment: SegmentingConfig = field(default_factory=SegmentingConfig)
+    """How segments of prompts without separators are found: see :class:`.segmenting.SegmentingConfig`."""
     segment_parallel: SegmentParallelConfig | None = None
     """Where records of other instances are received, and who may send them: see
     :class:`.segment_parallel.SegmentParallelConfig`; ``None``: this engine neither takes nor gives any."""

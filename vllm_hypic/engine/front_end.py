@@ -8,7 +8,14 @@ from vllm.exceptions import VLLMValidationError
 
 from ..cache_api.commands import COMMAND, is_command
 from ..config.engine import CONNECTOR, config_of
-from ..primitives.options import PUSH_TO, link_of_request, transfer_of_request
+from ..primitives.options import (
+    PUSH_TO,
+    SEGMENTS,
+    link_of_request,
+    segment_mode_of_request,
+    spans_of_request,
+    transfer_of_request,
+)
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.tokens import PrimitiveIds
 from ..segment_parallel.permits import Permits, Subject
@@ -37,6 +44,12 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     parallel = config.segment_parallel
     try:
         method = link_of_request(extra, config.link_defaults)
+        spans = spans_of_request(extra, len(request.prompt_token_ids or ()))
+        mode = segment_mode_of_request(extra, config.segment.mode)
+        if mode != "off" and vllm_config.model_config.skip_tokenizer_init:
+            raise LinkError(
+                f"segments by {mode!r} are found in text, and skip_tokenizer_init leaves that out"
+            )
         if parallel is not None:
             Permits.read(parallel.secret_file).check(extra or {}, _subject(request))
         transfer = transfer_of_request(
@@ -57,10 +70,13 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     primitives = _primitive_ids(vllm_config)
     if transfer.push_to is not None and not (ids and ids[-1] == primitives.sep):
         raise RequestRefused(f"{PUSH_TO}: expected a prompt that ends in a separator, so only warms segments")
-    if ids is None or not primitives.contains(ids):
+    if ids is None or not (spans or primitives.contains(ids)):
         return
-    if reason := _refusal(request, primitives):
-        raise RequestRefused(f"prompts with segment separators: {reason}")
+    if spans and primitives.contains(ids):
+        raise RequestRefused(f"{SEGMENTS}: the prompt has separators or other primitives of its own")
+    if reason := refusal(request, primitives):
+        what = SEGMENTS if spans else "prompts with segment separators"
+        raise RequestRefused(f"{what}: {reason}")
 
 
 def _without_command(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -79,7 +95,8 @@ def _subject(request: EngineCoreRequest) -> Subject:
     )
 
 
-def _refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
+def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
+    """What the request asks for that prompts with segments do not get, or ``None``."""
     params = request.sampling_params
     if params is None:
         return "pooling requests are not supported"

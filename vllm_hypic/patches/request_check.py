@@ -1,4 +1,5 @@
-"""Patch: prompts with primitives are checked in the front end, where a bad one becomes HTTP 400.
+"""Patch: prompts with segments are checked in the front end, where a bad one becomes HTTP 400; where there
+are no separators, their segments are found.
 
 Target: ``vllm.v1.engine.input_processor.InputProcessor.process_inputs``.
 Why: the engine core has no way to refuse one request with a message.
@@ -26,8 +27,12 @@ def apply() -> None:
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
         request = stock(self, *args, **kwargs)
         from ..engine.front_end import check_request
+        from ..engine.segments import SegmentFinder
 
         check_request(request, self.vllm_config)
+        if not hasattr(self, "_hypic_finder"):
+            self._hypic_finder = SegmentFinder(self.vllm_config)
+        self._hypic_finder.find(request)
         return request
 
     process_inputs._hypic = True  # type: ignore[attr-defined]

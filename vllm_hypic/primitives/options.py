@@ -14,11 +14,14 @@ from typing import Any
 
 from .keys import SegmentKey
 from .policies import LinkError, LinkMethod, parse_link
+from .segmenter import Spans
 
 LINK = "hypic_link"
 SEAM = "hypic_seam_tokens"
 CONTEXT = "hypic_context"
 ISLANDS = "hypic_islands"
+SEGMENT = "hypic_segment"
+SEGMENTS = "hypic_segments"
 PUSH_TO = "hypic_push_to"
 PUSH_DEADLINE = "hypic_push_deadline_s"
 REMOTE = "hypic_remote"
@@ -27,13 +30,15 @@ PERMIT = "hypic_permit"
 PREFIX = "hypic_"
 TRANSFER = (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
 """What only routers may send, with a permit (``segment_parallel/permits.py``)."""
-KNOWN = (LINK, SEAM, CONTEXT, ISLANDS, *TRANSFER, PERMIT)
+KNOWN = (LINK, SEAM, CONTEXT, ISLANDS, SEGMENT, SEGMENTS, *TRANSFER, PERMIT)
+SEGMENT_MODES = ("off", "text", "cdc")
 
 TIER = "tier:"
 """Prefix of a destination that is a tier; its identity follows."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_REMOTE = 4096
+_MAX_SEGMENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,39 @@ def link_of_request(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults
         extra.get(CONTEXT, defaults.context),
         extra.get(ISLANDS, defaults.islands),
     )
+
+
+def segment_mode_of_request(extra_args: Mapping[str, Any] | None, default: str) -> str:
+    """How segments of the request are found where it has no separators.  Raises :class:`LinkError`."""
+    mode = (extra_args or {}).get(SEGMENT, default)
+    if mode not in SEGMENT_MODES:
+        raise LinkError(f"{SEGMENT}={mode!r}: expected one of {', '.join(SEGMENT_MODES)}")
+    return mode
+
+
+def spans_of_request(extra_args: Mapping[str, Any] | None, n_tokens: int) -> Spans | None:
+    """The segments that the request names by the places of their tokens; ``None``: it names none.
+
+    Raises :class:`LinkError`.
+    """
+    given = (extra_args or {}).get(SEGMENTS)
+    if given is None:
+        return None
+    whole = isinstance(given, (list, tuple)) and all(type(i) is int for i in given)
+    if not whole or len(given) % 2 or len(given) > 2 * _MAX_SEGMENTS:
+        raise LinkError(
+            f"{SEGMENTS}: expected a list of at most {_MAX_SEGMENTS} times two token indices, start and stop"
+        )
+    spans = tuple(zip(given[::2], given[1::2], strict=True))
+    before = 0
+    for start, stop in spans:
+        if not before <= start < stop <= n_tokens:
+            raise LinkError(
+                f"{SEGMENTS}: [{start}, {stop}] after {before}: expected segments of at least one token, in "
+                f"order, within the prompt's {n_tokens} tokens"
+            )
+        before = stop
+    return spans
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
+from .segmenter import Spans
 from .tokens import PrimitiveIds
 
 
@@ -63,6 +64,22 @@ def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds) -> ParsedPrompt:
         elif dependent_from is None:
             dependent_from = len(tokens)
     return ParsedPrompt(tuple(pieces), position, bool(marks))
+
+
+def cut_prompt(ids: Sequence[int], spans: Spans) -> ParsedPrompt:
+    """Cut ``ids``, which have no primitives, at segments ``[start, stop)``, in order.
+
+    Before the first lies the leading segment; what lies behind one and before the next is computed in the
+    stream; behind the last comes the query.
+    """
+    ids = tuple(ids)
+    starts = [start for start, _ in spans]
+    pieces = [Piece(ids[: starts[0]], range(starts[0]), starts[0])]
+    for (start, stop), end in zip(spans, [*starts[1:], spans[-1][1]], strict=True):
+        pieces.append(Piece(ids[start:end], range(start, end), stop - start))
+    rest = ids[spans[-1][1] :]
+    pieces.append(Piece(rest, range(len(ids) - len(rest), len(ids)), len(rest)))
+    return ParsedPrompt(tuple(pieces), len(ids), has_primitives=False)
 
 
 def _where(ids: list[int], primitives: PrimitiveIds) -> list[int]:

@@ -30,7 +30,7 @@ KEPT_TOKENS = 1 << 19
 _BEFORE_SPACE = ".!?…؟۔։"  # noqa: RUF001
 _ANYWHERE = "。！？｡।॥።။។"  # noqa: RUF001
 _CLOSING = "\"'”’»)\\]}*_`）」』】"  # noqa: RUF001
-_SENTENCE = re.compile(
+SENTENCE = re.compile(
     # Points in 3.14 and os.path end nothing. A row of points is looked at once: from its first one.
     rf"(?:(?<![{_BEFORE_SPACE}])[{_BEFORE_SPACE}]++[{_CLOSING}]*+(?=\s|\Z)|[{_ANYWHERE}]+[{_CLOSING}]*)\s*"
     r"|\n[^\S\n]*\n\s*"
@@ -49,7 +49,7 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
     (``""`` says that it goes on); else anywhere.  A segment without tokens has no windows.
     """
     text, at = "".join(texts), [0, *accumulate(map(len, texts))]
-    sentences, lines = _places(_SENTENCE, text, texts, at), _places(_LINE, text, texts, at)
+    sentences, lines = _places(SENTENCE, text, texts, at), _places(_LINE, text, texts, at)
     found: list[tuple[int, int]] = []
     begin = 0
     while len(texts) - begin > MAX_WINDOW:

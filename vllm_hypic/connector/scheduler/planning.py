@@ -12,8 +12,8 @@ from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
 from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
-from ...primitives.options import Transfer, link_of_request, transfer_of_request
-from ...primitives.pieces import parse_prompt
+from ...primitives.options import Transfer, link_of_request, spans_of_request, transfer_of_request
+from ...primitives.pieces import cut_prompt, parse_prompt
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
 from ...primitives.policies import LinkError, ModelTraits
 from ...primitives.tokens import PrimitiveIds
@@ -107,18 +107,22 @@ class Planner:
         return ModelTraits(has_linear=bool(geometry.linear), has_attention=bool(geometry.attention))
 
     def plan(self, request: PlanRequest) -> PromptPlan | None:
-        """Plan a request; ``None`` when it has no primitives.  Changes nothing.
+        """Plan a request; ``None`` when it has no primitives and no segments.  Changes nothing.
 
         Raises ``LinkError`` or ``PromptError`` when it asks for something impossible.
         """
-        if not self.ids.contains(request.token_ids):
-            return None
         config = self._config
         method = link_of_request(request.extra_args, config.link_defaults)
+        if self.ids.contains(request.token_ids):
+            prompt = parse_prompt(request.token_ids, self.ids)
+        elif method.reuse and (spans := spans_of_request(request.extra_args, len(request.token_ids))):
+            prompt = cut_prompt(request.token_ids, spans)
+        else:
+            return None
         if reason := method.refused_by(self.traits):
             raise LinkError(reason)
         return build_plan(
-            parse_prompt(request.token_ids, self.ids),
+            prompt,
             method,
             self.namespace.scoped(salt=request.salt, lora=request.lora),
             self._limits(self._unkept),

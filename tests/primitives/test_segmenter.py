@@ -1,0 +1,223 @@
+"""Segments of prompts without separators: the same for a text wherever it stands, with all tokenizers."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import re2
+from transformers import AutoTokenizer
+
+from vllm_hypic.primitives.chunks import chosen
+from vllm_hypic.primitives.messages import messages_of
+from vllm_hypic.primitives.places import PRESETS, Place
+from vllm_hypic.primitives.segmenter import Segmenter
+from vllm_hypic.primitives.token_texts import TokenTexts
+
+from .conftest import CHAT_TEMPLATE, CHAT_TOKENS
+
+USED = [
+    "gpt2",
+    "gpt2-prefix-space",
+    "qwen",
+    "llama3",
+    "llama-legacy",
+    "metaspace-first",
+    "metaspace-never",
+]
+WORDS = "fox dog lazy quick document capital river France Paris Seine brown question 12345 naïve".split()  # noqa: SIM905
+
+
+def prose(seed: object, words: int) -> str:
+    rng = random.Random(f"prose {seed}")
+    out = []
+    while sum(map(len, out)) < words:
+        out.append([rng.choice(WORDS) for _ in range(rng.randrange(4, 14))])
+    return " ".join(" ".join(sentence).capitalize() + "." for sentence in out)
+
+
+class Chat:
+    """A tokenizer with a chat template and a segmenter for it."""
+
+    def __init__(self, path: Path, patterns: tuple[str, ...], **options: int) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer.add_special_tokens({"extra_special_tokens": CHAT_TOKENS})
+        self.tokenizer.chat_template = CHAT_TEMPLATE
+        self.texts = TokenTexts(self.tokenizer).of
+        self.special = set(self.tokenizer.all_special_ids)
+        options = {"min_tokens": 32, "mean_tokens": 256, "query_tokens": 16, "max_segments": 64} | options
+        self.segmenter = Segmenter(
+            self.texts, self.special, [re2.compile(PRESETS.get(p, p)) for p in patterns], **options
+        )
+
+    def ids(self, *messages: tuple[str, str]) -> list[int]:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def segments(self, ids: list[int], mode: str = "text") -> list[tuple[int, ...]]:
+        spans = self.segmenter.spans(ids, mode)
+        in_order = [0, *(place for span in spans for place in span), len(ids)]
+        assert all(a <= b for a, b in pairwise(in_order))
+        return [tuple(ids[start:stop]) for start, stop in spans]
+
+
+@pytest.fixture(params=USED)
+def chat(request: pytest.FixtureRequest, tokenizer_dirs) -> Chat:
+    return Chat(tokenizer_dirs[request.param], ("blank-lines", "documents"))
+
+
+@pytest.mark.parametrize("ends", ["", ".", " (end)", "\n", "  \n"])
+def test_documents_have_the_same_segments_in_every_order(chat: Chat, ends: str) -> None:
+    documents = [prose(i, 60) + ends for i in range(5)]
+    question = ("user", "What is the capital of France?")
+    found = []
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 4, 3, 2, 0]):
+        text = "\n\n".join(documents[i] for i in order)
+        ids = chat.ids(("system", "You answer briefly."), ("user", text), question)
+        segments = chat.segments(ids)
+        assert len(segments) == 5
+        found.append({segments[place] for place, _ in enumerate(order)})
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_is_asked_is_in_no_segment(chat: Chat) -> None:
+    text = "\n\n".join(prose(i, 60) for i in range(3))
+    last = chat.ids(("user", text))
+    spans = chat.segmenter.spans(last, "text")
+    answer = len(chat.ids(("user", text))) - spans[-1][1]
+    assert answer >= 16, "the last message may end in the question"
+
+
+def test_a_system_message_leads(chat: Chat) -> None:
+    """It is cached as it stands: exact."""
+    system = ("system", prose("system", 80))
+    user = ("user", f"{prose(1, 60)}\n\n{prose(2, 60)}\n\nWhy?")
+    ids = chat.ids(system, user)
+    [(first, _), _] = chat.segmenter.spans(ids, "text")
+    before = "".join(chat.texts(ids[:first]))
+    assert before.rstrip().endswith("user") and system[1] in before
+
+
+def test_documents_in_a_system_message_are_segments_behind_its_first_paragraph(chat: Chat) -> None:
+    documents = [prose(i, 60) for i in range(3)]
+    found = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        context = "\n\n".join(["Answer from this context:", *(documents[i] for i in order)])
+        found.append(set(chat.segments(chat.ids(("system", context), ("user", "Why?")))))
+    assert len(found[0]) == 3 and found[0] == found[1]
+
+
+def test_the_turns_of_a_chat_stay_what_they_are(chat: Chat) -> None:
+    turns = [("user" if i % 2 == 0 else "assistant", prose(f"turn {i}", 60)) for i in range(5)]
+    shorter = chat.segments(chat.ids(*turns[:3]))
+    longer = chat.segments(chat.ids(*turns))
+    assert len(shorter) == 3 and len(longer) == 5
+    assert longer[:2] == shorter[:2]
+
+
+def test_an_answer_that_the_template_begins_does_not_hide_the_question(chat: Chat) -> None:
+    chat.tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n", "assistant\nLet me think now:\n\n")
+    text = f"{prose(1, 60)} And what is the capital?"
+    ids = chat.ids(("user", text))
+    stop = chat.segmenter.spans(ids, "text")[-1][1]
+    assert "capital?" in "".join(chat.texts(ids[stop:]))
+    assert "capital?" not in "".join(chat.texts(ids[:stop]))
+
+
+def test_tags_around_documents_are_in_no_segment(chat: Chat) -> None:
+    documents = [prose(i, 60) for i in range(4)]
+    found = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        tagged = [f'<document index="{n}">\n{documents[i]}\n</document>' for n, i in enumerate(order)]
+        found.append(set(chat.segments(chat.ids(("user", "\n".join([*tagged, "Why?"]))))))
+    assert len(found[0]) == 4 and found[0] == found[1]
+
+
+def test_tools_are_segments(tokenizer_dirs) -> None:
+    chat = Chat(tokenizer_dirs["qwen"], ("json-lines",))
+    tools = [f'{{"name": "tool{i}", "description": "{prose(i, 50)}"}}' for i in range(6)]
+
+    def system(*order: int) -> tuple[str, str]:
+        return "system", "\n".join(["# Tools", "<tools>", *(tools[i] for i in order), "</tools>"])
+
+    whole, moved = (
+        set(chat.segments(chat.ids(system(*o), ("user", "Why?")))) for o in (range(6), (5, 0, 3, 2))
+    )
+    assert len(whole) == 6 and len(moved) == 4 and moved < whole
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama-legacy"])
+def test_an_edit_moves_no_cut_far_from_it(tokenizer_dirs, kind: str) -> None:
+    chat = Chat(tokenizer_dirs[kind], (), mean_tokens=1024)
+    paragraphs = [prose(i, 40) for i in range(150)]
+    whole = chat.segments(chat.ids(("user", "\n".join(paragraphs))), "cdc")
+    lengths = [len(s) for s in whole]
+    assert len(whole) > 10 and min(lengths[1:-1]) >= 512 - 8
+    assert 700 < sum(lengths) / len(lengths) < 1500
+    for at in range(20, 130, 5):
+        for new in ([prose("new", 40)], [], [prose("a", 30), paragraphs[at], prose("b", 30)]):
+            edited = paragraphs[:at] + new + paragraphs[at + 1 :]
+            segments = chat.segments(chat.ids(("user", "\n".join(edited))), "cdc")
+            assert len(set(segments) - set(whole)) <= 2
+
+
+def test_choice_of_places_is_that_of_the_plain_words() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        starts = sorted(rng.sample(range(400), rng.randrange(40)))
+        places = [Place(rng.randrange(2), rng.randrange(20), max(0, s - 1), s) for s in starts]
+        reach = rng.choice([1, 10, 50])
+        expected = []
+        for i, place in enumerate(places):
+            near = [(p.kind, p.sign, j) for j, p in enumerate(places) if abs(p.start - place.start) <= reach]
+            if min(near) == (place.kind, place.sign, i):
+                expected.append(place)
+        assert chosen(places, reach) == expected
+
+
+def test_prompts_without_messages(chat: Chat) -> None:
+    """A text is one message, whose first piece leads."""
+    plain = AutoTokenizer.from_pretrained(chat.tokenizer.name_or_path)
+    text = "\n\n".join(["Answer.", *(prose(i, 60) for i in range(4)), "Why?"])
+    ids = plain.encode(text)
+    spans = chat.segmenter.spans(ids, "text")
+    assert len(spans) == 4 and "Answer." in "".join(chat.texts(ids[: spans[0][0]]))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "a", "\n", "\n\n" * 500, "x" * 5000, "é\n\n" * 300, "\n\n".join("ab" for _ in range(5000))),
+        *("<document>" * 400, "\n\n<document>\n\n" * 200, "<|im_start|>user\n" * 50),
+    ],
+)
+@pytest.mark.parametrize("mode", ["text", "cdc"])
+def test_any_text_is_cut_or_left(chat: Chat, content: str, mode: str) -> None:
+    ids = chat.ids(("system", content), ("user", content))
+    assert len(chat.segments(ids, mode)) <= 64
+
+
+def test_a_prompt_has_no_more_segments_than_it_may(tokenizer_dirs) -> None:
+    chat = Chat(tokenizer_dirs["qwen"], ("blank-lines",), max_segments=3)
+    ids = chat.ids(("user", "\n\n".join(prose(i, 60) for i in range(9))))
+    assert len(chat.segments(ids)) == 3
+
+
+def test_short_prompts_have_none(chat: Chat) -> None:
+    assert chat.segments(chat.ids(("user", "Hello."))) == []
+    assert chat.segmenter.spans([], "text") == ()
+
+
+@pytest.mark.parametrize("kind", USED)
+def test_messages_are_found_behind_headers(tokenizer_dirs, kind: str) -> None:
+    chat = Chat(tokenizer_dirs[kind], ())
+    said = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Me,\nof course."), ("user", "Why?")]
+    ids = chat.ids(*said)
+    texts = chat.texts(ids)
+    found = messages_of(ids, texts, chat.special)
+    assert ["".join(texts[m.start : m.stop]).strip() for m in found] == [text for _, text in said]
+    assert [m.leads for m in found] == [True, False, False, False]
+    assert [m.answers for m in found] == [False, False, True, False]

@@ -1,0 +1,68 @@
+"""Where the messages of a rendered chat stand in its tokens, whatever the template.
+
+Templates write a *header* before each message: special tokens, and a few words in between that name the role,
+often up to the end of the line.  What follows it, up to the next special token, is the message's content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+MAX_HEADER = 16
+"""Tokens between a special token and the end of a header's line."""
+_ROLE = re.compile(r"\s*[\w-]{0,32}\s*")
+"""What a header's line says."""
+ANSWERING = ("assistant", "model")
+ASKING = ("user", "human", "tool", "function", "ipython")
+"""Names of roles in headers."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Tokens ``[start, stop)`` of a message's content, or of a prompt without special tokens."""
+
+    start: int
+    stop: int
+    leads: bool
+    """It begins the prompt, and is a system message or a text: what may be cached as it stands."""
+    answers: bool
+    """It is the model's own, or what it is made to begin its answer with."""
+
+
+def messages_of(ids: Sequence[int], texts: Sequence[str], special: Collection[int]) -> list[Message]:
+    """The contents of ``ids``, which read ``texts``, in order; without the empty ones."""
+    marks = [i for i, token in enumerate(ids) if token in special]
+    if not marks:
+        return [Message(0, len(ids), True, False)] if ids else []
+    found = [Message(0, marks[0], True, False)] if marks[0] else []
+    after = 0
+    for place, mark in enumerate(marks):
+        if mark < after:
+            continue  # inside the header before
+        start = _header_stop(ids, texts, special, mark)
+        after = start
+        stop = next((m for m in marks[place:] if m >= start), len(ids))
+        header = "".join(texts[mark:start])
+        answers = any(role in header for role in ANSWERING)
+        asks = any(role in header for role in ASKING)
+        if stop > start:
+            found.append(Message(start, stop, not (found or answers or asks), answers))
+    return found
+
+
+def _header_stop(ids: Sequence[int], texts: Sequence[str], special: Collection[int], mark: int) -> int:
+    """The token behind the header that begins with the special token ``mark``."""
+    stop = at = mark + 1
+    while at < len(ids) and at - stop < MAX_HEADER:
+        if ids[at] in special:
+            stop = at + 1
+        elif "\n" in texts[at]:
+            if not _ROLE.fullmatch("".join(texts[stop : at + 1])):
+                return stop
+            stop = at + 1
+            if stop == len(ids) or ids[stop] not in special:
+                return stop
+        at += 1
+    return stop

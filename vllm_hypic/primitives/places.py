@@ -1,0 +1,141 @@
+"""Places of a text where a prompt may be cut: patterns of a deployment, or ends of lines and sentences."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+from zlib import crc32
+
+from .windows import SENTENCE
+
+PRESETS = {
+    "blank-lines": r"\n[ \t]*\n\s*",
+    "lines": r"\n\s*",
+    "titles": r"\n()(?:Title|Document|Source|Passage|File)\b[^\n]{0,200}:",
+    "documents": r"(?is)<(?:document|doc|source|context|passage|article|file)\b[^<>]*>(?P<segment>.*?)"
+    r"</(?:document|doc|source|context|passage|article|file)>",
+    "fences": r"(?s)```[^\n`]*\n(?P<segment>.*?)\n```",
+    "json-lines": r"(?m)^\s*(?P<segment>\{\".*\}),?\s*$",
+}
+"""Patterns by name.  A group ``segment`` is a segment as it stands.  Other patterns tell where a piece may
+begin: at the first group, or, where there is none, behind the match."""
+
+_PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
+_LINE = re.compile(r"\n\s*")
+_SPACE = re.compile(r"\s+")
+_FEW_WORDS = 8
+"""One of so many words may be the last of a piece where nothing better is near."""
+_SIGNED = 32
+"""Characters before a place by which it is told from others."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The smaller, the sooner it is chosen: by kind, then by what the text before it says."""
+
+    kind: int
+    sign: int
+    stop: int
+    """The token whose text ends before the place: pieces end before it, as it depends on both sides."""
+    start: int
+    """The first token behind the place."""
+
+
+class Pattern(Protocol):
+    """What is used of ``re`` and ``re2``."""
+
+    @property
+    def groupindex(self) -> Mapping[str, int]: ...
+    @property
+    def groups(self) -> int: ...
+    def finditer(self, text: str, /) -> Iterable[Any]: ...
+
+
+class Marks:
+    """Tokens of a text by characters; ``texts``: those of its tokens (:meth:`.token_texts.TokenTexts.of`)."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.text = "".join(texts)
+        self._texts = texts
+        self._at = [0, *accumulate(map(len, texts))]
+
+    @property
+    def tokens(self) -> int:
+        return len(self._texts)
+
+    def place(self, kind: int, first: int, last: int) -> Place | None:
+        """Characters ``[first, last]`` may begin a piece; ``None``: no token begins there, nor before the
+        space ends that follows."""
+        stop = first
+        while stop > 0 and self.text[stop - 1].isspace():
+            stop -= 1
+        if not stop:
+            return None
+        start = bisect_right(self._at, last) - 1
+        # Behind an empty text a character goes on.
+        while start > 0 and self._at[start] >= first and not self._texts[start - 1]:
+            start -= 1
+        before = bisect_right(self._at, stop - 1) - 1
+        if start >= len(self._texts) or self._at[start] < first or start <= before:
+            return None
+        return Place(kind, crc32(self.text[max(0, stop - _SIGNED) : stop].encode()), before, start)
+
+    def span(self, first: int, stop: int) -> tuple[int, int]:
+        """The tokens of which characters ``[first, stop)`` are the whole text, without the one that the last
+        character which is no space is in."""
+        while stop > first and self.text[stop - 1].isspace():
+            stop -= 1
+        while first < stop and self.text[first].isspace():
+            first += 1
+        return bisect_left(self._at, first), max(0, bisect_left(self._at, stop) - 1)
+
+    def last_word(self) -> int:
+        """The token that the text's last character which is no space is in; 0 where there is none."""
+        stop = len(self.text.rstrip())
+        return bisect_left(self._at, stop) - 1 if stop else 0
+
+
+def marked(marks: Marks, patterns: Sequence[Pattern]) -> list[tuple[int, int]]:
+    """What the patterns' groups ``segment`` say, as token indices, in order and disjoint: of those that
+    overlap the one that begins first, and then the longest."""
+    found = []
+    for pattern in patterns:
+        if "segment" in pattern.groupindex:
+            group = pattern.groupindex["segment"]
+            found += [marks.span(*match.span(group)) for match in pattern.finditer(marks.text)]
+    disjoint: list[tuple[int, int]] = []
+    for start, stop in sorted(found, key=lambda span: (span[0], -span[1])):
+        if start < stop and (not disjoint or start >= disjoint[-1][1]):
+            disjoint.append((start, stop))
+    return disjoint
+
+
+def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
+    """Places where one of the other patterns says that a piece may begin."""
+    for pattern in patterns:
+        if "segment" in pattern.groupindex:
+            continue
+        for match in pattern.finditer(marks.text):
+            if pattern.groups and match.start(1) >= 0:
+                found = marks.place(0, match.start(1), match.start(1))
+            else:
+                found = marks.place(0, match.start(), match.end())
+            if found is not None:
+                yield found
+
+
+def ends(marks: Marks) -> Iterator[Place]:
+    """Ends of paragraphs, lines and sentences, and of some words; the former are the better ones."""
+    for kind, pattern in enumerate((_PARAGRAPH, _LINE, SENTENCE)):
+        for match in pattern.finditer(marks.text):
+            first = match.start() + len(match.group().rstrip())
+            if match.end() > first and (found := marks.place(kind, first, match.end())) is not None:
+                yield found
+    for match in _SPACE.finditer(marks.text):
+        found = marks.place(3, match.start(), match.end())
+        if found is not None and found.sign % _FEW_WORDS == 0:
+            yield found
