@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Protocol
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 from .windows import SENTENCE
@@ -29,12 +28,13 @@ _LINE = re.compile(r"\n\s*")
 _SPACE = re.compile(r"\s+")
 _FEW_WORDS = 8
 """One of so many words may be the last of a piece where nothing better is near."""
+_WORD = 3
+"""Their kind, behind those of paragraphs, lines and sentences."""
 _SIGNED = 32
 """Characters before a place by which it is told from others."""
 
 
-@dataclass(frozen=True, order=True)
-class Place:
+class Place(NamedTuple):
     """The smaller, the sooner it is chosen: by kind, then by what the text before it says."""
 
     kind: int
@@ -67,6 +67,10 @@ class Marks:
     def tokens(self) -> int:
         return len(self._texts)
 
+    def behind(self, start: int) -> Marks:
+        """The same of the tokens from ``start`` on."""
+        return Marks(self._texts[start:])
+
     def place(self, kind: int, first: int, last: int) -> Place | None:
         """Characters ``[first, last]`` may begin a piece; ``None``: no token begins there, nor before the
         space ends that follows."""
@@ -83,6 +87,13 @@ class Marks:
         if start >= len(self._texts) or self._at[start] < first or start <= before:
             return None
         return Place(kind, crc32(self.text[max(0, stop - _SIGNED) : stop].encode()), before, start)
+
+    def words(self, left: int, right: int) -> Iterator[Place]:
+        """Places behind one of :data:`_FEW_WORDS` words of tokens ``[left, right)``."""
+        for match in _SPACE.finditer(self.text, self._at[left], self._at[right]):
+            place = self.place(_WORD, match.start(), match.end())
+            if place is not None and place.sign % _FEW_WORDS == 0:
+                yield place
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
         """The tokens of which characters ``[first, stop)`` are the whole text, without the one that the last
@@ -128,14 +139,17 @@ def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
                 yield found
 
 
-def ends(marks: Marks) -> Iterator[Place]:
-    """Ends of paragraphs, lines and sentences, and of some words; the former are the better ones."""
+def ends(marks: Marks, reach: int) -> list[Place]:
+    """Ends of paragraphs, lines and sentences, and, where there is none for ``reach`` tokens, of some
+    words; the former are the better ones."""
+    found = []
     for kind, pattern in enumerate((_PARAGRAPH, _LINE, SENTENCE)):
         for match in pattern.finditer(marks.text):
             first = match.start() + len(match.group().rstrip())
-            if match.end() > first and (found := marks.place(kind, first, match.end())) is not None:
-                yield found
-    for match in _SPACE.finditer(marks.text):
-        found = marks.place(3, match.start(), match.end())
-        if found is not None and found.sign % _FEW_WORDS == 0:
-            yield found
+            if match.end() > first and (place := marks.place(kind, first, match.end())) is not None:
+                found.append(place)
+    edges = [0, *sorted(place.start for place in found), marks.tokens]
+    for left, right in pairwise(edges):
+        if right - left > reach:
+            found += marks.words(left, right)
+    return found

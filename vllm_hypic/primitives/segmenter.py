@@ -58,7 +58,8 @@ class Segmenter:
     def _pieces(self, marks: Marks, mode: str, *, leads: bool, asks: bool) -> Iterator[tuple[int, int]]:
         """Pieces of one message's content, which ``leads`` the prompt, or ``asks``."""
         if mode == "cdc":
-            segments, cuts = [], chosen(ends(marks), self._mean // 2)
+            reach = self._mean // 2
+            segments, cuts = [], chosen(ends(marks, reach), reach)
         else:
             segments = marked(marks, self._patterns)
             cuts = chosen(matches(marks, self._patterns), self._min)
@@ -72,13 +73,16 @@ class Segmenter:
                 yield left.start, right.stop
         last = max(edges)
         if last.start or not leads:
-            yield last.start, self._end(marks, last.start, asked) if asks else marks.last_word()
+            end = self._end(marks.behind(last.start), asked - last.start) if asks else None
+            yield last.start, marks.last_word() if end is None else last.start + end
 
-    def _end(self, marks: Marks, start: int, asked: int) -> int:
-        """Where the piece from ``start`` ends if the tokens from ``asked`` on are the question: a place that
-        the text chooses, not the question's length."""
-        cuts = [c.stop for c in chosen(ends(marks), self._min) if start < c.start and c.stop <= asked]
-        return max(cuts, default=start)
+    def _end(self, rest: Marks, asked: int) -> int:
+        """Where the piece ends that begins the ``rest`` of a message, if the tokens from ``asked`` on are the
+        question: a place that the text chooses, not the question's length.  0: there is none."""
+        if asked < self._min:
+            return 0
+        cuts = chosen(ends(rest, self._min), self._min)
+        return max((cut.stop for cut in cuts if cut.stop <= asked), default=0)
 
 
 class Edge(NamedTuple):

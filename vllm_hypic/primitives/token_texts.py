@@ -50,7 +50,7 @@ class TokenTexts:
         """
         known = self._known
         texts = [known[token] if token in known else self._learn(token) for token in tokens]
-        if any(REPLACEMENT in text for text in texts):
+        if REPLACEMENT in "".join(texts):
             self._join(tokens, texts)
         return texts
 
