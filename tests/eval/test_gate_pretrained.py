@@ -39,7 +39,7 @@ def gate(model: Path, folder: Path, *, prompts: int) -> tuple[SignOff, str]:
 @pytest.mark.timeout(4800)
 def test_blocks_are_a_no_go(smollm2: Path, tmp_path: Path) -> None:
     """By answers, by first tokens, and by every token of a text."""
-    sign_off, said = gate(smollm2, tmp_path, prompts=30)
+    sign_off, said = gate(smollm2, tmp_path, prompts=60)
     assert {ANSWERS, TEXTS, DISTRIBUTIONS} <= {r.criterion for r in sign_off.judgement.against}
     texts = [r for r in sign_off.judgement.reasons if r.criterion == TEXTS]
     assert [r.says.split(":")[0] for r in texts] == ["in-order", "mixed"]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.config.segmenting import SegmentingConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.eval.gate import startup
 from vllm_hypic.eval.gate.criteria import Limits, judge
@@ -128,9 +129,9 @@ def test_a_folder_in_its_place(tmp_path: Path) -> None:
 def test_every_option_is_told_or_named_neutral() -> None:
     options = {f.name for f in dataclasses.fields(HypicConfig)}
     assert options >= NEUTRAL
-    unused = {"context", "context_file", "islands"}
+    unused = {"context", "context_file", "islands", "segment"}
     assert set(telling(HypicConfig())) == options - NEUTRAL - unused
-    used = HypicConfig(context="text", islands="query-10")
+    used = HypicConfig(context="text", islands="query-10", segment=SegmentingConfig(mode="cdc"))
     assert set(telling(used)) == options - NEUTRAL
 
 

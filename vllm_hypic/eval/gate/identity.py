@@ -21,7 +21,7 @@ NEUTRAL = frozenset(
     {
         *("page_tokens", "pool_bytes", "pool_fraction", "expected_segment_tokens", "expected_live_heads"),
         *("store", "max_pinned_fraction", "max_request_fraction", "max_tenant_fraction"),
-        *("segment_parallel", "tokens", "token_ids", "gate"),
+        *("max_tenant_segments", "segment_parallel", "tokens", "token_ids", "gate"),
     }
 )
 """Options that say where records are and what things are called.  All others are taken to change numbers."""
@@ -124,8 +124,10 @@ def telling(config: HypicConfig) -> dict[str, Any]:
 
 
 def _unused(config: HypicConfig) -> set[str]:
-    """Options of contexts and islands that the link method does not have."""
+    """Options of contexts, islands and found segments that the engine does not have."""
     unused = set()
+    if config.segment.mode == "off":
+        unused.add("segment")
     if config.context == "none":
         unused.add("context")
     if config.context != "text":
