@@ -32,7 +32,7 @@ from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
-from vllm_hypic.pool.plans import CapturePlan, RecordPlace, StreamPlan
+from vllm_hypic.pool.plans import CapturePlan, RecordPlace, Space, StreamPlan
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.options import Transfer
 from vllm_hypic.primitives.plan import CachedSegment, PromptPlan
@@ -257,6 +257,8 @@ class Engine:
     """Of keys that plans had."""
     resets: int = 0
     made: int = 0
+    planned_before_pins: int = 0
+    """Requests that came before the last pin, or the last reset, which renames what is pinned."""
 
     def __post_init__(self) -> None:
         self.start()
@@ -297,6 +299,7 @@ class Engine:
         asked = PlanRequest(tokens, {"hypic_context": prompt.context}, prompt.tenant, None)
         plan = self.side.planner.plan(asked)
         assert plan is not None
+        self._check_room(plan)
         for segment in plan.records:
             self.first[segment.key] = self.side.namespace.renamed(segment.key)
             self.known[self.first[segment.key]] = segment
@@ -315,9 +318,17 @@ class Engine:
             self.side.hold(name)
         self.side.admit(name, plan, transfer, tenant=prompt.tenant, priority=prompt.priority)
 
+    def _check_room(self, plan: PromptPlan) -> None:
+        """The pool holds what a plan wants and what is pinned, which may be away, together."""
+        directory, planner = self.side.directory, self.side.planner
+        records = {s.key: s for s in plan.records}
+        records |= {self.side.namespace.renamed(key): segment for key, segment in self.pins.items()}
+        spaces = [directory.space_for(planner.need(segment)) for segment in records.values()]
+        assert directory.total.covers(sum(spaces, Space())), "planned with the place of pinned records"
+
     def pin(self, key: SegmentKey) -> None:
         """As the registry does it, which remembers pins."""
-        segment = self.known[key]
+        segment, self.planned_before_pins = self.known[key], self.made
         try:
             tokens, leading = len(segment.tokens), segment.role is Role.LEADING
             self.side.retention.pin_record(key, tokens, leading=leading)
@@ -355,8 +366,11 @@ class Engine:
         self.side.finished(name, completed=completed)
 
     def reset(self) -> None:
-        self.resets += 1
+        self.resets, self.planned_before_pins = self.resets + 1, self.made
         self.side.reset(str(self.resets))
+
+    def holds_room(self, request: Request) -> bool:
+        return self.side.admission.requests[f"r{request.came}"].acquired
 
     # -- the engine's loop
 
@@ -424,9 +438,11 @@ class Engine:
     # -- laws
 
     def check(self) -> None:
-        """The books are right: every pin is somebody's."""
+        """The books are right: every pin is somebody's, and nothing of earlier generations is found."""
         side = self.side
         side.directory.check_integrity()
+        for key in side.directory._entries:
+            assert key == side.namespace.renamed(self.first[key]), "an earlier generation's record is found"
         pins: dict[int, int] = {}
         contexts = (work.context for work in side.segment_requests._segments.values())
         held = [e for c in side.admission.requests.values() for e in c.held.values()]
@@ -452,9 +468,12 @@ class Engine:
             self.finish(name, completed=True)
         self.check()
 
-    def audit(self) -> None:
-        """After all requests have ended: nothing is held, awaited or on its way."""
+    def audit(self, steps: int) -> None:
+        """After all requests have ended: within so many steps nothing is held, awaited or on its way."""
         side, requests, admission = self.side, self.side.segment_requests, self.side.admission
+        while steps and (self.queued or self.capturing or side.arrivals):
+            self.work(found=True)
+            steps -= 1
         self.step()
         self.step()
         assert not (self.waiting or self.running or self.queued or self.capturing)

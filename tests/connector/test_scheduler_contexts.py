@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_hypic.connector.scheduler.directory import Lookup
-from vllm_hypic.connector.scheduler.planning import PlanningTexts
+from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 
 from .test_scheduler_side import DOCUMENT, IDS, LEAD, QUERY, admit, side
+from .test_scheduler_store import STORE, fetched, say, step
 
 TEXT = tuple(range(500, 512))
 PROMPT = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
@@ -149,3 +150,22 @@ def test_a_context_that_is_deleted_serves_those_who_hold_it() -> None:
         on.finished(name, completed=True)
     assert (on.directory.pinned, len(on.directory)) == (0, 3)
     on.directory.check_integrity()
+
+
+def test_a_context_hurries_for_who_waits_for_a_segment_that_the_store_did_not_have() -> None:
+    """An urgent request found the segment on its way.  It is computed behind the first one's context, which
+    was deleted: the urgent request's own is another."""
+    on = with_text(store=STORE)
+    plan = on.planner.plan(PlanRequest(PROMPT, None, None, None))
+    assert plan is not None
+    on.admit("patient", plan, priority=5)
+    assert on.pump() == []
+    context, lead, segment = (place.serial for place in fetched(step(on)))
+    say(on, taken=(lead,), missed=(context,))
+    (first,) = on.pump()
+    on.retention.drop_record(plan.contexts[0].key)
+    on.admit("urgent", plan, priority=1)
+    assert on.pump() == [] and on.admission.take_raised() == {}
+    say(on, missed=(segment,))
+    (behind,) = on.pump()
+    assert (first.priority, behind.priority) == (5, 1) and on.admission.take_raised() == {first.request_id: 1}

@@ -5,27 +5,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import PolicyName
 
-from .simulation import CLOCKED, DOCUMENTS, LEADS, Clock, Ends, Engine, Prompt
+from .simulation import CLOCKED, DOCUMENTS, LEADS, Clock, Ends, Engine, Prompt, Request
 
+T = TypeVar("T")
+DOCUMENT_LISTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=3).map(tuple)
+PRIORITIES = st.integers(0, 2)
 PROMPTS = st.builds(
     Prompt,
     lead=st.integers(0, len(LEADS) - 1),
-    documents=st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=5).map(tuple),
+    documents=DOCUMENT_LISTS,
     context=st.sampled_from(["none", "text", "lead"]),
     ends=st.sampled_from([Ends.IN_A_QUERY, Ends.IN_A_QUERY, Ends.WARM, Ends.PUSHED]),
-    remote=st.booleans(),
+    remote=st.sampled_from([False, False, True]),
     tenant=st.sampled_from("aaabc"),
-    priority=st.integers(0, 2),
+    priority=PRIORITIES,
 )
 ANY = st.integers(0, 1000)
 """Picks one of what there is."""
@@ -36,6 +41,11 @@ def steps_for(requests: int) -> int:
     that hold room have ended, and then those of others.  Twelve for either: five for a record that does not
     come, its computation behind that of a context, the request's own, a push."""
     return 24 * requests + 24
+
+
+DISTURBANCES = {name: 2 for name in ("abort", "pin", "unpin", "delete", "expire", "time_passes")}
+DISTURBANCES |= {"reset": 1, "restart": 1}
+"""Events of which some happen in a run, and how often."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -52,120 +62,154 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiered=st.booleans(),
         tenant_fraction=st.sampled_from([1.0, 0.6]),
         request_fraction=st.sampled_from([1.0, 0.4]),
+        disturbances=st.sets(st.sampled_from(sorted(DISTURBANCES))),
     )
     def start(
-        self, policy: PolicyName, ranks: int, tiered: bool, tenant_fraction: float, request_fraction: float
+        self,
+        policy: PolicyName,
+        ranks: int,
+        tiered: bool,
+        tenant_fraction: float,
+        request_fraction: float,
+        disturbances: set[str],
     ) -> None:
         self.engine = Engine(self.clock, policy, ranks, tiered, tenant_fraction, request_fraction)
+        self.disturbances = sorted(disturbances)
+
+    @rule(data=st.data())
+    def event(self, data: st.DataObject) -> None:
+        """Anything that can happen now.
+
+        One rule for all: of several rules Hypothesis leaves each out of half the runs, and in one without
+        requests, steps or ends there is little to see.
+        """
+        self.draw = data.draw
+        getattr(self, self.draw(st.sampled_from(self.possible())))()
+
+    def possible(self) -> list[str]:
+        """Names of events, those that are to happen more often several times."""
+        engine, worker = self.engine, self.engine.worker
+        times = {
+            "step": 12,
+            "admit": 6,
+            "join": 4 if self.requests() else 0,
+            "ask_again": 4 if self.requests() else 0,
+            "end": 6 if engine.running else 0,
+            "segment_request_ends": 12 if engine.capturing else 0,
+            "segment_request_is_aborted": 2 if engine.queued else 0,
+            "record_arrives": 12 if worker.moving else 0,
+            "record_is_left_in_a_tier": 2 if worker.awaited else 0,
+            "record_is_saved": 4 if worker.unsaved else 0,
+            "push_ends": 4 if worker.pushing else 0,
+            "everybody_makes_progress": 1,
+        }
+        if engine.known:
+            times |= {name: DISTURBANCES[name] for name in self.disturbances}
+        return [name for name, n in times.items() for _ in range(n)]
+
+    def pick(self, things: Iterable[T]) -> T:
+        found = list(things)
+        return found[self.draw(ANY) % len(found)]
+
+    def requests(self) -> list[Request]:
+        """Those that read records."""
+        requests = [*self.engine.waiting.values(), *self.engine.running.values()]
+        return [request for request in requests if request.plan.records]
 
     # -- users
 
-    @rule(prompt=PROMPTS)
-    def admit(self, prompt: Prompt) -> None:
-        self.engine.admit(prompt)
+    def admit(self) -> None:
+        self.engine.admit(self.draw(PROMPTS))
 
-    @precondition(lambda self: self.engine.known)
-    @rule(which=ANY)
-    def pin(self, which: int) -> None:
-        self.engine.pin(self.key(which))
+    def join(self) -> None:
+        """A request that shares records with another, and may be more urgent."""
+        prompt = self.pick(self.requests()).prompt
+        documents = prompt.documents[:1] + self.draw(DOCUMENT_LISTS)
+        self.engine.admit(replace(prompt, documents=documents, priority=self.draw(PRIORITIES)))
 
-    @precondition(lambda self: self.engine.pins)
-    @rule(which=ANY)
-    def unpin(self, which: int) -> None:
-        pins = list(self.engine.pins)
-        self.engine.unpin(pins[which % len(pins)])
+    def ask_again(self) -> None:
+        """A record that a request wants is deleted, one behind which others are computed if there is one, and
+        wanted again by a request that is more urgent."""
+        requests = self.requests()
+        request = self.pick([r for r in requests if self.engine.holds_room(r)] or requests)
+        records = request.plan.records
+        key = self.pick([s.context.key for s in records if s.context] or [s.key for s in records])
+        self.engine.delete(self.engine.first[key])
+        self.engine.admit(replace(request.prompt, priority=request.prompt.priority - 1))
+        self.engine.step()
 
-    @precondition(lambda self: self.engine.known)
-    @rule(which=ANY)
-    def delete(self, which: int) -> None:
-        self.engine.delete(self.key_in_use(which))
+    def pin(self) -> None:
+        self.engine.pin(self.pick(self.engine.known))
 
-    @precondition(lambda self: self.engine.known)
-    @rule(which=ANY, seconds=st.sampled_from([-1.0, 2.0]))
-    def expire(self, which: int, seconds: float) -> None:
-        self.engine.expire(self.key_in_use(which), seconds)
+    def unpin(self) -> None:
+        self.engine.unpin(self.pick(self.engine.pins or self.engine.known))
 
-    def key(self, which: int) -> SegmentKey:
-        known = list(self.engine.known)
-        return known[which % len(known)]
+    def delete(self) -> None:
+        self.engine.delete(self.pick(self.keys_in_use()))
 
-    def key_in_use(self, which: int) -> SegmentKey:
-        """That of a record which requests want, if there are requests."""
-        requests = [*self.engine.waiting.values(), *self.engine.running.values()]
-        keys = [self.engine.first[s.key] for r in requests for s in r.plan.records]
-        return keys[which % len(keys)] if keys else self.key(which)
+    def expire(self) -> None:
+        self.engine.expire(self.pick(self.keys_in_use()), self.draw(st.sampled_from([-1.0, 2.0])))
 
-    @precondition(lambda self: self.engine.waiting or self.engine.running)
-    @rule(which=ANY, everybody=st.sampled_from([False, False, True]))
-    def abort(self, which: int, everybody: bool) -> None:
+    def keys_in_use(self) -> list[SegmentKey]:
+        """Those of records which requests want, if there are requests."""
+        records = [s for r in self.requests() for s in r.plan.records]
+        return [self.engine.first[s.key] for s in records] or list(self.engine.known)
+
+    def abort(self) -> None:
         names = [*self.engine.waiting, *self.engine.running]
-        for name in names if everybody else [names[which % len(names)]]:
+        everybody = self.draw(st.sampled_from([False, False, True]))
+        for name in names if everybody or not names else [self.pick(names)]:
             self.engine.abort(name)
 
-    @rule(seconds=st.sampled_from([1.0, 6.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.clock.now += seconds
+    def time_passes(self) -> None:
+        self.clock.now += self.draw(st.sampled_from([1.0, 6.0]))
 
-    @rule()
     def reset(self) -> None:
         self.engine.reset()
 
-    @rule()
     def restart(self) -> None:
         self.engine.start()
 
     # -- the engine
 
-    @rule()
     def step(self) -> None:
         self.engine.step()
 
-    @precondition(lambda self: self.engine.running)
-    @rule(which=ANY)
-    def end(self, which: int) -> None:
-        running = list(self.engine.running)
-        self.engine.finish(running[which % len(running)], completed=True)
+    def end(self) -> None:
+        self.engine.finish(self.pick(self.engine.running), completed=True)
 
-    @precondition(lambda self: self.engine.capturing)
-    @rule(which=ANY, well=st.booleans())
-    def segment_request_ends(self, which: int, well: bool) -> None:
-        capturing = list(self.engine.capturing)
-        self.engine.captured(capturing[which % len(capturing)], well=well)
+    def segment_request_ends(self) -> None:
+        self.engine.captured(
+            self.pick(self.engine.capturing), well=self.draw(st.sampled_from([True, True, False]))
+        )
 
-    @precondition(lambda self: self.engine.queued)
-    @rule(which=ANY)
-    def segment_request_is_aborted(self, which: int) -> None:
-        queued = self.engine.queued
-        self.engine.finish(queued.pop(which % len(queued)), completed=False)
+    def segment_request_is_aborted(self) -> None:
+        name = self.pick(self.engine.queued)
+        self.engine.queued.remove(name)
+        self.engine.finish(name, completed=False)
 
     # -- the worker
 
-    @precondition(lambda self: self.engine.worker.moving)
-    @rule(which=ANY, found=st.booleans())
-    def record_arrives(self, which: int, found: bool) -> None:
-        moving = list(self.engine.worker.moving)
-        self.engine.side.absorb(self.engine.worker.arrive(moving[which % len(moving)], found=found))
+    def record_arrives(self) -> None:
+        worker = self.engine.worker
+        self.engine.side.absorb(worker.arrive(self.pick(worker.moving), found=self.draw(st.booleans())))
 
-    @precondition(lambda self: self.engine.worker.awaited)
-    @rule(which=ANY)
-    def record_is_left_in_a_tier(self, which: int) -> None:
-        awaited = sorted(self.engine.worker.awaited)
-        self.engine.side.absorb(self.engine.worker.leave_in_tier(awaited[which % len(awaited)]))
+    def record_is_left_in_a_tier(self) -> None:
+        worker = self.engine.worker
+        self.engine.side.absorb(worker.leave_in_tier(self.pick(sorted(worker.awaited))))
 
-    @precondition(lambda self: self.engine.worker.unsaved)
-    @rule()
     def record_is_saved(self) -> None:
         self.engine.side.absorb(self.engine.worker.save())
 
-    @precondition(lambda self: self.engine.worker.pushing)
-    @rule(fault=st.sampled_from(["", "nobody there"]))
-    def push_ends(self, fault: str) -> None:
-        self.engine.side.absorb(self.engine.worker.push(fault))
+    def push_ends(self) -> None:
+        self.engine.side.absorb(self.engine.worker.push(self.draw(st.sampled_from(["", "nobody there"]))))
 
     # -- laws
 
-    @rule(found=st.booleans(), others=st.lists(PROMPTS, max_size=6))
-    def everybody_makes_progress(self, found: bool, others: list[Prompt]) -> None:
+    def everybody_makes_progress(self) -> None:
+        self.make_progress(self.draw(st.booleans()), self.draw(st.lists(PROMPTS, max_size=6)))
+
+    def make_progress(self, found: bool, others: list[Prompt]) -> None:
         """Once the worker answers, who waits runs, whatever is deleted and pinned meanwhile, and although in
         each step another comes that is not more urgent, of any tenant."""
         engine = self.engine
@@ -178,8 +222,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             if others:
                 engine.admit(replace(others[i % len(others)], priority=least_urgent))
-                engine.delete(self.key_in_use(engine.made))
-                engine.pin(self.key(engine.made))
+                keys, known = self.keys_in_use(), list(engine.known)
+                engine.delete(keys[engine.made % len(keys)])
+                engine.pin(known[engine.made % len(known)])
             engine.work(found=found)
             names &= {*engine.waiting, *engine.running, *engine.queued, *engine.capturing}
         assert not names, f"{sorted(names)} wait after {bound} steps"
@@ -193,10 +238,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
-            self.everybody_makes_progress(True, [])
-            for _ in range(steps_for(1)):
-                self.engine.work(found=True)
-            self.engine.audit()
+            self.make_progress(True, [])
+            self.engine.audit(steps_for(1))
         self.patch.undo()
 
 

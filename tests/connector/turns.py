@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_hypic.connector.scheduler.directory import Entry, Need
+from vllm_hypic.connector.scheduler.directory import Entry, Lookup, Need
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
@@ -27,7 +27,7 @@ class Turns:
         self._watch()
 
     def _watch(self) -> None:
-        """From now on room is given to nobody but whose turn it is."""
+        """From now on room is given to nobody but whose turn it is, and none that pinned records have."""
         directory = self._side.directory
         acquire = directory.acquire
 
@@ -35,7 +35,11 @@ class Turns:
             (name,) = (n for n, c in self._admission.requests.items() if c.wanted is wanted)
             turn, _ = self._next()
             assert name == turn, f"it was the turn of {turn}, not of {name}"
+            pinned = [key for key in directory.kept if directory.lookup(key) is not Lookup.MISS]
             reserved = acquire(wanted, tenant)
+            if self._engine.waiting[name].came > self._engine.planned_before_pins:
+                gone = [key for key in pinned if directory.lookup(key) is Lookup.MISS]
+                assert not gone, f"{name} was planned beside pinned records, and takes their place"
             self._refused = name if reserved is None else None
             return reserved
 

@@ -106,7 +106,7 @@ class Admission:
             request.held = {key: self._directory.get(key) for key in request.wanted}
             self._least_urgent = max(self._least_urgent, request.priority)
             for entry in request.held.values():
-                self._raise_computing(entry, request.priority)
+                self.urge(entry, request.priority)
             yield request, reserved
 
     def _held_share(self, tenant: str) -> float:
@@ -119,8 +119,8 @@ class Admission:
         held = self._directory.held_by(request.tenant)
         return self._tenant_share.covers(held + self._directory.would_hold(request.wanted))
 
-    def _raise_computing(self, entry: Entry, priority: int) -> None:
-        """A request of this priority waits for the record."""
+    def urge(self, entry: Entry, priority: int) -> None:
+        """A request of this priority waits for the record: who computes it is as urgent from now on."""
         self._raised.update(dict.fromkeys(self._segment_requests.urge(entry, priority), priority))
 
     def _raise_holders(self, priority: int, tenant: str | None = None) -> None:
@@ -133,7 +133,7 @@ class Admission:
                 request.priority = self._raised[request.request_id] = priority
         for entry in self._segment_requests.entries():
             if tenant in (None, entry.tenant):
-                self._raise_computing(entry, priority)
+                self.urge(entry, priority)
         if tenant is None:
             self._least_urgent = priority
 

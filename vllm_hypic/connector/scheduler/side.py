@@ -181,6 +181,7 @@ class SchedulerSide:
             # A pin of its own: whoever asked for the segment may be gone before it is computed.
             context = self.admission.requests[owner].held[segment.context.key]
             self.directory.pin(context)
+            self.admission.urge(context, priority)
         return self.segment_requests.start(SegmentWork(segment, entry, context), owner, priority)
 
     def _compute_lost(self) -> list[SegmentRequest]:
