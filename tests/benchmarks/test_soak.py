@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
-from benchmarks.soak_checks import CUT_OFF, Failure, Tokens, Trend, Verdict, excuse, judge
+from benchmarks.soak_checks import CUT_OFF, GIVEN_UP, Failure, Tokens, Trend, Verdict, excuse, judge
 from benchmarks.soak_faults import Fault, FaultKind, schedule
 from benchmarks.soak_traffic import KINDS
 
@@ -61,6 +61,8 @@ def test_a_failure_is_excused_by_a_fault_of_its_time_alone():
     assert excuse(failed, [replace(paused, begin_s=11.5)]) is None
     assert excuse(failed, [replace(paused, kind=FaultKind.PAUSE_KEEP)]) is None
     assert excuse(replace(failed, message="hangs"), [paused]) is None
+    command = replace(failed, kind="cache API", status=503, message=GIVEN_UP)
+    assert excuse(command, [paused]) is not None and excuse(command, []) is None
     disk = Fault(FaultKind.DISK, 0, 9.0)
     unwritable = Failure("cache API", "http://x", 503, "", 10.0, 11.0)
     assert excuse(unwritable, [disk]) is not None

@@ -1,6 +1,7 @@
 """Two servers on one folder, one after the other: the second starts where the first ended, with an API key.
 
 Each lives as long as a class of tests.  Tests keep out of each other's way by salts and texts of their own.
+Those that need no server have a registry, and a clock that they set.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import httpx
 import pytest
 from one_process import ONE_PROCESS
 
+from vllm_hypic.cache_api.registry import SegmentRegistry
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.harness.serving import Server
+from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.segment_parallel.permits import Permits, Subject
 
 ONE_WORKER = True  # all tests of this folder use the same servers
@@ -34,6 +38,8 @@ REUSED = TOKENS - 2 * SEAM
 """Tokens of one segment that come from its record."""
 POOL_SEGMENTS = 12
 MAX_MODEL_LEN = 2048
+KEY, OTHER_KEY = SegmentKey("k" * 64), SegmentKey("o" * 64)
+NAMESPACE = "ab" * 32
 
 
 def make_server(folder: Path, name: str, *options: str) -> Server:
@@ -113,3 +119,24 @@ def written_all(server: Server) -> None:
         if not found["vllm:hypic_store_queued_bytes"]:
             return
         assert time.monotonic() < deadline, "records are still to be written"
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["memory", "file"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[SegmentRegistry]:
+    folder = None if request.param == "memory" else tmp_path / "folder"
+    opened = SegmentRegistry(folder, NAMESPACE, clock)
+    yield opened
+    opened.close()

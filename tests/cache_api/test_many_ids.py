@@ -21,7 +21,7 @@ from vllm_hypic.cache_api.control import CommandFailed, Control
 from vllm_hypic.cache_api.handler import CommandHandler
 from vllm_hypic.cache_api.registry import SegmentRegistry
 
-from .test_registry import Records
+from .test_handler import Records
 
 
 class Line(Control):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
@@ -237,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.check()
 
     def teardown(self) -> None:
-        if hasattr(self, "engine"):
+        if hasattr(self, "engine") and sys.exception() is None:  # nothing has been found yet
             self.make_progress(True, [])
             self.engine.audit(steps_for(1))
         self.patch.undo()

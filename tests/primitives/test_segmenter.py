@@ -7,12 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import re2
 from transformers import AutoTokenizer
 
-from vllm_hypic.primitives.chunks import chosen
+from vllm_hypic.primitives.chunks import local_minima
 from vllm_hypic.primitives.messages import messages_of
-from vllm_hypic.primitives.places import PRESETS, Place
+from vllm_hypic.primitives.places import Place, pattern
 from vllm_hypic.primitives.segmenter import Segmenter
 from vllm_hypic.primitives.token_texts import TokenTexts
 
@@ -48,9 +47,7 @@ class Chat:
         self.texts = TokenTexts(self.tokenizer).of
         self.special = set(self.tokenizer.all_special_ids)
         options = {"min_tokens": 32, "mean_tokens": 256, "query_tokens": 16, "max_segments": 64} | options
-        self.segmenter = Segmenter(
-            self.texts, self.special, [re2.compile(PRESETS.get(p, p)) for p in patterns], **options
-        )
+        self.segmenter = Segmenter(self.texts, self.special, [pattern(p) for p in patterns], **options)
 
     def ids(self, *messages: tuple[str, str]) -> list[int]:
         chat = [{"role": role, "content": content} for role, content in messages]
@@ -175,7 +172,7 @@ def test_choice_of_places_is_that_of_the_plain_words() -> None:
             near = [(p.kind, p.sign, j) for j, p in enumerate(places) if abs(p.start - place.start) <= reach]
             if min(near) == (place.kind, place.sign, i):
                 expected.append(place)
-        assert chosen(places, reach) == expected
+        assert local_minima(places, reach) == expected
 
 
 def test_prompts_without_messages(chat: Chat) -> None:
@@ -191,7 +188,12 @@ def test_prompts_without_messages(chat: Chat) -> None:
     "content",
     [
         *("", "a", "\n", "\n\n" * 500, "x" * 5000, "é\n\n" * 300, "\n\n".join("ab" for _ in range(5000))),
-        *("<document>" * 400, "\n\n<document>\n\n" * 200, "<|im_start|>user\n" * 50),
+        *(
+            "<document>" * 400,
+            "<doc>word</doc>" * 2000,
+            "\n\n<document>\n\n" * 200,
+            "<|im_start|>user\n" * 50,
+        ),
     ],
 )
 @pytest.mark.parametrize("mode", ["text", "cdc"])

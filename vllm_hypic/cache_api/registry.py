@@ -17,6 +17,7 @@ import hashlib
 import os
 import secrets
 import sqlite3
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,7 +101,7 @@ class SegmentRegistry:
         namespace: str,
         clock: Callable[[], float] = time.time,
         *,
-        most: int = 10_000,
+        most: int = sys.maxsize,
     ) -> None:
         """Open, or make, a file in ``folder`` that is the engine's own; ``None``: keep everything in memory.
 
@@ -184,11 +185,11 @@ class SegmentRegistry:
 
     def _check_room(self, owner: str, place: Place, digest: bytes) -> None:
         """Raises :class:`TooManySegments` where the owner has ``most`` entries, and not this one."""
-        (entries,) = self._db.execute("SELECT count(*) FROM segments WHERE owner = ?", (owner,)).fetchone()
-        if entries < self._most:
-            return
         known = "SELECT 1 FROM segments WHERE owner = ? AND place = ? AND digest = ?"
-        if self._db.execute(known, (owner, place.value, digest)).fetchone() is None:
+        if self._db.execute(known, (owner, place.value, digest)).fetchone() is not None:
+            return
+        (entries,) = self._db.execute("SELECT count(*) FROM segments WHERE owner = ?", (owner,)).fetchone()
+        if entries >= self._most:
             raise TooManySegments(
                 f"this tenant has {entries} segments: expected at most {self._most} (max_tenant_segments); "
                 "delete some, or give them a time to live"

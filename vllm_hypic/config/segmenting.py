@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from pydantic import AfterValidator
 
-from ..primitives.places import PRESETS
+from ..primitives.places import pattern
+from ..primitives.segmenter import SegmentMode
 from .schema import Allowed, ConfigSection, Natural, Positive, Text, options
-
-Mode = Literal["off", "text", "cdc"]
-MODES: tuple[str, ...] = get_args(Mode)
 
 
 def _known(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    import re2
-
-    for pattern in patterns:
+    for name in patterns:
         try:
-            re2.compile(PRESETS.get(pattern, pattern))
-        except re2.error as e:
-            raise ValueError(
-                f"segment.patterns: {pattern!r} is neither one of {', '.join(PRESETS)} nor a pattern of "
-                f"RE2: {e}"
-            ) from e
+            pattern(name)
+        except ValueError as e:
+            raise ValueError(f"segment.patterns: {e}") from e
     return patterns
 
 
@@ -33,18 +26,18 @@ class SegmentingConfig(ConfigSection):
 
     section = "segment"
 
-    mode: Annotated[Mode, Allowed()] = "off"
+    mode: Annotated[SegmentMode, Allowed()] = "off"
     """``text``: cut where ``patterns`` match; ``cdc``: at ends of lines and sentences that the text itself
     chooses; ``off``: separators alone cut."""
     patterns: Annotated[tuple[Text, ...], AfterValidator(_known)] = ("blank-lines", "documents")
-    """Of mode ``text``: names of presets, or patterns of RE2.  The cut is at the pattern's first group, if it
-    has one, otherwise behind the match."""
+    """What mode ``text`` looks for: names of presets, or patterns of RE2.  A group ``segment`` is a segment;
+    other patterns cut at their first group, or, without groups, behind the match."""
     min_tokens: Positive = 128
     """Pieces that are shorter are computed in the stream."""
     mean_tokens: Positive = 2048
-    """Of mode ``cdc``: mean length of pieces; none is shorter than half of it."""
+    """Mean length of the pieces that mode ``cdc`` makes; two cuts are further apart than half of it."""
     query_tokens: Natural = 128
-    """So many tokens at the end of the last message, or of the prompt, belong to no segment: there stands
-    what is asked."""
+    """The question is looked for in so many tokens at the end of the last message: a piece most of which lies
+    there is computed in the stream."""
     max_segments: Positive = 256
     """Segments of one prompt; what comes behind them is computed in the stream."""

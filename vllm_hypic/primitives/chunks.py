@@ -1,4 +1,4 @@
-"""Which of the possible places cut a text: a choice that depends on nothing but the text near each place."""
+"""Content-defined chunking: which of the possible places cut a text depends on the text near each alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from .places import Place
 
 
-def chosen(places: Iterable[Place], reach: int) -> list[Place]:
+def local_minima(places: Iterable[Place], reach: int) -> list[Place]:
     """The places that are the smallest of all that begin within ``reach`` tokens of them, in order.
 
     So two of them are more than ``reach`` tokens apart, on the average of a long text twice that, and an edit

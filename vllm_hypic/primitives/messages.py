@@ -7,6 +7,7 @@ often up to the end of the line.  What follows it, up to the next special token,
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -38,12 +39,13 @@ def messages_of(ids: Sequence[int], texts: Sequence[str], special: Collection[in
         return [Message(0, len(ids), True, False)] if ids else []
     found = [Message(0, marks[0], True, False)] if marks[0] else []
     after = 0
-    for place, mark in enumerate(marks):
+    for mark in marks:
         if mark < after:
             continue  # inside the header before
         start = _header_stop(ids, texts, special, mark)
         after = start
-        stop = next((m for m in marks[place:] if m >= start), len(ids))
+        behind = bisect_left(marks, start)
+        stop = marks[behind] if behind < len(marks) else len(ids)
         header = "".join(texts[mark:start])
         answers = any(role in header for role in ANSWERING)
         asks = any(role in header for role in ASKING)

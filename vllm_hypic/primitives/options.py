@@ -14,7 +14,7 @@ from typing import Any
 
 from .keys import SegmentKey
 from .policies import LinkError, LinkMethod, parse_link
-from .segmenter import Spans
+from .segmenter import SEGMENT_MODES, Spans
 
 LINK = "hypic_link"
 SEAM = "hypic_seam_tokens"
@@ -31,7 +31,6 @@ PREFIX = "hypic_"
 TRANSFER = (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
 """What only routers may send, with a permit (``segment_parallel/permits.py``)."""
 KNOWN = (LINK, SEAM, CONTEXT, ISLANDS, SEGMENT, SEGMENTS, *TRANSFER, PERMIT)
-SEGMENT_MODES = ("off", "text", "cdc")
 
 TIER = "tier:"
 """Prefix of a destination that is a tier; its identity follows."""

@@ -9,7 +9,9 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
-from .windows import SENTENCE
+import re2
+
+from .windows import LINE, SENTENCE
 
 PRESETS = {
     "blank-lines": r"\n[ \t]*\n\s*",
@@ -24,7 +26,6 @@ PRESETS = {
 begin: at the first group, or, where there is none, behind the match."""
 
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
-_LINE = re.compile(r"\n\s*")
 _SPACE = re.compile(r"\s+")
 _FEW_WORDS = 8
 """One of so many words may be the last of a piece where nothing better is near."""
@@ -53,6 +54,17 @@ class Pattern(Protocol):
     @property
     def groups(self) -> int: ...
     def finditer(self, text: str, /) -> Iterable[Any]: ...
+
+
+def pattern(name: str) -> Pattern:
+    """The preset of that name, or else the pattern itself.  It matches in linear time, whatever the text.
+
+    Raises ``ValueError`` naming what is neither.
+    """
+    try:
+        return re2.compile(PRESETS.get(name, name))
+    except re2.error as e:
+        raise ValueError(f"{name!r} is neither one of {', '.join(PRESETS)} nor a pattern of RE2: {e}") from e
 
 
 class Marks:
@@ -143,7 +155,7 @@ def ends(marks: Marks, reach: int) -> list[Place]:
     """Ends of paragraphs, lines and sentences, and, where there is none for ``reach`` tokens, of some
     words; the former are the better ones."""
     found = []
-    for kind, pattern in enumerate((_PARAGRAPH, _LINE, SENTENCE)):
+    for kind, pattern in enumerate((_PARAGRAPH, LINE, SENTENCE)):
         for match in pattern.finditer(marks.text):
             first = match.start() + len(match.group().rstrip())
             if match.end() > first and (place := marks.place(kind, first, match.end())) is not None:

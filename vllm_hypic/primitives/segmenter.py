@@ -5,16 +5,32 @@ The ids stay what they are: segments are ranges of them, and what lies between i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from .chunks import chosen
+from .chunks import local_minima
 from .messages import messages_of
 from .places import Marks, Pattern, ends, marked, matches
 
+SegmentMode = Literal["off", "text", "cdc"]
+SEGMENT_MODES: tuple[str, ...] = get_args(SegmentMode)
 Spans = tuple[tuple[int, int], ...]
 """Segments as token indices ``[start, stop)``, in order; before the first lies the leading segment."""
+
+
+class Edge(NamedTuple):
+    """Where one piece ends, and the next begins."""
+
+    stop: int
+    start: int
+
+
+def _inside(edge: Edge, segments: Sequence[tuple[int, int]]) -> bool:
+    """Whether it would cut one of the segments, which are disjoint and in order."""
+    before = bisect_right(segments, edge.start, key=lambda segment: segment[0]) - 1
+    return before >= 0 and segments[before][0] < edge.start and edge.stop < segments[before][1]
 
 
 class Segmenter:
@@ -59,19 +75,21 @@ class Segmenter:
         """Pieces of one message's content, which ``leads`` the prompt, or ``asks``."""
         if mode == "cdc":
             reach = self._mean // 2
-            segments, cuts = [], chosen(ends(marks, reach), reach)
+            segments, cuts = [], local_minima(ends(marks, reach), reach)
         else:
             segments = marked(marks, self._patterns)
-            cuts = chosen(matches(marks, self._patterns), self._min)
+            cuts = local_minima(matches(marks, self._patterns), self._min)
         edges = [Edge(0, 0), *(Edge(cut.stop, cut.start) for cut in cuts)]
-        edges = [e for e in edges if not any(a < e.start and e.stop < b for a, b in segments)]
-        edges += [Edge(start, start) for start, _ in segments] + [Edge(stop, stop) for _, stop in segments]
+        edges = [edge for edge in edges if not _inside(edge, segments)]
+        edges += [Edge(place, place) for segment in segments for place in segment]
+        edges.sort()
+        as_marked = set(segments)
         asked = marks.tokens - self._query if asks else marks.tokens
-        for left, right in pairwise(sorted(edges)):
-            marked_so = (left.start, right.stop) in segments
-            if (left.start or not leads) and (marked_so or left.start + right.stop <= 2 * asked):
-                yield left.start, right.stop
-        last = max(edges)
+        for left, right in pairwise(edges):
+            piece = (left.start, right.stop)
+            if (left.start or not leads) and (piece in as_marked or sum(piece) <= 2 * asked):
+                yield piece
+        last = edges[-1]
         if last.start or not leads:
             end = self._end(marks.behind(last.start), asked - last.start) if asks else None
             yield last.start, marks.last_word() if end is None else last.start + end
@@ -81,12 +99,5 @@ class Segmenter:
         question: a place that the text chooses, not the question's length.  0: there is none."""
         if asked < self._min:
             return 0
-        cuts = chosen(ends(rest, self._min), self._min)
+        cuts = local_minima(ends(rest, self._min), self._min)
         return max((cut.stop for cut in cuts if cut.stop <= asked), default=0)
-
-
-class Edge(NamedTuple):
-    """Where one piece ends, and the next begins."""
-
-    stop: int
-    start: int

@@ -35,7 +35,7 @@ SENTENCE = re.compile(
     rf"(?:(?<![{_BEFORE_SPACE}])[{_BEFORE_SPACE}]++[{_CLOSING}]*+(?=\s|\Z)|[{_ANYWHERE}]+[{_CLOSING}]*)\s*"
     r"|\n[^\S\n]*\n\s*"
 )
-_LINE = re.compile(r"\n\s*")
+LINE = re.compile(r"\n\s*")
 _INSIDE_WORD = re.compile(r"(?<=\S)(?=\S)")
 
 
@@ -49,7 +49,7 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
     (``""`` says that it goes on); else anywhere.  A segment without tokens has no windows.
     """
     text, at = "".join(texts), [0, *accumulate(map(len, texts))]
-    sentences, lines = _places(SENTENCE, text, texts, at), _places(_LINE, text, texts, at)
+    sentences, lines = _places(SENTENCE, text, texts, at), _places(LINE, text, texts, at)
     found: list[tuple[int, int]] = []
     begin = 0
     while len(texts) - begin > MAX_WINDOW:

@@ -23,7 +23,7 @@ class ComposedRequest:
     transfer: Transfer
     tenant: str
     priority: int
-    """Its own, or that of a more urgent request that waits for the room that it holds."""
+    """The smaller, the sooner: the request's own, or that of a more urgent one that waits for its room."""
     acquired: bool = False
     outdated: bool = False
     """Planned for a generation that is over."""
@@ -78,7 +78,7 @@ class Admission:
         return request
 
     def pending_keys(self) -> set[SegmentKey]:
-        """Of the records that requests without room want."""
+        """Keys of the records that requests without room want."""
         return {key for request_id in self._pending for key in self.requests[request_id].wanted}
 
     def admitted(self) -> Iterator[tuple[ComposedRequest, list[Entry]]]:

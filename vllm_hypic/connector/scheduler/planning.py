@@ -111,18 +111,18 @@ class Planner:
 
         Raises ``LinkError`` or ``PromptError`` when it asks for something impossible.
         """
+        ids, spans = request.token_ids, None
+        marked = self.ids.contains(ids)
+        if not marked and not (spans := spans_of_request(request.extra_args, len(ids))):
+            return None
         config = self._config
         method = link_of_request(request.extra_args, config.link_defaults)
-        if self.ids.contains(request.token_ids):
-            prompt = parse_prompt(request.token_ids, self.ids)
-        elif method.reuse and (spans := spans_of_request(request.extra_args, len(request.token_ids))):
-            prompt = cut_prompt(request.token_ids, spans)
-        else:
-            return None
+        if spans and not method.reuse:
+            return None  # the ordinary request
         if reason := method.refused_by(self.traits):
             raise LinkError(reason)
         return build_plan(
-            prompt,
+            cut_prompt(ids, spans) if spans else parse_prompt(ids, self.ids),
             method,
             self.namespace.scoped(salt=request.salt, lora=request.lora),
             self._limits(self._unkept),

@@ -132,16 +132,21 @@ class Retention:
         need = Need(tokens, 0 if leading else self._geometry.record_transition_blocks)
         if key not in directory.kept:
             more = directory.space_for(need)
-            self._check_pins(directory.kept_space() + more, "pinned records", "max_pinned_fraction")
+            config, of_all, of_tenant = self._config, directory.kept_space(), directory.kept_space(tenant)
             self._check_pins(
-                directory.kept_space(tenant) + more, "this tenant's pinned records", "max_tenant_fraction"
+                of_all + more, config.max_pinned_fraction, "pinned records", "max_pinned_fraction"
+            )
+            self._check_pins(
+                of_tenant + more,
+                config.max_tenant_fraction,
+                "this tenant's pinned records",
+                "max_tenant_fraction",
             )
         directory.keep(key, need, tenant)
         self._order(StoreAction.PIN, key)
 
-    def _check_pins(self, pinned: Space, whose: str, option: str) -> None:
-        """Raises :class:`PinRefused` where this is more of the pool than ``option`` allows."""
-        share = getattr(self._config, option)
+    def _check_pins(self, pinned: Space, share: float, whose: str, option: str) -> None:
+        """Raises :class:`PinRefused` where this is more than a share of the pool, which ``option`` sets."""
         if not self._directory.total.part(share).covers(pinned):
             raise PinRefused(
                 f"{whose} would take {self._geometry.bytes_of(pinned)} bytes of the pool's "

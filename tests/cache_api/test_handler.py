@@ -1,0 +1,315 @@
+"""The handler of commands, which keeps records in step with the segment registry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage, Weights
+from vllm_hypic.cache_api.commands import (
+    Change,
+    Command,
+    Compile,
+    Delete,
+    Failure,
+    NameWeights,
+    Page,
+    Report,
+    Resolve,
+    Resolved,
+    Show,
+    is_command,
+    pack,
+    take_command,
+    unpack,
+)
+from vllm_hypic.cache_api.handler import CommandHandler
+from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry
+from vllm_hypic.primitives.keys import SegmentKey
+
+from .conftest import KEY, NAMESPACE, OTHER_KEY, Clock
+
+
+@dataclass(frozen=True)
+class Where:
+    resident: bool
+    pending: bool = False
+    nbytes: int = 100
+    stored: bool = False
+
+
+@dataclass
+class Records:
+    """Records of a store that notes what is done to it."""
+
+    present: set[str] = field(default_factory=lambda: {KEY, OTHER_KEY})
+    pinned: set[str] = field(default_factory=set)
+    expiry: dict[str, float | None] = field(default_factory=dict)
+    room: int = 1
+    sizes: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    """What was said of records when they were pinned: always the same."""
+    tenants: dict[str, str] = field(default_factory=dict)
+    """Who pinned them."""
+
+    def pin_record(self, key, tokens, *, leading, tenant):
+        assert (tokens, leading) == self.sizes.setdefault(key, (tokens, leading))
+        self.tenants[key] = tenant
+        if key not in self.pinned and len(self.pinned) >= self.room:
+            raise ValueError("the pool is full of pinned records")
+        self.pinned.add(key)
+
+    def unpin_record(self, key):
+        self.pinned.discard(key)
+
+    def drop_record(self, key):
+        self.present.discard(key)
+        self.pinned.discard(key)
+        self.expiry.pop(key, None)
+
+    def expire_record(self, key, at):
+        self.expiry[key] = at
+
+    def record_state(self, key):
+        return Where(resident=key in self.present)
+
+    def pool_stats(self):
+        return {"objects": 2.0}
+
+    def store_stats(self):
+        return {"disk": {"hits": 1.0}}
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records()
+
+
+@pytest.fixture
+def handler(registry: SegmentRegistry, records: Records, clock: Clock) -> CommandHandler:
+    return CommandHandler(lambda: registry, records, str, clock)
+
+
+def compiled(
+    handler: CommandHandler, tokens: list[int], key: SegmentKey | None = KEY, salt: str = "me", **options
+):
+    place = options.pop("place", Place.INTERIOR)
+    return handler.compiled(Compile(place, **options), tokens, key, salt)
+
+
+def test_an_owner_has_no_more_segments_than_it_may(clock):
+    registry = SegmentRegistry(None, NAMESPACE, clock, most=2)
+    handler = CommandHandler(lambda: registry, Records(), str, clock)
+    known = compiled(handler, [1], None)
+    compiled(handler, [2], None, ttl_s=5.0)
+    refused = compiled(handler, [3], None)
+    assert isinstance(refused, Failure) and refused.status == 409
+    assert "this tenant has 2 segments: expected at most 2 (max_tenant_segments)" in refused.message
+    assert compiled(handler, [1], None).id == known.id, "it is there already"
+    assert isinstance(compiled(handler, [3], None, salt="you"), Segment), "everybody has as many"
+    clock.now += 6
+    assert isinstance(compiled(handler, [3], None), Segment), "what has expired does not count"
+    handler.execute(Delete(known.id), "me")
+    assert isinstance(compiled(handler, [4], None), Segment)
+    registry.close()
+
+
+def test_pins_are_their_tenants_also_after_a_restart(handler, records, registry, clock):
+    compiled(handler, [1], salt="you", pin=True)
+    restarted = Records()
+    CommandHandler(lambda: registry, restarted, str, clock).start()
+    assert records.tenants == restarted.tenants == {KEY: "you"}
+
+
+def test_weights_are_named(registry, records):
+    named = []
+    handler = CommandHandler(lambda: registry, records, str, name_weights=named.append)
+    assert handler.execute(NameWeights("step-2"), None) == Weights("step-2") and named == ["step-2"]
+
+
+def test_compile_show_list_resolve_delete(handler, records):
+    segment = compiled(handler, [1, 2, 3], text="abc")
+    assert isinstance(segment, Segment) and segment.resident and segment.bytes == 100
+    assert handler.execute(Show(segment.id), "me") == segment
+    shown = handler.execute(Show(segment.id, content=True), "me")
+    assert (shown.text, shown.token_ids) == ("abc", (1, 2, 3))
+    assert handler.execute(Page("", 10), "me") == SegmentPage([segment], None)
+    resolved = handler.execute(Resolve([segment.id, "nobody", segment.id]), "me")
+    assert isinstance(resolved, Resolved) and resolved.unknown == ["nobody"]
+    assert resolved.contents[segment.id].text == "abc"
+    state = handler.execute(Report(), None)
+    assert isinstance(state, CacheStats) and state.segments == 1
+    assert state.tiers == {"pool": {"objects": 2.0}, "disk": {"hits": 1.0}}
+    gone = handler.execute(Delete(segment.id), "me")
+    assert gone.id == segment.id and KEY not in records.present
+    assert handler.execute(Show(segment.id), "me").status == 404
+
+
+@pytest.mark.parametrize(
+    "command", [Show("ID"), Change("ID", 5.0), Delete("ID")], ids=lambda c: type(c).__name__
+)
+def test_foreign_and_unknown_ids_get_the_same_answer(handler, records, command):
+    segment = compiled(handler, [1])
+    answers = []
+    for segment_id in (segment.id, "A" * 32):
+        refused = handler.execute(type(command)(segment_id), "you")
+        assert isinstance(refused, Failure) and refused.id == segment_id
+        answers.append((refused.status, refused.message.replace(segment_id, "ID")))
+    assert answers == [(404, "segment 'ID' is unknown or has expired")] * 2
+    assert KEY in records.present
+    assert handler.execute(Resolve([segment.id]), "you").unknown == [segment.id]
+
+
+def test_time_to_live(handler, records, clock):
+    segment = compiled(handler, [1], ttl_s=60.0)
+    assert segment.expires == 1060 and records.expiry == {KEY: 1060}
+    clock.now = 1030
+    assert compiled(handler, [1]).expires == 1060, "compiling again without a ttl leaves it"
+    assert handler.execute(Change(segment.id, ttl_s=100.0), "me").expires == records.expiry[KEY] == 1130
+    assert (
+        handler.execute(Change(segment.id, ttl_s=None), "me").expires is None and records.expiry[KEY] is None
+    )
+    handler.execute(Change(segment.id, ttl_s=1.0), "me")
+    clock.now = 1031
+    assert handler.execute(Show(segment.id), "me").status == 404
+    assert KEY not in records.present
+
+
+def test_without_a_ttl_the_stores_own_rules_hold(handler, records):
+    compiled(handler, [1])
+    assert records.expiry == {}
+
+
+def test_pins(handler, records, clock):
+    segment = compiled(handler, [1], pin=True, ttl_s=10.0)
+    assert segment.pinned and records.pinned == {KEY}
+    refused = compiled(handler, [2], OTHER_KEY, pin=True)
+    assert isinstance(refused, Failure) and refused.status == 409
+    assert "the pool is full of pinned records" in refused.message
+    assert refused.id in refused.message
+    assert not handler.execute(Show(refused.id), "me").pinned, "compiled, but not pinned"
+    assert not handler.execute(Change(segment.id, unpin=True), "me").pinned and records.pinned == set()
+    compiled(handler, [1], pin=True)
+    clock.now += 10
+    handler.execute(Report(), None)
+    assert records.pinned == set(), "an expired segment pins nothing"
+
+
+def test_what_has_no_record_cannot_be_pinned(handler):
+    segment = compiled(handler, [1], key=None)
+    assert isinstance(segment, Segment) and segment.key is None and not segment.resident
+    assert "it has no record" in compiled(handler, [1], key=None, pin=True).message
+
+
+def test_a_record_stays_while_another_entry_wants_it(handler, records):
+    """The same tokens leading a prompt and a chat are one record."""
+    prompt = compiled(handler, [1, 2], place=Place.PROMPT, pin=True, ttl_s=50.0)
+    chat = compiled(handler, [1, 2], place=Place.CHAT)
+    assert records.expiry[KEY] is None, "the one without a ttl decides"
+    handler.execute(Delete(chat.id), "me")
+    assert KEY in records.present and records.pinned == {KEY}
+    handler.execute(Delete(prompt.id), "me")
+    assert KEY not in records.present and records.pinned == set()
+
+
+def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock):
+    opened = SegmentRegistry(tmp_path, NAMESPACE, clock)
+    handler = CommandHandler(lambda: opened, Records(room=2), str, clock)
+    first = compiled(handler, [1], KEY, pin=True, ttl_s=500.0)
+    clock.now += 1
+    second = compiled(handler, [2], OTHER_KEY, pin=True)
+    opened.close()
+    records = Records(sizes={KEY: (1, False), OTHER_KEY: (1, False)})  # of a smaller pool: room for one
+    handler = CommandHandler(lambda: SegmentRegistry(tmp_path, NAMESPACE, clock), records, str, clock)
+    handler.start()
+    assert records.pinned == {KEY} and records.expiry == {KEY: 1500}
+    assert handler.execute(Show(first.id), "me").pinned
+    assert not handler.execute(Show(second.id), "me").pinned, "a pin that is not in force is not shown"
+
+
+def test_a_failing_registry_fails_commands_only_and_is_tried_again(clock, caplog):
+    broken = True
+
+    def opened() -> SegmentRegistry:
+        if broken:
+            raise RegistryError("disk on fire")
+        return SegmentRegistry(None, NAMESPACE, clock)
+
+    handler = CommandHandler(opened, Records(), str, clock)
+    handler.start()
+    assert "disk on fire" in caplog.text
+    for answer in (handler.execute(Page("", 1), None), compiled(handler, [1])):
+        assert isinstance(answer, Failure) and answer.status == 503 and "disk on fire" in answer.message
+    broken = False
+    assert isinstance(compiled(handler, [1]), Segment)
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def test_commands_survive_the_way_to_the_engine():
+    import msgspec
+
+    commands: list[Command] = [
+        Compile(Place.CHAT, text="x", bare_from=1, ttl_s=None, pin=True),
+        Compile(Place.INTERIOR),
+        Show("a", content=True),
+        Page("", 3),
+        Change("a"),
+        Change("a", ttl_s=None, unpin=True),
+        Delete("a"),
+        Resolve(["a", "b"]),
+        Report(),
+        NameWeights("step-2"),
+    ]
+    for command in commands:
+        sent = msgspec.msgpack.decode(
+            msgspec.msgpack.encode({"hypic_command": command, "hypic_link": "block"})
+        )
+        assert take_command(sent) == (command, {"hypic_link": "block"})
+    assert take_command({"other": 1}) == (None, {"other": 1})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["report", 7, {"op": "fire"}, {"op": "show"}, {"op": "show", "id": 5}, {"op": "report", "x": 1}],
+)
+def test_damaged_commands_are_refused(damaged):
+    assert not is_command(damaged)
+    refused, others = take_command({"hypic_command": damaged, "other": 1})
+    assert isinstance(refused, Failure) and refused.status == 400 and "hypic_command" in refused.message
+    assert others == {"other": 1}
+
+
+def test_answers_wait_for_the_end_of_their_requests(handler):
+    """A command is executed when it comes, a segment gets its id when it is warm."""
+    handler.submit("report", Report(), "me")
+    handler.submit("refused", Failure(400, "no"), "me")
+    handler.submit_compile("warm", Compile(Place.INTERIOR), [1, 2], KEY, "me")
+    handler.submit_compile("gone", Compile(Place.INTERIOR), [3], OTHER_KEY, "me")
+    handler.forget("gone")
+    assert handler.take_answer("gone") is None and handler.take_answer("no command") is None
+    assert unpack(handler.take_answer("refused"), CacheStats) == Failure(400, "no")
+    assert unpack(handler.take_answer("report"), CacheStats).segments == 0, "before the segment was warm"
+    segment = unpack(handler.take_answer("warm"), Segment)
+    assert segment.tokens == 2 and handler.execute(Show(segment.id), "me") == segment
+    assert handler.take_answer("warm") is None
+
+
+def test_answers_survive_the_way_back(handler):
+    segment = compiled(handler, [1])
+    assert unpack(pack(segment), Segment) == segment
+    failure = Failure(404, "gone", "a")
+    assert unpack(pack(failure), Segment) == failure
+    with pytest.raises(RuntimeError, match="expected Resolved"):
+        unpack(pack(segment), Resolved)
+
+
+def test_neither_client_nor_registry_needs_vllm():
+    names = ("cli", "cache_api.command", "cache_api.client", "cache_api.expand", "cache_api.handler")
+    modules = ", ".join(f"vllm_hypic.{name}" for name in names)
+    program = f"import sys, {modules}; print([m for m in ('vllm', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
