@@ -29,9 +29,11 @@ class SegmentingConfig(ConfigSection):
     mode: Annotated[SegmentMode, Allowed()] = "off"
     """``text``: cut where ``patterns`` match; ``cdc``: at ends of lines and sentences that the text itself
     chooses; ``off``: separators alone cut."""
-    patterns: Annotated[tuple[Text, ...], AfterValidator(_known)] = ("blank-lines", "documents")
-    """What mode ``text`` looks for: names of presets, or patterns of RE2.  A group ``segment`` is a segment;
-    other patterns cut at their first group, or, without groups, behind the match."""
+    patterns: Annotated[tuple[Text, ...], AfterValidator(_known)] = (
+        *("documents", "json-lines", "rules", "titles", "indents", "blank-lines"),
+    )
+    """What mode ``text`` looks for, the best places first: names of presets, or patterns of RE2.  A group
+    ``segment`` is a segment; others cut at their first group that matches, or else behind the match."""
     min_tokens: Positive = 128
     """Pieces that are shorter are computed in the stream."""
     mean_tokens: Positive = 2048

@@ -13,18 +13,28 @@ import re2
 
 from .windows import LINE, SENTENCE
 
+_DOCUMENT = ("document", "doc", "source", "passage", "article", "file")
 PRESETS = {
+    "documents": "(?is)" + "|".join(rf"<{tag}\b[^<>]*>(?P<segment_{tag}>.*?)</{tag}>" for tag in _DOCUMENT),
+    "rules": r"(?:\A|\n)(?:[ \t]*(?:[-=_*~#]{10,}|</?[A-Za-z][\w-]*[^<>\n]*>)[ \t]*(?:\n\s*|\z))+",
+    "titles": r"(?i)(?:\A|\n)[ \t]*(?:"
+    r"(?:context|documents|sources|passages|question|query)\b[^\n:]{0,40}:\s*"
+    r"|(?:document|doc|source|passage|article|file|chunk)[ \t]*[\[(#]?\d{1,4}\b[\])]?[ \t]*[:.]?\s*"
+    r"|()(?:title|document|source|passage|article|file)\b[^\n]{0,200}:"
+    r"|\n[ \t]*()[a-z][\w .-]{0,30}:[ \t])",
+    "indents": r"\n[ \t]*\n[ \t]{2,}\s*",
     "blank-lines": r"\n[ \t]*\n\s*",
     "lines": r"\n\s*",
-    "titles": r"\n()(?:Title|Document|Source|Passage|File)\b[^\n]{0,200}:",
-    "documents": r"(?is)<(?:document|doc|source|context|passage|article|file)\b[^<>]*>(?P<segment>.*?)"
-    r"</(?:document|doc|source|context|passage|article|file)>",
     "fences": r"(?s)```[^\n`]*\n(?P<segment>.*?)\n```",
-    "json-lines": r"(?m)^\s*(?P<segment>\{\".*\}),?\s*$",
+    "json-lines": r"(?m)^\s*(?P<segment>\{\".{200,}\}),?\s*$",
 }
-"""Patterns by name.  A group ``segment`` is a segment as it stands.  Other patterns tell where a piece may
-begin: at the first group, or, where there is none, behind the match."""
+"""Patterns by name.  A group ``segment`` (or ``segment_...``) is a segment as it stands.  Other patterns tell
+where a piece may begin: at the first group that matches, or, where none does, behind the match, which is then
+in no piece."""
 
+_CLOSING = re.compile(r"(?:\s*</[\w-]+>)+\s*\Z")
+_LONGEST_CLOSING = 200
+"""Characters at the end of a text in which closing tags are looked for."""
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
 _SPACE = re.compile(r"\s+")
 _FEW_WORDS = 8
@@ -41,7 +51,8 @@ class Place(NamedTuple):
     kind: int
     sign: int
     stop: int
-    """The token whose text ends before the place: pieces end before it, as it depends on both sides."""
+    """The token whose text ends before the place: pieces end before it, as it depends on both sides.  -1:
+    the text begins with what the place is behind."""
     start: int
     """The first token behind the place."""
 
@@ -85,17 +96,17 @@ class Marks:
 
     def place(self, kind: int, first: int, last: int) -> Place | None:
         """Characters ``[first, last]`` may begin a piece; ``None``: no token begins there, nor before the
-        space ends that follows."""
+        space ends that follows; or there is nothing but space before ``last``."""
         stop = first
         while stop > 0 and self.text[stop - 1].isspace():
             stop -= 1
-        if not stop:
+        if not (stop or self.text[first:last].strip()):
             return None
         start = bisect_right(self._at, last) - 1
         # Behind an empty text a character goes on.
         while start > 0 and self._at[start] >= first and not self._texts[start - 1]:
             start -= 1
-        before = bisect_right(self._at, stop - 1) - 1
+        before = bisect_right(self._at, stop - 1) - 1 if stop else -1
         if start >= len(self._texts) or self._at[start] < first or start <= before:
             return None
         return Place(kind, crc32(self.text[max(0, stop - _SIGNED) : stop].encode()), before, start)
@@ -117,9 +128,16 @@ class Marks:
         return bisect_left(self._at, first), max(0, bisect_left(self._at, stop) - 1)
 
     def last_word(self) -> int:
-        """The token that the text's last character which is no space is in; 0 where there is none."""
-        stop = len(self.text.rstrip())
+        """The token that the text's last character is in, space and closing tags behind it left out; 0 where
+        there is none."""
+        closing = _CLOSING.search(self.text, max(0, len(self.text) - _LONGEST_CLOSING))
+        stop = closing.start() if closing else len(self.text.rstrip())
         return bisect_left(self._at, stop) - 1 if stop else 0
+
+
+def _segment_groups(pattern: Pattern) -> list[int]:
+    names = pattern.groupindex.items()
+    return [group for name, group in names if name == "segment" or name.startswith("segment_")]
 
 
 def marked(marks: Marks, patterns: Sequence[Pattern]) -> list[tuple[int, int]]:
@@ -127,9 +145,9 @@ def marked(marks: Marks, patterns: Sequence[Pattern]) -> list[tuple[int, int]]:
     overlap the one that begins first, and then the longest."""
     found = []
     for pattern in patterns:
-        if "segment" in pattern.groupindex:
-            group = pattern.groupindex["segment"]
-            found += [marks.span(*match.span(group)) for match in pattern.finditer(marks.text)]
+        if groups := _segment_groups(pattern):
+            spans = (match.span(group) for match in pattern.finditer(marks.text) for group in groups)
+            found += [marks.span(*span) for span in spans if span[0] >= 0]
     disjoint: list[tuple[int, int]] = []
     for start, stop in sorted(found, key=lambda span: (span[0], -span[1])):
         if start < stop and (not disjoint or start >= disjoint[-1][1]):
@@ -138,17 +156,30 @@ def marked(marks: Marks, patterns: Sequence[Pattern]) -> list[tuple[int, int]]:
 
 
 def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
-    """Places where one of the other patterns says that a piece may begin."""
-    for pattern in patterns:
-        if "segment" in pattern.groupindex:
+    """Places where one of the other patterns says that a piece may begin; those of earlier patterns are the
+    better ones."""
+    for kind, pattern in enumerate(patterns):
+        if _segment_groups(pattern):
             continue
         for match in pattern.finditer(marks.text):
-            if pattern.groups and match.start(1) >= 0:
-                found = marks.place(0, match.start(1), match.start(1))
-            else:
-                found = marks.place(0, match.start(), match.end())
-            if found is not None:
+            first, last = match.span()
+            for group in range(1, pattern.groups + 1):
+                if match.start(group) >= 0:
+                    # A token may begin with the space before.
+                    first = last = match.start(group)
+                    while first > match.start() and marks.text[first - 1] in " \t":
+                        first -= 1
+                    break
+            if (found := marks.place(kind, first, last)) is not None:
                 yield found
+
+
+def before_question(places: Iterable[Place], asked: int) -> list[Place]:
+    """The places without all but the first of those from token ``asked`` on: they may be inside a question
+    that has paragraphs."""
+    places = list(places)
+    first = min((place.start for place in places if place.start >= asked), default=asked)
+    return [place for place in places if place.start <= first]
 
 
 def ends(marks: Marks, reach: int) -> list[Place]:

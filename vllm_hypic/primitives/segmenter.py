@@ -6,13 +6,13 @@ The ids stay what they are: segments are ranges of them, and what lies between i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from .chunks import local_minima
 from .messages import messages_of
-from .places import Marks, Pattern, ends, marked, matches
+from .places import Marks, Pattern, Place, before_question, ends, marked, matches
 
 SegmentMode = Literal["off", "text", "cdc"]
 SEGMENT_MODES: tuple[str, ...] = get_args(SegmentMode)
@@ -73,18 +73,21 @@ class Segmenter:
 
     def _pieces(self, marks: Marks, mode: str, *, leads: bool, asks: bool) -> Iterator[tuple[int, int]]:
         """Pieces of one message's content, which ``leads`` the prompt, or ``asks``."""
+        asked = marks.tokens - self._query if asks else marks.tokens
+        segments: Sequence[tuple[int, int]] = []
         if mode == "cdc":
             reach = self._mean // 2
-            segments, cuts = [], local_minima(ends(marks, reach), reach)
+            places: Iterable[Place] = ends(marks, reach)
         else:
-            segments = marked(marks, self._patterns)
-            cuts = local_minima(matches(marks, self._patterns), self._min)
-        edges = [Edge(0, 0), *(Edge(cut.stop, cut.start) for cut in cuts)]
+            segments, reach = marked(marks, self._patterns), self._min
+            places = matches(marks, self._patterns)
+        chosen = local_minima(before_question(places, asked), reach)
+        cuts = [cut for cut in chosen if cut.stop >= 0 or not leads]
+        edges = [Edge(0, 0), *(Edge(max(0, cut.stop), cut.start) for cut in cuts)]
         edges = [edge for edge in edges if not _inside(edge, segments)]
         edges += [Edge(place, place) for segment in segments for place in segment]
         edges.sort()
         as_marked = set(segments)
-        asked = marks.tokens - self._query if asks else marks.tokens
         for left, right in pairwise(edges):
             piece = (left.start, right.stop)
             if (left.start or not leads) and (piece in as_marked or sum(piece) <= 2 * asked):
