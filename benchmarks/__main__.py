@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .eviction import eviction
+from .lmcache_bench import lmcache_bench
 from .load import load
 from .memory import memory
 from .overhead import overhead
@@ -32,6 +33,7 @@ main.add_command(memory)
 main.add_command(records)
 main.add_command(profile)
 main.add_command(load)
+main.add_command(lmcache_bench)
 main.add_command(eviction)
 main.add_command(tiers)
 main.add_command(scale)

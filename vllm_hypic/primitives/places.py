@@ -175,11 +175,15 @@ def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
 
 
 def before_question(places: Iterable[Place], asked: int) -> list[Place]:
-    """The places without all but the first of those from token ``asked`` on: they may be inside a question
-    that has paragraphs."""
+    """The places up to the first that may begin the question, which is looked for from token ``asked`` on and
+    may have paragraphs: where documents are told apart by better places, that is one of these, too."""
     places = list(places)
-    first = min((place.start for place in places if place.start >= asked), default=asked)
-    return [place for place in places if place.start <= first]
+    behind = sorted((place for place in places if place.start >= asked), key=lambda place: place.start)
+    if not behind:
+        return places
+    best = min((place.kind for place in places if place.start < asked), default=0)
+    first = next((place for place in behind if place.kind <= best), behind[0])
+    return [place for place in places if place.start <= first.start]
 
 
 def ends(marks: Marks, reach: int) -> list[Place]:

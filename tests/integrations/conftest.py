@@ -1,0 +1,122 @@
+"""The frameworks' examples as modules, and what their clients talk to: a recorder, or a real server."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from one_process import ONE_PROCESS
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from vllm_hypic.harness.serving import Server
+
+ONE_WORKER = True  # all tests of this folder use the same server
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
+PACKAGES = {
+    "openai_client": ("openai",),
+    "langchain_stuff": ("langchain_classic", "langchain_openai"),
+    "llama_index_query": ("llama_index.core", "llama_index.llms.openai_like"),
+    "haystack_prompt_builder": ("haystack",),
+    "agent_tools": ("openai",),
+}
+"""Examples, and what each imports."""
+
+
+@pytest.fixture(scope="session")
+def example() -> Iterator[Callable[[str], ModuleType]]:
+    """An example by name; skips where its framework is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        for name in ("HAYSTACK_TELEMETRY_ENABLED", "LANGCHAIN_TRACING_V2", "ANONYMIZED_TELEMETRY"):
+            patch.setenv(name, "False")
+
+        def load(name: str) -> ModuleType:
+            for package in PACKAGES[name]:
+                pytest.importorskip(package, reason=f"{package}: pip install 'vllm-hypic[integrations]'")
+            return importlib.import_module(name)
+
+        yield load
+
+
+@pytest.fixture(scope="session")
+def offices(example: Callable[[str], ModuleType]) -> ModuleType:
+    """What the examples ask about."""
+    return importlib.import_module("offices")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+class Recorder(ThreadingHTTPServer):
+    """An OpenAI-compatible server that keeps the bodies of requests, and answers each alike."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Recorder
+
+    def do_GET(self) -> None:
+        self._answer({"object": "list", "data": [{"id": "recorder", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        choice = {"index": 0, "finish_reason": "stop", "text": "Yes."}
+        choice["message"] = {"role": "assistant", "content": "Yes."}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        kind = "chat.completion" if "chat" in self.path else "text_completion"
+        found = {"id": "1", "object": kind, "created": 1, "model": "recorder", "choices": [choice]}
+        self._answer({**found, "usage": usage})
+
+    def _answer(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    with Recorder() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="package")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SmolLM2 with mode ``text`` as it is by default, and a template that knows tools."""
+    with Server(
+        smollm2,
+        *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "512M"),
+        *("--additional-config", json.dumps({"hypic": {"pool_bytes": 1 << 30, "segment": {"mode": "text"}}})),
+        *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
+        *("--chat-template", str(EXAMPLES / "tools.jinja")),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | ONE_PROCESS,
+        log=tmp_path_factory.mktemp("integrations") / "server.log",
+    ) as started:
+        yield started

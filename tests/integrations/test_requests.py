@@ -1,0 +1,101 @@
+"""What the frameworks' clients send by default, and where mode ``text`` cuts it; no server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from vllm_hypic.config.segmenting import SegmentingConfig
+from vllm_hypic.primitives.places import pattern
+from vllm_hypic.primitives.segmenter import Segmenter
+from vllm_hypic.primitives.token_texts import TokenTexts
+
+from .conftest import EXAMPLES
+
+ORDER = (3, 0, 4, 2, 1)
+QUESTION = "Which office has most rooms?"
+SEAM = 16
+"""Tokens of a segment that are recomputed."""
+RAG = ["openai_client", "langchain_stuff", "llama_index_query", "haystack_prompt_builder"]
+
+
+class Prompts:
+    """Prompts of recorded requests, as the server renders and cuts them by default."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.template = (EXAMPLES / "tools.jinja").read_text()
+        options = SegmentingConfig()
+        self.segmenter = Segmenter(
+            TokenTexts(tokenizer).of,
+            set(tokenizer.all_special_ids),
+            [pattern(name) for name in options.patterns],
+            min_tokens=options.min_tokens,
+            mean_tokens=options.mean_tokens,
+            query_tokens=options.query_tokens,
+            max_segments=options.max_segments,
+        )
+
+    def ids(self, body: dict[str, Any]) -> list[int]:
+        text = body.get("prompt")
+        if text is None:
+            text = self.tokenizer.apply_chat_template(
+                body["messages"],
+                tools=body.get("tools"),
+                chat_template=self.template,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def segments(self, body: dict[str, Any]) -> list[tuple[int, ...]]:
+        ids = self.ids(body)
+        return [tuple(ids[start:stop]) for start, stop in self.segmenter.spans(ids, "text")]
+
+    def reused(self, before: dict[str, Any], after: dict[str, Any]) -> int:
+        """Tokens of ``after`` whose records ``before`` has made, the leading segment left out."""
+        known = set(self.segments(before))
+        return sum(len(segment) - SEAM for segment in self.segments(after) if segment in known)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    return Prompts(tokenizer)
+
+
+def sections(document: str) -> str:
+    """A document of short paragraphs with blank lines between, as splitters leave it."""
+    sentences = document.split(". ")
+    return ".\n\n".join(". ".join(sentences[i : i + 4]) for i in range(0, len(sentences), 4))
+
+
+def tokens(prompts: Prompts, documents: list[str]) -> int:
+    return sum(len(prompts.tokenizer.encode(document)) for document in documents)
+
+
+@pytest.mark.parametrize("name", ["llama_index_query", "haystack_prompt_builder", "langchain_stuff"])
+def test_documents_may_have_paragraphs_where_their_beginning_shows(
+    example, offices, recorder, prompts, name: str
+) -> None:
+    framework = example(name)
+    options = {}
+    if name == "langchain_stuff":  # nothing shows it by default
+        from langchain_core.prompts import PromptTemplate
+
+        options["document_prompt"] = PromptTemplate.from_template("<document>\n{page_content}\n</document>")
+    documents = [sections(document) for document in offices.DOCUMENTS]
+    for order in (range(5), ORDER):
+        framework.ask(recorder.url, [documents[i] for i in order], QUESTION, **options)
+    assert prompts.reused(*recorder.bodies) >= 0.8 * tokens(prompts, documents)
+
+
+@pytest.mark.parametrize("name", RAG)
+def test_documents_make_the_same_segments_in_another_order(
+    example, offices, recorder, prompts, name: str
+) -> None:
+    framework = example(name)
+    for order in (range(5), ORDER):
+        framework.ask(recorder.url, [offices.DOCUMENTS[i] for i in order], QUESTION)
+    assert prompts.reused(*recorder.bodies) >= 0.8 * tokens(prompts, offices.DOCUMENTS)

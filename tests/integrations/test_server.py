@@ -1,0 +1,72 @@
+"""The examples against a real server: unmodified clients, documents and tools in another order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_hypic.harness.serving import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+QUESTION = "Which office has most rooms?"
+ORDER = (3, 0, 4, 2, 1)
+
+
+class Meter:
+    """What a server computes and reuses from one look to the next."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._before = self._counts()
+
+    def _counts(self) -> dict[str, float]:
+        return self.server.wait_for_metrics(
+            lambda m: not (m["vllm:num_requests_running"] or m["vllm:num_requests_waiting"])
+        )
+
+    def since(self) -> dict[str, int]:
+        """Tokens of prompts since the last look: ``reused``, ``computed``."""
+        now, before = self._counts(), self._before
+        self._before = now
+        return {
+            name: int(now[f"vllm:hypic_tokens_{name}_total"] - before[f"vllm:hypic_tokens_{name}_total"])
+            for name in ("reused", "computed")
+        }
+
+
+@pytest.mark.parametrize(
+    "name", ["openai_client", "langchain_stuff", "llama_index_query", "haystack_prompt_builder"]
+)
+@pytest.mark.fast("langchain_stuff")
+def test_documents_are_reused_in_another_order(
+    example, offices, tokenizer, server: Server, name: str
+) -> None:
+    framework = example(name)
+    documents = [f"This is read by {name}. {d}" for d in offices.DOCUMENTS]
+    meter = Meter(server)
+    framework.ask(server.url, documents, QUESTION)
+    cold = meter.since()
+    framework.ask(server.url, [documents[i] for i in ORDER], QUESTION)
+    warm = meter.since()
+    assert sum(warm.values()) == sum(cold.values())
+    # What is no document counts as reused.
+    assert warm["computed"] <= 0.2 * sum(len(tokenizer.encode(d)) for d in documents)
+
+
+@pytest.mark.slow
+def test_tools_are_reused_when_one_changes(example, server: Server) -> None:
+    agent = example("agent_tools")
+    tools: list[dict[str, Any]] = agent.TOOLS
+    # Of a tool of 200 tokens, seams of 8 are 8 percent.
+    options = {"extra_body": {"vllm_xargs": {"hypic_link": "hypic", "hypic_seam_tokens": 4}}}
+    meter = Meter(server)
+    messages = agent.agent(server.url, tools, turns=2, **options)
+    assert {m["role"] for m in messages} == {"system", "user", "assistant", "tool"}
+    meter.since()
+    swapped, moved = [agent.tool("water_plants"), *tools[1:]], [*tools[1:], tools[0]]
+    for changed in (swapped, tools[1:], moved):
+        agent.agent(server.url, changed, turns=1, **options)
+        found = meter.since()
+        assert found["computed"] < 0.1 * (found["computed"] + found["reused"])
