@@ -55,25 +55,24 @@ WHAT = ("room", "desk", "parcel", "badge", "alarm", "library", "canteen", "archi
 TOOLS = [tool(f"{verb}_{what}") for verb in ("book", "cancel", "report") for what in WHAT]
 
 
-def agent(url, tools, turns=2, **options):
-    """The messages of a loop of some turns: what the model calls, and what comes of it."""
+START = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
+
+
+def agent(url, tools, messages=START, **options):
+    """A loop until the model calls no tool, at most four times; returns all messages."""
     client, model = OpenAI(base_url=f"{url}/v1", api_key="none"), model_of(url)
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
-    for _ in range(turns):
+    messages = list(messages)
+    for _ in range(4):
         answer = client.chat.completions.create(
-            model=model,
-            messages=messages,
-            tools=tools,
-            tool_choice="required",
-            temperature=0,
-            max_tokens=200,
-            **options,
+            model=model, messages=messages, tools=tools, temperature=0, max_tokens=64, **options
         )
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
             result = json.dumps({"done": call.function.name})
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        if not message.tool_calls:
+            break
     return messages
 
 

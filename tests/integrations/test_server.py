@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from vllm_hypic.harness.serving import Server
+
+from .conftest import EXAMPLES, PACKAGES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -62,11 +66,34 @@ def test_tools_are_reused_when_one_changes(example, server: Server) -> None:
     # Of a tool of 200 tokens, seams of 8 are 8 percent.
     options = {"extra_body": {"vllm_xargs": {"hypic_link": "hypic", "hypic_seam_tokens": 4}}}
     meter = Meter(server)
-    messages = agent.agent(server.url, tools, turns=2, **options)
-    assert {m["role"] for m in messages} == {"system", "user", "assistant", "tool"}
-    meter.since()
+    messages = agent.agent(server.url, tools, **options)
+    assert meter.since()["computed"] > 5000
     swapped, moved = [agent.tool("water_plants"), *tools[1:]], [*tools[1:], tools[0]]
     for changed in (swapped, tools[1:], moved):
-        agent.agent(server.url, changed, turns=1, **options)
+        agent.agent(server.url, changed, **options)
         found = meter.since()
         assert found["computed"] < 0.1 * (found["computed"] + found["reused"])
+    # A loop's history grows; tools before it and what it had are not computed again.
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "book_room", "arguments": '{"city": "Paris"}'},
+    }
+    messages += [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": '{"room": 346}'},
+    ]
+    agent.agent(server.url, tools, messages, **options)
+    found = meter.since()
+    assert found["computed"] < 0.1 * (found["computed"] + found["reused"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGES)
+def test_examples_print_what_is_reused(example, server: Server, name: str) -> None:
+    example(name)
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), server.url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=540)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    reused = [int(line.rpartition("reused tokens: ")[2]) for line in ended.stdout.splitlines()]
+    assert len(reused) == (4 if name == "agent_tools" else 2) and min(reused[1:]) > 1000
