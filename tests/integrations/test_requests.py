@@ -99,3 +99,11 @@ def test_documents_make_the_same_segments_in_another_order(
     for order in (range(5), ORDER):
         framework.ask(recorder.url, [offices.DOCUMENTS[i] for i in order], QUESTION)
     assert prompts.reused(*recorder.bodies) >= 0.8 * tokens(prompts, offices.DOCUMENTS)
+
+
+def test_llama_index_sends_completions_by_default(example, offices, recorder, prompts) -> None:
+    framework = example("llama_index_query")
+    for order in (range(5), ORDER):
+        framework.ask(recorder.url, [offices.DOCUMENTS[i] for i in order], QUESTION, chat=False)
+    assert all(isinstance(body["prompt"], str) for body in recorder.bodies)
+    assert prompts.reused(*recorder.bodies) >= 0.8 * tokens(prompts, offices.DOCUMENTS)
