@@ -38,7 +38,10 @@ def test_full_is_the_ordinary_request(hypic: Engine) -> None:
     ("ask", "reason"),
     [
         (ranged(FIRST, hypic_segments=[0, 10_000]), "within the prompt's 209 tokens"),
-        (ranged(FIRST, hypic_segment="yes"), "hypic_segment='yes': expected one of off, text, cdc"),
+        (
+            ranged(FIRST, hypic_segment="yes"),
+            "hypic_segment='yes': expected one of off, structure, text, cdc",
+        ),
         (
             Ask(prompt(FIRST, query=QUERY), extra={"hypic_segments": [0, 40]}),
             "separators or other primitives",

@@ -167,6 +167,14 @@ def prompts(separator: int) -> st.SearchStrategy[Any]:
     return st.one_of(one, one, one, st.lists(one, max_size=3), PARTS, GOOD_PARTS, JUNK)
 
 
+TOOLS = st.fixed_dictionaries(
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": st.just("w1") | JUNK, "description": TEXTS | JUNK}),
+    }
+)
+
+
 def messages() -> st.SearchStrategy[Any]:
     """``messages`` of a chat request."""
     content = st.one_of(COMPOSED, COMPOSED, TEXTS, WITH_IDS, PARTS, GOOD_PARTS, GOOD_PARTS, JUNK)
@@ -174,6 +182,16 @@ def messages() -> st.SearchStrategy[Any]:
     message = st.fixed_dictionaries({"role": role, "content": content})
     return st.lists(message | JUNK, min_size=1, max_size=3) | st.lists(message, min_size=1, max_size=2) | JUNK
 
+
+CHAT_FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.lists(TOOLS, max_size=4) | JUNK,
+        "tool_choice": st.just("none"),
+        "documents": st.lists(st.fixed_dictionaries({"text": st.sampled_from(DOCUMENTS)}) | JUNK, max_size=4),
+        "chat_template_kwargs": st.fixed_dictionaries({"documents": st.lists(JUNK, max_size=3)}) | JUNK,
+    },
+)
 
 # -- options -----------------------------------------------------------------------------------------
 
@@ -200,7 +218,7 @@ OUR_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "hypic_islands": st.sampled_from(
         ["none", "query-10", "query-50", "query-0", "query-051", "query-\u0661"]
     ),
-    "hypic_segment": st.sampled_from(["off", "text", "cdc", "text ", "TEXT"]),
+    "hypic_segment": st.sampled_from(["off", "structure", "text", "cdc", "text ", "TEXT"]),
     "hypic_segments": st.sampled_from(
         [[0, 8], [8, 48, 48, 96], [1, 40], [0, 2**31], [8, 8], [4], [0, 1] * 5000, [-1, 4], [0.0, 8.0], []]
     ),
@@ -295,6 +313,8 @@ def requests(draw: st.DrawFn, separator: int) -> Attack:
     if path == CHAT:
         hostile = all_wrong or wrong == "prompt"
         body = {"messages": draw(messages()) if hostile else [{"role": "user", "content": prompt}]}
+        if hostile:
+            body |= draw(CHAT_FIELDS)
     else:
         body = {"prompt": draw(prompts(separator)) if all_wrong or wrong == "prompt" else prompt}
     if path != TOKENIZE:
@@ -353,6 +373,7 @@ BAD_OPTIONS: Mapping[str, st.SearchStrategy[Any]] = {
     "hypic_remote": OUR_VALUES["hypic_remote"],
     "hypic_push_deadline_s": _FAR_OFF,
     "hypic_remote_deadline_s": _FAR_OFF,
+    "hypic_found": _FAR_OFF,
     "hypic_command": _FAR_OFF | st.just(["delete"]),
     "hypic_": _FAR_OFF,
 }

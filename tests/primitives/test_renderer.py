@@ -9,6 +9,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.renderers.registry import renderer_from_config
 
+from vllm_hypic.engine.renderer import HypicRenderer
 from vllm_hypic.engine.tokenizer import MODE, refuses_model, register_mode
 from vllm_hypic.primitives.builder import build_messages, build_prompt, build_prompt_ids
 from vllm_hypic.primitives.tokens import Marker, PrimitiveTexts, primitive_ids, split_ids
@@ -58,8 +59,10 @@ def alone(stock, text: str) -> list[int]:
     return stock.encode(text, add_special_tokens=False)
 
 
-def test_the_renderer_is_vllms_own(renderer):
-    assert type(renderer) is HfRenderer
+def test_the_renderer_is_vllms_own_but_for_what_it_carries(renderer):
+    assert type(renderer) is HypicRenderer and HypicRenderer.__bases__ == (HfRenderer,)
+    own = {name for name, value in vars(HypicRenderer).items() if callable(value)}
+    assert own == {"render_messages", "render_messages_async", "_process_tokens", "_process_tokens_async"}
 
 
 def test_prompt_strings(renderer, stock):

@@ -55,7 +55,7 @@ class Chat:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def segments(self, ids: list[int], mode: str = "text") -> list[tuple[int, ...]]:
-        spans = self.segmenter.spans(ids, mode)
+        spans = self.segmenter.find(ids, mode).spans
         in_order = [0, *(place for span in spans for place in span), len(ids)]
         assert all(a <= b for a, b in pairwise(in_order))
         return [tuple(ids[start:stop]) for start, stop in spans]
@@ -83,7 +83,7 @@ def test_documents_have_the_same_segments_in_every_order(chat: Chat, ends: str) 
 def test_what_is_asked_is_in_no_segment(chat: Chat) -> None:
     text = "\n\n".join(prose(i, 60) for i in range(3))
     last = chat.ids(("user", text))
-    spans = chat.segmenter.spans(last, "text")
+    spans = chat.segmenter.find(last, "text").spans
     answer = len(chat.ids(("user", text))) - spans[-1][1]
     assert answer >= 16, "the last message may end in the question"
 
@@ -93,7 +93,7 @@ def test_a_system_message_leads(chat: Chat) -> None:
     system = ("system", prose("system", 80))
     user = ("user", f"{prose(1, 60)}\n\n{prose(2, 60)}\n\nWhy?")
     ids = chat.ids(system, user)
-    [(first, _), _] = chat.segmenter.spans(ids, "text")
+    [(first, _), _] = chat.segmenter.find(ids, "text").spans
     before = "".join(chat.texts(ids[:first]))
     assert before.rstrip().endswith("user") and system[1] in before
 
@@ -119,7 +119,7 @@ def test_an_answer_that_the_template_begins_does_not_hide_the_question(chat: Cha
     chat.tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n", "assistant\nLet me think now:\n\n")
     text = f"{prose(1, 60)} And what is the capital?"
     ids = chat.ids(("user", text))
-    stop = chat.segmenter.spans(ids, "text")[-1][1]
+    stop = chat.segmenter.find(ids, "text").spans[-1][1]
     assert "capital?" in "".join(chat.texts(ids[stop:]))
     assert "capital?" not in "".join(chat.texts(ids[:stop]))
 
@@ -180,7 +180,7 @@ def test_prompts_without_messages(chat: Chat) -> None:
     plain = AutoTokenizer.from_pretrained(chat.tokenizer.name_or_path)
     text = "\n\n".join(["Answer.", *(prose(i, 60) for i in range(4)), "Why?"])
     ids = plain.encode(text)
-    spans = chat.segmenter.spans(ids, "text")
+    spans = chat.segmenter.find(ids, "text").spans
     assert len(spans) == 4 and "Answer." in "".join(chat.texts(ids[: spans[0][0]]))
 
 
@@ -210,7 +210,7 @@ def test_a_prompt_has_no_more_segments_than_it_may(tokenizer_dirs) -> None:
 
 def test_short_prompts_have_none(chat: Chat) -> None:
     assert chat.segments(chat.ids(("user", "Hello."))) == []
-    assert chat.segmenter.spans([], "text") == ()
+    assert chat.segmenter.find([], "text").spans == ()
 
 
 @pytest.mark.parametrize("kind", USED)

@@ -145,21 +145,30 @@ def client(server: Server) -> Client:
 def byte_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The demo model's weights with a tokenizer that knows all text, byte by byte: its answers are noise."""
     folder = tmp_path_factory.mktemp("bytes")
-    shutil.copytree(EXAMPLE / "model", folder / "model")
-    save_byte_tokenizer(folder / "model")
-    message = "<bos>{{ m.role }}\n{{ m.content }}<eos>"
-    template = "{% for m in messages %}" + message + "{% endfor %}<bos>assistant\n"
-    (folder / "template.jinja").write_text(template)
+    template = byte_model(folder)
     with Server(
         folder / "model",
         *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "256M"),
-        *("--max-model-len", "4096", "--enable-prompt-tokens-details"),
-        *("--chat-template", str(folder / "template.jinja")),
+        *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
+        *("--chat-template", str(template)),
         *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         env=ENV | ONE_PROCESS,
         log=folder / "server.log",
     ) as server:
         yield server
+
+
+def byte_model(folder: Path) -> Path:
+    """Put the model into ``folder / "model"``; its chat template."""
+    shutil.copytree(EXAMPLE / "model", folder / "model")
+    save_byte_tokenizer(folder / "model")
+    template = folder / "template.jinja"
+    template.write_text(
+        "{% if tools %}<bos>tools{% for t in tools %}{{ '\\n' + t | tojson }}{% endfor %}<eos>{% endif %}"
+        "{% for d in documents or [] %}<bos>document {{ loop.index }}\n{{ d.text }}<eos>{% endfor %}"
+        "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}<eos>{% endfor %}<bos>assistant\n"
+    )
+    return template
 
 
 def save_byte_tokenizer(model: Path) -> None:

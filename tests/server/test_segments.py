@@ -89,5 +89,7 @@ def test_separators_come_first(byte_server: Server) -> None:
 
 
 def test_an_unknown_mode_is_refused(byte_server: Server) -> None:
-    with pytest.raises(AssertionError, match="hypic_segment='paragraphs': expected one of off, text, cdc"):
+    with pytest.raises(
+        AssertionError, match="hypic_segment='paragraphs': expected one of off, structure, text, cdc"
+    ):
         ask(byte_server, body(False, "x"), {"hypic_segment": "paragraphs"})

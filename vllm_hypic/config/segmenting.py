@@ -27,7 +27,8 @@ class SegmentingConfig(ConfigSection):
     section = "segment"
 
     mode: Annotated[SegmentMode, Allowed()] = "off"
-    """``text``: cut where ``patterns`` match; ``cdc``: at ends of lines and sentences that the text itself
+    """``structure``: tools, documents and parts of messages of a chat request, other prompts as by ``text``;
+    ``text``: cut where ``patterns`` match; ``cdc``: at ends of lines and sentences that the text itself
     chooses; ``off``: separators alone cut."""
     patterns: Annotated[tuple[Text, ...], AfterValidator(_known)] = (
         *("documents", "json-lines", "rules", "titles", "indents", "blank-lines"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from ..primitives.segmenter import COUNTS as PIECE_COUNTS
+from ..primitives.segmenter import SEGMENT_MODES
 from ..store.protocol import StoreStats
 from ..store.totals import COUNTS
 
@@ -39,6 +41,14 @@ class HypicCounters:
     pinned: int = 0
     waiting: int = 0
     store: StoreStats | None = None
+    by_mode: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Counts since the last report, by how segments were found."""
+
+    def count(self, mode: str, **counts: int) -> None:
+        """Add to the counts of ``mode``, by names of :data:`MODE_COUNTERS`."""
+        mine = self.by_mode.setdefault(mode, {})
+        for name, n in counts.items():
+            mine[name] = mine.get(name, 0) + n
 
 
 COUNTERS = {
@@ -65,6 +75,14 @@ GAUGES = {
     "records": "Segments in the public pool.",
     "pinned": "Segments held by requests.",
     "waiting": "Requests waiting for segments.",
+}
+MODES = (*(mode for mode in SEGMENT_MODES if mode != "off"), "named", "separators")
+"""How segments were found: by the modes, named by their tokens, by separators."""
+MODE_COUNTERS = {
+    "requests": "Requests with segments that were found so.",
+    "tokens_reused": "Their prompt tokens read from cached segments.",
+    "tokens_computed": "Their prompt tokens computed, their cold segments included.",
+    **PIECE_COUNTS,
 }
 STORE_COUNTERS = {
     "dropped_writes": "Records not yet written because writing lags behind; counted per attempt."
@@ -114,11 +132,14 @@ class HypicStats(KVConnectorStats):
         """Counters add up, levels are the latest."""
         merged: dict[str, Any] = {k: self.data.get(k, 0) + other.data.get(k, 0) for k in COUNTERS}
         merged |= {k: other.data.get(k, self.data.get(k, 0)) for k in GAUGES}
+        merged["by_mode"] = _aggregate_modes(self.data.get("by_mode"), other.data.get("by_mode"))
         merged["store"] = _aggregate_stores(self.data.get("store"), other.data.get("store"))
         return HypicStats(data=merged)
 
     def reduce(self) -> dict[str, int | float]:
-        reduced = {k: v for k, v in self.data.items() if v and k != "store"}
+        reduced = {k: v for k, v in self.data.items() if v and k not in ("store", "by_mode")}
+        for mode, counts in self.data.get("by_mode", {}).items():
+            reduced |= {f"{mode}_{k}": n for k, n in counts.items() if n}
         for name, tier in tiers_of(self.data):
             reduced |= {f"{name}_{k}": tier[k] for k in (*TIER_COUNTERS, "bytes_used") if tier[k]}
         return reduced
@@ -130,6 +151,15 @@ class HypicStats(KVConnectorStats):
 def tiers_of(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and ``asdict(TierStats)`` of the tiers in ``HypicStats.data``."""
     yield from ((data.get("store") or {}).get("tiers") or {}).items()
+
+
+def _aggregate_modes(
+    one: dict[str, dict[str, int]] | None, other: dict[str, dict[str, int]] | None
+) -> dict[str, dict[str, int]]:
+    merged = HypicCounters(by_mode={mode: dict(counts) for mode, counts in (one or {}).items()})
+    for mode, counts in (other or {}).items():
+        merged.count(mode, **counts)
+    return merged.by_mode
 
 
 def _aggregate_stores(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -174,6 +204,11 @@ class HypicPromMetrics(KVConnectorPromMetrics):
             name: self._gauge_cls(name=f"vllm:hypic_store_{name}", documentation=text, labelnames=labelnames)
             for name, text in STORE_GAUGES.items()
         }
+        by_mode = [*labelnames, "mode"]
+        self._mode_counters = {
+            name: self._counter_cls(name=f"vllm:hypic_mode_{name}", documentation=text, labelnames=by_mode)
+            for name, text in MODE_COUNTERS.items()
+        }
         by_tier = [*labelnames, "tier"]
         self._tier_counters = {
             name: self._counter_cls(name=f"vllm:hypic_tier_{name}", documentation=text, labelnames=by_tier)
@@ -195,6 +230,9 @@ class HypicPromMetrics(KVConnectorPromMetrics):
             for metrics in (self._counters, self._gauges, self._store_counters, self._store_gauges):
                 for metric in metrics.values():
                     metric.labels(*labels)
+            for metric in self._mode_counters.values():
+                for mode in MODES:
+                    metric.labels(*labels, mode)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -203,6 +241,9 @@ class HypicPromMetrics(KVConnectorPromMetrics):
         for name, gauge in self._gauges.items():
             if name in transfer_stats_data:
                 gauge.labels(*labels).set(transfer_stats_data[name])
+        for mode, counts in (transfer_stats_data.get("by_mode") or {}).items():
+            for name, counter in self._mode_counters.items():
+                counter.labels(*labels, mode).inc(counts.get(name, 0))
         self._observe_store(transfer_stats_data, labels)
 
     def _observe_store(self, data: dict[str, Any], labels: list[object]) -> None:

@@ -25,7 +25,7 @@ from ..cache_api.registry_file import registry_folder
 from ..connector.scheduler.planning import PlanRequest
 from ..connector.scheduler.segment_requests import SegmentRequest
 from ..connector.scheduler.side import SchedulerSide
-from ..primitives.options import PUSH_TO, Transfer
+from ..primitives.options import FOUND, PUSH_TO, SEGMENTS, Transfer
 from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
@@ -102,6 +102,7 @@ class _HypicMixin(Scheduler):
             self._commands.submit(request.request_id, command, request.cache_salt)
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
             return
+        mode = self._count_pieces(request)
         planner, wanted = self.hypic.planner, _plan_request(request)
         try:
             plan, transfer = planner.plan(wanted), planner.transfer(wanted)
@@ -122,9 +123,22 @@ class _HypicMixin(Scheduler):
             key = self.hypic.namespace.renamed(plan.segments[0].key) if plan and plan.segments else None
             self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
         if plan is not None:
-            self._adopt(request, plan, transfer)
+            self._adopt(request, plan, transfer, mode)
 
-    def _adopt(self, request: Request, plan: PromptPlan, transfer: Transfer) -> None:
+    def _count_pieces(self, request: Request) -> str:
+        """Take what the front end found out of the request, and count it; how its segments were found."""
+        params = request.sampling_params
+        extra = {} if params is None else params.extra_args or {}
+        if params is None or FOUND not in extra:
+            return "named" if SEGMENTS in extra else "separators"
+        # Requests of one prompt may share the mapping.
+        params.extra_args = {name: value for name, value in extra.items() if name != FOUND}
+        counts = dict(extra[FOUND])
+        mode = str(counts.pop("mode"))
+        self.hypic.counters.count(mode, **counts)
+        return mode
+
+    def _adopt(self, request: Request, plan: PromptPlan, transfer: Transfer, mode: str) -> None:
         """Make the plan's stream the request's tokens."""
         if plan.warm_only:
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
@@ -148,6 +162,7 @@ class _HypicMixin(Scheduler):
                 plan,
                 transfer,
                 tenant=tenant,
+                mode=mode,
                 priority=request.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
             )
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import chain
-from typing import TYPE_CHECKING
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
 
 from ..cache_api.commands import COMMAND
 from ..config.engine import CONNECTOR, HypicConfig, config_of
 from ..connector.build import primitive_ids_of
-from ..primitives.options import SEGMENTS, link_of_request, segment_mode_of_request
+from ..primitives.options import FOUND, SEGMENTS, link_of_request, segment_mode_of_request
 from ..primitives.places import pattern
-from ..primitives.segmenter import Segmenter
+from ..primitives.segmenter import Found, Segmenter
+from ..primitives.structure import locate
 from ..primitives.token_texts import TokenTexts
 from ..primitives.tokens import PrimitiveIds
 from .front_end import refusal
+from .renderer import CHAT
+from .token_lengths import TokenLengths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,9 +33,12 @@ class SegmentFinder:
         self._ours = transfer is not None and transfer.kv_connector == CONNECTOR
         self._vllm_config = vllm_config
 
-    def find(self, request: EngineCoreRequest) -> None:
-        """Write the segments of a checked request into its extra arguments, unless it names them itself, has
-        separators, or asks for something that only plain requests get."""
+    def find(self, request: EngineCoreRequest, prompt: Any) -> None:
+        """Write the segments of a checked request, and what became of its pieces, into its extra arguments,
+        unless it names segments itself, has separators, or asks for something that only plain requests get.
+
+        ``prompt``: what the request was made of, an engine input of :class:`.renderer.HypicRenderer`.
+        """
         params, ids = request.sampling_params, request.prompt_token_ids
         if not self._ours or params is None or ids is None:
             return
@@ -44,8 +51,26 @@ class SegmentFinder:
             return
         if self._primitives.contains(ids) or refusal(request, self._primitives) is not None:
             return
-        if spans := self._segmenter.spans(ids, mode):
-            params.extra_args = {**extra, SEGMENTS: list(chain.from_iterable(spans))}
+        found = self.found(ids, mode, prompt)
+        params.extra_args = {**extra, FOUND: {"mode": mode, **found.counts}}
+        if found.spans:
+            params.extra_args[SEGMENTS] = list(chain.from_iterable(found.spans))
+
+    def found(self, ids: list[int], mode: str, prompt: Any) -> Found:
+        """The segments of a prompt, by any mode but ``off``."""
+        if mode != "structure":
+            return self._segmenter.find(ids, mode)
+        chat = prompt.get(CHAT) if isinstance(prompt, Mapping) else None
+        rendered = prompt.get("prompt") if chat else None
+        if chat is None or not isinstance(rendered, str):
+            return self._segmenter.find(ids, "text")
+        text = rendered.encode(errors="surrogatepass")
+        starts: Any = self._lengths.starts(ids, len(text))
+        if starts is None:
+            texts = [token.encode() for token in self._texts.of(ids)]
+            text, starts = b"".join(texts), [0, *accumulate(map(len, texts))]
+        structure = locate(chat, text, starts, self._config.segment.min_tokens)
+        return self._segmenter.find_structure(ids, structure)
 
     @cached_property
     def _config(self) -> HypicConfig:
@@ -56,15 +81,30 @@ class SegmentFinder:
         return primitive_ids_of(self._vllm_config, self._config)
 
     @cached_property
-    def _segmenter(self) -> Segmenter:
+    def _tokenizer(self) -> Any:
         from vllm.tokenizers import cached_tokenizer_from_config
 
+        return cached_tokenizer_from_config(self._vllm_config.model_config)
+
+    @cached_property
+    def _special(self) -> set[int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {i for i, token in added if token.special}.union(self._tokenizer.all_special_ids)
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self._tokenizer)
+
+    @cached_property
+    def _lengths(self) -> TokenLengths:
+        return TokenLengths(self._tokenizer, self._texts, self._special)
+
+    @cached_property
+    def _segmenter(self) -> Segmenter:
         options = self._config.segment
-        tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         return Segmenter(
-            TokenTexts(tokenizer).of,
-            special.union(tokenizer.all_special_ids),
+            self._texts.of,
+            self._special,
             [pattern(name) for name in options.patterns],
             min_tokens=options.min_tokens,
             mean_tokens=options.mean_tokens,

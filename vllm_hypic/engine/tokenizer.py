@@ -47,15 +47,15 @@ they share.  (A name that starts with ``VLLM_`` would be reported as unknown by 
 def register_mode() -> None:
     """Register mode ``hypic`` for tokenizer and renderer; calling it again changes nothing.
 
-    Chat templates and prompts are rendered by vLLM's own ``HfRenderer``: all of its tokenisation
-    goes through the tokenizer's ``__call__``, ``encode`` and ``apply_chat_template``.
+    Chat templates and prompts are rendered by vLLM's own ``HfRenderer`` (:mod:`.renderer`): all of its
+    tokenisation goes through the tokenizer's ``__call__``, ``encode`` and ``apply_chat_template``.
     """
     from vllm.renderers.registry import RENDERER_REGISTRY
 
     if MODE not in TokenizerRegistry.tokenizers:
         TokenizerRegistry.register(MODE, "vllm_hypic.engine.tokenizer", "HypicTokenizer")
     if MODE not in RENDERER_REGISTRY.renderers:
-        RENDERER_REGISTRY.register(MODE, "vllm.renderers.hf", "HfRenderer")
+        RENDERER_REGISTRY.register(MODE, "vllm_hypic.engine.renderer", "HypicRenderer")
 
 
 def refuses_model(model_config: ModelConfig) -> str | None:

@@ -24,15 +24,15 @@ def apply() -> None:
     require_parameters(stock, "self", "request_id", "prompt", "params")
 
     @wraps(stock)
-    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-        request = stock(self, *args, **kwargs)
+    def process_inputs(self: InputProcessor, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        request = stock(self, request_id, prompt, *args, **kwargs)
         from ..engine.front_end import check_request
         from ..engine.segments import SegmentFinder
 
         check_request(request, self.vllm_config)
         if not hasattr(self, "_hypic_finder"):
             self._hypic_finder = SegmentFinder(self.vllm_config)
-        self._hypic_finder.find(request)
+        self._hypic_finder.find(request, prompt)
         return request
 
     process_inputs._hypic = True  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ The ids stay what they are: segments are ranges of them, and what lies between i
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
@@ -13,11 +14,32 @@ from typing import Literal, NamedTuple, get_args
 from .chunks import local_minima
 from .messages import messages_of
 from .places import Marks, Pattern, Place, before_question, ends, marked, matches
+from .structure import Block, Kind, Structure
 
-SegmentMode = Literal["off", "text", "cdc"]
+SegmentMode = Literal["off", "structure", "text", "cdc"]
 SEGMENT_MODES: tuple[str, ...] = get_args(SegmentMode)
 Spans = tuple[tuple[int, int], ...]
 """Segments as token indices ``[start, stop)``, in order; before the first lies the leading segment."""
+
+
+class Found(NamedTuple):
+    """``spans``: the segments of a prompt; ``counts``: what became of the pieces, by :data:`COUNTS`."""
+
+    spans: Spans
+    counts: Counter[str]
+
+
+COUNTS = {
+    "pieces": "Pieces found in prompts.",
+    "pieces_cut": "Pieces that became segments.",
+    "pieces_moved": "Pieces that begin later than their text, where a token begins.",
+    "pieces_short": "Pieces left out: too short.",
+    "pieces_unlocated": "Pieces left out: in the request, but not in the rendered prompt.",
+    "pieces_overlapping": "Pieces left out: another one stands in the same place.",
+    "pieces_unaligned": "Pieces left out: no token begins in them.",
+    "pieces_surplus": "Pieces left out: more than max_segments.",
+    "segment_tokens": "Tokens in segments.",
+}
 
 
 class Edge(NamedTuple):
@@ -55,10 +77,10 @@ class Segmenter:
         self._texts, self._special, self._patterns = texts, frozenset(special), patterns
         self._min, self._mean, self._query, self._most = min_tokens, mean_tokens, query_tokens, max_segments
 
-    def spans(self, ids: Sequence[int], mode: str) -> Spans:
+    def find(self, ids: Sequence[int], mode: str) -> Found:
         """``mode``: ``text`` or ``cdc``.  Takes time in proportion to the prompt's length."""
         if len(ids) <= self._min + self._query:
-            return ()
+            return Found((), Counter())
         texts = self._texts(ids)
         messages = messages_of(ids, texts, self._special)
         asked = [m for m in messages if not m.answers][-1:] or messages[-1:]
@@ -69,7 +91,56 @@ class Segmenter:
                 Marks(texts[message.start : message.stop]), mode, leads=message.leads, asks=message in asked
             )
         ]
-        return tuple([(start, stop) for start, stop in pieces if stop - start >= self._min][: self._most])
+        return self._found(pieces, Counter())
+
+    def find_structure(self, ids: Sequence[int], structure: Structure) -> Found:
+        """The segments of a chat request.  Only messages that are one text are read."""
+        pieces: list[tuple[int, int]] = []
+        short: list[Block] = []
+        for block in structure.blocks:
+            if block.kind is Kind.TOOL and block.stop - block.start < self._min:
+                short.append(block)
+                continue
+            pieces += self._together(short)
+            short.clear()
+            if block.kind is Kind.TEXT:
+                pieces += self._message(ids, block)
+            elif not block.leads:
+                pieces.append((block.start, block.stop))
+        pieces += self._together(short)
+        return self._found(pieces, structure.counts)
+
+    def _found(self, pieces: Sequence[tuple[int, int]], left_out: Counter[str]) -> Found:
+        """Of the pieces, those that are long enough, and no more than there may be."""
+        long = [(start, stop) for start, stop in pieces if stop - start >= self._min]
+        spans = tuple(long[: self._most])
+        counts = Counter({f"pieces_{reason}": n for reason, n in left_out.items()})
+        counts["pieces"] = len(pieces) + left_out.total() - left_out["moved"]
+        counts["pieces_cut"] = len(spans)
+        counts["pieces_short"] += len(pieces) - len(long)
+        counts["pieces_surplus"] = len(long) - len(spans)
+        counts["segment_tokens"] = sum(stop - start for start, stop in spans)
+        return Found(spans, counts)
+
+    def _together(self, tools: Sequence[Block]) -> Iterator[tuple[int, int]]:
+        """Neighbours that are too short alone, cut where they themselves say: what is put in between or taken
+        out changes what stands nearby."""
+        cuts = local_minima([Place(0, tool.sign, tool.start, tool.start) for tool in tools], self._min)
+        starts = {cut.start for cut in cuts}
+        first = 0
+        for i in range(1, len(tools) + 1):
+            if i == len(tools) or tools[i].start in starts:
+                yield tools[first].start, tools[i - 1].stop
+                first = i
+
+    def _message(self, ids: Sequence[int], block: Block) -> Iterator[tuple[int, int]]:
+        if block.stop - block.start < self._min:
+            if not block.asks:
+                yield block.start, block.stop
+            return
+        marks = Marks(self._texts(ids[block.start : block.stop]))
+        for start, stop in self._pieces(marks, "text", leads=block.leads, asks=block.asks):
+            yield block.start + start, block.start + stop
 
     def _pieces(self, marks: Marks, mode: str, *, leads: bool, asks: bool) -> Iterator[tuple[int, int]]:
         """Pieces of one message's content, which ``leads`` the prompt, or ``asks``."""

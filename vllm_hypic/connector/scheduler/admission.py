@@ -24,6 +24,8 @@ class ComposedRequest:
     tenant: str
     priority: int
     """The smaller, the sooner: the request's own, or that of a more urgent one that waits for its room."""
+    mode: str = "separators"
+    """How its segments were found."""
     acquired: bool = False
     outdated: bool = False
     """Planned for a generation that is over."""

@@ -122,15 +122,18 @@ class SchedulerSide:
         transfer: Transfer = NO_TRANSFER,
         *,
         tenant: str = "",
+        mode: str = "separators",
         priority: int = 0,
     ) -> None:
         """Take a planned request in; it waits until its records are resident.
 
         ``priority``: the smaller, the sooner it gets room; all of a ``tenant``'s requests share its part.
+        ``mode``: how its segments were found.
         """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
-        self.admission.add(ComposedRequest(request_id, plan, wanted, transfer, tenant, priority))
+        self.admission.add(ComposedRequest(request_id, plan, wanted, transfer, tenant, priority, mode))
         self.counters.requests += 1
+        self.counters.count(mode, requests=1)
         self.counters.segments_queried += len(wanted)
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
         self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments)
@@ -210,8 +213,10 @@ class SchedulerSide:
 
     def _count(self, composed: ComposedRequest) -> None:
         """It is known which of the request's records were reused."""
-        self.counters.tokens_reused += composed.hit_tokens
-        self.counters.tokens_computed += composed.plan.n_logical - composed.hit_tokens
+        reused, computed = composed.hit_tokens, composed.plan.n_logical - composed.hit_tokens
+        self.counters.tokens_reused += reused
+        self.counters.tokens_computed += computed
+        self.counters.count(composed.mode, tokens_reused=reused, tokens_computed=computed)
 
     # -- scheduling ----------------------------------------------------------------------------
 

@@ -1,0 +1,52 @@
+"""Where tokens begin in the text that they were made of, by the length of each: nothing is decoded."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..primitives.token_texts import REPLACEMENT, TokenTexts
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""Names of tokens that are one byte, in vocabularies that have characters otherwise."""
+
+
+class TokenLengths:
+    """Lengths of one vocabulary's tokens, in bytes of UTF-8; for one thread.
+
+    ``special``: ids whose names stand in prompts.
+    """
+
+    def __init__(self, tokenizer: Any, texts: TokenTexts, special: Collection[int]) -> None:
+        self._tokenizer, self._texts, self._special = tokenizer, texts, special
+        self._lengths = np.empty(0, np.int64)
+        """By id; -1: not asked for yet."""
+
+    def starts(self, ids: Sequence[int], nbytes: int) -> memoryview | None:
+        """Where each token begins, and the end, of a text of ``nbytes`` bytes.
+
+        ``None``: its tokens together have another length.  Their tokenizer changes what it reads, or tokens
+        of the text were dropped, or others added.
+        """
+        tokens = np.asarray(array("q", ids))  # half the time of np.asarray(ids)
+        if tokens.size and (missing := int(tokens.max()) + 1 - self._lengths.size) > 0:
+            self._lengths = np.append(self._lengths, np.full(missing, -1))
+        for token in np.unique(tokens[self._lengths[tokens] < 0]):
+            self._lengths[token] = self._length(int(token))
+        starts: Any = np.append(0, np.cumsum(self._lengths[tokens]))
+        return memoryview(starts) if starts[-1] == nbytes else None
+
+    def _length(self, token: int) -> int:
+        if token in self._special:
+            return len(self._tokenizer.decode([token], skip_special_tokens=False).encode())
+        [text] = self._texts.of([token])
+        if REPLACEMENT not in text:
+            return len(text.encode())
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return (
+            1 if _BYTE.fullmatch(name) else len(name)
+        )  # a byte-level vocabulary writes a byte as a character
