@@ -52,7 +52,7 @@ class Prompts:
 
     def segments(self, body: dict[str, Any]) -> list[tuple[int, ...]]:
         ids = self.ids(body)
-        return [tuple(ids[start:stop]) for start, stop in self.segmenter.spans(ids, "text")]
+        return [tuple(ids[start:stop]) for start, stop in self.segmenter.find(ids, "text").spans]
 
     def reused(self, before: dict[str, Any], after: dict[str, Any]) -> int:
         """Tokens of ``after`` whose records ``before`` has made, the leading segment left out."""

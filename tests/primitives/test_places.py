@@ -93,7 +93,7 @@ def test_a_question_of_several_paragraphs_is_in_no_segment(tokenizer_dirs, quest
 def test_a_system_message_in_tags_leads(chat: Chat) -> None:
     system = f"<role>\n{prose('role', 60)}\n</role>"
     ids = chat.ids(("system", system), ("user", "\n\n".join([prose(1, 60), prose(2, 60), "Why?"])))
-    [(first, _), _] = chat.segmenter.spans(ids, "text")
+    [(first, _), _] = chat.segmenter.find(ids, "text").spans
     assert "</role>" in "".join(chat.texts(ids[:first]))
 
 
