@@ -98,7 +98,10 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
         ({"gate": {"require": None}}, "gate.require=None: expected one of off, warn, go"),
         ({"gate": {"folder": ""}}, "gate.folder='': expected a path, or null"),
         ({"gate": {"folder": 3}}, "gate.folder=3: expected a path, or null"),
-        ({"gate": {"demand": "go"}}, "gate: unknown option 'demand'; expected one of folder, require"),
+        (
+            {"gate": {"demand": "go"}},
+            "gate: unknown option 'demand'; expected one of choose, folder, require",
+        ),
         ({"gate": "go"}, "gate='go': expected an object"),
         ({"gate": None}, "gate=None: expected an object"),
         ({"tokens": {"sep": ""}}, "sep='': expected a non-empty string"),

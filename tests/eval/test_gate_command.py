@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from vllm_hypic.cli import main
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.eval.gate import command
+from vllm_hypic.eval.gate.choice import LADDER
 from vllm_hypic.eval.gate.criteria import Numbers
 from vllm_hypic.eval.gate.fixed_set import TaskSet
 from vllm_hypic.eval.gate.measure import GateMeasurement, MeasureError, Place
@@ -129,12 +130,12 @@ def test_the_sign_off_is_of_what_will_be_served(lab: Lab, tmp_path: Path) -> Non
 
 
 def test_contexts_and_islands_are_judged_with_their_link(lab: Lab, tmp_path: Path) -> None:
-    lab.found = {"hypic-8/text/query-10": NO_GO}
-    result = run(MODEL, "--folder", str(tmp_path), "--context", "text", "--islands", "query-10")
+    lab.found = {"hypic-8/lead/query-20": NO_GO}
+    result = run(MODEL, "--folder", str(tmp_path), "--context", "lead", "--islands", "query-20")
     assert result.exit_code == 1, result.output
     [path] = tmp_path.iterdir()
     options = read(path).subject.options
-    assert (options["context"], options["islands"]) == ("text", "query-10")
+    assert (options["context"], options["islands"]) == ("lead", "query-20")
 
 
 def test_what_engines_are_given(lab: Lab, tmp_path: Path) -> None:
@@ -181,6 +182,26 @@ def test_no_window_is_a_go(lab: Lab, tmp_path: Path, other: Numbers, code: int) 
     assert "No seam window that was tried is a go." in result.output
 
 
+def test_the_cheapest_context_and_islands_that_are_a_go(lab: Lab, tmp_path: Path) -> None:
+    lab.found = {"hypic-8": NO_GO, "hypic-8/text": CANNOT_JUDGE}
+    result = run(MODEL, "--folder", str(tmp_path), "--choose")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "Recommended: context='text', islands='query-5', the cheapest that are a go." in said
+    signed = [read(path) for path in tmp_path.iterdir()]
+    assert len(signed) == len(LADDER)
+    served = subject(HypicConfig(context="text", islands="query-5"))
+    [sign_off] = [s for s in signed if s.subject == served]
+    assert sign_off.judgement.verdict is Verdict.GO
+
+
+def test_nothing_that_was_tried_is_a_go(lab: Lab, tmp_path: Path) -> None:
+    names = ("/".join(part for part in ("hypic-8", *rung) if part != "none") for rung in LADDER)
+    lab.found = dict.fromkeys(names, NO_GO)
+    result = run(MODEL, "--folder", str(tmp_path), "--choose")
+    assert result.exit_code == 1 and "No context and islands that were tried are a go" in result.output
+
+
 def test_limits_are_options(lab: Lab, tmp_path: Path) -> None:
     lab.found = {"hypic-8": NO_GO}
     result = run(MODEL, "--folder", str(tmp_path), "--max-loss", "30", "--max-certain-loss", "30")
@@ -217,6 +238,10 @@ def test_the_users_own_tasks_are_a_set_of_their_own(lab: Lab, tmp_path: Path) ->
         ([MODEL, "--link", "full"], "reuses nothing"),
         ([MODEL, "--hypic", '{"seams": 4}'], "unknown option 'seams'"),
         ([MODEL, "--link", "block", "--try-seams", "0,4"], "'block' takes no seam window"),
+        ([MODEL, "--choose", "--try-seams", "0,4"], "--choose tries contexts and islands itself"),
+        ([MODEL, "--choose", "--islands", "query-10"], "--choose tries contexts and islands itself"),
+        ([MODEL, "--choose", "--link", "epic-0"], "puts its own tokens before a segment"),
+        ([MODEL, "--choose", "--out", "x.json"], "--out names one file"),
         ([MODEL, "--try-seams", "4,4"], "a number stands there twice"),
         ([MODEL, "--try-seams", "0,4", "--out", "x.json"], "--out names one file"),
         ([MODEL, "--engine-args", "[]"], "expected an object"),

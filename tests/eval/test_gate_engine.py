@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from engine.engines import Engine, EngineError
 
 from vllm_hypic.cli import main
+from vllm_hypic.config.engine import config_of
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FIRST_TOKENS
 from vllm_hypic.eval.gate.measure import GateMeasurement, Place
@@ -78,9 +79,9 @@ def test_without_transitions_it_is_a_no_go_and_says_why(runs: dict[str, Result],
     assert "NO-GO" in runs["naive"].output and "distributions:" in runs["naive"].output
 
 
-def start(folder: Path, log: Path, **options: Any) -> str:
+def start(folder: Path, log: Path, *, choose: bool = False, **options: Any) -> str:
     """Start and stop an engine that demands a go; its log's lines on the gate."""
-    gate = {"require": "go", "folder": str(folder)}
+    gate = {"require": "go", "folder": str(folder), "choose": choose}
     with Engine(MODEL, log, options={"gate": gate, **options}):
         pass
     lines = [line for line in log.read_text().splitlines() if "hypic gate" in line]
@@ -92,6 +93,19 @@ def test_a_server_that_demands_a_go_starts_with_one(
     runs: dict[str, Result], folder: Path, tmp_path: Path
 ) -> None:
     assert "hypic gate: go, signed off" in start(folder, tmp_path / "log")
+
+
+def test_a_server_takes_what_is_signed_off(runs: dict[str, Result], folder: Path, tmp_path: Path) -> None:
+    gate = {"choose": True, "folder": str(folder)}
+    with Engine(MODEL, tmp_path / "log", options={"gate": gate, "islands": "query-10"}) as engine:
+        assert engine.call(served) == ("none", "none")
+    with pytest.raises(EngineError, match="no context and islands are signed off as a go"):
+        start(tmp_path, tmp_path / "log", choose=True)
+
+
+def served(llm: Any) -> tuple[str, str]:
+    config = config_of(llm.llm_engine.vllm_config)
+    return config.context, config.islands
 
 
 @pytest.mark.parametrize(

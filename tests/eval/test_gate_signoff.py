@@ -29,7 +29,7 @@ from vllm_hypic.eval.gate.signoff import (
     read,
     write,
 )
-from vllm_hypic.eval.gate.startup import command, find, look
+from vllm_hypic.eval.gate.startup import cheapest, command, find, look
 
 from .gate_numbers import answers, numbers, subject
 
@@ -247,6 +247,18 @@ def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
     for require in ("warn", "go"):
         [line] = told(tmp_path, require)
         assert line.startswith("INFO hypic gate: go, signed off 2026-01-02T03:04:05+00:00 by Ada (")
+
+
+def test_a_server_takes_the_cheapest_that_is_a_go(told: Told, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"seam_tokens": 4, "gate": {"choose": True, "folder": str(tmp_path)}}
+    config = HypicConfig.from_mapping({**options, "islands": "query-50"})
+    vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(model="mine"))
+    with pytest.raises(ConfigError, match=r"no context and islands are signed off as a go; run: .* --choose"):
+        cheapest(vllm_config, config)
+    for islands, lost in {"none": 14, "query-10": 0, "query-20": 0}.items():
+        of = subject(HypicConfig(seam_tokens=4, context="text", islands=islands))
+        write(path_in(tmp_path, of), signed(of, lost=lost))
+    assert cheapest(vllm_config, config) == replace(config, context="text", islands="query-10")
 
 
 def test_limits_of_its_own_are_told(told: Told, tmp_path: Path) -> None:

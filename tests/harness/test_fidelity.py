@@ -7,6 +7,7 @@ import pytest
 from vllm_hypic.harness import gate
 from vllm_hypic.harness.engine_calls import Answer
 from vllm_hypic.harness.fidelity import TOP, Fidelity, distance, top
+from vllm_hypic.primitives.policies import parse_link
 
 
 def uniform(n: int) -> dict[int, float]:
@@ -67,9 +68,13 @@ def test_one_bit_of_difference_is_seen() -> None:
 
 
 def test_reuse_is_required() -> None:
-    gate.require_reuse(answer(cached=2 * (64 - 16)), 2, 64, 8)
+    seams, islands = parse_link("hypic", 8, "none", "none"), parse_link("hypic", 8, "none", "query-50")
+    gate.require_reuse(answer(cached=2 * (64 - 16)), 2, 64, seams)
     with pytest.raises(gate.GateFailed, match="95 of 100 tokens were reused, expected at least 96"):
-        gate.require_reuse(answer(cached=95), 2, 64, 8)
+        gate.require_reuse(answer(cached=95), 2, 64, seams)
+    gate.require_reuse(answer(cached=48), 2, 64, islands)
+    with pytest.raises(gate.GateFailed, match="47 of 100 tokens were reused, expected at least 48"):
+        gate.require_reuse(answer(cached=47), 2, 64, islands)
 
 
 def test_what_should_be_fresh_must_not_come_from_a_cache() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from vllm_hypic.primitives.islands import choose_islands, scores_of
+from vllm_hypic.primitives.islands import DOCUMENT_WEIGHT, choose_islands, scores_of
 from vllm_hypic.primitives.token_texts import TokenTexts
 from vllm_hypic.primitives.windows import MAX_WINDOW, Words, windows_of
 
@@ -37,12 +37,25 @@ def texts(tokens) -> list[str]:
     return [VOCABULARY[token] for token in tokens]
 
 
-def bm25(interiors, query, k1=0.9, b=0.4) -> list[float]:
-    """Scores of all windows, from the formula; every word of the query counts once."""
-    bags = []
-    for tokens in interiors:
-        for first, stop in windows_of(texts(tokens)):
-            bags.append(re.findall(r"\w+", "".join(texts(tokens[first:stop]))))
+def bags_of(interiors) -> list[list[list[str]]]:
+    """The words of each window of each interior."""
+    return [
+        [re.findall(r"\w+", "".join(texts(tokens[first:stop]))) for first, stop in windows_of(texts(tokens))]
+        for tokens in interiors
+    ]
+
+
+def expected_scores(interiors, query, weight=DOCUMENT_WEIGHT, **constants) -> list[float]:
+    """A window's own score, and a part of its document's."""
+    bags = bags_of(interiors)
+    own = bm25([bag for windows in bags for bag in windows], query, **constants)
+    documents = bm25([[word for bag in windows for word in bag] for windows in bags], query, **constants)
+    of_documents = [d for d, windows in zip(documents, bags, strict=True) for _ in windows]
+    return [o + weight * d for o, d in zip(own, of_documents, strict=True)]
+
+
+def bm25(bags, query, k1=0.9, b=0.4) -> list[float]:
+    """Scores of all bags of words, from the formula; every word of the query counts once."""
     mean = sum(map(len, bags)) / len(bags) if bags else 0.0
     scores = []
     for bag in bags:
@@ -75,16 +88,16 @@ def scores_in(interiors, query) -> list[float]:
 
 @given(INTERIORS, QUERY)
 def test_scores_are_bm25(interiors, query):
-    expected, scores = bm25(interiors, query), scores_in(interiors, query)
+    expected, scores = expected_scores(interiors, query), scores_in(interiors, query)
     assert scores == pytest.approx(expected, abs=1e-5)
     assert [score > 0 for score in scores] == [score > 0 for score in expected]
 
 
-@pytest.mark.parametrize("wrong", [{"k1": 0.91}, {"b": 0.41}])
+@pytest.mark.parametrize("wrong", [{"k1": 0.91}, {"b": 0.41}, {"weight": 0.51}])
 def test_a_wrong_constant_would_show(wrong):
-    interiors, query = [tuple(i * i % 13 for i in range(200))], (3, 4)
-    assert scores_in(interiors, query) == pytest.approx(bm25(interiors, query), abs=1e-5)
-    assert scores_in(interiors, query) != pytest.approx(bm25(interiors, query, **wrong), abs=1e-5)
+    interiors, query = [tuple(i * i % 13 for i in range(200)), (3, 12) * 9], (3, 4)
+    assert scores_in(interiors, query) == pytest.approx(expected_scores(interiors, query), abs=1e-5)
+    assert scores_in(interiors, query) != pytest.approx(expected_scores(interiors, query, **wrong), abs=1e-5)
 
 
 @given(INTERIORS, QUERY, BUDGET)
@@ -113,14 +126,17 @@ def test_what_is_kept_changes_nothing(prompts, kept):
 
 
 @given(INTERIORS, QUERY, BUDGET)
-def test_nothing_but_windows_with_a_word_of_the_query(interiors, query, budget):
+def test_nothing_of_a_segment_without_a_word_of_the_query(interiors, query, budget):
     asked = set(re.findall(r"\w+", "".join(texts(query))))
     chosen = choose_islands(interiors, query, budget, Words(texts))
-    for ranges, tokens in zip(chosen, interiors, strict=True):
-        inside = {i for first, stop in ranges for i in range(first, stop)}
-        for first, stop in windows_of(texts(tokens)):
-            if first in inside:
-                assert asked & set(re.findall(r"\w+", "".join(texts(tokens[first:stop]))))
+    for ranges, bags in zip(chosen, bags_of(interiors), strict=True):
+        assert not ranges or asked & {word for bag in bags for word in bag}
+
+
+def test_a_window_counts_more_in_a_document_that_the_query_is_about():
+    about, other = (1, *[4] * 7, 12, *[5] * 8, 12), (*[4] * 8, 12, *[5] * 8, 12)
+    [chosen, none] = choose_islands([about, other], (1,), 18, Words(texts))
+    assert (chosen, none) == (((0, 18),), ()), "the second window has no word of the query"
 
 
 def test_ties_are_broken_by_order():

@@ -400,10 +400,10 @@ def test_a_context_that_fits_no_pool_is_left_out() -> None:
     plan = plan_of([SEP, *run(0, 16), SEP, 7], context="text", limits=small, text=tuple(range(500, 540)))
     assert not plan.contexts and plan.segments[0].context is None
     long = dataclasses.replace(ROOM, max_request_tokens=30)
-    plan = plan_of([SEP, *DOCUMENT, SEP, 7], context="text", limits=long)
-    assert not plan.segments and not plan.contexts, (
-        "behind its context the segment is longer than any request"
-    )
+    prompt = [SEP, *DOCUMENT, SEP, *run(200, 31 - len(TEXT)), SEP, *run(300, 30 - len(TEXT)), SEP, 7]
+    one, other, short = plan_of(prompt, context="text", limits=long).segments
+    assert one.context is None and other.context is None, "behind it they are longer than any request"
+    assert short.context is not None
 
 
 def test_nothing_is_computed_behind_a_context_that_no_segment_needs() -> None:

@@ -76,9 +76,9 @@ def test_a_window_ends_at_the_first_end_of_a_sentence(end):
 
 def test_a_sentence_goes_before_a_line_and_a_line_before_a_space():
     lines = ([WORD] * 9 + [LINE]) * 20
-    assert first_window(lines) == 20
-    lines[25] = " end."
-    assert first_window(lines) == 26
+    assert first_window(lines) == 10
+    lines[15] = " end."
+    assert first_window(lines) == 16
 
 
 @pytest.mark.parametrize("text", [["3", ".", "14"], [" os", ".", "path"], [" e", ".g", "."]])
@@ -87,11 +87,11 @@ def test_a_point_inside_a_word_ends_nothing(text):
 
 
 def test_a_short_window_ends_before_a_sentence_that_would_be_cut():
-    short = [WORD] * 8 + ["."] + [WORD] * 2 + ["."]
-    assert first_window([*short, *[WORD] * 100]) == 12
-    assert first_window([*short, *[WORD] * 15, ".", *[WORD] * 100]) == 28
-    assert first_window([*short, *[WORD] * 10, LINE, *[WORD] * 100]) == 12
-    assert first_window([*[WORD] * 8, LINE, *[WORD] * 100]) == 9
+    short = [WORD] * 2 + ["."] + [WORD] * 3 + ["."]
+    assert first_window([*short, *[WORD] * 100]) == 7
+    assert first_window([*short, *[WORD] * 11, ".", *[WORD] * 100]) == 19
+    assert first_window([*short, *[WORD] * 6, LINE, *[WORD] * 100]) == 7
+    assert first_window([*[WORD] * 5, LINE, *[WORD] * 100]) == 6
 
 
 def test_rows_of_points_are_looked_at_once():
@@ -106,17 +106,17 @@ def test_indentation_may_stand_on_either_side_of_a_line_end():
 
 
 def test_without_ends_a_window_ends_with_a_word_and_never_inside_a_character_if_it_can():
-    assert first_window([WORD] * 30 + ["s"] * 80) == 29
-    assert first_window(["", "", "東"] * 50) == 30
+    assert first_window([WORD] * 20 + ["s"] * 80) == 19
+    assert first_window(["", "", "東"] * 50) == 24
     assert first_window(["水"] * 150) == MAX_WINDOW
     assert first_window([""] * 150) == MAX_WINDOW
     assert first_window(["。"] * 15 + ["", "", "東"] * 40) == 15
-    assert first_window(["。"] * 7 + ["", "", "東"] * 40) == 31
+    assert first_window(["。"] * 5 + ["", "", "東"] * 40) == 23
 
 
 def test_a_short_rest_has_a_neighbour_to_join():
-    assert windows_of([WORD] * 35) == ((0, 19), (19, 35))
-    assert windows_of([WORD] * 32) == ((0, 32),)
+    assert windows_of([WORD] * 28) == ((0, 20), (20, 28))
+    assert windows_of([WORD] * 24) == ((0, 24),)
     assert windows_of([WORD] * 5) == ((0, 5),)
     assert windows_of([]) == ()
 

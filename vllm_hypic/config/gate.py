@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import StrictBool
+
 from .schema import Allowed, ConfigSection, PathText, options
 
 
@@ -18,3 +20,5 @@ class GateConfig(ConfigSection):
     a model is not served; ``off``: nobody looks."""
     folder: PathText | None = None
     """Folder of sign-offs; ``None``: :func:`~.signoff.default_folder`."""
+    choose: Annotated[StrictBool, Allowed("true or false")] = False
+    """Take the cheapest context and islands that are a go, instead of the ones that are named."""

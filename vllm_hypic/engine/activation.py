@@ -66,6 +66,7 @@ def complete(config: VllmConfig) -> None:
         )
     _refuse_on_cuda(config)
     _use_tokenizer(config)
+    _take_what_is_signed_off(config)
     _look_at_gate(config)
     _give_time_to_end(config)
 
@@ -157,6 +158,19 @@ def _use_tokenizer(config: VllmConfig) -> None:
         model.tokenizer_mode = MODE
     elif config_of(config).token_ids is None:
         raise ConfigError(f"--attention-backend hypic: {reason}")
+
+
+def _take_what_is_signed_off(config: VllmConfig) -> None:
+    """Context and islands by the model's sign-offs, where that is asked for."""
+    options = config_of(config)
+    if not options.gate.choose:
+        return
+    from ..eval.gate.startup import cheapest
+
+    chosen = cheapest(config, options).to_mapping()
+    assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
+    config.kv_transfer_config.kv_connector_extra_config = chosen
+    config.additional_config[SECTION] = chosen
 
 
 def _look_at_gate(config: VllmConfig) -> None:

@@ -53,7 +53,7 @@ class Engine:
         """``context``: tokens of the longest prompt and its answer; ``more``: further options of ``LLM``."""
         self.name = name or ("hypic" if hypic else "stock")
         self.hypic, self.timeout_s = hypic, settings.timeout_s
-        self.seam_tokens = settings.seam_tokens
+        self.link = settings.link
         arguments = settings.arguments(context, hypic=hypic, **more)
         descriptor, log = tempfile.mkstemp(prefix=f"vllm-hypic-{self.name}-", suffix=".log")
         os.close(descriptor)

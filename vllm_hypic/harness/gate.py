@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..primitives.policies import LinkMethod
 from . import engine_calls
 from .engine_calls import Answer, Ask
 from .engines import Engine, EngineError
@@ -49,9 +50,10 @@ def require_same(what: str, one: Answer, other: Answer) -> None:
         )
 
 
-def require_reuse(answer: Answer, documents: int, tokens: int, seam: int) -> None:
-    """``documents`` documents of ``tokens`` tokens were read from records, but for ``seam`` at either end."""
-    least = documents * (tokens - 2 * seam)
+def require_reuse(answer: Answer, documents: int, tokens: int, link: LinkMethod) -> None:
+    """``documents`` documents of ``tokens`` tokens were read from records, but for the seams and islands."""
+    inside = documents * (tokens - link.head - link.tail)
+    least = inside - (0 if link.islands is None else inside * link.islands.percent // 100)
     if answer.cached < least:
         raise GateFailed(
             f"{answer.cached} of {answer.prompt_tokens} tokens were reused, expected at least {least}; "

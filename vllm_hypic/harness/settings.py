@@ -15,6 +15,8 @@ import click
 
 from ..config.engine import HypicConfig
 from ..errors import ConfigError
+from ..primitives.options import link_of_request
+from ..primitives.policies import LinkMethod
 from .sizes import SIZES, random_model
 
 CONTEXT = 32768
@@ -39,9 +41,9 @@ class EngineSettings:
     """Longest time that one request, or an engine's start, may take."""
 
     @property
-    def seam_tokens(self) -> int:
-        """Seam window of a hypic engine's requests that name none."""
-        return HypicConfig.from_mapping(self.hypic).seam_tokens
+    def link(self) -> LinkMethod:
+        """Link method of a hypic engine's requests that name none."""
+        return link_of_request(None, HypicConfig.from_mapping(self.hypic).link_defaults)
 
     def arguments(self, context: int, *, hypic: bool, **more: Any) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` for prompts of up to ``context`` tokens.

@@ -17,6 +17,10 @@ K1, B = 0.9, 0.4
 """BM25's constants, as usual for short passages: how soon a word's repetitions stop counting, and how much a
 window's length does.  Lengths differ by where sentences end, which says little."""
 
+DOCUMENT_WEIGHT = 0.5
+"""How much a segment's own score counts beside a window's.  A document names what it is about once, and goes
+on with "it": the sentence that is asked for may have no word of the question but "the"."""
+
 IDF_STEP = 2.0**-20
 """IDF is rounded to multiples of this: logarithms differ in their last bit between machines."""
 
@@ -29,10 +33,10 @@ def choose_islands(
 ) -> list[Ranges]:
     """What to recompute of each of ``interiors``, the tokens that records would serve, for ``query``.
 
-    The windows of all interiors are ranked by BM25 against the different words of ``query``, IDF over these
-    very windows, ties in the order of the prompt.  In that order each is taken that has a word of the query
-    and is no longer than what is left of ``budget`` (tokens): the sum never exceeds it, part of a window
-    is never taken, and one that is too long gives way to the next.  A budget of
+    The windows of all interiors are ranked by :func:`scores_of` against the different words of ``query``,
+    ties in the order of the prompt.  In that order each is taken that is no longer than what is left of
+    ``budget`` (tokens), but none of a segment without a word of the query: the sum never exceeds it, part of
+    a window is never taken, and one that is too long gives way to the next.  A budget of
     :data:`~.windows.MAX_WINDOW` has room for any window; one of 0 gives nothing.  Neighbouring windows
     become one range.  Returns one entry per interior, empty where nothing is chosen.
 
@@ -54,7 +58,19 @@ def choose_islands(
 
 
 def scores_of(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
-    """BM25 of every window of ``segments`` in order, against the different words ``query``.
+    """A score of every window of ``segments`` in order: its own :func:`bm25`, and a part of its segment's
+    among the segments.
+
+    0 exactly where the segment has no word of the query.
+    """
+    documents = bm25([segment.whole for segment in segments], query)
+    shared = (DOCUMENT_WEIGHT * d for s, d in zip(segments, documents, strict=True) for _ in s.windows)
+    return [own + document for own, document in zip(bm25(segments, query), shared, strict=True)]
+
+
+def bm25(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
+    """BM25 of every window of ``segments`` in order, against the different words ``query``; IDF over these
+    very windows.
 
     0 exactly where a window has no word of it; else above 0, however common the words are.
     """

@@ -191,8 +191,9 @@ def build_plan(
         if behind is not None and budget.take(behind):
             contexts = (behind,)
         anchor = lead.tokens[: min(method.anchor, lead.dependent_from)]
-        before = behind if contexts else None
         for index, piece in enumerate(prompt.pieces[1:last], 1):
+            # One that is too long behind the context has a record that saw nothing.
+            before = next((c for c in contexts if budget.fits(c.span + piece.dependent_from)), None)
             segment = _interior_record(piece, method, anchor, before, namespace, min_segment_tokens)
             if segment is not None and budget.take(segment):
                 cached[index] = segment
@@ -293,8 +294,12 @@ class _Budget:
         self._of_all = [] if most is None else [_Room(most)]
         self._of_others = [*self._of_all, _Room(limits)]
 
+    def fits(self, tokens: int) -> bool:
+        """Whether one segment request computes so many tokens."""
+        return tokens <= self._limits.max_request_tokens
+
     def take(self, segment: CachedSegment) -> bool:
-        if segment.before + segment.stop > self._limits.max_request_tokens:
+        if not self.fits(segment.before + segment.stop):
             return False
         if segment.key in self._seen:
             return True

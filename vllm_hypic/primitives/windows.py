@@ -10,16 +10,17 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from .words import words_of
 
-MIN_WINDOW = 16
-MAX_WINDOW = 32
-"""Tokens of a window.  Longer ones hold more of the sentence that is asked for, and fewer of those that it
-must be told from: at an equal price they leave more of the loss (docs/benchmarks/answers.md)."""
+MIN_WINDOW = 8
+MAX_WINDOW = 24
+"""Tokens of a window: mostly one sentence.  Longer ones hold fewer of the sentences that the one that is
+asked for must be told from: at an equal price they leave more of the loss (docs/benchmarks/answers.md)."""
 
-SHORT_WINDOW = 8
+SHORT_WINDOW = 6
 """Tokens of a window at least where a sentence would be cut otherwise: a part of it may be found without the
 other, which has the answer."""
 
@@ -90,6 +91,13 @@ class SegmentWords:
     windows: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
     places: Mapping[str, tuple[tuple[int, int], ...]]
+
+    @cached_property
+    def whole(self) -> SegmentWords:
+        """The segment as one window."""
+        places = {word: ((0, sum(times for _, times in found)),) for word, found in self.places.items()}
+        stop = self.windows[-1][1] if self.windows else 0
+        return SegmentWords(((0, stop),), (sum(self.lengths),), places)
 
 
 class Words:

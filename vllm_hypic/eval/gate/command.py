@@ -28,6 +28,7 @@ from ..pool_batches import PoolError
 from ..task import ChatTemplate
 from ..tasks.installed import installed_texts
 from ..tasks.longbench import DataError
+from .choice import candidates
 from .criteria import Limits, judge
 from .fixed_set import TaskSet, data_set, fixed_sets
 from .identity import reads_seam
@@ -108,6 +109,11 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Judge several seam windows, like 0,4,8,16, and recommend the narrowest that is a go.",
 )
 @click.option(
+    "--choose",
+    is_flag=True,
+    help="Judge several contexts and islands, and recommend the cheapest that are a go.",
+)
+@click.option(
     "--hypic", type=HypicOptions(), default="{}", show_default=True, help="The plugin's options, as JSON."
 )
 @click.option("--dtype", default="auto", show_default=True, help="vLLM's option of this name.")
@@ -172,6 +178,7 @@ def gate(
     record_context: str | None,
     islands: str | None,
     try_seams: tuple[int, ...] | None,
+    choose: bool,
     hypic: dict[str, Any],
     dtype: str,
     engine_args: dict[str, Any],
@@ -197,9 +204,11 @@ def gate(
     """
     path = _model(model)
     config = _config(hypic, link=link, seam_tokens=seam_tokens, context=record_context, islands=islands)
-    judged = _judged(config, try_seams)
+    if choose and (try_seams, record_context, islands) != (None, None, None):
+        raise click.UsageError("--choose tries contexts and islands itself, with one seam window")
+    judged = _judged(config, try_seams, choose)
     if out is not None and len(judged) > 1:
-        raise click.UsageError("--out names one file, --try-seams makes several sign-offs: use --folder")
+        raise click.UsageError("--out names one file, and several sign-offs are made: use --folder")
     try:
         folder = folder or default_folder()
     except SignOffError as e:
@@ -238,7 +247,9 @@ def gate(
         console().print(numbers_table(method.name, numbers))
         console().print(reasons_text(judgement), soft_wrap=True)
         _sign(out or path_in(folder, sign_off.subject), sign_off)
-    if try_seams is not None:
+    if choose:
+        click.echo(_cheapest(verdicts))
+    elif try_seams is not None:
         click.echo(_recommendation(verdicts))
     context.exit(_exit(set(verdicts.values())))
 
@@ -302,14 +313,21 @@ def _within(config: HypicConfig) -> dict[str, Any]:
     return {**options, "gate": {"require": "off"}}
 
 
-def _judged(config: HypicConfig, try_seams: tuple[int, ...] | None) -> dict[Method, HypicConfig]:
+def _judged(
+    config: HypicConfig, try_seams: tuple[int, ...] | None, choose: bool
+) -> dict[Method, HypicConfig]:
     """Methods, and the options that they stand for."""
     windowed = reads_seam(config)
     if try_seams is not None and not windowed:
         raise click.UsageError(f"--try-seams: link method {config.link!r} takes no seam window")
-    configs = (
-        [config] if try_seams is None else [replace(config, seam_tokens=int(w)) for w in sorted(try_seams)]
-    )
+    configs = [config]
+    if try_seams is not None:
+        configs = [replace(config, seam_tokens=int(w)) for w in sorted(try_seams)]
+    if choose:
+        try:
+            configs = list(candidates(config))
+        except ConfigError as e:
+            raise click.UsageError(f"--choose: {e}") from e
     judged = {}
     for c in configs:
         link = f"{c.link}-{c.seam_tokens}" if windowed else c.link
@@ -373,6 +391,17 @@ def _recommendation(verdicts: Mapping[Method, Verdict]) -> str:
     if narrowest is None:
         return "No seam window that was tried is a go."
     return f"Recommended: seam_tokens={narrowest.seam}, the narrowest window that is a go."
+
+
+def _cheapest(verdicts: Mapping[Method, Verdict]) -> str:
+    """Of methods in the order of what they cost."""
+    found = next((m for m, v in verdicts.items() if v is Verdict.GO), None)
+    if found is None:
+        return "No context and islands that were tried are a go: serve with link 'full', or another model."
+    return (
+        f"Recommended: context={found.context!r}, islands={found.islands!r}, the cheapest that are a go. A "
+        'server takes them with "gate": {"choose": true}.'
+    )
 
 
 def _exit(verdicts: set[Verdict]) -> Exit:

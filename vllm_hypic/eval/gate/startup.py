@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...config.engine import HypicConfig
 from ...errors import ConfigError
 from ...primitives.policies import parse_link
+from .choice import candidates
 from .criteria import Limits
 from .identity import Subject, subject_of
 from .signoff import SignOff, SignOffError, default_folder, path_in, read
@@ -59,6 +60,18 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
     if config.gate.require == "go":
         raise ConfigError(f"hypic config: gate.require='go': {found.says}; {way_out}")
     logger.warning("hypic gate: %s; %s", found.says, way_out)
+
+
+def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:
+    """``config`` with the cheapest context and islands that are a go.  Raises :class:`ConfigError` where none
+    are."""
+    subject = subject_of(vllm_config, config)
+    for candidate in candidates(config):
+        if find(config.gate.folder, subject.linked(candidate)).go:
+            logger.info("hypic gate: context %r, islands %r", candidate.context, candidate.islands)
+            return candidate
+    run = f"{command(vllm_config.model_config.model, subject, config)} --choose"
+    raise ConfigError(f"hypic config: gate.choose: no context and islands are signed off as a go; run: {run}")
 
 
 def find(folder: str | None, subject: Subject) -> Found:
