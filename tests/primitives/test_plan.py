@@ -481,5 +481,5 @@ def test_ranges_and_modes_of_a_request() -> None:
     assert spans_of_request({"hypic_segments": [0, 4, 4, 10]}, 10) == ((0, 4), (4, 10))
     assert segment_mode_of_request({"hypic_segment": "cdc"}, "off") == "cdc"
     assert segment_mode_of_request(None, "text") == "text"
-    with pytest.raises(LinkError, match="hypic_segment='yes': expected one of off, text, cdc"):
+    with pytest.raises(LinkError, match="hypic_segment='yes': expected one of off, structure, text, cdc"):
         segment_mode_of_request({"hypic_segment": "yes"}, "off")
