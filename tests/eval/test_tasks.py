@@ -39,7 +39,9 @@ def test_shape_and_reproducibility(name: str, generator: Generator) -> None:
         tasks = made(family, of)
         assert tasks == made(family, of)
         assert tasks[3:] == made(family, of, first=3, count=5)
-        assert len({t.segments for t in tasks}) == len(tasks)
+        # Texts that go on are drawn from what is installed, of which a short one begins in few places.
+        different = len({t.segments for t in tasks})
+        assert different == len(tasks) or (family in CONTINUATIONS and different > len(tasks) // 2)
         for task in tasks:
             assert task.family == family
             assert len(task.segments) == 5
