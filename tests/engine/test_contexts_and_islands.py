@@ -172,8 +172,8 @@ def test_planted_faults_are_seen(
 def test_nothing_is_left_behind(engine: Engine) -> None:
     """Requests that come together, end early and are asked again.
 
-    Alone they are cut into other chunks, which changes last bits (0.10 of a logprob; another of these requests
-    is 0.49 away at least), so what is all but a tie later on may fall the other way.
+    Alone they are cut into other chunks, which changes last bits (0.10 of a logprob; another of these is 0.49
+    away at least), so what is all but a tie later on may fall the other way.
     """
     engine.reset()
     lead, segments, query = texts()[0]
