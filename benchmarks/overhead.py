@@ -203,7 +203,7 @@ class _Bench:
         prompt = self.writer.prompt(shape.segments, shape.tokens, head=HEAD, question=QUESTION)
         marked = prompt.marked(self.hypic.separator)
         warm = gate.require_cold_equals_warm(self.hypic, marked)
-        gate.require_reuse(warm, shape.segments, shape.tokens, self.hypic.link)
+        gate.require_reuse(warm, shape.segments, shape.tokens, self.hypic.link())
 
         def turn() -> tuple[Callable[[], Answer], Callable[[], Answer]]:
             prompt = self.writer.prompt(shape.segments, shape.tokens, head=HEAD, question=QUESTION)
@@ -229,7 +229,7 @@ class _Bench:
             return lambda: self.stock.ask(plain), lambda: self.hypic.ask(marked)
 
         def check(stock: Answer, hypic: Answer) -> None:
-            gate.require_reuse(hypic, shape.segments, shape.tokens, self.hypic.link)
+            gate.require_reuse(hypic, shape.segments, shape.tokens, self.hypic.link())
 
         pairs = self._repeat(f"decode, {shape}", turn, check)
         return Pair.of(f"decode over {shape} cached", *_decode(pairs))

@@ -83,7 +83,7 @@ def _gate(stock: Engine, hypic: Engine, shape: Shape, writer: Writer) -> Distanc
     gate.require_cold_equals_warm(hypic, first.marked(hypic.separator))
     stock.ask(Ask(first.plain()))
     ask = Ask(again.marked(hypic.separator))
-    gate.require_reuse(hypic.ask(ask), shape.segments, shape.tokens, hypic.link)
+    gate.require_reuse(hypic.ask(ask), shape.segments, shape.tokens, hypic.link())
     distance = gate.first_token_distance(stock, again.plain(), hypic, ask)
     gate.require_close(distance)
     return distance
@@ -109,7 +109,7 @@ def _turn(
         turn()
     gate.require_fresh(found["stock"], "stock vLLM")
     gate.require_fresh(found["cold"], "a cold request")
-    gate.require_reuse(found["warm"], shape.segments, shape.tokens, hypic.link)
+    gate.require_reuse(found["warm"], shape.segments, shape.tokens, hypic.link())
     return found
 
 

@@ -124,7 +124,7 @@ def _measure(
 
         steps.show("gate")
         checked = gate.require_cold_equals_warm(hypic, ask(fresh=True).tokens)
-        gate.require_reuse(checked, shape.segments, shape.tokens, hypic.link)
+        gate.require_reuse(checked, shape.segments, shape.tokens, hypic.link())
         hypic.call(profiled, ask(fresh=cold))  # the profiler's own first time
         steps.done()
         profiles, unprofiled = [], []
@@ -133,7 +133,7 @@ def _measure(
             unprofiled.append(hypic.ask(ask(fresh=cold)).first_token_s)
             profiles.append(hypic.call(profiled, ask(fresh=cold)))
             if not cold:
-                gate.require_reuse(profiles[-1].answer, shape.segments, shape.tokens, hypic.link)
+                gate.require_reuse(profiles[-1].answer, shape.segments, shape.tokens, hypic.link())
             steps.done()
         return profiles, unprofiled, described(hypic)
 

@@ -113,7 +113,7 @@ def _measure(
                         prompt = writer.prompt(SEGMENTS, tokens, head=0, question=QUESTION)
                         marked = prompt.marked(one.separator)
                         warm = gate.require_cold_equals_warm(one, marked)
-                        gate.require_reuse(warm, SEGMENTS, tokens, one.link)
+                        gate.require_reuse(warm, SEGMENTS, tokens, one.link())
                         held += one.call(records_held)
                         key = tokens, number
                         if bound == KEEP_ALL:

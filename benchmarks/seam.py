@@ -23,7 +23,6 @@ from vllm_hypic.harness.report import check_outputs, console, output_options, pe
 from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options
 from vllm_hypic.harness.stats import Spread
 from vllm_hypic.primitives.options import LINK, SEAM
-from vllm_hypic.primitives.policies import LinkMethod, parse_link
 
 from .options import needed_context, repeat_options
 
@@ -38,10 +37,6 @@ class Variant:
     extra: dict[str, Any]
     window: int | None = None
     """``w``, for plots."""
-
-    @property
-    def link(self) -> LinkMethod:
-        return parse_link(self.extra.get(LINK, "hypic"), self.extra[SEAM])
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ def _measure(
                 hypic.ask(Ask(first.marked(hypic.separator), extra=variant.extra))
                 ask = Ask(again.marked(hypic.separator), logprobs_of=wanted, extra=variant.extra)
                 warm = hypic.ask(ask)
-                gate.require_reuse(warm, shape.segments, shape.tokens, variant.link)
+                gate.require_reuse(warm, shape.segments, shape.tokens, hypic.link(variant.extra))
                 times[variant.name].append(warm.first_token_s)
                 recomputed[variant.name] = len(again) - warm.cached
                 distances[variant.name].append(
@@ -199,7 +194,7 @@ def _gate(stock: Engine, hypic: Engine, shape: Shape, variants: Sequence[Variant
     marked = prompt.marked(hypic.separator)
     for variant in variants:
         warm = gate.require_cold_equals_warm(hypic, marked, variant.extra)
-        gate.require_reuse(warm, shape.segments, shape.tokens, variant.link)
+        gate.require_reuse(warm, shape.segments, shape.tokens, hypic.link(variant.extra))
     full = hypic.ask(Ask(marked, extra={LINK: "full"}))
     reference = stock.ask(Ask(prompt.plain()))
     gate.require_close(gate.checked_distance(reference.logprobs, full.logprobs, "link full"))

@@ -321,7 +321,7 @@ class _Bench:
         """The answer; no segment was computed for it."""
         before = self.hypic.call(own_calls.computed)
         answer = self.hypic.ask(self._ask(prompt))
-        gate.require_reuse(answer, self.shape.segments, self.shape.tokens, self.hypic.link)
+        gate.require_reuse(answer, self.shape.segments, self.shape.tokens, self.hypic.link())
         if made := self.hypic.call(own_calls.computed) - before:
             raise GateFailed(f"{row.label}: {made} segments were computed again")
         return answer

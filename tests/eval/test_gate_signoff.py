@@ -259,6 +259,8 @@ def test_a_server_takes_the_cheapest_that_is_a_go(told: Told, tmp_path: Path) ->
         of = subject(HypicConfig(seam_tokens=4, context="text", islands=islands))
         write(path_in(tmp_path, of), signed(of, lost=lost))
     assert cheapest(vllm_config, config) == replace(config, context="text", islands="query-10")
+    full = replace(config, link="full")
+    assert cheapest(vllm_config, full) is full, "there is nothing to choose"
 
 
 def test_limits_of_its_own_are_told(told: Told, tmp_path: Path) -> None:

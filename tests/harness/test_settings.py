@@ -98,8 +98,8 @@ def test_given_options_reach_the_engine(model: Path) -> None:
 
 
 def test_the_gate_expects_the_seams_that_were_asked_for(model: Path) -> None:
-    assert EngineSettings(model, 1).link == parse_link("hypic", 8)
-    assert EngineSettings(model, 1, hypic={"seam_tokens": 16}).link == parse_link("hypic", 16)
+    assert EngineSettings(model, 1).link() == parse_link("hypic", 8)
+    assert EngineSettings(model, 1, hypic={"seam_tokens": 16}).link() == parse_link("hypic", 16)
 
 
 def test_context_is_the_same_for_short_benchmarks_of_long_models(model: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from vllm_hypic.config.segmenting import SegmentingConfig
-from vllm_hypic.primitives.places import pattern
-from vllm_hypic.primitives.segmenter import Segmenter
+from vllm_hypic.engine.segments import segmenter_of
 from vllm_hypic.primitives.token_texts import TokenTexts
 
 from .conftest import EXAMPLES
@@ -27,16 +26,8 @@ class Prompts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.template = (EXAMPLES / "tools.jinja").read_text()
-        options = SegmentingConfig()
-        self.segmenter = Segmenter(
-            TokenTexts(tokenizer).of,
-            set(tokenizer.all_special_ids),
-            [pattern(name) for name in options.patterns],
-            min_tokens=options.min_tokens,
-            mean_tokens=options.mean_tokens,
-            query_tokens=options.query_tokens,
-            max_segments=options.max_segments,
-        )
+        special = set(tokenizer.all_special_ids)
+        self.segmenter = segmenter_of(SegmentingConfig(), TokenTexts(tokenizer), special)
 
     def ids(self, body: dict[str, Any]) -> list[int]:
         text = body.get("prompt")

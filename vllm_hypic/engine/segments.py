@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from ..cache_api.commands import COMMAND
 from ..config.engine import CONNECTOR, HypicConfig, config_of
+from ..config.segmenting import SegmentingConfig
 from ..connector.build import primitive_ids_of
 from ..primitives.options import FOUND, SEGMENTS, link_of_request, segment_mode_of_request
 from ..primitives.places import pattern
@@ -101,13 +102,17 @@ class SegmentFinder:
 
     @cached_property
     def _segmenter(self) -> Segmenter:
-        options = self._config.segment
-        return Segmenter(
-            self._texts.of,
-            self._special,
-            [pattern(name) for name in options.patterns],
-            min_tokens=options.min_tokens,
-            mean_tokens=options.mean_tokens,
-            query_tokens=options.query_tokens,
-            max_segments=options.max_segments,
-        )
+        return segmenter_of(self._config.segment, self._texts, self._special)
+
+
+def segmenter_of(options: SegmentingConfig, texts: TokenTexts, special: Collection[int]) -> Segmenter:
+    """The segmenter of a tokenizer with these ``texts`` and ``special`` ids."""
+    return Segmenter(
+        texts.of,
+        special,
+        [pattern(name) for name in options.patterns],
+        min_tokens=options.min_tokens,
+        mean_tokens=options.mean_tokens,
+        query_tokens=options.query_tokens,
+        max_segments=options.max_segments,
+    )

@@ -24,7 +24,7 @@ class TokenLengths:
     def __init__(self, tokenizer: Any, texts: TokenTexts, special: Collection[int]) -> None:
         self._tokenizer, self._texts, self._special = tokenizer, texts, special
         self._lengths = np.empty(0, np.int64)
-        """By id; -1: not asked for yet."""
+        """Length in bytes of each token, by its id; -1: not looked up yet."""
 
     def starts(self, ids: Sequence[int], nbytes: int) -> memoryview | None:
         """Where each token begins, and the end, of a text of ``nbytes`` bytes.

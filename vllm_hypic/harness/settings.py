@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -40,10 +40,9 @@ class EngineSettings:
     timeout_s: float = 3600.0
     """Longest time that one request, or an engine's start, may take."""
 
-    @property
-    def link(self) -> LinkMethod:
-        """Link method of a hypic engine's requests that name none."""
-        return link_of_request(None, HypicConfig.from_mapping(self.hypic).link_defaults)
+    def link(self, extra: Mapping[str, Any] | None = None) -> LinkMethod:
+        """Link method of a hypic engine's requests with the options ``extra``."""
+        return link_of_request(extra, HypicConfig.from_mapping(self.hypic).link_defaults)
 
     def arguments(self, context: int, *, hypic: bool, **more: Any) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` for prompts of up to ``context`` tokens.

@@ -111,7 +111,10 @@ class Segmenter:
         return self._found(pieces, structure.counts)
 
     def _found(self, pieces: Sequence[tuple[int, int]], left_out: Counter[str]) -> Found:
-        """Of the pieces, those that are long enough, and no more than there may be."""
+        """The segments: those of ``pieces`` that have ``min_tokens``, at most ``max_segments``.
+
+        ``left_out``: how many pieces were left out before, by reason.
+        """
         long = [(start, stop) for start, stop in pieces if stop - start >= self._min]
         spans = tuple(long[: self._most])
         counts = Counter({f"pieces_{reason}": n for reason, n in left_out.items()})

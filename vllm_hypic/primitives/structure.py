@@ -18,7 +18,8 @@ from zlib import crc32
 MARKERS = ("cache_control", "prompt_cache_breakpoint")
 """Keys of content parts by which clients tell providers where a prompt may be cached up to."""
 MAX_MISSED = 64
-"""Of tools, documents and messages each: so many that stand nowhere, and the others are not looked for."""
+"""Pieces of one kind (tools, documents, messages) that may stand nowhere in the prompt; after so many the
+rest of that kind is not looked for: each search reads the whole prompt."""
 _MAX_TRIED = 3
 """So many tools are looked for in every form of JSON, until one is found."""
 _TELLING = 16

@@ -247,10 +247,8 @@ def gate(
         console().print(numbers_table(method.name, numbers))
         console().print(reasons_text(judgement), soft_wrap=True)
         _sign(out or path_in(folder, sign_off.subject), sign_off)
-    if choose:
-        click.echo(_cheapest(verdicts))
-    elif try_seams is not None:
-        click.echo(_recommendation(verdicts))
+    if choose or try_seams is not None:
+        click.echo(_recommendation(verdicts, choose))
     context.exit(_exit(set(verdicts.values())))
 
 
@@ -386,16 +384,13 @@ def _evidence(
     )
 
 
-def _recommendation(verdicts: Mapping[Method, Verdict]) -> str:
-    narrowest = next((m for m, v in verdicts.items() if v is Verdict.GO), None)
-    if narrowest is None:
-        return "No seam window that was tried is a go."
-    return f"Recommended: seam_tokens={narrowest.seam}, the narrowest window that is a go."
-
-
-def _cheapest(verdicts: Mapping[Method, Verdict]) -> str:
-    """Of methods in the order of what they cost."""
+def _recommendation(verdicts: Mapping[Method, Verdict], choose: bool) -> str:
+    """Which method to serve with; ``verdicts`` come in the order of what their methods cost."""
     found = next((m for m, v in verdicts.items() if v is Verdict.GO), None)
+    if not choose:
+        if found is None:
+            return "No seam window that was tried is a go."
+        return f"Recommended: seam_tokens={found.seam}, the narrowest window that is a go."
     if found is None:
         return "No context and islands that were tried are a go: serve with link 'full', or another model."
     return (

@@ -63,8 +63,10 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
 
 
 def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:
-    """``config`` with the cheapest context and islands that are a go.  Raises :class:`ConfigError` where none
-    are."""
+    """``config`` with the cheapest context and islands that are a go; unchanged where its link method reuses
+    nothing.  Raises :class:`ConfigError` where none are."""
+    if not parse_link(config.link, config.seam_tokens).reuse:
+        return config
     subject = subject_of(vllm_config, config)
     for candidate in candidates(config):
         if find(config.gate.folder, subject.linked(candidate)).go:
