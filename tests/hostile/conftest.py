@@ -20,7 +20,8 @@ from vllm_hypic.harness.cluster import Cluster, Setup
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import uneven, writer
 
-from .grammar import CACHE, HOSTILE_SALT, Attack, CacheCall
+from .grammar import HOSTILE_SALT, Attack
+from .route_grammar import CACHE, CacheCall
 from .well_behaved import BOUND_S, WellBehaved
 
 ONE_WORKER = True  # all tests of this folder use the same servers

@@ -16,20 +16,8 @@ from hypothesis import strategies as st
 from vllm_hypic.harness.cluster import Cluster
 
 from .conftest import Target, both_forms, sent, some, target_of
-from .grammar import (
-    BAD_OPTION,
-    COMPLETIONS,
-    FEW_TOKENS,
-    HEADERS,
-    SEP,
-    Attack,
-    CacheCall,
-    Visit,
-    cache_calls,
-    raw_requests,
-    requests,
-    visits,
-)
+from .grammar import BAD_OPTION, COMPLETIONS, FEW_TOKENS, SEP, Attack, raw_requests, requests
+from .route_grammar import HEADERS, CacheCall, Visit, cache_calls, visits
 from .well_behaved import WellBehaved
 
 

@@ -20,7 +20,8 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, response_
 from vllm_hypic.harness.cluster import Cluster
 
 from .conftest import Target, both_forms, some, target_of
-from .grammar import BAD_OPTION, COMPLETIONS, Attack, CacheCall, cache_calls, raw_requests, requests
+from .grammar import BAD_OPTION, COMPLETIONS, Attack, raw_requests, requests
+from .route_grammar import CacheCall, cache_calls
 from .well_behaved import BOUND_S, WellBehaved
 
 
