@@ -101,7 +101,7 @@ def _measure(
         ]
         steps.show("gate")
         marked = [p.marked(hypic.separator) for p in prompts]
-        warm = gate.require_cold_equals_warm(hypic, marked[-1])
+        warm = gate.require_cold_equals_warm(hypic, Ask(marked[-1]))
         gate.require_reuse(warm, shape.segments, shape.tokens, hypic.link())
         hypic.call(engine_calls.reset)
         steps.done()

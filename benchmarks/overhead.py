@@ -202,7 +202,7 @@ class _Bench:
         """Requests of which nothing is cached."""
         prompt = self.writer.prompt(shape.segments, shape.tokens, head=HEAD, question=QUESTION)
         marked = prompt.marked(self.hypic.separator)
-        warm = gate.require_cold_equals_warm(self.hypic, marked)
+        warm = gate.require_cold_equals_warm(self.hypic, Ask(marked))
         gate.require_reuse(warm, shape.segments, shape.tokens, self.hypic.link())
 
         def turn() -> tuple[Callable[[], Answer], Callable[[], Answer]]:

@@ -80,7 +80,7 @@ def _gate(stock: Engine, hypic: Engine, shape: Shape, writer: Writer) -> Distanc
     """Correctness, and the warm-up of this shape."""
     first = writer.prompt(shape.segments, shape.tokens, head=HEAD, question=QUESTION)
     again = first.reordered(writer.order(shape.segments), writer.document(QUESTION))
-    gate.require_cold_equals_warm(hypic, first.marked(hypic.separator))
+    gate.require_cold_equals_warm(hypic, Ask(first.marked(hypic.separator)))
     stock.ask(Ask(first.plain()))
     ask = Ask(again.marked(hypic.separator))
     gate.require_reuse(hypic.ask(ask), shape.segments, shape.tokens, hypic.link())

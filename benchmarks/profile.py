@@ -123,7 +123,7 @@ def _measure(
             return Ask(prompt.marked(hypic.separator))
 
         steps.show("gate")
-        checked = gate.require_cold_equals_warm(hypic, ask(fresh=True).tokens)
+        checked = gate.require_cold_equals_warm(hypic, Ask(ask(fresh=True).tokens))
         gate.require_reuse(checked, shape.segments, shape.tokens, hypic.link())
         hypic.call(profiled, ask(fresh=cold))  # the profiler's own first time
         steps.done()

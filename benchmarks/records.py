@@ -112,7 +112,7 @@ def _measure(
                         # No leading segment: its record has no transition.
                         prompt = writer.prompt(SEGMENTS, tokens, head=0, question=QUESTION)
                         marked = prompt.marked(one.separator)
-                        warm = gate.require_cold_equals_warm(one, marked)
+                        warm = gate.require_cold_equals_warm(one, Ask(marked))
                         gate.require_reuse(warm, SEGMENTS, tokens, one.link())
                         held += one.call(records_held)
                         key = tokens, number

@@ -193,7 +193,7 @@ def _gate(stock: Engine, hypic: Engine, shape: Shape, variants: Sequence[Variant
     prompt = writer.prompt(shape.segments, shape.tokens, head=HEAD, question=QUESTION)
     marked = prompt.marked(hypic.separator)
     for variant in variants:
-        warm = gate.require_cold_equals_warm(hypic, marked, variant.extra)
+        warm = gate.require_cold_equals_warm(hypic, Ask(marked, extra=variant.extra))
         gate.require_reuse(warm, shape.segments, shape.tokens, hypic.link(variant.extra))
     full = hypic.ask(Ask(marked, extra={LINK: "full"}))
     reference = stock.ask(Ask(prompt.plain()))

@@ -265,7 +265,7 @@ class _Bench:
 
     def _gate(self, writer: Writer) -> Distance:
         first, again = self._prompts(writer)
-        gate.require_cold_equals_warm(self.hypic, first.marked(self.hypic.separator))
+        gate.require_cold_equals_warm(self.hypic, Ask(first.marked(self.hypic.separator)))
         distance = gate.first_token_distance(self.stock, again.plain(), self.hypic, self._ask(again))
         gate.require_close(distance)
         return distance

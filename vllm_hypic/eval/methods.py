@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from ..harness.engine_calls import Ask
 from ..harness.prompts import Prompt
-from ..primitives.options import CONTEXT, ISLANDS, LINK, SEAM
+from ..primitives.options import CONTEXT, ISLANDS, LINK, SEAM, SEGMENT
 from ..primitives.policies import CONTEXTS, LinkError, LinkMethod, parse_link
+from ..primitives.segmenter import SEGMENT_MODES
 
 
 @dataclass(frozen=True)
 class Method:
-    """``link`` is ``None`` where the prompt goes without separators, as an ordinary one."""
+    """``link`` is ``None`` where the prompt is an ordinary one, of which nothing is reused as segments."""
 
     name: str
     link: str | None = None
@@ -21,10 +22,12 @@ class Method:
     """Seam window; only ``hypic`` and ``naive`` take one."""
     context: str = "none"
     islands: str = "none"
+    mode: str = "off"
+    """How segments are found; ``off``: they stand between separators."""
 
     @property
     def linked(self) -> LinkMethod | None:
-        """The link method; ``None``: the prompt goes without separators."""
+        """The link method; ``None``: the prompt is an ordinary one."""
         if self.link is None:
             return None
         return parse_link(self.link, self.seam, self.context, self.islands)
@@ -43,10 +46,12 @@ class Method:
         ``logprobs_of``: tokens whose logprobs are compared, at the first position; ``forced``: the answer
         whose likelihood is asked for.
         """
-        tokens = prompt.plain() if self.link is None else prompt.marked(separator)
+        separated = self.link is not None and self.mode == "off"
+        tokens = prompt.marked(separator) if separated else prompt.plain()
         extra: dict[str, str | int] = {}
         if self.link is not None:
             extra = {LINK: self.link, SEAM: self.seam, CONTEXT: self.context, ISLANDS: self.islands}
+            extra[SEGMENT] = self.mode
         return Ask(
             tokens,
             max_tokens,
@@ -55,6 +60,7 @@ class Method:
             ignore_eos=False,
             fresh=self not in (PREFIX, PREFIX_SAME),
             forced=forced,
+            parts=(prompt.head, *prompt.documents, prompt.question) if self.mode == "structure" else (),
         )
 
     def reusable(self, prompt: Prompt, least: int) -> int:
@@ -90,13 +96,17 @@ def is_noise(name: str) -> bool:
 def link_method(text: str) -> Method:
     """The method that the command line calls ``text``: ``hypic-8`` (seam window 8), ``naive-8``, ``epic-16``,
     ``epic-0``, ``block``, ``seam-4-0+4``, ``full``, ``prefix``, ``prefix-same``; a context and islands follow
-    behind strokes: ``hypic-8/text/query-10``, ``hypic-8/lead``, ``hypic-8/query-10``.
+    behind strokes: ``hypic-8/text/query-10``, ``hypic-8/lead``, ``hypic-8/query-10``; behind an ``@`` how
+    segments are found: ``hypic-8@cdc``, ``hypic-8/text@structure``.
 
     Raises :class:`LinkError` naming a bad one.
     """
     if text in PLAIN:
         return PLAIN[text]
-    base, *rest = text.split("/")
+    method, at, mode = text.partition("@")
+    if at and mode not in SEGMENT_MODES:
+        raise LinkError(f"method {text!r}: expected one of {', '.join(SEGMENT_MODES)} behind the @")
+    base, *rest = method.split("/")
     if match := re.fullmatch(r"(hypic|naive)-(\d{1,4})", base):
         link, seam = match.group(1), int(match.group(2))
     else:
@@ -108,7 +118,7 @@ def link_method(text: str) -> Method:
     if rest:
         raise LinkError(f"method {text!r}: expected LINK, LINK/CONTEXT, LINK/ISLANDS or LINK/CONTEXT/ISLANDS")
     parse_link(link, seam, context, islands)
-    return Method(text, link, seam, context, islands)
+    return Method(text, link, seam, context, islands, mode if at else "off")
 
 
 DEFAULT = (

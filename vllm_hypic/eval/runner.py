@@ -81,9 +81,13 @@ def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
     engine.call(engine_calls.reset)
     if method is FULL:
         return
-    # Without a question: that is new every time. A prompt that ends in a separator has its segments computed
-    # and nothing else.
-    before = [replace(e.prompt, question=()) for e in group]
+    if method.mode == "off":
+        # Without a question: that is new every time. A prompt that ends in a separator has its segments
+        # computed and nothing else.
+        before = [replace(e.prompt, question=()) for e in group]
+    else:
+        others = [*group[1:], group[0]]
+        before = [replace(e.prompt, question=o.prompt.question) for e, o in zip(group, others, strict=True)]
     if method is PREFIX:
         before = [_in_another_order(prompt, i) for i, prompt in enumerate(before)]
     asks = [method.ask(prompt, engine.separator, max_tokens=1, logprobs_of=None) for prompt in before]

@@ -35,6 +35,9 @@ class Ask:
     forced: tuple[int, ...] = ()
     """The answer, where its likelihood is asked for; ``max_tokens`` is then its length.  The engine needs
     ``FORCING``."""
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Not empty: a chat request, of which ``tokens`` is the rendered prompt: its system text, and the parts of
+    its user's message, the last of which asks."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,39 @@ def add(llm: Any, ask: Ask) -> str:
         extra_args=extra or None,
     )
     request_id = str(next(llm.request_counter))
-    llm.llm_engine.add_request(request_id, tokens_input(prompt_token_ids=list(ask.tokens)), params)
+    prompt = tokens_input(prompt_token_ids=list(ask.tokens)) if not ask.parts else _chat(llm, ask)
+    llm.llm_engine.add_request(request_id, prompt, params)
     return request_id
+
+
+def _chat(llm: Any, ask: Ask) -> Any:
+    """The prompt of a chat request as our renderer makes it."""
+    from vllm.inputs import tokens_input
+
+    from ..engine.renderer import CHAT
+    from ..primitives.structure import Chat
+
+    tokenizer = llm.get_tokenizer()
+    system, *parts = (
+        tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for part in ask.parts
+    )
+    content = [{"type": "text", "text": part} for part in parts]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
+    text = "".join([system, *parts])
+    return {**tokens_input(list(ask.tokens), prompt=text), CHAT: Chat(messages)}
+
+
+def found_segments(llm: Any, asks: Sequence[Ask]) -> list[tuple[tuple[int, int], ...]]:
+    """Where the engine's front end finds the segments of requests that name a mode."""
+    from ..engine.segments import SegmentFinder
+    from ..primitives.options import SEGMENT
+
+    finder = SegmentFinder(llm.llm_engine.vllm_config)
+    return [
+        finder.found(ask.tokens, ask.extra[SEGMENT], _chat(llm, ask) if ask.parts else None).spans
+        for ask in asks
+    ]
 
 
 def _answer(output: Any, token_s: Sequence[float], ask: Ask) -> Answer:

@@ -93,13 +93,12 @@ def require_close(found: Distance) -> None:
         )
 
 
-def require_cold_equals_warm(hypic: Engine, tokens: list[int], extra: dict[str, Any] | None = None) -> Answer:
+def require_cold_equals_warm(hypic: Engine, ask: Ask) -> Answer:
     """Ask with nothing cached, then once more: same bits, from the same records. Returns the warm answer.
 
     The order of documents must not change between the two: which documents share a pass of the model, and
     where passes end within one, changes the last bits of records, as it does of stock vLLM's KV cache.
     """
-    ask = Ask(tokens, extra=extra or {})
     hypic.call(engine_calls.reset)
     cold = hypic.ask(ask)
     require_fresh(cold, "a cold request")

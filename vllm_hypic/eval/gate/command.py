@@ -330,7 +330,9 @@ def _judged(
     for c in configs:
         link = f"{c.link}-{c.seam_tokens}" if windowed else c.link
         name = "/".join([link, *(part for part in (c.context, c.islands) if part != "none")])
-        judged[Method(name, c.link, c.seam_tokens, c.context, c.islands)] = c
+        mode = c.segment.mode
+        name += "" if mode == "off" else f"@{mode}"
+        judged[Method(name, c.link, c.seam_tokens, c.context, c.islands, mode)] = c
     return judged
 
 

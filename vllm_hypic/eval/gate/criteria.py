@@ -160,7 +160,7 @@ def judge(numbers: Numbers, limits: Limits) -> Judgement:
 
 def _reuse(reuse: Reuse, limits: Limits) -> Reason:
     if not reuse.reusable:
-        says = "nothing can be reused: all segments are too short (seam_tokens, min_segment_tokens)"
+        says = "nothing can be reused: all segments are too short (seam_tokens, min_segment_tokens, segment)"
         return Reason(FAULTS, False, 0.0, limits.least_reused, says)
     share = 100 * reuse.reused / reuse.reusable
     says = (

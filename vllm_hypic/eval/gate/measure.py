@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...config.engine import HypicConfig, config_of
-from ...harness.engine_calls import FORCING
+from ...harness.engine_calls import FORCING, found_segments
 from ...harness.engines import Engine, running
 from ...harness.gate import GateFailed, require_cold_equals_warm
+from ...harness.prompts import Prompt
 from ...harness.report import Steps
 from ...harness.settings import EngineSettings
 from ..fitting import fitting
@@ -91,6 +92,7 @@ def measure(
         faults |= {m: _cold_against_warm(engine, m, [one.examples[0] for one in asked]) for m in kept}
         steps.show("full recompute against reuse")
         outcomes = evaluate(engine, examples, kept, done=steps.done)
+        cut = {method: _cut(engine, method, examples) for method in kept}
         described = engine.described
     minimum = HypicConfig.from_mapping(place.settings.hypic).min_segment_tokens
     full = outcomes[FULL]
@@ -110,7 +112,7 @@ def measure(
             numbers[method],
             answers=_answers(asked, full, found),
             texts=_texts(asked, full, found),
-            reuse=_reuse(method, examples, found, minimum),
+            reuse=_reuse(method, cut[method], found, minimum),
             distances=Distances.of(full, found),
         )
     return GateMeasurement(subject, numbers, chat, left_out, described)
@@ -149,7 +151,7 @@ def _cold_against_warm(engine: Engine, method: Method, examples: Sequence[Exampl
     for example in examples:
         ask = method.ask(example.prompt, engine.separator, max_tokens=1, logprobs_of=None)
         try:
-            require_cold_equals_warm(engine, ask.tokens, ask.extra)
+            require_cold_equals_warm(engine, replace(ask, fresh=False))
         except GateFailed as e:
             faults.append(f"a prompt of the family {example.task.family!r}: {e}")
     return faults
@@ -198,8 +200,24 @@ def _texts(
     return tuple(texts)
 
 
-def _reuse(method: Method, examples: Sequence[Example], found: Sequence[MethodAnswer], minimum: int) -> Reuse:
-    reusable = sum(method.reusable(example.prompt, minimum) for example in examples)
+def _cut(engine: Engine, method: Method, examples: Sequence[Example]) -> list[Prompt]:
+    """The prompts with the segments that they have for this method."""
+    prompts = [example.prompt for example in examples]
+    if method.mode == "off":
+        return prompts
+    asks = [method.ask(prompt, engine.separator, max_tokens=1, logprobs_of=None) for prompt in prompts]
+    return [
+        Prompt(
+            tuple(ask.tokens[: spans[0][0]]) if spans else (),
+            tuple(tuple(ask.tokens[start:stop]) for start, stop in spans),
+            tuple(ask.tokens[spans[-1][1] :]) if spans else tuple(ask.tokens),
+        )
+        for ask, spans in zip(asks, engine.call(found_segments, asks), strict=True)
+    ]
+
+
+def _reuse(method: Method, prompts: Sequence[Prompt], found: Sequence[MethodAnswer], minimum: int) -> Reuse:
+    reusable = sum(method.reusable(prompt, minimum) for prompt in prompts)
     return Reuse(sum(o.cached for o in found), reusable)
 
 
