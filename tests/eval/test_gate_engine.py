@@ -25,6 +25,8 @@ from vllm_hypic.harness.generators import EXAMPLE
 pytestmark = pytest.mark.engine
 MODEL = EXAMPLE.parent / "hybrid-notes" / "model"  # a wrong state costs it answers
 HYPIC, NAIVE = Method("hypic-8", "hypic", 8), Method("naive-8", "naive", 8)
+STRUCTURE = Method("hypic-8@structure", "hypic", 8, mode="structure")
+MODE = ("--hypic", '{"segment": {"mode": "structure", "min_tokens": 32}}')
 SHORT = ("--prompts", "24", "--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "400")
 
 
@@ -35,12 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Result]:
-    """Measurements by link method; engines are started once, and measure both."""
+    """Measurements by link method, or mode; engines are started once, and measure all."""
     measured: list[GateMeasurement] = []
 
     def once(place: Place, methods: Sequence[Method], *args: Any, **options: Any) -> GateMeasurement:
         if not measured:
-            measured.append(_measure(place, (HYPIC, NAIVE), *args, **options))
+            measured.append(_measure(place, (STRUCTURE, HYPIC, NAIVE), *args, **options))
         return replace(measured[0], numbers={m: measured[0].numbers[m] for m in methods})
 
     _measure: Callable[..., GateMeasurement] = command.measure
@@ -49,12 +51,16 @@ def runs(folder: Path) -> dict[str, Result]:
         arguments = ["gate", str(MODEL), *SHORT, "--folder", str(folder)]
         return {
             link: CliRunner().invoke(main, [*arguments, *more], catch_exceptions=False)
-            for link, more in {"naive": ["--link", "naive"], "hypic": []}.items()
+            for link, more in {"structure": MODE, "naive": ("--link", "naive"), "hypic": ()}.items()
         }
 
 
-def sign_off(folder: Path, link: str) -> SignOff:
-    [found] = [s for s in map(read, folder.iterdir()) if s.subject.options["link"] == link]
+def sign_off(folder: Path, link: str, mode: str | None = None) -> SignOff:
+    [found] = [
+        s
+        for s in map(read, folder.iterdir())
+        if s.subject.options["link"] == link and s.subject.options.get("segment", {}).get("mode") == mode
+    ]
     return found
 
 
@@ -68,6 +74,15 @@ def test_the_demo_model_is_a_go(runs: dict[str, Result], folder: Path) -> None:
     assert numbers["answers"][0]["loss"]["value"] <= 0 and numbers["answers"][0]["full"] > 90
     assert 0 < numbers["noise"]["kl_p90"] < numbers["distances"]["kl_p90"] < 0.03
     assert numbers["reuse"]["reused"] == numbers["reuse"]["reusable"] > 0
+
+
+def test_a_mode_is_judged_by_the_segments_that_it_finds(runs: dict[str, Result], folder: Path) -> None:
+    assert "hypic-8@structure" in runs["structure"].output
+    numbers = sign_off(folder, "hypic", "structure").evidence["numbers"]
+    separated = sign_off(folder, "hypic").evidence["numbers"]
+    # Pieces end a token earlier than what separators enclose; all are found.
+    assert 0 < numbers["reuse"]["reused"] == numbers["reuse"]["reusable"] < separated["reuse"]["reusable"]
+    assert numbers["distances"]["kl_p90"] < 0.03 and numbers["distances"] != separated["distances"]
 
 
 def test_without_transitions_it_is_a_no_go_and_says_why(runs: dict[str, Result], folder: Path) -> None:

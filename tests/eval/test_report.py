@@ -19,6 +19,7 @@ from vllm_hypic.eval.task import Example, Task
 from vllm_hypic.harness.prompts import Prompt
 from vllm_hypic.harness.stats import Spread
 from vllm_hypic.primitives.plan import PoolLimits
+from vllm_hypic.primitives.policies import LinkError
 
 NOISE = noise_name(256)
 TIMES = {FULL.name: 0.1, PREFIX.name: 0.08, "hypic-8": 0.02, "hypic-0": 0.01, "naive-8": 0.02}
@@ -195,6 +196,10 @@ def test_names_of_methods() -> None:
         *DEFAULT[3:],
     ]
     assert is_noise(NOISE) and not any(is_noise(link_method(name).name) for name in DEFAULT)
+    found = link_method("hypic-8/text/query-10@cdc")
+    assert (found.seam, found.context, found.islands, found.mode) == (8, "text", "query-10", "cdc")
+    with pytest.raises(LinkError, match="'hypic-8@tags': expected one of off, structure, text, cdc behind"):
+        link_method("hypic-8@tags")
 
 
 def test_tokens_that_are_certain_to_be_reused() -> None:

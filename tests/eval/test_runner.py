@@ -16,7 +16,7 @@ from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine
 from vllm_hypic.harness.report import Steps
-from vllm_hypic.primitives.options import CONTEXT, ISLANDS, LINK, SEAM
+from vllm_hypic.primitives.options import CONTEXT, ISLANDS, LINK, SEAM, SEGMENT
 from vllm_hypic.primitives.plan import PoolLimits
 from vllm_hypic.primitives.policies import ModelTraits
 
@@ -136,11 +136,25 @@ def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
     full, warming, warm = booking.batches[0][0], booking.batches[2][0], booking.batches[3][0]
     assert full.tokens == plain(booking, 0)
     assert (full.extra, full.logprobs_of, full.fresh, full.ignore_eos) == ({}, None, True, False)
-    assert warm.extra == warming.extra == {LINK: "hypic", SEAM: 8, CONTEXT: "none", ISLANDS: "none"}
+    link = {LINK: "hypic", SEAM: 8, CONTEXT: "none", ISLANDS: "none", SEGMENT: "off"}
+    assert warm.extra == warming.extra == link
     assert warm.logprobs_of == [11, 12, 13]
     assert warm.tokens[: len(warming.tokens)] == warming.tokens and warming.tokens[-1] == SEPARATOR
     assert [t for t in warm.tokens if t != SEPARATOR] == full.tokens
     assert (warming.max_tokens, warm.max_tokens) == (1, 6)
+
+
+def test_what_a_mode_finds_was_there_with_another_question() -> None:
+    booking = BookingEngine()
+    examples = encode(as_engine(booking), TASKS, chat=False)
+    evaluate(as_engine(booking), examples, [link_method("hypic-8@cdc"), link_method("hypic-8@structure")])
+    _, before, asked, _, chats = booking.batches
+    for i, (one, two) in enumerate(zip(before, asked, strict=True)):
+        assert one.extra[SEGMENT] == two.extra[SEGMENT] == "cdc" and not two.parts
+        assert two.tokens == plain(booking, i)
+        assert one.tokens[:10] == two.tokens[:10] and one.tokens[10:] != two.tokens[10:]
+    assert [sum(chat.parts, ()) for chat in chats] == [tuple(chat.tokens) for chat in chats]
+    assert all(len(chat.parts) == 4 for chat in chats)
 
 
 @pytest.mark.parametrize(("method", "same"), [(PREFIX, False), (PREFIX_SAME, True)])

@@ -33,7 +33,7 @@ from .tasks.families import FAMILIES, SEED_STEP, Source
 from .tasks.installed import installed_texts
 
 METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H-T+A, block"
-"""Behind each of the linked ones may stand a context, islands and a mode: see :func:`.methods.link_method`."""
+"""Behind each linked one may stand a context, islands and a mode: see :func:`.methods.link_method`."""
 
 
 def _family(name: str) -> None:

@@ -36,8 +36,8 @@ class Ask:
     """The answer, where its likelihood is asked for; ``max_tokens`` is then its length.  The engine needs
     ``FORCING``."""
     parts: tuple[tuple[int, ...], ...] = ()
-    """Not empty: a chat request, of which ``tokens`` is the rendered prompt: its system text, and the parts of
-    its user's message, the last of which asks."""
+    """Not empty: a chat request, of which ``tokens`` is the rendered prompt: its system text, and the parts
+    of its user's message, the last of which asks."""
 
 
 @dataclass(frozen=True)
