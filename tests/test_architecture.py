@@ -23,8 +23,14 @@ LAZILY = {
     ("pool.geometry", "vllm"): "what a layer caches is told by the classes of vLLM's cache specifications",
     ("patches", "engine"): "a patch of vLLM calls the engine where vLLM calls the patch",
     ("engine.activation", "eval.gate.startup"): "an engine that starts looks for its model's sign-off",
-    ("harness.engine_calls", "engine.renderer"): "chat requests as the engine's front end makes them; called there",
-    ("harness.engine_calls", "engine.segments"): "segments as the engine's front end finds them; called there",
+    (
+        "harness.engine_calls",
+        "engine.renderer",
+    ): "called in the engine's process: a chat request",
+    (
+        "harness.engine_calls",
+        "engine.segments",
+    ): "likewise: where segments are found",
     ("eval.gate.identity", "vllm_hypic"): "the plugin's version",
     ("eval.gate.identity", "vllm"): "called in the engine's process, which has loaded vLLM",
     ("eval.gate.identity", "pool.geometry"): "the types in which records are stored; called by the engine",

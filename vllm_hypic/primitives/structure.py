@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from json import JSONEncoder
 from typing import Any, NamedTuple
 from zlib import crc32
+
+import msgspec
 
 MARKERS = ("cache_control", "prompt_cache_breakpoint")
 """Keys of content parts by which clients tell providers where a prompt may be cached up to."""
@@ -29,7 +32,7 @@ _NEAR = 512
 _LEADING = ("system", "developer")
 _ANSWERING = "assistant"
 _RESULTS = ("tool", "function")
-_JSON: tuple[Callable[[Any], str], ...] = tuple(
+_JSON = tuple(
     JSONEncoder(ensure_ascii=False, indent=indent, separators=separators).encode
     for indent, separators in ((None, None), (4, None), (2, None), (None, (",", ":")))
 )
@@ -158,7 +161,7 @@ class _Search:
 def _tools(tools: list[Any], search: _Search, counts: Counter[str]) -> Iterator[_Piece]:
     """As JSON, each with or without what wraps the function, in the form in which the first one is found; or
     what templates make of their fields."""
-    forms = [(encode, key) for encode in _JSON for key in (None, "function")]
+    forms = [(form, key) for form in range(len(_JSON)) for key in (None, "function")]
     for tool in tools:
         most_missed = MAX_MISSED if len(forms) == 1 else _MAX_TRIED
         found = search.find((_as_json(tool, *form) for form in forms), most_missed)
@@ -170,13 +173,19 @@ def _tools(tools: list[Any], search: _Search, counts: Counter[str]) -> Iterator[
         yield _Piece(*found, Kind.TOOL)
 
 
-def _as_json(tool: Any, encode: Callable[[Any], str], key: str | None) -> str:
+def _as_json(tool: Any, form: int, key: str | None) -> str:
     """Empty for what is no tool."""
     value = tool if key is None else tool.get(key) if isinstance(tool, Mapping) else None
     try:
-        return encode(value) if isinstance(value, Mapping) else ""
-    except (TypeError, ValueError, RecursionError):
+        return _written(msgspec.json.encode(value), form) if isinstance(value, Mapping) else ""
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return ""  # values that JSON does not have, or that hold themselves
+
+
+@lru_cache(maxsize=1024)
+def _written(value: bytes, form: int) -> str:
+    """A value as templates write JSON, which takes ten times as long as to tell that it came before."""
+    return _JSON[form](msgspec.json.decode(value))
 
 
 def _by_fields(tool: Any, search: _Search) -> tuple[int, int] | None:
