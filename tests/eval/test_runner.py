@@ -144,6 +144,22 @@ def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
     assert (warming.max_tokens, warm.max_tokens) == (1, 6)
 
 
+def test_methods_that_differ_in_islands_read_the_same_records() -> None:
+    booking = BookingEngine()
+    engine = as_engine(booking)
+    names = ("hypic-8/query-10", "hypic-8/text", "hypic-8", "hypic-8/text/query-5", "block")
+    methods = [link_method(name) for name in names]
+    found = evaluate(engine, encode(engine, TASKS, chat=False), methods)
+    assert list(found) == [FULL, *methods]
+    assert [[a.extra.get(ISLANDS) for a in asks[:1]] for asks in booking.batches] == [
+        *([None],),
+        *(["query-10"], ["query-10"], ["none"]),
+        *(["none"], ["none"], ["query-5"]),
+        *(["none"], ["none"]),
+    ]
+    assert booking.resets == 4
+
+
 def test_what_a_mode_finds_was_there_with_another_question() -> None:
     booking = BookingEngine()
     examples = encode(as_engine(booking), TASKS, chat=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..harness.engine_calls import Ask
 from ..harness.prompts import Prompt
@@ -31,6 +31,11 @@ class Method:
         if self.link is None:
             return None
         return parse_link(self.link, self.seam, self.context, self.islands)
+
+    @property
+    def records(self) -> Method:
+        """Equal methods read the same records: islands change what is computed beside them."""
+        return self if self.link is None else replace(self, name="", islands="none")
 
     def ask(
         self,

@@ -56,23 +56,26 @@ def evaluate(
 ) -> dict[Method, list[MethodAnswer]]:
     """Outcomes of each method, in the order of ``examples``; full recompute is always among the methods.
 
-    What a method reuses is computed before its requests and dropped after them: what was computed for one
-    method must not serve another.  Requests run ``batch`` at a time, or as many as the pool holds;
-    raises ``PoolError`` where it does not hold one.  ``done`` is told how many (example, method) pairs
-    were finished since the last time.  ``references``: full recompute's outcomes on another engine, whose
-    most likely tokens are compared instead of this one's.
+    What a method reuses is computed before its requests and dropped after them, unless the next method reads
+    the same records.  Requests run ``batch`` at a time, or as many as the pool holds; raises ``PoolError``
+    where it does not hold one.  ``done`` is told how many (example, method) pairs were finished since the
+    last time.  ``references``: full recompute's outcomes on another engine, whose most likely tokens are
+    compared instead of this one's.
     """
     limits = pool_limits(engine)
-    found: dict[Method, list[MethodAnswer]] = {}
-    for method in dict.fromkeys((FULL, *methods)):
-        compared = references or found.get(FULL)
-        outcomes: list[MethodAnswer] = []
+    found: dict[Method, list[MethodAnswer]] = {m: [] for m in dict.fromkeys((FULL, *methods))}
+    reading: dict[Method, list[Method]] = {}
+    for method in found:
+        reading.setdefault(method.records, []).append(method)
+    for alike in reading.values():
+        compared = references or (None if FULL in alike else found[FULL])
         for part in pool_batches(examples, limits, batch):
             group = [examples[i] for i in part]
             wanted = [None if compared is None else top(compared[i].logprobs) for i in part]
-            outcomes += _answers(engine, method, group, wanted)
-            done(len(group))
-        found[method] = outcomes
+            prepare(engine, alike[0], group)
+            for method in alike:
+                found[method] += _answers(engine, method, group, wanted)
+                done(len(group))
     return found
 
 
@@ -97,7 +100,6 @@ def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
 def _answers(
     engine: Engine, method: Method, group: Sequence[Example], wanted: Sequence[list[int] | None]
 ) -> Iterator[MethodAnswer]:
-    prepare(engine, method, group)
     asks = [
         method.ask(
             e.prompt,
