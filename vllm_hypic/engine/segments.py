@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-from ..cache_api.commands import COMMAND
+from ..cache_api.commands import COMMAND, Explain
 from ..config.engine import CONNECTOR, HypicConfig, config_of
 from ..config.segmenting import SegmentingConfig
 from ..connector.build import primitive_ids_of
@@ -44,7 +44,8 @@ class SegmentFinder:
         if not self._ours or params is None or ids is None:
             return
         extra = params.extra_args or {}
-        if COMMAND in extra or SEGMENTS in extra:
+        is_command = COMMAND in extra and not isinstance(extra[COMMAND], Explain)
+        if is_command or SEGMENTS in extra:
             return
         config = self._config
         mode = segment_mode_of_request(extra, config.segment.mode)
