@@ -62,7 +62,10 @@ def forms() -> dict[str, dict[str, Any]]:
     return {
         "separators": {"prompt": SEP.join(["Answer.", *documents, "Why?"])},
         "text": {"prompt": said, "vllm_xargs": {"hypic_segment": "text"}},
-        "text in a chat": {**chat(said), "vllm_xargs": {"hypic_segment": "text"}},
+        "text in a chat": {
+            "messages": [{"role": "user", "content": said}],
+            "vllm_xargs": {"hypic_segment": "text"},
+        },
         "tools": {**chat(tools=[tool(("explain", i)) for i in range(4)]), "vllm_xargs": CUT},
         "documents": {
             **chat(chat_template_kwargs={"documents": [{"text": text} for text in documents[1:]]}),
@@ -147,7 +150,7 @@ def test_prefix_caching_and_tokens_of_a_prompt(client: Client, question) -> None
     assert warm["tokens_reused"] == REUSED == DOCUMENTS * (DOCUMENT_TOKENS - 2 * SEAM)
     used = client.complete(body["prompt"])["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert warm["tokens_reused"] + warm["tokens_prefix_cached"] == used
-    plain = {"prompt": q.plain() * 20}
+    plain = {"prompt": q.plain()}
     client.complete(plain["prompt"])
     found = explained(client.server, plain)
     used = client.complete(plain["prompt"])["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -190,7 +193,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": f"x{SEP}y", "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"prompt": "<|hypic_segment:nobody|>"}, "nobody"),
     ({"messages": [{"role": "user"}], "tools": 3}, "tools"),
-    ({"messages": []}, "messages"),
+    ({"messages": []}, "at least one message"),
 ]
 
 
