@@ -150,11 +150,12 @@ def test_prefix_caching_and_tokens_of_a_prompt(client: Client, question) -> None
     assert warm["tokens_reused"] == REUSED == DOCUMENTS * (DOCUMENT_TOKENS - 2 * SEAM)
     used = client.complete(body["prompt"])["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert warm["tokens_reused"] + warm["tokens_prefix_cached"] == used
-    plain = {"prompt": q.plain()}
-    client.complete(plain["prompt"])
-    found = explained(client.server, plain)
-    used = client.complete(plain["prompt"])["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert found["tokens_prefix_cached"] == used > 0 and found["tokens_reused"] == 0
+    for prompt in (q.plain(), f"{q.prompt()} {q.plain()}"):  # with a question of several blocks
+        client.complete(prompt)
+        found = explained(client.server, {"prompt": prompt})
+        used = client.complete(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found["tokens_prefix_cached"] > 0, prompt[-20:]
+        assert found["tokens_prefix_cached"] + found["tokens_reused"] == used
 
 
 @pytest.mark.parametrize(
@@ -259,3 +260,15 @@ def test_the_command_prints_a_prompt_in_colours(byte_server: Server, tmp_path: P
     assert "is not UTF-8" in explain(byte_server, str(file)).output
     nobody = CliRunner().invoke(main, ["explain", "--url", "http://127.0.0.1:1", "-"], input="x")
     assert nobody.exit_code == 1 and "cannot be reached" in nobody.output
+
+
+def test_the_page_needs_nothing_from_elsewhere(byte_server: Server) -> None:
+    for path in ("/v1/hypic/explain", "/hypic/explain"):
+        page = httpx.get(byte_server.url + path, timeout=60)
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
+        assert (
+            "src=" not in page.text
+            and "href=" not in page.text
+            and "//" not in page.text.split("<script>")[0]
+        )
