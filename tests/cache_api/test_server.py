@@ -206,6 +206,7 @@ class TestServer:
         assert usage(post(server, {"prompt": f"{segment.form}w1"}))[1] == REUSED
         cache.set_ttl(segment.id, 0.5)
         time.sleep(0.6)
+        assert places(cache, f"{SEP}{words('ttl')}{SEP}w1") == ["unknown"]
         with pytest.raises(SegmentNotFound, match=segment.id):
             cache.get(segment.id)
         refused = post(server, {"prompt": f"{segment.form}w1"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def segments(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in found["parts"] if part["key"] is not None]
 
 
-def check_whole(found: dict[str, Any], prompt: list[int]) -> None:
-    """Runs are the whole prompt, and each token that is no primitive is counted once."""
+def check_whole(found: dict[str, Any], prompt: list[int], padding: int = 0) -> None:
+    """Runs are the whole prompt, and each token that is no primitive is counted once; ``padding``: that of
+    segments."""
     runs = [run for part in found["parts"] for run in part["runs"]]
     assert [run["start"] for run in runs] == [0, *(run["stop"] for run in runs[:-1])]
     assert runs[-1]["stop"] == found["prompt_tokens"] == len(prompt)
@@ -42,7 +44,7 @@ def check_whole(found: dict[str, Any], prompt: list[int]) -> None:
         for part in found["parts"]
         if part["kind"] != "primitive"
     )
-    assert found["tokens_reused"] + found["tokens_prefix_cached"] + found["tokens_computed"] == own
+    assert found["tokens_reused"] + found["tokens_prefix_cached"] + found["tokens_computed"] == own - padding
     reused = [
         run["stop"] - run["start"]
         for part in segments(found)
@@ -125,6 +127,12 @@ def test_parts_say_what_they_are(byte_server: Server) -> None:
     for segment, said in zip(segments(found)[1:], documents, strict=True):
         lengths = [(run["stop"] - run["start"], run["recomputed"]) for run in segment["runs"]]
         assert lengths == [(8, True), (len(said) - 16, False), (8, True)]
+    body = document("padded")
+    odd = f"Lead<|hypic_pad|>s{SEP}{body[:60]}<|hypic_pad|>{body[60:]}<|hypic_pdep|>{body[:20]}{SEP}Why?"
+    padded = explained(byte_server, {"prompt": odd})
+    check_whole(padded, [0] * len(re.sub(r"<.*?>", "x", odd)), padding=1)
+    [segment] = segments(padded)
+    assert "".join(run["text"] for run in segment["runs"]) == f"{body[:60]}<|hypic_pad|>{body[60:]}"
     [islands] = [
         part["runs"]
         for part in explained(
@@ -151,11 +159,12 @@ def test_prefix_caching_and_tokens_of_a_prompt(client: Client, question) -> None
     used = client.complete(body["prompt"])["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert warm["tokens_reused"] + warm["tokens_prefix_cached"] == used
     for prompt in (q.plain(), f"{q.prompt()} {q.plain()}"):  # with a question of several blocks
-        client.complete(prompt)
+        for _ in range(2):  # vLLM keeps some states when a prefix comes again
+            client.complete(prompt)
         found = explained(client.server, {"prompt": prompt})
         used = client.complete(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert found["tokens_prefix_cached"] > 0, prompt[-20:]
         assert found["tokens_prefix_cached"] + found["tokens_reused"] == used
+        assert found["tokens_prefix_cached"] > 0, prompt[-20:]
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ class _HypicMixin(Scheduler):
     def _explain(self, request: Request) -> None:
         """Answer what the request would be, and end it unrun.  Looks records up without using them: none is
         moved, loaded or kept by it."""
+        self.hypic.retention.drop_expired()  # as the next pump() does
         found, wanted = _take_found(request), _plan_request(request)
         refused = refusal(request, self.hypic.planner.ids)
         answer: Explanation | Failure
