@@ -87,7 +87,9 @@ def forms() -> dict[str, dict[str, Any]]:
 def test_what_is_said_is_what_happens(byte_server: Server, form: str) -> None:
     salt = {"cache_salt": f"explain {form.replace(',', '')}"}
     body = forms()[form] | salt
-    before, metrics = explained(byte_server, body), byte_server.metrics()
+    metrics, before = byte_server.metrics(), explained(byte_server, body)
+    mode = before["mode"]
+    pieces = counts(byte_server, mode)["pieces"]
     assert explained(byte_server, body) == before, "explaining caches nothing"
     assert {part["state"] for part in segments(before)} == {"absent"}
     assert before["tokens_reused"] == 0
@@ -112,6 +114,7 @@ def test_what_is_said_is_what_happens(byte_server: Server, form: str) -> None:
     assert explained(byte_server, of_header, **{"X-Cache-Salt": salt["cache_salt"]}) == after
     counted = byte_server.metrics()
     assert counted["vllm:hypic_requests_total"] - metrics["vllm:hypic_requests_total"] == 2
+    assert counts(byte_server, mode)["pieces"] - pieces == 2 * before["pieces"].get("pieces", 0)
     if before["pieces"]:
         assert before["pieces"]["pieces_cut"] == len(segments(before)) - (
             before["parts"][0]["kind"] == "leading"
