@@ -73,6 +73,7 @@ def forms() -> dict[str, dict[str, Any]]:
             **chat(chat_template_kwargs={"documents": [{"text": text} for text in documents[1:]]}),
             "vllm_xargs": CUT,
         },
+        "twice": {"prompt": SEP.join(["Answer.", documents[0], documents[1], documents[0], "Why?"])},
         "leading": {"prompt": SEP.join([document("leading"), *documents[:2], "Why?"])},
         "context": {
             "prompt": SEP.join([document("leading"), *documents[:2], "Why?"]),
