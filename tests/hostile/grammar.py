@@ -19,6 +19,7 @@ from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 SEP, PDEP, PAD = PrimitiveTexts().sep, PrimitiveTexts().pdep, PrimitiveTexts().pad
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+EXPLAIN = "/v1/hypic/explain"
 DOCUMENTS = tuple(" ".join(f"w{(i * k * k + k) % 96}" for k in range(48 + 16 * i)) for i in range(6))
 """Of 48 to 128 tokens each: long enough for records."""
 HOSTILE_SALT = "hostile"
@@ -49,7 +50,10 @@ class Attack:
 
     def plain(self) -> Attack:
         """The same request to stock vLLM: without primitives and options of ours."""
-        return replace(self, body=_plain(self.body), patience_s=None, lines=None)
+        path = self.path
+        if path == EXPLAIN:
+            path = CHAT if "messages" in self.body else COMPLETIONS
+        return replace(self, path=path, body=_plain(self.body), patience_s=None, lines=None)
 
 
 def _plain(value: Any) -> Any:
@@ -304,7 +308,7 @@ FEW_TOKENS = {"max_tokens": 8, "temperature": 0}
 
 @st.composite
 def requests(draw: st.DrawFn, separator: int) -> Attack:
-    """A completion, chat or tokenise request."""
+    """A completion, chat or tokenise request, or one of the first two explained."""
     path = draw(st.sampled_from([COMPLETIONS, COMPLETIONS, COMPLETIONS, CHAT, CHAT, TOKENIZE]))
     wrong = draw(st.sampled_from(["prompt", "options", "sampling", "everything"]))
     all_wrong = wrong == "everything"
@@ -325,6 +329,8 @@ def requests(draw: st.DrawFn, separator: int) -> Attack:
             body[chosen[0]] = draw(JUNK)
     if all_wrong or wrong == "options":
         body["vllm_xargs"] = draw(OPTIONS)
+    if path != TOKENIZE and draw(st.integers(0, 5)) == 0:
+        return Attack(EXPLAIN, body)
     if draw(st.integers(0, 3)) > 0:
         return Attack(path, body)
     body |= {"stream": draw(st.booleans()), "max_tokens": 400, "ignore_eos": True, "n": 1}
@@ -339,7 +345,7 @@ def _nested(depth: int) -> bytes:
 @st.composite
 def raw_requests(draw: st.DrawFn) -> Attack:
     """Bodies that are no good JSON, or JSON that parsers disagree about."""
-    path = draw(st.sampled_from([COMPLETIONS, CHAT, TOKENIZE]))
+    path = draw(st.sampled_from([COMPLETIONS, CHAT, TOKENIZE, EXPLAIN]))
     good = json.dumps({"prompt": draw(WITH_IDS | COMPOSED), "messages": [], **FEW_TOKENS}).encode()
     cut = draw(st.integers(0, len(good)))
     raw = draw(

@@ -139,6 +139,7 @@ def visits(draw: st.DrawFn) -> Visit:
                 *(
                     b"/v1/hypic/stats",
                     b"/v1/hypic/describe",
+                    b"/v1/hypic/explain",
                     b"/w1;w2",
                     b"/" + b"w" * 3000,
                     b"/%",

@@ -24,6 +24,7 @@ from vllm_hypic.primitives.builder import build_messages, build_prompt
 ONE_WORKER = True  # all tests of this folder use the same servers
 
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+CACHE_API = {"VLLM_PLUGINS": "hypic,hypic_cache"}
 MAX_MODEL_LEN = 20480
 POOL_SEGMENTS = 48
 DOCUMENTS, DOCUMENT_TOKENS, SEAM = 8, 96, 8
@@ -122,7 +123,10 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--chat-template", str(EXAMPLE / "chat_template.jinja"), "--enforce-eager"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", "256M"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "2048"),
-        env=ENV | ONE_PROCESS | {"VLLM_SERVER_DEV_MODE": "1"},  # with /pause, /sleep and /reset_prefix_cache
+        env=ENV
+        | CACHE_API
+        | ONE_PROCESS
+        | {"VLLM_SERVER_DEV_MODE": "1"},  # with /pause, /sleep and /reset_prefix_cache
         log=tmp_path_factory.mktemp("server") / "server.log",
     ) as server:
         yield server
@@ -152,7 +156,7 @@ def byte_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
         *("--chat-template", str(template)),
         *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
-        env=ENV | ONE_PROCESS,
+        env=ENV | CACHE_API | ONE_PROCESS,
         log=folder / "server.log",
     ) as server:
         yield server

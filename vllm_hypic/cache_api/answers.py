@@ -14,6 +14,7 @@ from ..primitives.parts import SEGMENT_PART
 from .forms import id_form
 
 Role = Literal["leading", "interior"]
+RecordPlace = Literal["resident", "pending", "stored", "unknown", "absent"]
 
 
 class Place(StrEnum):
@@ -80,6 +81,78 @@ class SegmentPage(msgspec.Struct, frozen=True):
 
     segments: list[Segment]
     next: Annotated[str | None, _says("`after` of the next page; null: this is the last.")]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Tokens of one part that fare alike."""
+
+    start: Annotated[int, _says("Index of its first token in the prompt.")]
+    stop: Annotated[int, _says("Index behind its last token.")]
+    recomputed: Annotated[
+        bool, _says("A seam window or an island of a segment: computed in every request, cached or not.")
+    ] = False
+    text: str = ""
+
+
+class PromptPart(msgspec.Struct, frozen=True):
+    """Neighbouring tokens of a prompt with one fate; its runs are all of it."""
+
+    kind: Annotated[
+        Literal["leading", "segment", "stream", "primitive"],
+        _says(
+            "`leading`: cached as it stands; `segment`: cached for any place; `stream`: computed with full "
+            "context; `primitive`: separators and the like, which the model does not see."
+        ),
+    ]
+    runs: list[Run]
+    key: Annotated[str | None, _says("Name of its record, as `key` of compiled segments.")] = None
+    state: Annotated[
+        RecordPlace | None,
+        _says(
+            "Where its record is: in the pool; on its way there; in a tier below, which was given it or had "
+            "it; `unknown`: not in the pool, and the tiers are asked when the request comes; nowhere."
+        ),
+    ] = None
+    context: Annotated[str | None, _says("Name of the record that its own is computed behind.")] = None
+
+    @property
+    def start(self) -> int:
+        """Index of its first token in the prompt."""
+        return self.runs[0].start
+
+    @property
+    def stop(self) -> int:
+        """Index behind its last token."""
+        return self.runs[-1].stop
+
+    @property
+    def reused(self) -> bool:
+        """Its record need not be computed."""
+        return self.state in ("resident", "pending", "stored")
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request would be now.  ``parts``, in order, are the whole prompt; of its tokens that are no
+    primitives each is reused, in vLLM's prefix cache, or computed."""
+
+    mode: Annotated[
+        str, _says("How segments were looked for: a mode of `hypic_segment`, `named` or `separators`.")
+    ]
+    link: Annotated[str, _says("The link method.")]
+    pieces: Annotated[dict[str, int], _says("What became of the pieces found, as the metrics count it.")]
+    prompt_tokens: Annotated[int, _says("As in `usage`.")]
+    tokens_reused: Annotated[int, _says("Read from records, if none leaves in between.")]
+    tokens_prefix_cached: Annotated[
+        int, _says("Of the tokens that no record has: those in vLLM's own prefix cache now.")
+    ]
+    tokens_computed: Annotated[int, _says("All others; records of `unknown` state count as computed.")]
+    reason: Annotated[
+        str | None,
+        _says(
+            "Why it has no segment that could be cached, or is not answered; null: a request with segments."
+        ),
+    ]
+    parts: list[PromptPart]
 
 
 class CacheStats(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from .answers import CacheStats, Role, Segment, SegmentPage
+from .answers import CacheStats, Explanation, Role, Segment, SegmentPage
 
 _Answer = TypeVar("_Answer")
 
@@ -141,6 +141,10 @@ class SegmentCache:
     def stats(self) -> CacheStats:
         """Numbers of the whole engine, all tenants together."""
         return self._call("GET", "/stats", CacheStats)
+
+    def explain(self, request: Mapping[str, Any]) -> Explanation:
+        """What a request would be now; ``request``: the body of a chat or completion request."""
+        return self._call("POST", "/explain", Explanation, body=request)
 
     def check_health(self) -> None:
         """Returns when the engine answered a command."""

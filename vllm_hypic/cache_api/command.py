@@ -6,8 +6,9 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec
 
@@ -32,12 +33,33 @@ class _Session:
     as_json: bool
 
 
+SERVER_OPTIONS = (
+    click.option("--url", envvar="HYPIC_URL", default="http://127.0.0.1:8000", show_default=True),
+    click.option("--api-key", envvar="VLLM_API_KEY", help="The server's --api-key.  [env: VLLM_API_KEY]"),
+    click.option("--salt", envvar="HYPIC_CACHE_SALT", help="Tenant: cache_salt of its requests."),
+    click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for an answer."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
+)
+
+
+def server_options(command: Callable[P, None]) -> Callable[P, None]:
+    """Gives a command the options ``url``, ``api_key``, ``salt``, ``timeout`` and ``as_json``."""
+    return reduce(lambda inner, option: option(inner), reversed(SERVER_OPTIONS), command)
+
+
+@contextmanager
+def refusals_told() -> Iterator[None]:
+    """What the server refuses is told in one line, exit code 1."""
+    try:
+        yield
+    except CacheError as e:
+        raise click.ClickException(str(e)) from e
+    except httpx.TransportError as e:
+        raise click.ClickException(f"the server cannot be reached: {e}") from e
+
+
 @click.group()
-@click.option("--url", envvar="HYPIC_URL", default="http://127.0.0.1:8000", show_default=True)
-@click.option("--api-key", envvar="VLLM_API_KEY", help="The server's --api-key.  [env: VLLM_API_KEY]")
-@click.option("--salt", envvar="HYPIC_CACHE_SALT", help="Tenant: cache_salt of its requests.")
-@click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for an answer.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@server_options
 @click.pass_context
 def cache(
     context: click.Context, url: str, api_key: str | None, salt: str | None, timeout: float, as_json: bool
@@ -51,18 +73,14 @@ def cache(
 
 
 def _command(function: Callable[Concatenate[_Session, P], None]) -> Callable[P, None]:
-    """Makes a command of ``cache``; what the server refuses is told in one line, exit code 1."""
+    """Makes a command of ``cache``."""
 
     @wraps(function)
     def told(*args: P.args, **kwargs: P.kwargs) -> None:
         session = click.get_current_context().find_object(_Session)
         assert session is not None
-        try:
+        with refusals_told():
             function(session, *args, **kwargs)
-        except CacheError as e:
-            raise click.ClickException(str(e)) from e
-        except httpx.TransportError as e:
-            raise click.ClickException(f"the server cannot be reached: {e}") from e
 
     return told
 
@@ -113,9 +131,9 @@ def list_(session: _Session) -> None:
     """All segments of the tenant, the newest first."""
     segments = sorted(session.cache.list(), key=lambda s: s.created, reverse=True)
     if session.as_json:
-        _print_json(to_builtins(segments))
+        print_json(to_builtins(segments))
     else:
-        _console().print(_table(segments))
+        console().print(_table(segments))
 
 
 @cache.command("show")
@@ -163,7 +181,7 @@ def delete(session: _Session, segment_ids: tuple[str, ...]) -> None:
     """Forget segments and their records."""
     deleted = [session.cache.delete(segment_id) for segment_id in segment_ids]
     if session.as_json:
-        _print_json(to_builtins(deleted))
+        print_json(to_builtins(deleted))
     else:
         for segment in deleted:
             click.echo(f"deleted {segment.id}")
@@ -175,27 +193,27 @@ def stats(session: _Session) -> None:
     """Numbers of the tiers, all tenants together."""
     found = session.cache.stats()
     if session.as_json:
-        _print_json(to_builtins(found))
+        print_json(to_builtins(found))
     else:
-        _console().print(_stats_table(found))
+        console().print(_stats_table(found))
         click.echo(f"{found.segments} compiled segments; registry in {found.registry}")
 
 
-def _console() -> Console:
+def console() -> Console:
     """A console of the terminal's width; wide where there is none, so that lines stay whole."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def _show(session: _Session, segment: Segment) -> None:
     if session.as_json:
-        _print_json(to_builtins(segment))
+        print_json(to_builtins(segment))
         return
     table = Table(show_header=False, box=None)
     for name, value in to_builtins(segment).items():
         if value is not None or name in ("expires", "key"):
             table.add_row(name, Text(_cell(name, value)))
     table.add_row("in prompts", Text(segment.form))
-    _console().print(table)
+    console().print(table)
 
 
 def _table(segments: Iterable[Segment]) -> Table:
@@ -247,5 +265,5 @@ def _json(option: str, text: str, kind: type) -> Any:
     return value
 
 
-def _print_json(value: object) -> None:
+def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2))

@@ -1,9 +1,10 @@
 """Commands of the cache API on their way to the scheduler, and the answers on their way back.
 
 A command travels as an ordinary engine request: in ``SamplingParams.extra_args["hypic_command"]``, with a
-prompt of one token (:class:`Compile`: the segment to warm), and the scheduler ends it unrun.  The answer
-comes back in the output's ``kv_transfer_params``.  In the front end a command is an instance of one of these
-classes, which no JSON of a client can become; the engine's process gets plain data and converts it back.
+prompt of one token (:class:`Compile`: the segment to warm; :class:`Explain`: the request's own), and the
+scheduler ends it unrun.  The answer comes back in the output's ``kv_transfer_params``.  In the front end a
+command is an instance of one of these classes, which no JSON of a client can become; the engine's process
+gets plain data and converts it back.
 
 Imports neither vLLM nor torch.
 """
@@ -16,7 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..segment_parallel.description import Description
-from .answers import CacheStats, Place, Segment, SegmentPage, Weights
+from .answers import CacheStats, Explanation, Place, Segment, SegmentPage, Weights
 
 COMMAND = "hypic_command"
 """Name of a command among a request's extra arguments."""
@@ -95,7 +96,12 @@ class NameWeights(Command, tag="name_weights", frozen=True):
     name: str
 
 
-AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe | NameWeights
+class Explain(Command, tag="explain", frozen=True):
+    """Say what the request, which is complete but for this command, would be.  Answer: :class:`Explanation`,
+    without texts."""
+
+
+AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe | NameWeights | Explain
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -122,9 +128,9 @@ class Failure(msgspec.Struct, frozen=True):
     id: str | None = None
 
 
-Answer = Segment | SegmentPage | Resolved | CacheStats | Description | Weights | Failure
+Answer = Segment | SegmentPage | Resolved | CacheStats | Description | Weights | Explanation | Failure
 
-_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description, Weights)
+_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description, Weights, Explanation)
 
 
 class BadAnswer(RuntimeError):

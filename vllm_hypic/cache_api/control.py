@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec.structs import replace
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ..config.engine import CONNECTOR, config_of
 from ..connector.build import primitive_ids_of
+from ..primitives.token_texts import SPECIAL, TokenTexts
 from ..segment_parallel.description import Description
-from .answers import CacheStats, Segment, SegmentPage, Weights
+from .answers import CacheStats, Explanation, Segment, SegmentPage, Weights
 from .commands import (
     COMMAND,
     MOST_IDS,
     MOST_RESOLVED,
     AnyCommand,
     Compile,
+    Explain,
     Failure,
     Resolve,
     Resolved,
@@ -27,8 +31,9 @@ from .forms import sealed_texts
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
+    from vllm.lora.request import LoRARequest
 
-_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description, Weights)
+_Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description, Weights, Explanation)
 
 
 class CommandFailed(Exception):
@@ -66,7 +71,8 @@ class Control:
         self.literal = self.config.tokens.literal
         self.texts = sealed_texts(self.ids) if self.literal else self.config.tokens
         """What is written for primitives."""
-        self.max_chars_per_token: int = engine.renderer.get_tokenizer().max_chars_per_token
+        self._tokenizer: Any = engine.renderer.get_tokenizer()
+        self.max_chars_per_token: int = self._tokenizer.max_chars_per_token
         # Stands in for a prompt where there is none: any token that is no primitive.
         self._nothing = [next(t for t in range(4) if self.ids.marker(t) is None)]
 
@@ -78,11 +84,32 @@ class Control:
     async def compile(self, command: Compile, tokens: list[int], salt: str | None) -> Segment:
         """Returns when the segment's record is resident.  Raises :class:`CommandFailed`."""
         before = [] if command.place.leading else [self.ids.sep]
-        return await self._send(command, Segment, salt, [*before, *tokens, self.ids.sep])
+        return await self._send(command, Segment, _input([*before, *tokens, self.ids.sep], salt))
 
     async def send(self, command: AnyCommand, wanted: type[_Wanted], salt: str | None) -> _Wanted:
         """The scheduler's answer, one engine step later.  Raises :class:`CommandFailed`."""
-        return await self._send(command, wanted, salt, self._nothing)
+        return await self._send(command, wanted, _input(self._nothing, salt))
+
+    async def explain(self, prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> Explanation:
+        """What the request of these arguments of ``generate`` would be, which is not run.  ``prompt``: an
+        engine input with token ids.  Raises :class:`CommandFailed`, and what ``generate`` does."""
+        params = params.clone()
+        params.n, params.output_kind = 1, RequestOutputKind.FINAL_ONLY
+        found = await self._send(Explain(), Explanation, prompt, params, lora)
+        ids: list[int] = prompt["prompt_token_ids"]
+        texts = self._token_texts.of(ids)
+        for i, text in enumerate(texts):
+            if text == SPECIAL:
+                texts[i] = self._tokenizer.decode([ids[i]], skip_special_tokens=False) or text
+        parts = [
+            replace(part, runs=[replace(r, text="".join(texts[r.start : r.stop])) for r in part.runs])
+            for part in found.parts
+        ]
+        return replace(found, parts=parts)
+
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts(self._tokenizer)
 
     async def resolve(self, ids: list[str], salt: str | None) -> Resolved:
         """What different ids stand for, or the first unknown ones among them; each step of the engine looks
@@ -98,17 +125,21 @@ class Control:
         return found
 
     async def _send(
-        self, command: AnyCommand, wanted: type[_Wanted], salt: str | None, prompt: list[int]
+        self,
+        command: AnyCommand,
+        wanted: type[_Wanted],
+        prompt: Any,
+        params: SamplingParams | None = None,
+        lora: LoRARequest | None = None,
     ) -> _Wanted:
-        params = SamplingParams(
-            max_tokens=1,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={COMMAND: command},
+        params = params or SamplingParams(
+            max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
+        # A client's imitation stays, and is refused.
+        params.extra_args = {COMMAND: command, **(params.extra_args or {})}
         last = None
         request_id = f"hypic-{type(command).__name__.lower()}-{uuid.uuid4().hex}"
-        async for output in self.engine.generate(tokens_input(prompt, cache_salt=salt), params, request_id):
+        async for output in self.engine.generate(prompt, params, request_id, lora_request=lora):
             last = output
         if last is None or last.kv_transfer_params is None:
             ended = None if last is None else last.outputs[0].finish_reason
@@ -117,3 +148,7 @@ class Control:
         if isinstance(answer, Failure):
             raise CommandFailed(answer)
         return answer
+
+
+def _input(tokens: list[int], salt: str | None) -> Any:
+    return tokens_input(tokens, cache_salt=salt)

@@ -23,6 +23,7 @@ from .commands import (
     Content,
     Delete,
     Describe,
+    Explain,
     Failure,
     NameWeights,
     Page,
@@ -152,6 +153,10 @@ class CommandHandler:
     def submit(self, request_id: str, command: AnyCommand | Failure, salt: str | None) -> None:
         """Execute a request's command now; :meth:`take_answer` has the answer when the request ends."""
         answer = command if isinstance(command, Failure) else self.execute(command, salt)
+        self.submit_answer(request_id, answer)
+
+    def submit_answer(self, request_id: str, answer: Answer) -> None:
+        """The request's command is executed: :meth:`take_answer` has the answer when the request ends."""
         self._answers[request_id] = answer
 
     def submit_compile(
@@ -172,7 +177,7 @@ class CommandHandler:
         self._answers.pop(request_id, None)
 
     def execute(self, command: AnyCommand, salt: str | None) -> Answer:
-        """Do it at once; :meth:`compiled` is for :class:`Compile`."""
+        """Do it at once; :meth:`compiled` is for :class:`Compile`, :class:`Explain` is not for us."""
         try:
             self._sweep()
             return self._execute(command, self._owner_of(salt))
@@ -216,8 +221,8 @@ class CommandHandler:
             case NameWeights(name=name):
                 self._name_weights(name)
                 return Weights(name)
-            case Compile():
-                raise TypeError("compile is answered by compiled(), once the record is resident")
+            case Compile() | Explain():
+                raise TypeError(f"{type(command).__name__}: the scheduler itself has the answer")
 
     def compiled(
         self, command: Compile, tokens: list[int], key: SegmentKey | None, salt: str | None

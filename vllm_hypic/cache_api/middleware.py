@@ -42,7 +42,7 @@ class SegmentIds:
         request = _parsed(body)
         if request is not None and _has_good_salt(request):
             try:
-                changed = await _replaced(path, request, control)
+                changed = await replaced(path, request, control)
                 if changed is not request:
                     replay.body = json.dumps(changed).encode()
                     scope = _with_length(scope, len(replay.body))
@@ -56,7 +56,7 @@ class SegmentIds:
         await self.app(scope, replay, send)
 
 
-async def _replaced(path: str, request: dict[str, Any], control: Control) -> dict[str, Any]:
+async def replaced(path: str, request: dict[str, Any], control: Control) -> dict[str, Any]:
     """The request with texts and tokens in place of parts and ids."""
     ids = ids_in(path, request, literal=control.literal)
     if ids is None:

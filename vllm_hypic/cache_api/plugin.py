@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from .control import CommandFailed, Control, unsupported
 from .middleware import SegmentIds
-from .routes import command_failed, operator_router, router
+from .routes import command_failed, operator_router, page_router, router
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -32,6 +32,7 @@ class CachePlugin:
         """Add the routes and the replacement of ids.  vLLM adds its own middleware later, so outside of ours:
         API keys are checked first."""
         app.include_router(router)
+        app.include_router(page_router)
         if envs.VLLM_SERVER_DEV_MODE:
             app.include_router(operator_router)
         app.add_exception_handler(CommandFailed, command_failed)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request
+from fastapi import APIRouter, Body, Depends, Header, HTTPException, Path, Query, Request
 from fastapi.routing import APIRoute
 from msgspec import UNSET
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 
 from ..segment_parallel.description import Description
-from .answers import CacheStats, Segment, SegmentPage, Weights
+from .answers import CacheStats, Explanation, Segment, SegmentPage, Weights
 from .commands import Change, Compile, Delete, Describe, NameWeights, Page, Report, Show
 from .compiling import compilable
 from .control import CommandFailed, Control
+from .explaining import asked
 from .models import (
     MAX_ID,
     MAX_PAGE,
@@ -48,6 +50,12 @@ class _Route(APIRoute):
 
         return handle
 
+
+_PAGE = FilePath(__file__).with_name("explain.html").read_text()
+_PAGE_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 router = APIRouter(prefix="/v1/hypic", tags=["hypic cache"], route_class=_Route)
 operator_router = APIRouter(prefix="/v1/hypic", tags=["hypic operator"], route_class=_Route)
@@ -199,6 +207,42 @@ async def health(control: ControlOf) -> HealthInfo:
     """Goes through the scheduler, as every command does."""
     await control.send(Report(), CacheStats, None)
     return HealthInfo(status="ok")
+
+
+@router.post(
+    "/explain",
+    dependencies=[Depends(validate_json_request)],
+    responses=answer(Explanation) | error_answers(400, 404, 503),
+    summary="Say what a request would be",
+)
+async def explain(
+    body: Annotated[
+        dict[str, Any],
+        Body(description="Of `/v1/chat/completions` (with `messages`) or `/v1/completions` (with `prompt`)."),
+    ],
+    request: Request,
+    control: ControlOf,
+    header: Salt,
+) -> Response:
+    """The parts of its prompt, their records, and what would be computed now.
+
+    The request is rendered, cut and planned as ever, and nothing of it is run or cached.
+    """
+    if (salt := _salt(header, body.get("cache_salt"))) is not None:
+        body = {**body, "cache_salt": salt}
+    found = await asked(body, control, request)
+    return encoded(await control.explain(found.prompt, found.params, found.lora))
+
+
+@router.get("/explain", response_class=HTMLResponse, summary="A page to explain requests with")
+async def explain_page() -> Response:
+    """Holds no data: what is typed there is sent to `POST /v1/hypic/explain`."""
+    return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+
+page_router = APIRouter(include_in_schema=False)
+"""The page where vLLM asks for no API key: a browser that opens it has none to send."""
+page_router.add_api_route("/hypic/explain", explain_page, response_class=HTMLResponse)
 
 
 @operator_router.put(

@@ -18,7 +18,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from ..cache_api.commands import COMMAND, AnyCommand, Compile, Failure, take_command
+from ..cache_api.answers import Explanation
+from ..cache_api.commands import COMMAND, AnyCommand, Compile, Explain, Failure, take_command
 from ..cache_api.handler import CommandHandler
 from ..cache_api.registry import SegmentRegistry
 from ..cache_api.registry_file import registry_folder
@@ -30,6 +31,8 @@ from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
+from .explaining import explanation
+from .front_end import refusal
 from .idle_wait import IdleWait, watch_arrivals
 from .instance import RoutedInstance
 
@@ -98,11 +101,16 @@ class _HypicMixin(Scheduler):
     def _receive(self, request: Request) -> None:
         """Plan a new request and admit it; a command of the cache API goes to its handler."""
         command = _take_command(request)
+        if isinstance(command, Explain):
+            self._explain(request)
+            return
         if command is not None and not isinstance(command, Compile):
             self._commands.submit(request.request_id, command, request.cache_salt)
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
             return
-        mode = self._count_pieces(request)
+        mode, counts = _take_found(request)
+        if counts:
+            self.hypic.counters.count(mode, **counts)
         planner, wanted = self.hypic.planner, _plan_request(request)
         try:
             plan, transfer = planner.plan(wanted), planner.transfer(wanted)
@@ -125,33 +133,32 @@ class _HypicMixin(Scheduler):
         if plan is not None:
             self._adopt(request, plan, transfer, mode)
 
-    def _count_pieces(self, request: Request) -> str:
-        """Take what the front end found out of the request, and count it; how its segments were found."""
-        params = request.sampling_params
-        extra = {} if params is None else params.extra_args or {}
-        if params is None or FOUND not in extra:
-            return "named" if SEGMENTS in extra else "separators"
-        # Requests of one prompt may share the mapping.
-        params.extra_args = {name: value for name, value in extra.items() if name != FOUND}
-        counts = dict(extra[FOUND])
-        mode = str(counts.pop("mode"))
-        self.hypic.counters.count(mode, **counts)
-        return mode
+    def _explain(self, request: Request) -> None:
+        """Answer what the request would be, and end it unrun.  Looks records up without using them: none is
+        moved, loaded or kept by it."""
+        self.hypic.retention.drop_expired()  # as the next pump() does
+        found, wanted = _take_found(request), _plan_request(request)
+        refused = refusal(request, self.hypic.planner.ids)
+        answer: Explanation | Failure
+        try:
+            if (plan := self.hypic.planner.plan(wanted)) is not None:
+                self._set_stream(request, plan)
+            prefix_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+            answer = explanation(
+                wanted, plan, self.hypic, *found, prefix_cached=prefix_cached, refused=refused
+            )
+        except (LinkError, PromptError) as e:
+            answer = Failure(400, str(e))
+        self._commands.submit_answer(request.request_id, answer)
+        _replace_tokens(request, [0], request.cache_salt)
+        self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
 
     def _adopt(self, request: Request, plan: PromptPlan, transfer: Transfer, mode: str) -> None:
-        """Make the plan's stream the request's tokens."""
+        """Make the plan's stream the request's tokens, and have it wait for its records."""
         if plan.warm_only:
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
-        salt, tenant = request.cache_salt, self._tenant(request.cache_salt)
-        if plan.salt is not None:
-            salt = f"hypic:{self._secret}:{plan.salt}:{tenant}"
-        if request.skip_reading_prefix_cache:
-            # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect.
-            request.skip_reading_prefix_cache = False
-            salt = f"hypic:{self._secret}:unshared:{request.request_id}"
-        # A warm-up prompt may have nothing to compute; it is never scheduled, but vLLM wants a token.
-        stream = list(plan.stream) or [plan.segments[-1].tokens[-1]]
-        _replace_tokens(request, stream, salt)
+        tenant = self._tenant(request.cache_salt)
+        self._set_stream(request, plan)
         room = self.max_model_len - plan.n_logical
         request.max_tokens = max(1, min(request.max_tokens, room))
         if request.sampling_params is not None:
@@ -165,6 +172,19 @@ class _HypicMixin(Scheduler):
                 mode=mode,
                 priority=request.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
             )
+
+    def _set_stream(self, request: Request, plan: PromptPlan) -> None:
+        """Make the plan's stream the request's tokens."""
+        salt = request.cache_salt
+        if plan.salt is not None:
+            salt = f"hypic:{self._secret}:{plan.salt}:{self._tenant(salt)}"
+        if request.skip_reading_prefix_cache:
+            # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect.
+            request.skip_reading_prefix_cache = False
+            salt = f"hypic:{self._secret}:unshared:{request.request_id}"
+        # A warm-up prompt may have nothing to compute; it is never scheduled, but vLLM wants a token.
+        stream = list(plan.stream) or [plan.segments[-1].tokens[-1]]
+        _replace_tokens(request, stream, salt)
 
     def _end_unrun(self, request: Request, status: RequestStatus) -> None:
         """End the request with ``status`` once its records are resident; it is never scheduled."""
@@ -298,6 +318,19 @@ def _take_command(request: Request) -> AnyCommand | Failure | None:
         return None
     command, params.extra_args = take_command(params.extra_args)
     return command
+
+
+def _take_found(request: Request) -> tuple[str, dict[str, int]]:
+    """Take what the front end found out of the request: how its segments were found, and what became of the
+    pieces."""
+    params = request.sampling_params
+    extra = {} if params is None else params.extra_args or {}
+    if params is None or FOUND not in extra:
+        return "named" if SEGMENTS in extra else "separators", {}
+    # Requests of one prompt may share the mapping.
+    params.extra_args = {name: value for name, value in extra.items() if name != FOUND}
+    counts = dict(extra[FOUND])
+    return str(counts.pop("mode")), counts
 
 
 def _plan_request(request: Request) -> PlanRequest:

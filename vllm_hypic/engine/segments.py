@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-from ..cache_api.commands import COMMAND
+from ..cache_api.commands import COMMAND, Explain
 from ..config.engine import CONNECTOR, HypicConfig, config_of
 from ..config.segmenting import SegmentingConfig
 from ..connector.build import primitive_ids_of
@@ -43,8 +43,9 @@ class SegmentFinder:
         params, ids = request.sampling_params, request.prompt_token_ids
         if not self._ours or params is None or ids is None:
             return
-        extra = params.extra_args or {}
-        if COMMAND in extra or SEGMENTS in extra:
+        extra = dict(params.extra_args or {})
+        command = extra.pop(COMMAND, None)
+        if SEGMENTS in extra or not (command is None or isinstance(command, Explain)):
             return
         config = self._config
         mode = segment_mode_of_request(extra, config.segment.mode)
@@ -53,7 +54,7 @@ class SegmentFinder:
         if self._primitives.contains(ids) or refusal(request, self._primitives) is not None:
             return
         found = self.found(ids, mode, prompt)
-        params.extra_args = {**extra, FOUND: {"mode": mode, **found.counts}}
+        params.extra_args = {**(params.extra_args or {}), FOUND: {"mode": mode, **found.counts}}
         if found.spans:
             params.extra_args[SEGMENTS] = list(chain.from_iterable(found.spans))
 

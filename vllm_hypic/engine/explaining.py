@@ -1,0 +1,119 @@
+"""What a planned request would be now: the parts of its prompt, where their records are, what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+from ..cache_api.answers import Explanation, PromptPart, RecordPlace, Run
+from ..connector.scheduler.planning import PlanRequest
+from ..connector.scheduler.side import SchedulerSide
+from ..primitives.keys import Role, SegmentKey
+from ..primitives.options import link_of_request, segment_mode_of_request
+from ..primitives.plan import CachedSegment, PromptPlan
+from ..primitives.tokens import PrimitiveIds
+
+
+def explanation(
+    request: PlanRequest,
+    plan: PromptPlan | None,
+    side: SchedulerSide,
+    mode: str,
+    pieces: Mapping[str, int],
+    *,
+    prefix_cached: int,
+    refused: str | None,
+) -> Explanation:
+    """``mode``, ``pieces``: how the segments of ``plan`` were found, and what became of the pieces;
+    ``prefix_cached``: tokens of its stream that vLLM's prefix cache has; ``refused``: what the request asks
+    for that only plain ones get.  Changes nothing.
+    """
+    config, ids = side.config, side.planner.ids
+    own = [i for i, token in enumerate(request.token_ids) if ids.marker(token) is None]
+    segments = () if plan is None else plan.segments
+    parts = list(_whole(request.token_ids, [_part(s, at, own, side) for s, at in _placed(segments)], ids))
+    present = {part.key for part in parts if part.reused}
+    reused = sum(s.reused for s in segments if side.namespace.renamed(s.key) in present)
+    link = link_of_request(request.extra_args, config.link_defaults)
+    reason = None
+    if plan is not None and plan.warm_only:
+        reason = "the prompt ends in a separator: its records are made, and nothing else is computed"
+    elif not segments:
+        looked = segment_mode_of_request(request.extra_args, config.segment.mode)
+        if not link.reuse:
+            reason = f"link method {link.name!r} reuses nothing"
+        elif refused is not None:
+            reason = refused
+        elif plan is not None or pieces.get("pieces"):
+            reason = "no piece of the prompt is long enough for a record, or the pool is too small"
+        elif looked == "off":
+            reason = "the prompt has no separators, and hypic_segment is 'off'"
+        else:
+            reason = f"no segments were found by {looked!r}"
+    return Explanation(
+        mode=mode,
+        link=link.name,
+        pieces=dict(pieces),
+        prompt_tokens=len(request.token_ids),
+        tokens_reused=reused,
+        tokens_prefix_cached=prefix_cached,
+        tokens_computed=len(own) - reused - prefix_cached,
+        reason=reason,
+        parts=parts,
+    )
+
+
+def _placed(segments: tuple[CachedSegment, ...]) -> Iterator[tuple[CachedSegment, int]]:
+    """Segments, and the index of the first token of each among those of the prompt that are no primitives."""
+    reused = 0
+    for segment in segments:
+        first = segment.parts[0]
+        yield segment, first.at + reused - first.first
+        reused += segment.reused
+
+
+def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerSide) -> PromptPart:
+    """The segment whose first token is ``own[at]``."""
+    bounds = [(part.first, part.stop) for part in segment.parts if part.first < part.stop]
+    runs: list[Run] = []
+    done = 0
+    for first, stop in [*bounds, (len(segment.tokens),) * 2]:
+        for end, recomputed in ((first, True), (stop, False)):
+            if end > done:
+                start = runs[-1].stop if runs else own[at]  # padding belongs to what it stands before
+                runs.append(Run(start, own[at + end - 1] + 1, recomputed))
+                done = end
+    renamed, context = side.namespace.renamed, segment.context
+    key = renamed(segment.key)
+    return PromptPart(
+        "leading" if segment.role is Role.LEADING else "segment",
+        runs,
+        key,
+        _place(key, side),
+        None if context is None else renamed(context.key),
+    )
+
+
+def _place(key: SegmentKey, side: SchedulerSide) -> RecordPlace:
+    """Where the record is that users know by this key."""
+    state = side.retention.record_state(key)
+    if state.resident or state.pending:
+        return "resident" if state.resident else "pending"
+    if state.stored:
+        return "stored"
+    return "unknown" if side.config.store.tiers else "absent"
+
+
+def _whole(ids: list[int], segments: list[PromptPart], primitives: PrimitiveIds) -> Iterator[PromptPart]:
+    """The ``segments`` of a prompt, and what is between them."""
+    before = 0
+    for segment in [*segments, None]:
+        after = len(ids) if segment is None else segment.start
+        between = groupby(range(before, after), lambda i: primitives.marker(ids[i]) is not None)
+        for is_primitive, indices in between:
+            first, *rest = indices
+            run = Run(first, rest[-1] + 1 if rest else first + 1)
+            yield PromptPart("primitive" if is_primitive else "stream", [run])
+        if segment is not None:
+            yield segment
+            before = segment.stop
