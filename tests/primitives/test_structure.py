@@ -23,7 +23,7 @@ from vllm_hypic.config.engine import CONNECTOR
 from vllm_hypic.engine.renderer import CHAT
 from vllm_hypic.engine.segments import SegmentFinder
 from vllm_hypic.engine.tokenizer import MODE, register_mode
-from vllm_hypic.primitives.structure import MAX_MISSED, Chat
+from vllm_hypic.primitives.structure import MAX_MISSED, Chat, locate
 
 from .test_segmenter import USED, prose
 
@@ -383,6 +383,25 @@ def test_lengths_of_tokens_say_where_they_begin(front_ends, text: str, kind: str
     assert all(
         begins[first] <= start <= begins[last] for start, (first, last) in zip(starts, offsets, strict=False)
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block", "moved"),
+    [
+        (["Say:", " One", " two", " end"], (1, 3), 0),  # the space before a word is the word's
+        (["Say:", " ", "One", " two", " end"], (2, 4), 0),
+        (["Say: O", "ne", " two", " end"], (1, 3), 1),  # another text's token
+        (["Say:", " On", "e two", " end"], (1, 3), 0),
+    ],
+)
+def test_a_piece_begins_with_the_token_that_its_first_word_begins(
+    tokens: list[str], block: tuple[int, int], moved: int
+) -> None:
+    text = "".join(tokens).encode()
+    messages = [{"role": "user", "content": [{"type": "text", "text": "One two end"}, {"text": "Why?"}]}]
+    found = locate(Chat(messages), text, [0, *accumulate(map(len, tokens))], least=4)
+    assert [(b.start, b.stop) for b in found.blocks] == [block]
+    assert found.counts["moved"] == moved
 
 
 def test_cost_of_16k_tokens(smollm2: Path) -> None:

@@ -125,7 +125,10 @@ class Marks:
             stop -= 1
         while first < stop and self.text[first].isspace():
             first += 1
-        return bisect_left(self._at, first), max(0, bisect_left(self._at, stop) - 1)
+        start = bisect_left(self._at, first)
+        if self._at[start] > first and not self.text[self._at[start - 1] : first].strip():
+            start -= 1  # this token brings nothing but space before the text
+        return start, max(0, bisect_left(self._at, stop) - 1)
 
     def last_word(self) -> int:
         """The token that the text's last character is in, space and closing tags behind it left out; 0 where

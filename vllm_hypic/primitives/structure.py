@@ -115,11 +115,13 @@ def locate(chat: Chat, text: bytes, starts: Sequence[int], least: int) -> Struct
             continue
         after = piece.last
         start = bisect_left(starts, piece.first)
+        if starts[start] > piece.first and not text[starts[start - 1] : piece.first].strip():
+            start -= 1  # this token brings nothing but space before the piece
         stop = bisect_left(starts, piece.last) - (piece.kind is not Kind.TEXT)
         if start >= stop:
             counts["unaligned"] += 1
             continue
-        counts["moved"] += starts[start] != piece.first
+        counts["moved"] += starts[start] > piece.first
         sign = crc32(text[piece.first : piece.last]) if piece.kind is Kind.TOOL else 0
         blocks.append(Block(start, stop, piece.kind, piece.system and not blocks, piece.asks, sign))
     return Structure(blocks, counts)
