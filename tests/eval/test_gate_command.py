@@ -284,9 +284,9 @@ def test_a_model_of_the_hub_is_found_in_its_cache(monkeypatch: pytest.MonkeyPatc
     refs.mkdir()
     (refs / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert command._model("an/model") == snapshot
+    assert command.model_folder("an/model") == snapshot
     with pytest.raises(click.UsageError, match="neither a folder"):
-        command._model("another/model")
+        command.model_folder("another/model")
 
 
 def test_the_fixed_set_is_fixed(generator: Generator) -> None:

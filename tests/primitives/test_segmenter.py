@@ -10,8 +10,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm_hypic.primitives.chunks import local_minima
+from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.messages import messages_of
+from vllm_hypic.primitives.pieces import cut_prompt
 from vllm_hypic.primitives.places import Place, pattern
+from vllm_hypic.primitives.plan import PoolLimits, build_plan
+from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.segmenter import Segmenter
 from vllm_hypic.primitives.token_texts import TokenTexts
 
@@ -86,6 +90,30 @@ def test_what_is_asked_is_in_no_segment(chat: Chat) -> None:
     spans = chat.segmenter.find(last, "text").spans
     answer = len(chat.ids(("user", text))) - spans[-1][1]
     assert answer >= 16, "the last message may end in the question"
+
+
+NO_QUESTION = ["", ".", "\n", " 東", "</doc>", "\n\n<document>\nIt is.\n</document>\n"]
+"""Ends of prompts."""
+
+
+@pytest.mark.parametrize("kind", USED)
+@pytest.mark.parametrize("mode", ["text", "cdc"])
+def test_without_a_question_all_but_the_last_word_may_be_in_segments(
+    tokenizer_dirs, kind: str, mode: str
+) -> None:
+    chat = Chat(tokenizer_dirs[kind], ("blank-lines", "documents"), query_tokens=0)
+    text = "\n\n".join(prose(i, 60) for i in range(4))
+    for end in NO_QUESTION:
+        for ids in (chat.ids(("user", text + end)), chat.tokenizer.encode(text + end)):
+            spans = chat.segmenter.find(ids, mode).spans
+            behind = "".join(chat.texts(ids[spans[-1][1] :]))
+            assert "".join(chat.texts(ids[spans[-1][0] : spans[-1][1]])).strip()
+            assert len(behind.removesuffix("assistant\n")) < 48, "nothing was looked for at the end"
+            limits = PoolLimits(1 << 30, 1 << 30, 16, 1 << 30)
+            plan = build_plan(
+                cut_prompt(ids, spans), parse_link("block", 0), Namespace(""), limits, min_segment_tokens=1
+            )
+            assert not plan.warm_only and plan.stream[-1] == ids[-1]
 
 
 def test_a_system_message_leads(chat: Chat) -> None:

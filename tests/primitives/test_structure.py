@@ -121,7 +121,7 @@ class FrontEnd:
         assert counts.get("pieces", 0) == counts.get("pieces_cut", 0) + sum(
             counts.get(f"pieces_{reason}", 0) for reason in left_out
         )
-        read = self.finder._texts.of(ids)
+        read = self.finder._segments._vocabulary.texts.of(ids)
         texts = ["".join(read[start:stop]) for start, stop in spans]
         segments = [tuple(ids[start:stop]) for start, stop in spans]
         return Asked(ids, spans, counts, segments, texts, "".join(read[: spans[0][0]] if spans else read))
@@ -273,7 +273,8 @@ def test_a_message_of_one_text_is_cut_by_patterns(front_end: FrontEnd) -> None:
 
 def test_short_tools_are_put_together_where_they_say(front_end: FrontEnd) -> None:
     tools = [tool(i, words=2) for i in range(40)]
-    least = max(len(front_end.finder._tokenizer.encode(json.dumps(t))) for t in tools) + 10
+    encode = front_end.renderers[0].get_tokenizer().encode
+    least = max(len(encode(json.dumps(t))) for t in tools) + 10
     front_end = FrontEnd(Path(front_end.finder._vllm_config.model_config.model), min_tokens=least)
     whole = front_end.ask([QUESTION], TOOLS_BEHIND, tools=tools)
     assert 8 <= len(whole.spans) <= 20
@@ -284,6 +285,15 @@ def test_short_tools_are_put_together_where_they_say(front_end: FrontEnd) -> Non
             said = front_end.ask([QUESTION], TOOLS_BEHIND, tools=changed)
             assert len(set(said.segments) - set(whole.segments)) <= 3
     front_end.close()
+
+
+def test_without_a_question_the_last_part_is_a_piece_like_others(front_ends) -> None:
+    content = [{"type": "text", "text": prose(i, 60)} for i in range(3)]
+    asked = [{"role": "user", "content": content}]
+    found, all_of_it = (front_ends("qwen", query_tokens=n).ask(asked) for n in (48, 0))
+    assert len(all_of_it.spans) == 3 and found.spans[:2] == all_of_it.spans[:2]
+    asked_for, rest = (content[-1]["text"].replace(f.texts[-1].strip(), "") for f in (found, all_of_it))
+    assert len(asked_for.split()) >= 8 and len(rest.split()) == 1
 
 
 class TestBadInput:
@@ -346,7 +356,7 @@ class TestBadInput:
     def test_prompts_without_a_chat(self, front_end: FrontEnd) -> None:
         """They are cut as by text, whatever they were made of."""
         text = "\n\n".join(["Answer.", *(prose(i, 60) for i in range(4)), "Why?"])
-        ids = front_end.finder._tokenizer.encode(text)
+        ids = front_end.renderers[0].get_tokenizer().encode(text)
         for prompt in (text, {"prompt": text}, {"type": "token", "prompt_token_ids": ids}, None):
             assert front_end.finder.found(ids, "structure", prompt).spans == (
                 front_end.finder.found(ids, "text", None).spans
@@ -356,11 +366,15 @@ class TestBadInput:
 SNIPPETS = st.text(st.sampled_from('ab .\n"\\{}<|é東👍\u0301\t'), max_size=60)
 
 
-@given(st.lists(st.lists(SNIPPETS, min_size=1, max_size=5), min_size=1, max_size=4), st.sampled_from(USED))
+@given(
+    st.lists(st.lists(SNIPPETS, min_size=1, max_size=5), min_size=1, max_size=4),
+    st.sampled_from(USED),
+    st.sampled_from([0, 16]),
+)
 def test_any_request_has_stocks_ids_and_disjoint_segments(
-    front_ends, messages: list[list[str]], kind: str
+    front_ends, messages: list[list[str]], kind: str, question: int
 ) -> None:
-    front_end = front_ends(kind, min_tokens=4)
+    front_end = front_ends(kind, min_tokens=4, query_tokens=question)
     said = [{"role": "user", "content": parts(*texts)} for texts in messages]
     tools = [{"type": "function", "function": {"name": "f", "description": text}} for text in messages[0]]
     found = front_end.ask(said, TOOLS_BEHIND, tools=tools)
@@ -370,14 +384,15 @@ def test_any_request_has_stocks_ids_and_disjoint_segments(
 
 @given(SNIPPETS, st.sampled_from(USED))
 def test_lengths_of_tokens_say_where_they_begin(front_ends, text: str, kind: str) -> None:
-    finder = front_ends(kind).finder
-    ids = finder._tokenizer.encode(text, add_special_tokens=False)
-    starts = finder._lengths.starts(ids, len(text.encode()))
+    front_end = front_ends(kind)
+    tokenizer = front_end.renderers[0].get_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    starts = front_end.finder._segments._vocabulary.lengths.starts(ids, len(text.encode()))
     if kind in ("gpt2", "llama3"):
         assert starts is not None
     if starts is None:
         return
-    offsets = finder._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     begins = [0, *accumulate(len(c.encode()) for c in text)]
     # A token that begins inside a character is said to begin with it.
     assert all(

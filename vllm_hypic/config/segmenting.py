@@ -41,6 +41,6 @@ class SegmentingConfig(ConfigSection):
     """Mean length of the pieces that mode ``cdc`` makes; two cuts are further apart than half of it."""
     query_tokens: Natural = 128
     """The question is looked for in so many tokens at the end of the last message: a piece most of which lies
-    there is computed in the stream."""
+    there is computed in the stream.  0: there is none, and the message's end is a piece like others."""
     max_segments: Positive = 256
     """Segments of one prompt; what comes behind them is computed in the stream."""

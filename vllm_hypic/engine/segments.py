@@ -60,19 +60,7 @@ class SegmentFinder:
 
     def found(self, ids: list[int], mode: str, prompt: Any) -> Found:
         """The segments of a prompt, by any mode but ``off``."""
-        if mode != "structure":
-            return self._segmenter.find(ids, mode)
-        chat = prompt.get(CHAT) if isinstance(prompt, Mapping) else None
-        rendered = prompt.get("prompt") if chat else None
-        if chat is None or not isinstance(rendered, str):
-            return self._segmenter.find(ids, "text")
-        text = rendered.encode(errors="surrogatepass")
-        starts: Any = self._lengths.starts(ids, len(text))
-        if starts is None:
-            texts = [token.encode() for token in self._texts.of(ids)]
-            text, starts = b"".join(texts), [0, *accumulate(map(len, texts))]
-        structure = locate(chat, text, starts, self._config.segment.min_tokens)
-        return self._segmenter.find_structure(ids, structure)
+        return self._segments.found(ids, mode, prompt)
 
     @cached_property
     def _config(self) -> HypicConfig:
@@ -83,27 +71,44 @@ class SegmentFinder:
         return primitive_ids_of(self._vllm_config, self._config)
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _segments(self) -> PromptSegments:
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        return cached_tokenizer_from_config(self._vllm_config.model_config)
+        tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
+        return PromptSegments(Vocabulary(tokenizer), self._config.segment)
 
-    @cached_property
-    def _special(self) -> set[int]:
-        added = self._tokenizer.added_tokens_decoder.items()
-        return {i for i, token in added if token.special}.union(self._tokenizer.all_special_ids)
 
-    @cached_property
-    def _texts(self) -> TokenTexts:
-        return TokenTexts(self._tokenizer)
+class Vocabulary:
+    """What is read of a tokenizer to find segments in its tokens; for one thread."""
 
-    @cached_property
-    def _lengths(self) -> TokenLengths:
-        return TokenLengths(self._tokenizer, self._texts, self._special)
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {i for i, token in added if token.special}.union(tokenizer.all_special_ids)
+        self.texts = TokenTexts(tokenizer)
+        self.lengths = TokenLengths(tokenizer, self.texts, self.special)
 
-    @cached_property
-    def _segmenter(self) -> Segmenter:
-        return segmenter_of(self._config.segment, self._texts, self._special)
+
+class PromptSegments:
+    """Finds the segments of prompts by the options of section ``segment``; for one thread."""
+
+    def __init__(self, vocabulary: Vocabulary, options: SegmentingConfig) -> None:
+        self._vocabulary, self._min_tokens = vocabulary, options.min_tokens
+        self._segmenter = segmenter_of(options, vocabulary.texts, vocabulary.special)
+
+    def found(self, ids: list[int], mode: str, prompt: Any) -> Found:
+        """The segments of ``prompt``, an engine input, by any mode but ``off``."""
+        if mode != "structure":
+            return self._segmenter.find(ids, mode)
+        chat = prompt.get(CHAT) if isinstance(prompt, Mapping) else None
+        rendered = prompt.get("prompt") if chat else None
+        if chat is None or not isinstance(rendered, str):
+            return self._segmenter.find(ids, "text")
+        text = rendered.encode(errors="surrogatepass")
+        starts: Any = self._vocabulary.lengths.starts(ids, len(text))
+        if starts is None:
+            texts = [token.encode() for token in self._vocabulary.texts.of(ids)]
+            text, starts = b"".join(texts), [0, *accumulate(map(len, texts))]
+        return self._segmenter.find_structure(ids, locate(chat, text, starts, self._min_tokens))
 
 
 def segmenter_of(options: SegmentingConfig, texts: TokenTexts, special: Collection[int]) -> Segmenter:

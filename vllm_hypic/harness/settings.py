@@ -99,6 +99,27 @@ def has_chat_template(model: Path) -> bool:
         return False
 
 
+def model_folder(name: str) -> Path:
+    """The folder of a model: one itself, or a name in the hub's cache.  Raises ``click.UsageError`` where it is
+    not on this machine."""
+    path = Path(name)
+    if not path.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:
+            found = None
+        if not isinstance(found, str):
+            raise click.UsageError(
+                f"{name!r} is neither a folder nor a model in the hub's cache on this machine (hf download)"
+            )
+        path = Path(found).parent
+    model_context(path)
+    return path
+
+
 def model_name(model: Path) -> str:
     """What reports call a model's folder: many are called ``model``, and the folder around says more."""
     found = model.absolute()

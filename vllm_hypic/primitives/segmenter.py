@@ -60,7 +60,8 @@ class Segmenter:
 
     ``texts`` gives the text of each token (:meth:`.token_texts.TokenTexts.of`), ``special`` are the ids that
     templates write around messages.  A piece has ``min_tokens`` at least.  The question is in none: the last
-    message that is not the model's asks it in its last ``query_tokens``, unless a pattern ends a piece there.
+    message that is not the model's asks it in its last ``query_tokens``, unless a pattern ends a piece there;
+    with 0 of them that message is like others.  The prompt's last token is in no piece.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Segmenter:
 
     def _pieces(self, marks: Marks, mode: str, *, leads: bool, asks: bool) -> Iterator[tuple[int, int]]:
         """Pieces of one message's content, which ``leads`` the prompt, or ``asks``."""
+        asks = asks and self._query > 0
         asked = marks.tokens - self._query if asks else marks.tokens
         segments: Sequence[tuple[int, int]] = []
         if mode == "cdc":

@@ -19,7 +19,14 @@ from ...errors import ConfigError
 from ...harness.engines import EngineError
 from ...harness.generators import Generator, find_generator, trust_option
 from ...harness.report import console, machine, plain, progress, versions
-from ...harness.settings import EngineSettings, HypicOptions, Numbers, model_context, model_name, with_options
+from ...harness.settings import (
+    EngineSettings,
+    HypicOptions,
+    Numbers,
+    model_folder,
+    model_name,
+    with_options,
+)
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
 from ..fitting import TasksError, needed_context
 from ..methods import Method
@@ -202,7 +209,7 @@ def gate(
     Exit code: 0 go, 1 no-go or not finished, 2 usage, 3 cannot judge:
     full recompute itself answers too little.
     """
-    path = _model(model)
+    path = model_folder(model)
     config = _config(hypic, link=link, seam_tokens=seam_tokens, context=record_context, islands=islands)
     if choose and (try_seams, record_context, islands) != (None, None, None):
         raise click.UsageError("--choose tries contexts and islands itself, with one seam window")
@@ -272,26 +279,6 @@ class _Tasks:
     def sets(self, chat: bool) -> list[TaskSet]:
         fixed = fixed_sets(self.generator, self.prompts, self.seed, chat=chat)
         return fixed if self.own is None else [*fixed, self.own]
-
-
-def _model(name: str) -> Path:
-    """The model's folder.  Raises ``click.UsageError`` where it is not on this machine."""
-    path = Path(name)
-    if not path.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:
-            found = None
-        if not isinstance(found, str):
-            raise click.UsageError(
-                f"{name!r} is neither a folder nor a model in the hub's cache on this machine (hf download)"
-            )
-        path = Path(found).parent
-    model_context(path)
-    return path
 
 
 def _config(hypic: Mapping[str, Any], **link_options: str | int | None) -> HypicConfig:
