@@ -18,6 +18,8 @@ from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.renderers.registry import renderer_from_config
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
 from vllm_hypic.config.engine import CONNECTOR
 from vllm_hypic.engine.renderer import CHAT
@@ -444,4 +446,31 @@ def test_cost_of_16k_tokens(smollm2: Path) -> None:
             times.append(1000 * (perf_counter() - begun))
         print(f"{name}: {len(ids)} tokens, median {median(times):.2f} ms, least {min(times):.2f} ms")
         assert min(times) < 20
+    front_end.close()
+
+
+def test_cost_of_mode_off(smollm2: Path) -> None:
+    """``pytest -s -k cost``: rendering, tokenising and our look at the request, in turns with stock's."""
+    front_end = FrontEnd(smollm2, mode="off")
+    system = {"role": "system", "content": "Be brief."}
+    messages = [system, {"role": "user", "content": parts(*(prose(i, 1300) for i in range(7)), "Why?")}]
+    params = ChatParams(chat_template=TOOLS_BEHIND, chat_template_kwargs={"tokenize": False, "tools": []})
+    unlimited = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    looks = []
+    for n in range(24):
+        for ours in (n % 2 == 0, n % 2 == 1):
+            begun = perf_counter()
+            renderer = front_end.renderers[0 if ours else 1]
+            prompt = renderer.render_chat([messages], params, unlimited)[1][0]
+            if ours:
+                ids, rendered = prompt["prompt_token_ids"], perf_counter()
+                asked = EngineCoreRequest("", ids, None, SamplingParams(), None, 0.0, None, None, None)
+                front_end.finder.find(asked, prompt)
+                looks.append(1e6 * (perf_counter() - rendered))
+                assert asked.sampling_params.extra_args is None
+            times[ours].append(1000 * (perf_counter() - begun))
+    ours, stock = (median(times[who][4:]) for who in (True, False))
+    print(f"off: {len(ids)} tokens, {ours:.1f} ms, stock {stock:.1f} ms, ratio {ours / stock:.3f}; ", end="")
+    print(f"our look {median(looks):.0f} us")
     front_end.close()
