@@ -12,17 +12,17 @@ import pytest
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.harness.serving import Server
+from vllm_hypic.suggest.candidates import recommended
 from vllm_hypic.suggest.command import comparison_of
 from vllm_hypic.suggest.prompts import FrontEnd
 
 from .conftest import EXAMPLES
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+from .test_requests import RAG
 
 BLOCK = 128
 """Tokens in a block of vLLM's prefix cache, on CPUs."""
 QUESTION = "Which office has most rooms?"
-MODES = {"prefix caching alone": "off", "structure": "structure", "text": "text", "cdc, 2048": "cdc"}
+MODES = {"prefix caching alone": "off", "structure": "structure", "text": "text"}
 """Modes of requests by the candidates that stand for them."""
 
 
@@ -33,23 +33,23 @@ def chat(*said: str, **fields: Any) -> dict[str, Any]:
 
 
 def requests(documents: list[str], tools: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for order in ((0, 1, 2, 3), (3, 0, 2, 1), (3, 0, 2, 1), (2, 2, 0)):
+    for order in ((0, 1, 2), (2, 0, 1), (2, 0, 1), (3, 3, 0)):
         tagged = "\n".join(f"<document>\n{documents[i]}\n</document>" for i in order)
         yield chat(f"{tagged}\n{QUESTION}")
         yield {"prompt": "\n\n".join([*(documents[i] for i in order), QUESTION])}
     for chosen in (tools, [tools[1], tools[0], *tools[2:]], tools[1:]):
         yield chat(QUESTION, tools=chosen)
     turns = [text for document in documents for text in (f"{document}\n\n{QUESTION}", "Paris, I think.")]
-    for n in (1, 3, 5):
+    for n in (1, 3):
         yield chat(*turns[:n])
-    yield {**chat(*turns[:5]), "repetition_penalty": 1.2}
-    for first, second in permutations(documents[:3], 2):
+    yield {**chat(*turns[:3]), "repetition_penalty": 1.2}
+    for first, second in permutations(documents[:2]):
         yield {"prompt": "<|hypic_sep|>".join(["You answer.", first, second, QUESTION])}
 
 
-def test_a_server_reuses_what_was_suggested(
-    example, offices, smollm2: Path, server: Server, subtests: Any = None
-) -> None:
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_a_server_reuses_what_was_suggested(example, offices, smollm2: Path, server: Server) -> None:
     documents = [f"This is read by suggest. {d}" for d in offices.DOCUMENTS]
     log = list(requests(documents, example("agent_tools").TOOLS[:8]))
     config = HypicConfig()
@@ -81,3 +81,19 @@ def reused(server: Server, body: dict[str, Any], mode: str) -> int:
     answer = httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=300)
     assert answer.status_code == 200, answer.text
     return (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
+@pytest.mark.parametrize("name", RAG)
+def test_what_frameworks_send_is_recognised(example, offices, recorder, smollm2: Path, name: str) -> None:
+    framework = example(name)
+    for order in list(permutations(range(5), 3))[::9]:
+        framework.ask(recorder.url, [offices.DOCUMENTS[i] for i in order], QUESTION)
+    config = HypicConfig()
+    with FrontEnd(smollm2, config, str(EXAMPLES / "tools.jinja"), {}) as front_end:
+        comparison = comparison_of(front_end, config, 16)
+        for body in recorder.bodies:
+            for prompt in front_end.prompts(body):
+                comparison.add(prompt)
+    reuse = {c.name: c.replay.reuse for c in comparison.candidates()}
+    assert recommended(comparison.candidates()).name in ("structure", "text"), reuse
+    assert reuse["text"] > reuse["prefix caching alone"] + 0.3

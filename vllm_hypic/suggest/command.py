@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import wrap_file
 
 from ..config.engine import SECTION, HypicConfig
-from ..errors import ConfigError
 from ..eval.names import JsonObject
 from ..harness.report import console, percent, table
 from ..harness.settings import HypicOptions, model_folder
@@ -73,11 +72,13 @@ def suggest(
     if not parse_link(config.link, config.seam_tokens).reuse:
         raise click.UsageError(f"link method {config.link!r} reuses nothing: there is nothing to compare")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to the standard output
+    from vllm.exceptions import VLLMError
+
     from .prompts import FrontEnd
 
     try:
         front_end = FrontEnd(folder, config, chat_template, engine_args)
-    except (ConfigError, ValueError, TypeError, OSError) as e:
+    except (VLLMError, ValueError, TypeError, OSError) as e:
         raise click.UsageError(str(e)) from e
     with front_end:
         comparison = comparison_of(front_end, config, block_size)

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMError
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import has_non_text_content, load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -111,25 +112,32 @@ class FrontEnd:
         if has_non_text_content(body.get("messages")) or body.get("prompt_embeds") is not None:
             return
         try:
-            request, rendered = self._runner.run(self._render(body))
-            params = request.to_sampling_params(1, self._defaults)
+            inputs, params = self._runner.run(self._render(body))
         except ValidationError as e:
             fault = e.errors(include_url=False)[0]
             raise LogError(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from e
-        except (ValueError, TypeError) as e:
+        except (VLLMError, ValueError, TypeError) as e:
             raise LogError(str(e)) from e
-        if not isinstance(rendered, list):
-            raise LogError(rendered.error.message)
-        for engine_input in rendered:
+        for engine_input in inputs:
             ids, salt = engine_input["prompt_token_ids"], engine_input.get("cache_salt")
             asked = EngineCoreRequest("", ids, None, params, None, 0.0, None, salt, None)
             yield Prompt(ids, engine_input, salt, refusal(asked, self.primitives) is None)
 
-    async def _render(self, body: dict[str, Any]) -> tuple[Any, Any]:
-        if "messages" not in body:
-            completion = CompletionRequest.model_validate(body)
-            return completion, await self._online.render_completion(completion)
-        chat = ChatCompletionRequest.model_validate(body)
-        chat.tool_choice = "none"  # prompts do not depend on it, and only servers have parsers of calls
-        rendered = await self._online.render_chat(chat)
-        return chat, rendered[1] if isinstance(rendered, tuple) else rendered
+    async def _render(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The engine's inputs, and parameters of sampling."""
+        request: Any
+        if "messages" in body:
+            request = ChatCompletionRequest.model_validate(body)
+            request.tool_choice = (
+                "none"  # prompts do not depend on it, and only servers have parsers of calls
+            )
+            rendered: Any = await self._online.render_chat(request)
+            inputs = rendered[1] if isinstance(rendered, tuple) else rendered
+        else:
+            request = CompletionRequest.model_validate(body)
+            inputs = await self._online.render_completion(request)
+        if not isinstance(inputs, list):
+            raise LogError(inputs.error.message)
+        for engine_input in inputs:
+            self._renderer.validate_token_ids(engine_input["prompt_token_ids"])
+        return inputs, request.to_sampling_params(1, self._defaults)
