@@ -11,6 +11,7 @@ _COMMANDS = {
     "explain": ".cache_api.explain_command",
     "gate": ".eval.gate.command",
     "router": ".segment_parallel.router.command",
+    "suggest": ".suggest.command",
 }
 """Modules by the command that each defines; imported when it is asked for, as the others do without what it
 needs."""

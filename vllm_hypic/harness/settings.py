@@ -100,8 +100,10 @@ def has_chat_template(model: Path) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model: one itself, or a name in the hub's cache.  Raises ``click.UsageError`` where it
-    is not on this machine."""
+    """The folder of a model: itself, or that of a name in the hub's cache.
+
+    Raises ``click.UsageError`` where it is not on this machine.
+    """
     path = Path(name)
     if not path.is_dir():
         from huggingface_hub import try_to_load_from_cache

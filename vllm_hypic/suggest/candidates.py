@@ -1,0 +1,110 @@
+"""The ways of finding segments that are compared, and which of them is recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config.segmenting import SegmentingConfig
+from ..engine.renderer import CHAT
+from ..engine.segments import PromptSegments, Vocabulary
+from ..primitives.pieces import ParsedPrompt, cut_prompt, parse_prompt
+from ..primitives.places import PRESETS
+from ..primitives.tokens import PrimitiveIds
+from .prompts import Prompt
+from .replay import Linking, PrefixCaches, Replay
+
+MEANS = (512, 1024, 2048)
+"""Lengths of the pieces of mode ``cdc``, in tokens."""
+_PRESET = 4
+"""Rank of single patterns: those that find nothing are not shown."""
+NEAR = 0.02
+"""Share of the prompts' tokens: who reuses as much less than the best is as good."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Options of section ``segment``, with what was reused by them."""
+
+    name: str
+    rank: int
+    """The smaller, the simpler."""
+    options: dict[str, Any] | None
+    """``None``: vLLM's prefix cache alone."""
+    cut: Callable[[Prompt], ParsedPrompt | None]
+    replay: Replay
+
+
+class Comparison:
+    """Replays prompts by every candidate.
+
+    ``given``: the options of section ``segment`` that all start from; ``block_tokens``: of vLLM's prefix
+    cache.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        primitives: PrimitiveIds,
+        given: SegmentingConfig,
+        linking: Linking,
+        block_tokens: int,
+    ) -> None:
+        self._primitives = primitives
+        caches = PrefixCaches(block_tokens)
+
+        def candidate(name: str, rank: int, options: dict[str, Any]) -> Candidate:
+            segments = PromptSegments(vocabulary, replace(given, **options))
+            mode = options["mode"]
+
+            def cut(prompt: Prompt) -> ParsedPrompt | None:
+                spans = segments.found(prompt.ids, mode, prompt.engine_input).spans
+                return cut_prompt(prompt.ids, spans) if spans else None
+
+            return Candidate(name, rank, options, cut, Replay(linking, caches))
+
+        self._stock = Candidate("prefix caching alone", 0, None, lambda _: None, Replay(linking, caches))
+        self._off = Candidate("off", 1, {"mode": "off"}, lambda _: None, Replay(linking, caches))
+        self._structure = candidate("structure", 2, {"mode": "structure"})
+        self._others = [
+            candidate("text", 3, {"mode": "text"}),
+            *(candidate(f"text, {name}", _PRESET, {"mode": "text", "patterns": (name,)}) for name in PRESETS),
+            *(candidate(f"cdc, {n}", 5, {"mode": "cdc", "mean_tokens": n}) for n in MEANS),
+        ]
+        self.all = [self._stock, self._off, self._structure, *self._others]
+        self.prompts = self.with_separators = self.chats = 0
+        self.tenants: set[str | None] = set()
+
+    def add(self, prompt: Prompt) -> None:
+        """Let every candidate answer it."""
+        primitives = self._primitives
+        marked = parse_prompt(prompt.ids, primitives) if primitives.contains(prompt.ids) else None
+        plain = [token for token in prompt.ids if primitives.marker(token) is None] if marked else prompt.ids
+        self.prompts += 1
+        self.tenants.add(prompt.salt)
+        self.with_separators += marked is not None
+        self.chats += CHAT in prompt.engine_input
+        for candidate in self.all:
+            cut = None
+            if prompt.may_reuse and candidate is not self._stock:
+                cut = marked or candidate.cut(prompt)
+            candidate.replay.answer(plain, cut, prompt.salt)
+
+    def candidates(self) -> list[Candidate]:
+        """Those that the prompts tell from each other; who reused most comes first."""
+        shown = [self._stock]
+        if self.with_separators:
+            shown.append(self._off)
+        if self.chats:
+            shown.append(self._structure)
+        least = self._stock.replay.reuse
+        shown += [c for c in self._others if c.rank != _PRESET or c.replay.reuse > least]
+        return sorted(shown, key=lambda c: (-c.replay.reuse, c.rank))
+
+
+def recommended(candidates: Sequence[Candidate]) -> Candidate:
+    """The simplest of those that are as good as the best."""
+    best = max(c.replay.reuse for c in candidates)
+    good = [c for c in candidates if c.replay.reuse >= best - NEAR]
+    return min(good, key=lambda c: (c.rank, -c.replay.reuse))

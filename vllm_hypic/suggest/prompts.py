@@ -1,0 +1,143 @@
+"""Recorded requests -> prompts, as the front end of a server makes them: vLLM's own rendering, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import ValidationError
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMError
+from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import has_non_text_content, load_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine import EngineCoreRequest
+
+from ..config.engine import HypicConfig
+from ..connector.build import primitive_ids_of
+from ..engine.front_end import refusal
+from ..engine.tokenizer import MODE, publish_texts, refuses_model, register_mode
+from ..errors import ConfigError
+
+EXPECTED = (
+    "expected the body of a chat (messages) or completion (prompt), by itself or as body of an OpenAI batch"
+)
+
+
+class LogError(ValueError):
+    """A line that is no request, or that a server would refuse."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request."""
+
+    ids: list[int]
+    engine_input: Any
+    """What segments are found in: see :class:`..engine.segments.PromptSegments`."""
+    salt: str | None
+    may_reuse: bool
+    """It asks for nothing that prompts with segments do not get."""
+
+
+def body_of(line: bytes) -> dict[str, Any]:
+    """The request of one line.  Raises :class:`LogError`."""
+    try:
+        found = json.loads(line)
+    except ValueError as e:
+        raise LogError(f"no JSON ({e}); {EXPECTED}") from e
+    body = found.get("body", found) if isinstance(found, dict) else found
+    if not isinstance(body, dict) or not ({"messages", "prompt"} & body.keys()):
+        names = ", ".join(body) if isinstance(body, dict) else type(body).__name__
+        raise LogError(f"found {names or 'nothing'}: {EXPECTED}")
+    return body
+
+
+class FrontEnd:
+    """Renders requests as a server of ``model`` would; for one thread.
+
+    ``engine_args``: arguments of vLLM.  Raises :class:`~vllm_hypic.errors.ConfigError` for a model whose
+    prompts cannot have segments.
+    """
+
+    def __init__(
+        self, model: Path, config: HypicConfig, chat_template: str | None, engine_args: Mapping[str, Any]
+    ) -> None:
+        register_mode()
+        publish_texts(config.tokens)
+        model_config = EngineArgs(model=str(model), **engine_args).create_model_config()
+        # Nothing is computed, so it does not matter whether this machine could.
+        model_config.quantization = None
+        if (reason := refuses_model(model_config)) is None:
+            model_config.tokenizer_mode = MODE
+        elif config.token_ids is None:
+            raise ConfigError(reason)
+        self.model_config = model_config
+        vllm_config = VllmConfig(model_config=model_config)
+        self._renderer = renderer_from_config(vllm_config)
+        self.tokenizer = self._renderer.get_tokenizer()
+        self.primitives = primitive_ids_of(vllm_config, config)
+        self._defaults = model_config.get_diff_sampling_param()
+        self._online = OnlineRenderer(
+            model_config,
+            self._renderer,
+            request_logger=None,
+            chat_template=load_chat_template(chat_template),
+            chat_template_content_format="auto",
+        )
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.close()
+        self._renderer.shutdown()
+
+    def prompts(self, body: dict[str, Any]) -> Iterator[Prompt]:
+        """The prompts of a request: none where it has images, or other parts than text.
+
+        Raises :class:`LogError` where the server would refuse it.
+        """
+        if has_non_text_content(body.get("messages")) or body.get("prompt_embeds") is not None:
+            return
+        try:
+            inputs, params = self._runner.run(self._render(body))
+        except ValidationError as e:
+            fault = e.errors(include_url=False)[0]
+            raise LogError(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from e
+        except (VLLMError, ValueError, TypeError) as e:
+            raise LogError(str(e)) from e
+        for engine_input in inputs:
+            ids, salt = engine_input["prompt_token_ids"], engine_input.get("cache_salt")
+            asked = EngineCoreRequest("", ids, None, params, None, 0.0, None, salt, None)
+            yield Prompt(ids, engine_input, salt, refusal(asked, self.primitives) is None)
+
+    async def _render(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The engine's inputs, and parameters of sampling."""
+        request: Any
+        if "messages" in body:
+            request = ChatCompletionRequest.model_validate(body)
+            request.tool_choice = (
+                "none"  # prompts do not depend on it, and only servers have parsers of calls
+            )
+            rendered: Any = await self._online.render_chat(request)
+            inputs = rendered[1] if isinstance(rendered, tuple) else rendered
+        else:
+            request = CompletionRequest.model_validate(body)
+            inputs = await self._online.render_completion(request)
+        if not isinstance(inputs, list):
+            raise LogError(inputs.error.message)
+        for engine_input in inputs:
+            self._renderer.validate_token_ids(engine_input["prompt_token_ids"])
+        return inputs, request.to_sampling_params(1, self._defaults)
