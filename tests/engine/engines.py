@@ -142,7 +142,14 @@ class Engine:
         }
         if hypic:
             # A start with default sizes: about thirty records of the tiny models.
-            chosen = {"page_tokens": 32, "expected_segment_tokens": 128, "pool_bytes": 16 << 20}
+            chosen: dict[str, Any] = {
+                "page_tokens": 32,
+                "expected_segment_tokens": 128,
+                "pool_bytes": 16 << 20,
+                # The same on every model: what is not named is not there.
+                "context": "none",
+                "islands": "none",
+            }
             args["attention_backend"] = "hypic"
             args["additional_config"] = {"hypic": chosen | (options or {})}
         args |= engine_args

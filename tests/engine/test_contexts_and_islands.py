@@ -12,7 +12,7 @@ import torch
 from oracle import Oracle
 
 from .conftest import EngineFactory
-from .engines import FIRST_WORD, Ask, Engine, audit, prompt, scheduler_of
+from .engines import FIRST_WORD, Ask, Engine, audit, prompt, run_apart, scheduler_of
 from .engines import distance as apart
 from .test_oracle_agreement import KL_FACTOR, NOISE_FACTOR, Distance, distance, first_token, texts
 
@@ -186,3 +186,43 @@ def test_nothing_is_left_behind(engine: Engine) -> None:
     for answer, alone in zip(together, engine.ask_one_by_one(*asks), strict=True):
         assert answer.tokens[0] == alone.tokens[0] and apart(answer, alone) <= 0.3
     assert engine.call(audit).clean
+
+
+def resolved(model: str, options: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Context and islands of engines with these options, by vLLM's own making of a configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_hypic.config.engine import config_of
+
+    def made(chosen: dict[str, Any]) -> tuple[str, str]:
+        more: dict[str, Any] = {}
+        if chosen.pop("blind", False):
+            chosen["token_ids"] = {"sep": 496, "pdep": 497, "pad": 498}
+            more["skip_tokenizer_init"] = True
+        args = EngineArgs(model, attention_backend="hypic", additional_config={"hypic": chosen}, **more)
+        found = [config_of(args.create_engine_config()) for _ in range(2)]
+        assert found[0] == found[1], "arguments may be used again"
+        return found[0].context, found[0].islands
+
+    return [made({"gate": {"require": "off"}, **chosen}) for chosen in options]
+
+
+def test_the_default_depends_on_the_model(model: Path, engine_logs: Path) -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"islands": "none"},
+        {"context": "lead"},
+        {"link": "epic-0"},
+        {"blind": True},
+    ]
+    found = run_apart(resolved, str(model), options, log=engine_logs / "resolved.log")
+    if model.name == "hybrid":
+        assert found == [("none", "none")] * 2 + [("lead", "none")] + [("none", "none")] * 2
+    else:
+        assert found == [
+            ("text", "query-15"),
+            ("text", "none"),
+            ("lead", "query-15"),
+            ("none", "none"),  # its own tokens stand where a context would
+            ("none", "none"),
+        ]

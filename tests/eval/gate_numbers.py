@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.config.engine import TOKENIZER_MODE, HypicConfig
 from vllm_hypic.eval.gate.criteria import Answers, Distances, Numbers, Reuse
 from vllm_hypic.eval.gate.identity import Subject, telling
 
@@ -32,6 +33,13 @@ def numbers(**changed: Any) -> Numbers:
     return replace(go, **changed)
 
 
+def model(*, dense: bool = False) -> Any:
+    """What the gate reads of a model's configuration."""
+    return SimpleNamespace(
+        model="/models/mine", is_hybrid=not dense, is_attention_free=False, tokenizer_mode=TOKENIZER_MODE
+    )
+
+
 def subject(config: HypicConfig | None = None, **changed: Any) -> Subject:
     one = Subject(
         weights="0123",
@@ -44,6 +52,6 @@ def subject(config: HypicConfig | None = None, **changed: Any) -> Subject:
         record_dtypes="T float16, S float32",
         plugin="0.1.0",
         vllm="0.32.0",
-        options=telling(config or HypicConfig()),
+        options=telling((config or HypicConfig()).for_model(model())),
     )
     return replace(one, **changed)

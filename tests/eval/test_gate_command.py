@@ -28,6 +28,7 @@ from vllm_hypic.eval.task import ChatTemplate
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, QUESTIONS
 from vllm_hypic.harness.engines import EngineError
 from vllm_hypic.harness.generators import EXAMPLE, Generator
+from vllm_hypic.primitives.options import LinkDefaults
 
 from .gate_numbers import answers, numbers, subject
 
@@ -58,6 +59,7 @@ class Lab:
         if isinstance(self.found, Exception):
             raise self.found
         self.place, self.sets, self.template = place, make(bool(chat)), template
+        methods = [m.on(LinkDefaults("hypic", 8)) for m in methods]
         planted = {m: self.found.get(m.name, GO) for m in methods}
         return GateMeasurement(subject(), planted, bool(chat), 0, {"max_model_len": place.context})
 

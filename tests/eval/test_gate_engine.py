@@ -21,11 +21,14 @@ from vllm_hypic.eval.gate.signoff import SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.primitives.options import LinkDefaults
 
 pytestmark = pytest.mark.engine
 MODEL = EXAMPLE.parent / "hybrid-notes" / "model"  # a wrong state costs it answers
 HYPIC, NAIVE = Method("hypic-8", "hypic", 8), Method("naive-8", "naive", 8)
 STRUCTURE = Method("hypic-8@structure", "hypic", 8, mode="structure")
+DEFAULTS = LinkDefaults("hypic", 8)
+"""What this model has where nothing is named."""
 MODE = ("--hypic", '{"segment": {"mode": "structure", "min_tokens": 32}}')
 SHORT = ("--prompts", "24", "--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "400")
 
@@ -43,7 +46,7 @@ def runs(folder: Path) -> dict[str, Result]:
     def once(place: Place, methods: Sequence[Method], *args: Any, **options: Any) -> GateMeasurement:
         if not measured:
             measured.append(_measure(place, (STRUCTURE, HYPIC, NAIVE), *args, **options))
-        return replace(measured[0], numbers={m: measured[0].numbers[m] for m in methods})
+        return replace(measured[0], numbers={m: measured[0].numbers[m.on(DEFAULTS)] for m in methods})
 
     _measure: Callable[..., GateMeasurement] = command.measure
     with pytest.MonkeyPatch.context() as patch:

@@ -23,6 +23,7 @@ from vllm_hypic.eval.results import Metric
 from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.settings import EngineSettings
+from vllm_hypic.primitives.options import LinkDefaults
 from vllm_hypic.primitives.policies import ModelTraits
 
 from .gate_numbers import subject
@@ -52,6 +53,7 @@ class Model:
     warm: set[tuple[int, ...]] = field(default_factory=set)
     described: dict[str, int] = field(default_factory=lambda: {"max_model_len": 200})
     separator: int = SEPARATOR
+    link_defaults: LinkDefaults = LinkDefaults("hypic", 4, "none", "query-15")
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, function.__name__.lstrip("_"))(*args)
@@ -150,6 +152,16 @@ def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers.reuse is not None and numbers.reuse.reused == numbers.reuse.reusable == 6 * 2 * 32
     assert [(a.name, a.full, a.reuse) for a in numbers.answers] == [("fixed set", 100, 100)]
     assert found.chat is False and found.left_out == 0
+
+
+def test_a_method_that_depends_on_the_model_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = replace(HYPIC, name="hypic-4@cdc", context="auto", islands="auto", mode="cdc")
+    named = replace(HYPIC, context="text", islands="auto")
+    assert auto.on(Model.link_defaults) == Method(
+        "hypic-4/query-15@cdc", "hypic", 4, "none", "query-15", "cdc"
+    )
+    found = run(monkeypatch, methods=(named,))
+    assert list(found.numbers) == [Method("hypic-4/text/query-15", "hypic", 4, "text", "query-15")]
 
 
 def test_sets_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

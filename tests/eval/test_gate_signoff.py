@@ -31,7 +31,7 @@ from vllm_hypic.eval.gate.signoff import (
 )
 from vllm_hypic.eval.gate.startup import cheapest, command, find, look
 
-from .gate_numbers import answers, numbers, subject
+from .gate_numbers import answers, model, numbers, subject
 
 
 def signed(of: Subject, *, lost: int = 0, right: int = 92, **changed: Any) -> SignOff:
@@ -130,7 +130,7 @@ def test_every_option_is_told_or_named_neutral() -> None:
     options = {f.name for f in dataclasses.fields(HypicConfig)}
     assert options >= NEUTRAL
     unused = {"context", "context_file", "islands", "segment"}
-    assert set(telling(HypicConfig())) == options - NEUTRAL - unused
+    assert set(telling(HypicConfig().for_model(model()))) == options - NEUTRAL - unused
     used = HypicConfig(context="text", islands="query-10", segment=SegmentingConfig(mode="cdc"))
     assert set(telling(used)) == options - NEUTRAL
 
@@ -209,11 +209,11 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> C
     def looked(
         folder: Path, require: str = "warn", processes: tuple[int, int] = (1, 0), **options: Any
     ) -> list[str]:
-        config = HypicConfig.from_mapping({**options, "gate": {"require": require, "folder": str(folder)}})
+        gate = {"require": require, "folder": str(folder)}
+        config = HypicConfig.from_mapping({**options, "gate": gate}).for_model(model())
         parallel = SimpleNamespace(_api_process_count=processes[0], _api_process_rank=processes[1])
-        model = SimpleNamespace(model="/models/mine")
         caplog.clear()
-        look(SimpleNamespace(parallel_config=parallel, model_config=model), config)  # type: ignore[arg-type]
+        look(SimpleNamespace(parallel_config=parallel, model_config=model()), config)  # type: ignore[arg-type]
         return [f"{r.levelname} {r.getMessage()}" for r in caplog.records]
 
     monkeypatch.setattr(startup, "subject_of", lambda vllm_config, config: subject(config))
@@ -252,7 +252,7 @@ def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
 def test_a_server_takes_the_cheapest_that_is_a_go(told: Told, tmp_path: Path) -> None:
     options: dict[str, Any] = {"seam_tokens": 4, "gate": {"choose": True, "folder": str(tmp_path)}}
     config = HypicConfig.from_mapping({**options, "islands": "query-50"})
-    vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(model="mine"))
+    vllm_config: Any = SimpleNamespace(model_config=model())
     with pytest.raises(ConfigError, match=r"no context and islands are signed off as a go; run: .* --choose"):
         cheapest(vllm_config, config)
     for islands, lost in {"none": 14, "query-10": 0, "query-20": 0}.items():
@@ -309,8 +309,27 @@ def test_the_command_line_names_what_differs() -> None:
         {"link": "epic-0", "seam_tokens": 4, "dummy_token": 7, "page_tokens": 32}
     )
     one = subject(config, quantization="awq", kv_dtype="fp8", overrides='{"a": 1}')
-    assert command("my model", one, config) == (
-        "vllm-hypic gate 'my model' --dtype bfloat16 "
+    assert command(model(), one, config.for_model(model())) == (
+        "vllm-hypic gate /models/mine --dtype bfloat16 "
         '--hypic \'{"link": "epic-0", "dummy_token": 7}\' '
         '--engine-args \'{"quantization": "awq", "kv_cache_dtype": "fp8", "hf_overrides": {"a": 1}}\''
     )
+
+
+@pytest.mark.parametrize(
+    ("dense", "options", "named"),
+    [
+        (True, {}, ""),
+        (True, {"context": "none"}, '{"context": "none"}'),
+        (True, {"islands": "query-20"}, '{"islands": "query-20"}'),
+        (True, {"link": "block"}, '{"link": "block"}'),
+        (False, {"islands": "none"}, ""),
+        (False, {"context": "text"}, '{"context": "text"}'),
+    ],
+)
+def test_the_command_line_names_what_the_model_would_not_have(
+    dense: bool, options: dict[str, Any], named: str
+) -> None:
+    config = HypicConfig(**options).for_model(model(dense=dense))
+    line = command(model(dense=dense), replace(subject(), options=telling(config)), config)
+    assert line == f"vllm-hypic gate /models/mine --dtype bfloat16{named and f' --hypic {named!r}'}"

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from benchmarks.__main__ import main
 from vllm_hypic.harness.engines import engine_environment
 from vllm_hypic.harness.settings import CONTEXT, EngineSettings, model_context
-from vllm_hypic.primitives.policies import parse_link
 
 
 def refused(*arguments: str) -> str:
@@ -95,11 +94,6 @@ def test_given_options_reach_the_engine(model: Path) -> None:
     assert arguments["max_num_batched_tokens"] == 512
     assert arguments["additional_config"] == {"hypic": {"seam_tokens": 4}}
     assert arguments["enable_prefix_caching"] is False
-
-
-def test_the_gate_expects_the_seams_that_were_asked_for(model: Path) -> None:
-    assert EngineSettings(model, 1).link() == parse_link("hypic", 8)
-    assert EngineSettings(model, 1, hypic={"seam_tokens": 16}).link() == parse_link("hypic", 16)
 
 
 def test_context_is_the_same_for_short_benchmarks_of_long_models(model: Path) -> None:

@@ -139,6 +139,17 @@ class TestRequestOptions:
         assert self.of({"hypic_seam_tokens": 3}) == parse_link("hypic", 3)
         assert self.of({"hypic_seam_tokens": 16.0}) == parse_link("hypic", 16), "JSON clients send floats"
 
+    def test_context_and_islands_go_with_the_link_they_were_chosen_for(self) -> None:
+        def of(**extra: Any) -> LinkMethod:
+            return link_of_request(extra, LinkDefaults("hypic", 8, "text", "query-15"))
+
+        assert of() == of(hypic_link="hypic") == parse_link("hypic", 8, "text", "query-15")
+        assert of(hypic_seam_tokens=0) == parse_link("hypic", 0, "text", "query-15")
+        assert of(hypic_link="block") == parse_link("block", 8)
+        assert of(hypic_link="epic-0") == parse_link("epic-0", 8), "would be refused behind a context"
+        assert of(hypic_link="block", hypic_islands="query-5") == parse_link("block", 8, "none", "query-5")
+        assert of(hypic_context="none") == parse_link("hypic", 8, "none", "query-15")
+
     @pytest.mark.parametrize(
         ("extra", "message"),
         [

@@ -9,8 +9,9 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.renderers.registry import renderer_from_config
 
+from vllm_hypic.config.engine import TOKENIZER_MODE
 from vllm_hypic.engine.renderer import HypicRenderer
-from vllm_hypic.engine.tokenizer import MODE, refuses_model, register_mode
+from vllm_hypic.engine.tokenizer import refuses_model, register_mode
 from vllm_hypic.primitives.builder import build_messages, build_prompt, build_prompt_ids
 from vllm_hypic.primitives.tokens import Marker, PrimitiveTexts, primitive_ids, split_ids
 
@@ -33,7 +34,7 @@ def renderer_for(model_dir: str, mode: str) -> HfRenderer:
 
 @pytest.fixture
 def renderer(model_dir):
-    renderer = renderer_for(model_dir, MODE)
+    renderer = renderer_for(model_dir, TOKENIZER_MODE)
     yield renderer
     renderer.shutdown()
 
@@ -152,7 +153,12 @@ def test_truncation_and_offsets(renderer, stock):
 
 def test_models_with_a_mode_of_their_own_are_refused_with_the_way_out(renderer):
     model_config = renderer.model_config
-    for mode, reason in ((MODE, None), ("hf", None), ("auto", None), ("mistral", "--tokenizer-mode hf")):
+    for mode, reason in (
+        (TOKENIZER_MODE, None),
+        ("hf", None),
+        ("auto", None),
+        ("mistral", "--tokenizer-mode hf"),
+    ):
         model_config.tokenizer_mode = mode
         answer = refuses_model(model_config)
         assert (answer is None) if reason is None else (reason in answer)

@@ -21,10 +21,10 @@ from vllm.renderers.registry import renderer_from_config
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_hypic.config.engine import CONNECTOR
+from vllm_hypic.config.engine import CONNECTOR, TOKENIZER_MODE
 from vllm_hypic.engine.renderer import CHAT
 from vllm_hypic.engine.segments import SegmentFinder
-from vllm_hypic.engine.tokenizer import MODE, register_mode
+from vllm_hypic.engine.tokenizer import register_mode
 from vllm_hypic.primitives.structure import MAX_MISSED, Chat, locate
 
 from .test_segmenter import USED, prose
@@ -90,7 +90,7 @@ class FrontEnd:
     def __init__(self, path: Path, **segment: Any) -> None:
         segment = {"mode": "structure", "min_tokens": 32, "query_tokens": 16, **segment}
         self.renderers = []
-        for mode in (MODE, "hf"):
+        for mode in (TOKENIZER_MODE, "hf"):
             model = ModelConfig(model=str(path), tokenizer_mode=mode, dtype="float32", max_model_len=256)
             transfer = KVTransferConfig(
                 kv_connector=CONNECTOR,
@@ -98,7 +98,7 @@ class FrontEnd:
                 kv_connector_extra_config={"segment": segment, "min_segment_tokens": 16},
             )
             self.config = VllmConfig(model_config=model)
-            if mode == MODE:
+            if mode == TOKENIZER_MODE:
                 self.config.kv_transfer_config = transfer
                 self.finder = SegmentFinder(self.config)
             self.renderers.append(renderer_from_config(self.config))

@@ -18,8 +18,8 @@ from vllm.tokenizers.hf import maybe_make_thread_pool
 from vllm.tokenizers.registry import get_tokenizer
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 
+from vllm_hypic.config.engine import TOKENIZER_MODE
 from vllm_hypic.engine.tokenizer import (
-    MODE,
     HypicTokenizer,
     register_mode,
 )
@@ -67,7 +67,7 @@ def stock(tokenizer_dirs, kind):
 
 @pytest.fixture
 def ours(tokenizer_dirs, kind):
-    return load(tokenizer_dirs[kind], MODE)
+    return load(tokenizer_dirs[kind], TOKENIZER_MODE)
 
 
 def around(tokenizer) -> tuple[list[int], list[int]]:

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AddedToken, PythonBackend
-from vllm.tokenizers.registry import get_tokenizer
 
+from vllm_hypic.config.engine import TOKENIZER_MODE
 from vllm_hypic.engine.tokenizer import (
-    MODE,
     TOKENS_ENV,
     HypicTokenizer,
     publish_texts,
@@ -44,7 +43,7 @@ def test_texts_come_from_the_environment(tokenizer_dirs, clean_environment):
     texts = PrimitiveTexts(sep="<<PIC_SEP>>")
     publish_texts(texts)
     assert published_texts() == texts
-    tokenizer = get_tokenizer(str(tokenizer_dirs["qwen"]), tokenizer_mode=MODE, runner_type="generate")
+    tokenizer = load(tokenizer_dirs["qwen"], TOKENIZER_MODE)
     assert tokenizer.hypic_texts == texts
     assert tokenizer.encode("a<<PIC_SEP>>b")[1] == primitive_ids(tokenizer).sep
     assert not primitive_ids(tokenizer).contains(tokenizer.encode("a<|hypic_sep|>b"))
@@ -56,10 +55,10 @@ def test_publishing_other_texts_empties_vllms_tokenizer_cache(tokenizer_dirs, cl
     path = str(tokenizer_dirs["qwen"])
     for sep in ("[S1]", "[S2]"):
         publish_texts(PrimitiveTexts(sep=sep))
-        assert cached_get_tokenizer(path, tokenizer_mode=MODE).hypic_texts.sep == sep
-    again = cached_get_tokenizer(path, tokenizer_mode=MODE)
+        assert cached_get_tokenizer(path, tokenizer_mode=TOKENIZER_MODE).hypic_texts.sep == sep
+    again = cached_get_tokenizer(path, tokenizer_mode=TOKENIZER_MODE)
     publish_texts(PrimitiveTexts(sep="[S2]"))
-    assert cached_get_tokenizer(path, tokenizer_mode=MODE) is again
+    assert cached_get_tokenizer(path, tokenizer_mode=TOKENIZER_MODE) is again
 
 
 def test_a_damaged_variable_is_named(monkeypatch):
@@ -124,7 +123,7 @@ def test_primitive_ids_of_other_tokenizers_point_the_way_out(tokenizer_dirs):
 
 
 def test_adding_twice_changes_nothing(tokenizer_dirs):
-    once = copy.deepcopy(load(tokenizer_dirs["qwen"], MODE))
+    once = copy.deepcopy(load(tokenizer_dirs["qwen"], TOKENIZER_MODE))
     twice = with_primitives(once, T)
     assert (primitive_ids(twice), len(twice)) == (primitive_ids(once), len(once))
     assert twice.get_vocab() == once.get_vocab()
@@ -214,7 +213,7 @@ def test_structured_output_allows_what_stock_allows(tokenizer_dirs, backend, mod
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
     backend_cls = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend}[backend]
-    stock, ours = load(tokenizer_dirs["qwen"], "hf"), load(tokenizer_dirs["qwen"], MODE)
+    stock, ours = load(tokenizer_dirs["qwen"], "hf"), load(tokenizer_dirs["qwen"], TOKENIZER_MODE)
     vocab_size = len(stock) if model_rows == "fewer" else len(stock) + 64
     schema = json.dumps({"type": "array", "items": {"type": "string"}})
     expected = _allowed(backend_cls, stock, vocab_size, schema)
@@ -227,7 +226,7 @@ def test_structured_output_allows_what_stock_allows(tokenizer_dirs, backend, mod
 def test_outlines_vocabulary_is_stock(tokenizer_dirs):
     from vllm.v1.structured_output.utils import _reduced_vocabulary
 
-    ours, stock = (_reduced_vocabulary(load(tokenizer_dirs["qwen"], mode)) for mode in (MODE, "hf"))
+    ours, stock = (_reduced_vocabulary(load(tokenizer_dirs["qwen"], mode)) for mode in (TOKENIZER_MODE, "hf"))
     assert {text: set(ids) for text, ids in ours.items()} == {text: set(ids) for text, ids in stock.items()}
 
 

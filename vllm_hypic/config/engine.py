@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, PlainValidator, SkipValidation
 
@@ -18,12 +18,19 @@ from .segmenting import SegmentingConfig
 from .store import StoreConfig
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 SECTION = "hypic"
 """Key of our options inside ``--additional-config``."""
 CONNECTOR = "HypicConnector"
 """Name of our KV connector in ``--kv-transfer-config``."""
+TOKENIZER_MODE = "hypic"
+"""vLLM's ``tokenizer_mode`` in which tokenizers know the primitives and the texts of tokens."""
+
+AUTO = "auto"
+"""Value of ``context`` and ``islands`` that depends on the model: see :meth:`HypicConfig.for_model`."""
+DENSE_CONTEXT, DENSE_ISLANDS = "text", "query-15"
+"""What ``auto`` is where that was measured to keep answers: docs/quality.md."""
 
 Share = Annotated[Number, Field(ge=0, lt=1), Allowed("a number from 0 to below 1")]
 Part = Annotated[Number, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")]
@@ -53,10 +60,12 @@ class HypicConfig(ConfigSection):
     """Link method of requests that name none."""
     seam_tokens: Annotated[int, SkipValidation] = 8
     """Seam window ``w``: tokens recomputed on either side of a segment boundary."""
-    context: Annotated[str, SkipValidation] = "none"
-    """What a segment's record has seen: see :data:`.primitives.policies.CONTEXTS`."""
-    islands: Annotated[str, SkipValidation] = "none"
-    """Windows inside segments that are recomputed, chosen by the query: ``query-10`` recomputes 10 %."""
+    context: Annotated[str, SkipValidation] = AUTO
+    """What a segment's record has seen: see :data:`.primitives.policies.CONTEXTS`; ``auto``: see
+    :meth:`for_model`."""
+    islands: Annotated[str, SkipValidation] = AUTO
+    """Windows inside segments that are recomputed, chosen by the query: ``query-10`` recomputes 10 %;
+    ``auto``: see :meth:`for_model`."""
     context_file: str | None = None
     """Text of the context ``text``; ``None``: the one that comes with the plugin."""
     min_segment_tokens: Positive = 32
@@ -101,13 +110,32 @@ class HypicConfig(ConfigSection):
     """Token put before a segment by ``epic-0``; ``None``: the segment's own first token."""
 
     def __post_init__(self) -> None:
-        parse_link(self.link, self.seam_tokens, self.context, self.islands)
+        named = ("none" if option == AUTO else option for option in (self.context, self.islands))
+        parse_link(self.link, self.seam_tokens, *named)
         if self.context_file is not None:
             context_text(self.context_file)
 
+    def for_model(self, model: ModelConfig) -> Self:
+        """With the context and islands that ``auto`` stands for.
+
+        Models of softmax attention alone whose text can be read get the fixed text and islands by the query
+        with the link method ``hypic``.  All others get neither: in linear layers an island's tokens count
+        twice, and nothing was measured there that they win.  ``model``'s tokenizer mode is the final one.
+        """
+        dense = not (model.is_hybrid or model.is_attention_free)
+        readable = model.tokenizer_mode == TOKENIZER_MODE
+        measured = self.link == "hypic" and dense and readable
+        context, islands = (DENSE_CONTEXT, DENSE_ISLANDS) if measured else ("none", "none")
+        return replace(
+            self,
+            context=context if self.context == AUTO else self.context,
+            islands=islands if self.islands == AUTO else self.islands,
+        )
+
     @property
     def link_defaults(self) -> LinkDefaults:
-        """The link method of requests that name none."""
+        """The link method of requests that name none, of options :meth:`for_model`."""
+        assert AUTO not in (self.context, self.islands), "which context and islands depends on the model"
         return LinkDefaults(self.link, self.seam_tokens, self.context, self.islands)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
 from vllm.logger import init_logger
 
-from ..config.engine import CONNECTOR, SECTION, HypicConfig, config_of
+from ..config.engine import CONNECTOR, SECTION, TOKENIZER_MODE, HypicConfig, config_of
 from ..errors import ConfigError, redacted
 from ..patches import engine_stop
 
@@ -66,6 +67,7 @@ def complete(config: VllmConfig) -> None:
         )
     _refuse_on_cuda(config)
     _use_tokenizer(config)
+    _use_options(config, config_of(config).for_model(config.model_config))
     _take_what_is_signed_off(config)
     _look_at_gate(config)
     _give_time_to_end(config)
@@ -151,11 +153,11 @@ def _use_v1_model_runner() -> None:
 
 def _use_tokenizer(config: VllmConfig) -> None:
     """Switch to our tokenizer mode, unless vLLM has one of its own for this model."""
-    from .tokenizer import MODE, refuses_model
+    from .tokenizer import refuses_model
 
     model = config.model_config
     if (reason := refuses_model(model)) is None:
-        model.tokenizer_mode = MODE
+        model.tokenizer_mode = TOKENIZER_MODE
     elif config_of(config).token_ids is None:
         raise ConfigError(f"--attention-backend hypic: {reason}")
 
@@ -167,10 +169,15 @@ def _take_what_is_signed_off(config: VllmConfig) -> None:
         return
     from ..eval.gate.startup import cheapest
 
-    chosen = cheapest(config, options).to_mapping()
+    _use_options(config, cheapest(config, options))
+
+
+def _use_options(config: VllmConfig, chosen: HypicConfig) -> None:
+    """In this configuration alone: the arguments that it was made of may serve another model."""
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
-    config.kv_transfer_config.kv_connector_extra_config = chosen
-    config.additional_config[SECTION] = chosen
+    options = chosen.to_mapping()
+    config.kv_transfer_config = replace(config.kv_transfer_config, kv_connector_extra_config=options)
+    config.additional_config = {**config.additional_config, SECTION: options}
 
 
 def _look_at_gate(config: VllmConfig) -> None:

@@ -31,10 +31,8 @@ from vllm.tokenizers.registry import (
 )
 
 from ..cache_api.forms import WrittenTokens, has_forms, sealed_texts, split_forms
+from ..config.engine import TOKENIZER_MODE
 from ..primitives.tokens import NO_TOKENIZER, Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
-
-MODE = "hypic"
-"""Name of the tokenizer (and renderer) mode."""
 
 TOKENS_ENV = "HYPIC_TOKENS"
 """JSON with the primitives' text forms, read where a tokenizer is loaded.
@@ -52,10 +50,10 @@ def register_mode() -> None:
     """
     from vllm.renderers.registry import RENDERER_REGISTRY
 
-    if MODE not in TokenizerRegistry.tokenizers:
-        TokenizerRegistry.register(MODE, "vllm_hypic.engine.tokenizer", "HypicTokenizer")
-    if MODE not in RENDERER_REGISTRY.renderers:
-        RENDERER_REGISTRY.register(MODE, "vllm_hypic.engine.renderer", "HypicRenderer")
+    if TOKENIZER_MODE not in TokenizerRegistry.tokenizers:
+        TokenizerRegistry.register(TOKENIZER_MODE, "vllm_hypic.engine.tokenizer", "HypicTokenizer")
+    if TOKENIZER_MODE not in RENDERER_REGISTRY.renderers:
+        RENDERER_REGISTRY.register(TOKENIZER_MODE, "vllm_hypic.engine.renderer", "HypicRenderer")
 
 
 def refuses_model(model_config: ModelConfig) -> str | None:
@@ -69,7 +67,7 @@ def refuses_model(model_config: ModelConfig) -> str | None:
     mode = model_config.tokenizer_mode
     if mode == "auto":  # what the architecture asks for is resolved already; the repository's format is not
         mode = tokenizer_args_from_config(model_config)[0]
-    if mode in ("hf", MODE):
+    if mode in ("hf", TOKENIZER_MODE):
         return None
     return (
         f"tokenizer mode {mode!r} has no token primitives; --tokenizer-mode hf uses the model's "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from ..config.engine import AUTO
 from ..harness.engine_calls import Ask
 from ..harness.prompts import Prompt
-from ..primitives.options import CONTEXT, ISLANDS, LINK, SEAM, SEGMENT
+from ..primitives.options import CONTEXT, ISLANDS, LINK, SEAM, SEGMENT, LinkDefaults
 from ..primitives.policies import CONTEXTS, LinkError, LinkMethod, parse_link
 from ..primitives.segmenter import SEGMENT_MODES
 
@@ -22,8 +23,19 @@ class Method:
     """Seam window; only ``hypic`` and ``naive`` take one."""
     context: str = "none"
     islands: str = "none"
+    """``auto``, as of a context: the engine's own, see :meth:`on`."""
     mode: str = "off"
     """How segments are found; ``off``: they stand between separators."""
+
+    def on(self, defaults: LinkDefaults | None) -> Method:
+        """This method on an engine with these defaults."""
+        if defaults is None or AUTO not in (self.context, self.islands):
+            return self
+        context = defaults.context if self.context == AUTO else self.context
+        islands = defaults.islands if self.islands == AUTO else self.islands
+        link, at, mode = self.name.partition("@")
+        name = "/".join([link, *(part for part in (context, islands) if part != "none")]) + at + mode
+        return replace(self, name=name, context=context, islands=islands)
 
     @property
     def linked(self) -> LinkMethod | None:

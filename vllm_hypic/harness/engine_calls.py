@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config.engine import config_of
+from ..primitives.options import LinkDefaults
+
 FORCED_TOKENS = "forced_tokens"
 """Extra argument of a request whose answer is given: see :mod:`.forced`."""
 FORCING = "vllm_hypic.harness.forced:ForcedTokens"
@@ -71,6 +74,8 @@ class Facts:
 
     separator: int
     vocabulary: list[int]
+    link_defaults: LinkDefaults | None
+    """``None`` in a stock engine."""
     described: dict[str, Any]
     """Settings that a report should name, whether given or chosen by vLLM."""
 
@@ -93,6 +98,7 @@ def facts(llm: Any) -> Facts:
     return Facts(
         -1 if primitives is None else primitives.sep,
         sorted(i for i in tokenizer.get_vocab().values() if i < rows and i not in special),
+        None if primitives is None else config_of(config).link_defaults,
         {
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..primitives.options import LinkDefaults, link_of_request
+from ..primitives.policies import LinkMethod
 from . import engine_calls
 from .engine_calls import Answer, Ask
 from .settings import EngineSettings
@@ -53,7 +55,6 @@ class Engine:
         """``context``: tokens of the longest prompt and its answer; ``more``: further options of ``LLM``."""
         self.name = name or ("hypic" if hypic else "stock")
         self.hypic, self.timeout_s = hypic, settings.timeout_s
-        self.link = settings.link
         arguments = settings.arguments(context, hypic=hypic, **more)
         descriptor, log = tempfile.mkstemp(prefix=f"vllm-hypic-{self.name}-", suffix=".log")
         os.close(descriptor)
@@ -68,6 +69,8 @@ class Engine:
         """Id of the separator; -1 in a stock engine."""
         self.vocabulary: list[int] = []
         """Ids of ordinary tokens."""
+        self.link_defaults: LinkDefaults | None = None
+        """``None`` in a stock engine."""
         self.described: dict[str, Any] = {}
         """What vLLM made of the options that were left to it."""
 
@@ -76,7 +79,12 @@ class Engine:
         self._answer("start")
         facts = self.call(engine_calls.facts)
         self.separator, self.vocabulary = facts.separator, facts.vocabulary
-        self.described = facts.described
+        self.link_defaults, self.described = facts.link_defaults, facts.described
+
+    def link(self, extra: Mapping[str, Any] | None = None) -> LinkMethod:
+        """Link method of a hypic engine's requests with the options ``extra``."""
+        assert self.link_defaults is not None
+        return link_of_request(extra, self.link_defaults)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Run ``function(llm, *args)`` in the engine's process and return its result."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -15,8 +15,6 @@ import click
 
 from ..config.engine import HypicConfig
 from ..errors import ConfigError
-from ..primitives.options import link_of_request
-from ..primitives.policies import LinkMethod
 from .sizes import SIZES, random_model
 
 CONTEXT = 32768
@@ -39,10 +37,6 @@ class EngineSettings:
     """The plugin's options."""
     timeout_s: float = 3600.0
     """Longest time that one request, or an engine's start, may take."""
-
-    def link(self, extra: Mapping[str, Any] | None = None) -> LinkMethod:
-        """Link method of a hypic engine's requests with the options ``extra``."""
-        return link_of_request(extra, HypicConfig.from_mapping(self.hypic).link_defaults)
 
     def arguments(self, context: int, *, hypic: bool, **more: Any) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` for prompts of up to ``context`` tokens.

@@ -46,7 +46,10 @@ _MAX_SEGMENTS = 4096
 @dataclass(frozen=True)
 class LinkDefaults:
     """What requests of an engine that name nothing else get: arguments of
-    :func:`~vllm_hypic.primitives.policies.parse_link`."""
+    :func:`~vllm_hypic.primitives.policies.parse_link`.
+
+    Context and islands were chosen for ``link``: a request that names another has none unless it names them.
+    """
 
     link: str
     seam_tokens: int
@@ -56,6 +59,13 @@ class LinkDefaults:
 
 def link_of_request(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -> LinkMethod:
     """The link method a request asks for.  Raises :class:`LinkError` naming a bad key or value."""
+    named = link_options(extra_args, defaults)
+    return parse_link(named[LINK], named[SEAM], named[CONTEXT], named[ISLANDS])
+
+
+def link_options(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -> dict[str, Any]:
+    """The options that say a request's link method, all of them.  Raises :class:`LinkError` for an unknown
+    option of ours."""
     extra = extra_args or {}
     unknown = sorted(k for k in extra if isinstance(k, str) and k.startswith(PREFIX) and k not in KNOWN)
     if unknown:
@@ -63,12 +73,14 @@ def link_of_request(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults
     seam = extra.get(SEAM, defaults.seam_tokens)
     if isinstance(seam, float) and seam.is_integer():
         seam = int(seam)  # JSON clients send 8.0
-    return parse_link(
-        extra.get(LINK, defaults.link),
-        seam,
-        extra.get(CONTEXT, defaults.context),
-        extra.get(ISLANDS, defaults.islands),
-    )
+    link = extra.get(LINK, defaults.link)
+    usual = defaults if link == defaults.link else LinkDefaults(link, seam)
+    return {
+        LINK: link,
+        SEAM: seam,
+        CONTEXT: extra.get(CONTEXT, usual.context),
+        ISLANDS: extra.get(ISLANDS, usual.islands),
+    }
 
 
 def segment_mode_of_request(extra_args: Mapping[str, Any] | None, default: str) -> str:

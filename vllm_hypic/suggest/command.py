@@ -98,6 +98,7 @@ def comparison_of(front_end: FrontEnd, config: HypicConfig, block_size: int) -> 
     from .candidates import Comparison
     from .replay import Linking
 
+    config = config.for_model(front_end.model_config)
     vocabulary = Vocabulary(front_end.tokenizer)
     words = Words(vocabulary.texts.of)
     linking = Linking(

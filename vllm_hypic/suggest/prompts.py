@@ -21,10 +21,10 @@ from vllm.renderers.chat_utils import has_non_text_content, load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine import EngineCoreRequest
 
-from ..config.engine import HypicConfig
+from ..config.engine import TOKENIZER_MODE, HypicConfig
 from ..connector.build import primitive_ids_of
 from ..engine.front_end import refusal
-from ..engine.tokenizer import MODE, publish_texts, refuses_model, register_mode
+from ..engine.tokenizer import publish_texts, refuses_model, register_mode
 from ..errors import ConfigError
 
 EXPECTED = (
@@ -77,7 +77,7 @@ class FrontEnd:
         # Nothing is computed, so it does not matter whether this machine could.
         model_config.quantization = None
         if (reason := refuses_model(model_config)) is None:
-            model_config.tokenizer_mode = MODE
+            model_config.tokenizer_mode = TOKENIZER_MODE
         elif config.token_ids is None:
             raise ConfigError(reason)
         self.model_config = model_config

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ...config.engine import HypicConfig
+from ...config.engine import AUTO, HypicConfig
 from ...errors import ConfigError
 from ...harness.engines import EngineError
 from ...harness.generators import Generator, find_generator, trust_option
@@ -239,12 +239,14 @@ def gate(
     template = ChatTemplate(options=chat_template_kwargs)
     measured = _measure(place, tuple(judged), tasks, chat, template)
     verdicts = {}
-    for method, numbers in measured.numbers.items():
+    for (method, numbers), asked in zip(measured.numbers.items(), judged.values(), strict=True):
+        # What the engine made of options that depend on the model.
+        served = replace(asked, context=method.context, islands=method.islands)
         judgement = judge(numbers, Limits(**limits))
         verdicts[method] = judgement.verdict
         sign_off = SignOff(
             model=model_name(path) if Path(model).is_dir() else model,
-            subject=measured.subject.linked(judged[method]),
+            subject=measured.subject.linked(served),
             judgement=judgement,
             limits=limits,
             by=by,
@@ -316,7 +318,7 @@ def _judged(
     judged = {}
     for c in configs:
         link = f"{c.link}-{c.seam_tokens}" if windowed else c.link
-        name = "/".join([link, *(part for part in (c.context, c.islands) if part != "none")])
+        name = "/".join([link, *(part for part in (c.context, c.islands) if part not in ("none", AUTO))])
         mode = c.segment.mode
         name += "" if mode == "off" else f"@{mode}"
         judged[Method(name, c.link, c.seam_tokens, c.context, c.islands, mode)] = c

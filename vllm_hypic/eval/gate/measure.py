@@ -56,6 +56,7 @@ class GateMeasurement:
     subject: Subject
     """The subject, with the link options of the engine."""
     numbers: dict[Method, Numbers]
+    """In the order of the methods that were asked for, as they are on this engine (:meth:`Method.on`)."""
     chat: bool
     left_out: int
     """Prompts that are longer than the engine's context."""
@@ -79,6 +80,7 @@ def measure(
     """
     steps.show("starting vLLM with hypic")
     with running(engine := place.hypic()):
+        methods = [method.on(engine.link_defaults) for method in methods]
         if chat is None:
             chat = engine.call(_has_chat_template)
         asked, left_out = _encoded(engine, make(chat), chat, template)

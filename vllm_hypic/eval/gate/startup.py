@@ -18,12 +18,12 @@ from ...errors import ConfigError
 from ...primitives.policies import parse_link
 from .choice import candidates
 from .criteria import Limits
-from .identity import Subject, subject_of
+from .identity import Subject, subject_of, telling
 from .signoff import SignOff, SignOffError, default_folder, path_in, read
 from .verdict import Verdict
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.hypic.gate")
 
@@ -56,7 +56,7 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
     if found.go:
         logger.info("hypic gate: %s", found.says)
         return
-    way_out = f"run: {command(vllm_config.model_config.model, subject, config)}"
+    way_out = f"run: {command(vllm_config.model_config, subject, config)}"
     if config.gate.require == "go":
         raise ConfigError(f"hypic config: gate.require='go': {found.says}; {way_out}")
     logger.warning("hypic gate: %s; %s", found.says, way_out)
@@ -72,7 +72,7 @@ def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:
         if find(config.gate.folder, subject.linked(candidate)).go:
             logger.info("hypic gate: context %r, islands %r", candidate.context, candidate.islands)
             return candidate
-    run = f"{command(vllm_config.model_config.model, subject, config)} --choose"
+    run = f"{command(vllm_config.model_config, subject, config)} --choose"
     raise ConfigError(f"hypic config: gate.choose: no context and islands are signed off as a go; run: {run}")
 
 
@@ -99,15 +99,14 @@ def find(folder: str | None, subject: Subject) -> Found:
     return Found(sign_off, f"{says} ({path})")
 
 
-def command(model: str, subject: Subject, config: HypicConfig) -> str:
+def command(model: ModelConfig, subject: Subject, config: HypicConfig) -> str:
     """The command line that judges ``subject``."""
-    words = ["vllm-hypic", "gate", model, "--dtype", subject.dtype]
-    usual = HypicConfig().to_mapping()
-    if options := {
-        name: value
-        for name, value in config.to_mapping().items()
-        if subject.options.get(name) is not None and value != usual[name]
-    }:
+    words = ["vllm-hypic", "gate", model.model, "--dtype", subject.dtype]
+    usual = HypicConfig(link=config.link).for_model(model)
+    # Not by the subject's own names: it does not tell a context that the model would have and that is off.
+    ours = {**telling(usual), **subject.options}
+    given, expected = config.to_mapping(), {**usual.to_mapping(), "link": HypicConfig().link}
+    if options := {n: given[n] for n in ours if ours[n] is not None and given[n] != expected[n]}:
         words += ["--hypic", json.dumps(options)]
     engine: dict[str, Any] = {}
     if subject.quantization is not None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ...primitives.keys import Namespace, Role, SegmentKey
-from ...primitives.options import CONTEXT, LINK, SEAM, link_of_request
+from ...primitives.options import link_of_request, link_options
 from ...primitives.pieces import PromptError, parse_prompt
 from ...primitives.plan import CachedSegment, PromptPlan, build_plan
 from ...primitives.policies import LinkError, LinkMethod
@@ -88,12 +88,7 @@ def plan_request(
         plan = _plan(ids, method, description, salt)
     except (LinkError, PromptError):
         return None
-    options = {
-        LINK: extra_args.get(LINK, defaults.link),
-        SEAM: extra_args.get(SEAM, defaults.seam_tokens),
-        CONTEXT: extra_args.get(CONTEXT, defaults.context),
-    }
-    return Planned(plan, description, salt, options)
+    return Planned(plan, description, salt, link_options(extra_args, defaults))
 
 
 def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt: str | None) -> PromptPlan:
