@@ -29,6 +29,7 @@ from vllm_hypic.primitives.policies import ModelTraits
 from .gate_numbers import subject
 
 HYPIC, NAIVE = Method("hypic-4", "hypic", 4), Method("naive-4", "naive", 4)
+DEFAULTS = LinkDefaults("hypic", 4, "none", "query-15")
 SEPARATOR, RIGHT, WRONG = 0, 1, 2
 DOCUMENT = 40
 """Tokens; of them 32, the least that is kept, are not seam."""
@@ -53,7 +54,7 @@ class Model:
     warm: set[tuple[int, ...]] = field(default_factory=set)
     described: dict[str, int] = field(default_factory=lambda: {"max_model_len": 200})
     separator: int = SEPARATOR
-    link_defaults: LinkDefaults = LinkDefaults("hypic", 4, "none", "query-15")
+    link_defaults: LinkDefaults = DEFAULTS
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, function.__name__.lstrip("_"))(*args)
@@ -157,9 +158,8 @@ def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_method_that_depends_on_the_model_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = replace(HYPIC, name="hypic-4@cdc", context="auto", islands="auto", mode="cdc")
     named = replace(HYPIC, context="text", islands="auto")
-    assert auto.on(Model.link_defaults) == Method(
-        "hypic-4/query-15@cdc", "hypic", 4, "none", "query-15", "cdc"
-    )
+    on = Method("hypic-4/query-15@cdc", "hypic", 4, "none", "query-15", "cdc")
+    assert auto.on(DEFAULTS) == on
     found = run(monkeypatch, methods=(named,))
     assert list(found.numbers) == [Method("hypic-4/text/query-15", "hypic", 4, "text", "query-15")]
 
