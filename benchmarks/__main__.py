@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .answers import answers
 from .eviction import eviction
 from .lmcache_bench import lmcache_bench
 from .load import load
@@ -24,6 +25,7 @@ def main() -> None:
     pass
 
 
+main.add_command(answers)
 main.add_command(ttft)
 main.add_command(ttft_length)
 main.add_command(ttft_segments)

@@ -180,7 +180,7 @@ def test_the_plot_is_a_png(tmp_path: Path, n: int) -> None:
     pytest.importorskip("matplotlib")
     drawn = (panels(RESULTS, overall(RESULTS, SCORES, Metric.EXACT), Metric.EXACT) * 2)[:n]
     assert all(isinstance(p, Panel) for p in drawn)
-    plot(tmp_path / "x.png", drawn, title="title", metric=Metric.EXACT)
+    plot(tmp_path / "x.png", drawn, title="title")
     data = (tmp_path / "x.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", data[16:24])

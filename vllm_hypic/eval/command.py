@@ -214,7 +214,7 @@ def main(
     if plot_path is not None and over:
         from .pareto import panels, plot
 
-        plot(plot_path, panels(study.results, over, metric), title=settings.model, metric=metric)
+        plot(plot_path, panels(study.results, over, metric), title=settings.model)
 
 
 for _option in main.params:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Panel:
     points: tuple[ParetoPoint, ...]
     noise: Estimate | None
     """Difference of full recompute to itself on another engine."""
+    y_label: str = "points to full recompute"
 
 
 def panels(results: Sequence[FamilyResult], over: Sequence[Overall], metric: Metric) -> list[Panel]:
@@ -66,7 +67,7 @@ def panels(results: Sequence[FamilyResult], over: Sequence[Overall], metric: Met
     found = [_of_family(r, metric) for r in results]
     if len(results) > 1:
         found.append(_of_all(over))
-    return found
+    return [replace(panel, y_label=f"{metric.value}, {panel.y_label}") for panel in found]
 
 
 def _of_family(result: FamilyResult, metric: Metric) -> Panel:
@@ -102,7 +103,7 @@ def _panel(title: str, x_label: str, points: Sequence[ParetoPoint]) -> Panel:
     return Panel(title, x_label, tuple(p for p in points if not is_noise(p.method)), noise)
 
 
-def plot(path: Path, drawn: Sequence[Panel], *, title: str, metric: Metric) -> None:
+def plot(path: Path, drawn: Sequence[Panel], *, title: str) -> None:
     """Draw the panels into a PNG file."""
     # Not pyplot: no global state, and no display is asked for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -116,7 +117,7 @@ def plot(path: Path, drawn: Sequence[Panel], *, title: str, metric: Metric) -> N
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     colours = _colours(drawn)
     for axis, panel in zip(axes, drawn, strict=False):
-        _draw(axis, panel, metric, colours)
+        _draw(axis, panel, colours)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
     # One for all panels, below them: inside it would hide points.
@@ -138,7 +139,7 @@ def _colours(drawn: Sequence[Panel]) -> dict[str, str]:
     return {line: COLOUR_OF.get(line) or next(others) for line in lines}
 
 
-def _draw(axis: Any, panel: Panel, metric: Metric, colours: Mapping[str, str]) -> None:
+def _draw(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     if panel.noise is not None:
         low, high = min(panel.noise.low, 0.0), max(panel.noise.high, 0.0)
         axis.axhspan(low, high, color="grey", alpha=0.15, label="full recompute, other chunks")
@@ -172,5 +173,5 @@ def _draw(axis: Any, panel: Panel, metric: Metric, colours: Mapping[str, str]) -
     axis.set_ylim(min(low, -LEAST_SPAN), max(high, LEAST_SPAN))
     axis.set_title(panel.title)
     axis.set_xlabel(panel.x_label)
-    axis.set_ylabel(f"{metric.value}, points to full recompute")
+    axis.set_ylabel(panel.y_label)
     axis.grid(alpha=0.3)

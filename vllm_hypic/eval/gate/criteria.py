@@ -33,7 +33,7 @@ class Limits:
     """Points that answers may lose on average."""
     certain_loss: float = 1.0
     """Points: the interval of the loss must not lie wholly beyond."""
-    kl: float = 0.1
+    kl: float = 0.2
     """Nats that nine first-token distributions of ten may be away from full recompute's ..."""
     times_noise: float = 5.0
     """... or so many times the noise floor, where that is more."""

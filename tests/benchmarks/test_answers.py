@@ -1,0 +1,67 @@
+"""The plot of what several runs of the evaluation found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.__main__ import main
+from benchmarks.answers import _mean, _questions
+
+
+def estimate(value: float, half: float = 2.0) -> dict[str, float]:
+    return {"value": value, "low": value - half, "high": value + half, "n": 300}
+
+
+def cell(method: str, lost: float, computed: int) -> dict[str, Any]:
+    score = {"mean": estimate(80 - lost), "difference": estimate(-lost)}
+    return {"method": method, "prompt_tokens": 200.0, "computed_tokens": computed, "contains": score}
+
+
+def family(name: str, **lost: float) -> dict[str, Any]:
+    cells = [cell("full recompute", 0, 200), *(cell(m, n, 50) for m, n in lost.items())]
+    return {"family": name, "prompts": 300, "cells": cells}
+
+
+def text() -> dict[str, Any]:
+    sizes = {"prompt_tokens": 200.0, "computed_tokens": 20}
+    cells = [
+        {"method": m, "nll": estimate(3), "increase": estimate(n), **sizes}
+        for m, n in {"full recompute": 0, "block": 4}.items()
+    ]
+    return {"family": "mixed", "prompts": 300, "cells": cells}
+
+
+def report(path: Path, model: str = "mine", **results: Any) -> str:
+    path.write_text(json.dumps({"settings": {"model": model}, "results": results}))
+    return str(path)
+
+
+def drawn(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["answers", *arguments])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_reports_are_drawn(tmp_path: Path) -> None:
+    one = report(tmp_path / "1.json", families=[family("facts", block=40)])
+    two = report(tmp_path / "2.json", families=[family("updates", block=20)], texts=[text()])
+    assert drawn(one, two, "--plot", str(tmp_path / "plot.png")) == (0, "")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_families_count_alike_and_a_method_must_be_in_all() -> None:
+    panel = _mean([_questions(family("facts", block=40, naive=1)), _questions(family("updates", block=20))])
+    [point] = panel.points
+    assert (point.method, point.x, point.y.value) == ("block", 25, -30)
+    assert point.y.high - point.y.low == pytest.approx(4 / 2**0.5)
+
+
+def test_what_cannot_stand_together_is_refused(tmp_path: Path) -> None:
+    mine, other = (report(tmp_path / f"{m}.json", m, families=[family("f", block=1)]) for m in ("a", "b"))
+    code, said = drawn(mine, other, "--plot", str(tmp_path / "plot.png"))
+    assert code == 2 and "reports of several models: a, b" in said
+    (tmp_path / "c.json").write_text("{}")
+    code, said = drawn(str(tmp_path / "c.json"), "--plot", str(tmp_path / "plot.png"))
+    assert code == 2 and "c.json: no report of python -m vllm_hypic.eval: KeyError('settings')" in said
