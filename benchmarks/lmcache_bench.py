@@ -107,7 +107,8 @@ class Serving:
             options += ["--enable-prefix-caching", "--kv-cache-memory-bytes", str(self.cache_bytes)]
         else:
             pool = self.cache_bytes // 2
-            hypic = {"hypic": {"pool_bytes": pool, "segment": segment}}
+            # Islands are computed on purpose: what segments are found is told by what is reused.
+            hypic = {"hypic": {"pool_bytes": pool, "islands": "none", "segment": segment}}
             options += ["--attention-backend", "hypic", "--additional-config", json.dumps(hypic)]
             options += ["--kv-cache-memory-bytes", str(self.cache_bytes - pool)]
         return Server(self.model, *options, env=env, start_timeout_s=START_S)

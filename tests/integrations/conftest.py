@@ -108,11 +108,15 @@ def recorder() -> Iterator[Recorder]:
 
 @pytest.fixture(scope="package")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SmolLM2 with mode ``text`` as it is by default, and a template that knows tools."""
+    """SmolLM2 with mode ``text`` as it is by default, and a template that knows tools.
+
+    Without islands: what is found is told by what is reused.
+    """
+    hypic = {"pool_bytes": 1 << 30, "islands": "none", "segment": {"mode": "text"}}
     with Server(
         smollm2,
         *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "512M"),
-        *("--additional-config", json.dumps({"hypic": {"pool_bytes": 1 << 30, "segment": {"mode": "text"}}})),
+        *("--additional-config", json.dumps({"hypic": hypic})),
         *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
         *("--chat-template", str(EXAMPLES / "tools.jinja")),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),

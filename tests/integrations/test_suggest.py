@@ -52,7 +52,7 @@ def requests(documents: list[str], tools: list[dict[str, Any]]) -> Iterator[dict
 def test_a_server_reuses_what_was_suggested(example, offices, smollm2: Path, server: Server) -> None:
     documents = [f"This is read by suggest. {d}" for d in offices.DOCUMENTS]
     log = list(requests(documents, example("agent_tools").TOOLS[:8]))
-    config = HypicConfig()
+    config = HypicConfig(islands="none")
     with FrontEnd(smollm2, config, str(EXAMPLES / "tools.jinja"), {"max_model_len": 8192}) as front_end:
         comparison = comparison_of(front_end, config, BLOCK)
         said: dict[str, list[int]] = {name: [] for name in MODES}
@@ -88,7 +88,7 @@ def test_what_frameworks_send_is_recognised(example, offices, recorder, smollm2:
     framework = example(name)
     for order in list(permutations(range(5), 3))[::9]:
         framework.ask(recorder.url, [offices.DOCUMENTS[i] for i in order], QUESTION)
-    config = HypicConfig()
+    config = HypicConfig(islands="none")
     with FrontEnd(smollm2, config, str(EXAMPLES / "tools.jinja"), {}) as front_end:
         comparison = comparison_of(front_end, config, 16)
         for body in recorder.bodies:
