@@ -30,7 +30,7 @@ class Limits:
     """Where a go ends."""
 
     loss: float = 3.0
-    """Points that answers may lose on average."""
+    """Points that answers may lose on average, unless the interval of the loss reaches 0."""
     certain_loss: float = 1.0
     """Points: the interval of the loss must not lie wholly beyond."""
     kl: float = 0.2
@@ -185,10 +185,10 @@ def _answers(answers: Answers, limits: Limits) -> Reason:
     if loss.low > limits.certain_loss:
         says += f", and more than {limits.certain_loss:g} are for certain"
         return Reason(ANSWERS, False, loss.low, limits.certain_loss, says)
-    holds = loss.value <= limits.loss
-    if not holds:
-        says += "; with more --prompts the interval is narrower"
-    return Reason(ANSWERS, holds, loss.value, limits.loss, says)
+    if loss.value > limits.loss >= 0 >= loss.low:
+        says += ", and these may be chance; with more --prompts the interval is narrower"
+        return Reason(ANSWERS, True, loss.value, limits.loss, says)
+    return Reason(ANSWERS, loss.value <= limits.loss, loss.value, limits.loss, says)
 
 
 def _texts(texts: Texts, limits: Limits) -> Reason:
