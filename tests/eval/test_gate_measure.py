@@ -157,7 +157,7 @@ def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_method_that_depends_on_the_model_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = replace(HYPIC, name="hypic-4@cdc", context="auto", islands="auto", mode="cdc")
-    named = replace(HYPIC, context="text", islands="auto")
+    named = replace(HYPIC, name="hypic-4/text", context="text", islands="auto")
     on = Method("hypic-4/query-15@cdc", "hypic", 4, "none", "query-15", "cdc")
     assert auto.on(DEFAULTS) == on
     found = run(monkeypatch, methods=(named,))

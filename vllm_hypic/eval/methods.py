@@ -33,7 +33,8 @@ class Method:
             return self
         context = defaults.context if self.context == AUTO else self.context
         islands = defaults.islands if self.islands == AUTO else self.islands
-        link, at, mode = self.name.partition("@")
+        named, at, mode = self.name.partition("@")
+        link = named.partition("/")[0]
         name = "/".join([link, *(part for part in (context, islands) if part != "none")]) + at + mode
         return replace(self, name=name, context=context, islands=islands)
 
