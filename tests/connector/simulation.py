@@ -268,6 +268,8 @@ class Engine:
             {
                 "min_segment_tokens": 4,
                 "seam_tokens": 0,
+                "context": "none",
+                "islands": "none",
                 "store": {**(STORE if self.tiered else {}), "eviction": self.policy},
                 "segment_parallel": PARALLEL,
                 "max_tenant_fraction": self.tenant_fraction,

@@ -24,7 +24,9 @@ LEAD, DOCUMENT, QUERY = list(range(10, 30)), list(range(100, 140)), [900, 901]
 
 
 def side(**options: Any) -> SchedulerSide:
-    config = HypicConfig.from_mapping({"min_segment_tokens": 8, "seam_tokens": 3, **options})
+    config = HypicConfig.from_mapping(
+        {"min_segment_tokens": 8, "seam_tokens": 3, "context": "none", "islands": "none", **options}
+    )
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     geometry = PoolGeometry(attention, (), page_tokens=PAGE, pages=64, slots=8)
     return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS)

@@ -40,7 +40,9 @@ def side(
 ) -> SchedulerSide:
     if store:
         options["store"] = STORE if store is True else store
-    config = HypicConfig.from_mapping({"min_segment_tokens": 8, "seam_tokens": 0, **options})
+    config = HypicConfig.from_mapping(
+        {"min_segment_tokens": 8, "seam_tokens": 0, "context": "none", "islands": "none", **options}
+    )
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     geometry = PoolGeometry(
         attention,

@@ -46,7 +46,8 @@ def runs(folder: Path) -> dict[str, Result]:
     def once(place: Place, methods: Sequence[Method], *args: Any, **options: Any) -> GateMeasurement:
         if not measured:
             measured.append(_measure(place, (STRUCTURE, HYPIC, NAIVE), *args, **options))
-        return replace(measured[0], numbers={m: measured[0].numbers[m.on(DEFAULTS)] for m in methods})
+        asked = [method.on(DEFAULTS) for method in methods]
+        return replace(measured[0], numbers={method: measured[0].numbers[method] for method in asked})
 
     _measure: Callable[..., GateMeasurement] = command.measure
     with pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,9 @@ def engine(linear: bool, **options: Any) -> SchedulerSide:
     pool = PoolGeometry(
         attention, gdn if linear else (), page_tokens=16, pages=30, slots=6, transition_blocks=9
     )
-    config = HypicConfig.from_mapping({"min_segment_tokens": 4, "seam_tokens": 2, **options})
+    config = HypicConfig.from_mapping(
+        {"min_segment_tokens": 4, "seam_tokens": 2, "context": "none", "islands": "none", **options}
+    )
     return SchedulerSide(config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS)
 
 
