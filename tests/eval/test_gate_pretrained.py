@@ -67,7 +67,7 @@ def judged(model: Path, folder: Path, prompts: int) -> dict[str, Judged]:
 
 
 def test_a_few_prompts_tell_them_apart(smollm2: Path, tmp_path: Path) -> None:
-    found = judged(smollm2, tmp_path, prompts=6)
+    found = judged(smollm2, tmp_path, prompts=8)
     assert found["block"].exit_code == 1 and found["block"].sign_off.judgement.verdict is Verdict.NO_GO
     default = found["hypic"]
     assert "hypic-8/text/query-15" in default.said and not default.against & {FAULTS, TEXTS}
@@ -78,7 +78,7 @@ def test_a_few_prompts_tell_them_apart(smollm2: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(4800)
 def test_the_default_is_a_go_and_blocks_are_a_no_go(smollm2: Path, tmp_path: Path) -> None:
     """Blocks by answers, by first tokens, and by every token of a text."""
-    found = judged(smollm2, tmp_path, prompts=60)
+    found = judged(smollm2, tmp_path, prompts=80)
     default, blocks = found["hypic"], found["block"]
     assert default.sign_off.judgement.verdict is Verdict.GO, default.said
     assert default.exit_code == 0 and default.sign_off.subject.options["islands"] == "query-15"
