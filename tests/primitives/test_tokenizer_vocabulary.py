@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AddedToken, PythonBackend
+from vllm.tokenizers.registry import get_tokenizer
 
 from vllm_hypic.config.engine import TOKENIZER_MODE
 from vllm_hypic.engine.tokenizer import (
@@ -43,7 +44,9 @@ def test_texts_come_from_the_environment(tokenizer_dirs, clean_environment):
     texts = PrimitiveTexts(sep="<<PIC_SEP>>")
     publish_texts(texts)
     assert published_texts() == texts
-    tokenizer = load(tokenizer_dirs["qwen"], TOKENIZER_MODE)
+    # Not load(): it keeps what it made, and other tests want the usual texts.
+    path = str(tokenizer_dirs["qwen"])
+    tokenizer = get_tokenizer(path, tokenizer_mode=TOKENIZER_MODE, runner_type="generate")
     assert tokenizer.hypic_texts == texts
     assert tokenizer.encode("a<<PIC_SEP>>b")[1] == primitive_ids(tokenizer).sep
     assert not primitive_ids(tokenizer).contains(tokenizer.encode("a<|hypic_sep|>b"))

@@ -139,7 +139,11 @@ def test_seams_are_not_reused(run: Callable[..., Any]) -> None:
             for c in run(separated(), "--json", "--hypic", json.dumps(o))["candidates"]
             if c["name"] == "off"
         )
-        for o in ({"seam_tokens": 4}, {"seam_tokens": 8}, {"link": "seam-8-8", "islands": "query-20"})
+        for o in (
+            {"seam_tokens": 4, "islands": "none"},
+            {"seam_tokens": 8, "islands": "none"},
+            {"seam_tokens": 8, "islands": "query-20"},
+        )
     ]
     segments = 3 * 24
     cold = 4

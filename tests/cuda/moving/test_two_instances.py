@@ -44,6 +44,7 @@ class Instance:
 
     def __init__(self, tier: MemoryTier | None) -> None:
         options: dict[str, Any] = {"min_segment_tokens": 4, "seam_tokens": 0, "segment_parallel": PARALLEL}
+        options |= {"context": "none", "islands": "none"}
         if tier is not None:
             options["store"] = {"tiers": TIERS}
         self.tier = tier

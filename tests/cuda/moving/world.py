@@ -141,6 +141,8 @@ class World:
             {
                 "min_segment_tokens": 4,
                 "seam_tokens": 0,
+                "context": "none",
+                "islands": "none",
                 "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]},
             }
         )
