@@ -8,6 +8,7 @@ import click
 
 _COMMANDS = {
     "cache": ".cache_api.command",
+    "check": ".check.command",
     "explain": ".cache_api.explain_command",
     "gate": ".eval.gate.command",
     "router": ".segment_parallel.router.command",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -22,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_hypic.backends import attach
 from vllm_hypic.backends.attention.backend import HypicAttentionImpl
+from vllm_hypic.backends.linear.gdn.cpu import HypicCPUGatedDeltaNet
 from vllm_hypic.backends.ops import extension, span_attention
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.probe import Unsupported, _Call, _link
@@ -38,6 +42,18 @@ GDN = MambaSpec(
     dtypes=(torch.bfloat16, torch.float32),
     mamba_type=Kind.GDN_ATTN,
 )
+
+
+USUAL: dict[str, Any] = {
+    "sliding_window": -1,
+    "logits_soft_cap": 0,
+    "sinks": None,
+    "alibi_slopes": None,
+    "kv_sharing_target_layer_name": None,
+    "is_fp8_kv_cache": False,
+    "kv_cache_dtype": "fp8",
+}
+"""An implementation that takes part."""
 
 
 def geometry(*specs: KVCacheSpec) -> PoolGeometry:
@@ -92,20 +108,47 @@ def test_caches(spec: KVCacheSpec, says: str) -> None:
 )
 def test_attention_layers(field: str, value: object, says: str) -> None:
     impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
-    plain: dict[str, Any] = {
-        "sliding_window": -1,
-        "logits_soft_cap": 0,
-        "sinks": None,
-        "alibi_slopes": None,
-        "kv_sharing_target_layer_name": None,
-        "is_fp8_kv_cache": False,
-        "kv_cache_dtype": "fp8",
-    }
-    for name, usual in plain.items():
+    for name, usual in USUAL.items():
         setattr(impl, name, usual)
     assert impl.refusal() is None
     setattr(impl, field, value)
     assert impl.refusal() == says
+
+
+def stock_layer(kind: type[Any], **fields: Any) -> Any:
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    for name, value in fields.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def test_a_layer_that_has_no_cache_of_its_own_is_not_passed_over() -> None:
+    """It would run stock, and see nothing of the records."""
+    impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
+    for name, usual in USUAL.items():
+        setattr(impl, name, usual)
+    impl.kv_sharing_target_layer_name = "layers.0"
+    layer = stock_layer(Attention, impl=impl)
+    runner = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layers.1": layer}),
+        model_config=SimpleNamespace(architecture="Gemma3nForCausalLM"),
+    )
+    with pytest.raises(Unsupported, match=r"^hypic: layer layers.1: KV shared with layer layers.0 is not"):
+        attach.attach(runner, geometry(FULL), NotImplemented)
+
+
+@pytest.mark.parametrize("kind", [HypicCPUGatedDeltaNet, MambaMixer2])
+def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None:
+    """Qwen4Exp has the very layer that is replaced by ours, and convolutions over n-grams beside it."""
+    layer = stock_layer(kind)
+    says = attach.layer_refusal(layer, "Qwen4ExpForCausalLM")
+    assert says is not None
+    if kind is MambaMixer2:
+        assert says == "linear attention MambaMixer2 (supported: QwenGatedDeltaNetAttention)"
+    else:
+        assert says.startswith("gated delta net in Qwen4ExpForCausalLM (what else that keeps is not known; ")
+        assert "Qwen3NextForCausalLM" in says
 
 
 def test_layers_that_the_kernels_refuse_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

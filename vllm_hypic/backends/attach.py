@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CompilationMode
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from ..pool.families import FAMILIES
 from .attention.base import AttentionLink, PublicAttention
@@ -31,36 +33,35 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
     Raises :class:`Unsupported` naming the first layer that PIC cannot serve and the reason.
     """
     layers = runner.compilation_config.static_forward_context
-    impls: dict[str, PublicAttention[Any]] = {}
-    for attention in geometry.attention:
-        impl = getattr(layers[attention.layer], "impl", None)
-        if not isinstance(impl, PublicAttention):
-            raise Unsupported(
-                f"hypic: layer {attention.layer} ({type(layers[attention.layer]).__name__}) "
-                "does not use the hypic backend"
-            )
-        if reason := impl.refusal():
-            raise Unsupported(
-                f"hypic: layer {attention.layer}: {reason} is not supported; serve without hypic"
-            )
-        impls[attention.layer] = impl
-    known = [family.stock for family in FAMILIES]
-    for linear in geometry.linear:
-        layer = layers[linear.layer]
-        if not isinstance(layer, LinearLayer):
-            raise Unsupported(
-                f"hypic: layer {linear.layer} ({type(layer).__name__}) "
-                f"has no supported transition; supported linear layers: {', '.join(known)}"
-            )
-        if reason := layer.refusal():
-            raise Unsupported(
-                f"hypic: layer {linear.layer}: {reason} is not supported; choose another --dtype"
-            )
+    architecture = runner.model_config.architecture
+    for name, layer in layers.items():
+        if isinstance(layer, AttentionLayerBase) and (reason := layer_refusal(layer, architecture)):
+            raise Unsupported(f"hypic: layer {name}: {reason} is not supported; serve without hypic")
+    impls = {a.layer: layers[a.layer].impl for a in geometry.attention}
     _require_own_graph(runner, geometry)
     ropes = link_ropes(runner, impls)
     runtime = start(runner.device)
     _link(runner, layers, impls, ropes, runtime)
     return _describe(ropes, [layers[g.layer].family.name for g in geometry.linear])
+
+
+def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
+    """Why PIC cannot serve this layer of a model of class ``architecture``, or ``None``.
+
+    Asked of every layer that has a cache or reads another's, so that none is passed over.
+    """
+    kind = type(layer).__name__
+    if isinstance(layer, LinearLayer):
+        if architecture in (served := layer.family.architectures):
+            return layer.refusal()
+        return (
+            f"{layer.family.name} in {architecture} (what else that keeps is not known; "
+            f"served: {', '.join(sorted(served))})"
+        )
+    if isinstance(layer, MambaBase):
+        return f"linear attention {kind} (supported: {', '.join(family.stock for family in FAMILIES)})"
+    impl = getattr(layer, "impl", None)
+    return impl.refusal() if isinstance(impl, PublicAttention) else f"{kind} without the hypic backend"
 
 
 def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import ConfigError
 from .signature import require_parameters
 
 
@@ -28,7 +29,7 @@ def apply() -> None:
     ) -> str:
         if selected_backend is AttentionBackendEnum.CUSTOM:
             if attn_selector_config.use_mla or attn_selector_config.use_sparse:
-                raise ValueError(
+                raise ConfigError(
                     "--attention-backend hypic: MLA and sparse attention are not supported on CPU"
                 )
             return AttentionBackendEnum.CUSTOM.get_path()

@@ -16,7 +16,9 @@ class LinearFamily:
 
     ``name``: as messages call it; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
     ``state_ranks``: dimensions of its convolution's and of its recurrence's state; ``stock``: vLLM's layer
-    class; ``module``: where ``register`` replaces that class by ours.
+    class; ``module``: where ``register`` replaces that class by ours; ``architectures``: vLLM's model classes
+    that were served with these layers.  Others may use the very class and keep more beside it that nobody
+    composes (Qwen4Exp: convolutions over n-grams, sparse attention), so they are refused.
     """
 
     name: str
@@ -24,6 +26,7 @@ class LinearFamily:
     state_ranks: tuple[int, ...]
     stock: str
     module: str
+    architectures: frozenset[str]
 
 
 GATED_DELTA_NET = LinearFamily(
@@ -32,6 +35,13 @@ GATED_DELTA_NET = LinearFamily(
     state_ranks=(2, 3),
     stock="QwenGatedDeltaNetAttention",
     module="vllm_hypic.backends.linear.gdn",
+    architectures=frozenset(
+        {
+            "Qwen3NextForCausalLM",
+            *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+            *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        }
+    ),
 )
 FAMILIES = (GATED_DELTA_NET,)
 

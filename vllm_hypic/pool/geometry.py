@@ -7,7 +7,8 @@ those that the worker allocates.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,9 @@ class LinearGeometry:
     def slot_bytes(self) -> int:
         state = self.heads * self.key_dim * self.value_dim * STATE_DTYPE.itemsize
         return state + self.conv_rows * self.conv_dim * self.conv_dtype.itemsize
+
+
+LayerGeometry = AttentionGeometry | LinearGeometry
 
 
 @dataclass(frozen=True)
@@ -122,26 +126,35 @@ def pool_geometry(
 
     Raises :class:`ConfigError` when not even one such segment fits.
     """
-    attention: list[AttentionGeometry] = []
-    linear: list[LinearGeometry] = []
-    for layer, spec in _layer_specs(kv_cache_config):
-        _add_layer(layer, spec, attention, linear, conv_dim_first)
-    if len({layer.key_dim for layer in linear}) > 1:
-        raise ConfigError("hypic: linear layers of different key dimensions are not supported")
+    layers = [
+        layer_geometry(name, spec, conv_dim_first=conv_dim_first)
+        for name, spec in _layer_specs(kv_cache_config)
+    ]
     # Every tensor names the size of the one allocation that they share.
     kv_bytes = max((t.size for t in kv_cache_config.kv_cache_tensors), default=0)
-    budget = pool_bytes(config, kv_bytes)
-    sized = PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages=0, slots=0)
-    page, slot = sized.page_bytes, sized.slot_bytes
-    pages_each = -(-config.expected_segment_tokens // config.page_tokens) if attention else 0
-    blocks_each = math.ceil(sized.record_transition_blocks * config.expected_live_heads)
-    each = slot + pages_each * page + blocks_each * sized.transition_block_bytes
-    if each == 0:
+    return divided(unsized(layers, config), config, pool_bytes(config, kv_bytes))
+
+
+def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometry:
+    """A pool without room.  Raises :class:`ConfigError` for layers that cannot share one."""
+    found = list(layers)
+    attention = tuple(layer for layer in found if isinstance(layer, AttentionGeometry))
+    linear = tuple(layer for layer in found if isinstance(layer, LinearGeometry))
+    if len({layer.key_dim for layer in linear}) > 1:
+        raise ConfigError("hypic: linear layers of different key dimensions are not supported")
+    return PoolGeometry(attention, linear, config.page_tokens, pages=0, slots=0)
+
+
+def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeometry:
+    """``sized`` with room for ``budget`` bytes, divided as :func:`pool_geometry` says."""
+    space = expected_space(sized, config)
+    if not (each := sized.bytes_of(space)):
         raise ConfigError(
             "this model has neither full-attention nor supported linear-attention layers to cache"
         )
     # One segment may need a transition block for every head.
-    spare = (sized.record_transition_blocks - blocks_each) * sized.transition_block_bytes
+    spare_blocks = sized.record_transition_blocks - space.transition_blocks
+    spare = spare_blocks * sized.transition_block_bytes
     segments = (budget - spare) // each
     if segments < 1:
         raise ConfigError(
@@ -149,12 +162,19 @@ def pool_geometry(
             f"{config.expected_segment_tokens} tokens ({each + spare} bytes): raise pool_bytes or "
             "pool_fraction, or lower expected_segment_tokens"
         )
-    blocks = segments * blocks_each + sized.record_transition_blocks - blocks_each
-    rest = budget - segments * slot - blocks * sized.transition_block_bytes
-    pages = rest // page if attention else 0
+    blocks = segments * space.transition_blocks + spare_blocks
+    rest = budget - segments * sized.slot_bytes - blocks * sized.transition_block_bytes
+    pages = rest // sized.page_bytes if sized.attention else 0
     # Without linear layers slots cost nothing: a segment takes at least one page.
-    slots = segments if linear else pages
-    return PoolGeometry(tuple(attention), tuple(linear), config.page_tokens, pages, slots, blocks)
+    slots = segments if sized.linear else pages
+    return replace(sized, pages=pages, slots=slots, transition_blocks=blocks)
+
+
+def expected_space(geometry: PoolGeometry, config: HypicConfig) -> Space:
+    """What a segment of ``expected_segment_tokens`` with ``expected_live_heads`` takes in such a pool."""
+    pages = -(-config.expected_segment_tokens // geometry.page_tokens) if geometry.attention else 0
+    blocks = math.ceil(geometry.record_transition_blocks * config.expected_live_heads)
+    return Space(pages, 1 if geometry.linear else 0, blocks)
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:
@@ -165,26 +185,22 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]
     return sorted(pairs, key=lambda p: p[0])
 
 
-def _add_layer(
-    layer: str,
-    spec: KVCacheSpec,
-    attention: list[AttentionGeometry],
-    linear: list[LinearGeometry],
-    conv_dim_first: bool,
-) -> None:
+def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> LayerGeometry:
+    """What records hold of a layer with this cache.  Raises :class:`ConfigError` where it has no place in
+    the pool."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-    if reason := _refusal(spec):
+    if reason := cache_refusal(spec):
         raise ConfigError(f"hypic: layer {layer}: {reason} is not supported; serve without hypic")
     if isinstance(spec, MambaSpec):
         conv, state = spec.shapes
         rows, dim = (conv[1], conv[0]) if conv_dim_first else (conv[0], conv[1])
-        linear.append(LinearGeometry(layer, state[0], state[2], state[1], rows, dim, spec.dtypes[0]))
-    elif isinstance(spec, FullAttentionSpec):
-        attention.append(AttentionGeometry(layer, spec.num_kv_heads, spec.head_size, spec.dtype))
+        return LinearGeometry(layer, state[0], state[2], state[1], rows, dim, spec.dtypes[0])
+    assert isinstance(spec, FullAttentionSpec)
+    return AttentionGeometry(layer, spec.num_kv_heads, spec.head_size, spec.dtype)
 
 
-def _refusal(spec: KVCacheSpec) -> str | None:
+def cache_refusal(spec: KVCacheSpec) -> str | None:
     """Why a layer with this cache has no place in the pool, or ``None``.
 
     Layers are looked at once more when they are linked; what shapes the cache must be refused before

@@ -35,7 +35,9 @@ class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
     def refusal(self) -> str | None:
         # Stock code says so only when the first plain request runs, and ends the engine.
         dtype = self.conv1d.weight.dtype
-        return None if dtype == torch.bfloat16 else f"{dtype} (vLLM's CPU layer takes bfloat16 alone)"
+        if dtype == torch.bfloat16:
+            return None
+        return f"{dtype} (vLLM's CPU layer takes bfloat16 alone: choose another --dtype)"
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The stock method, but for the core operator: opaque to the compiler, it looks at the step at run

@@ -1,0 +1,110 @@
+"""`vllm-hypic check`: what it says of configurations, held against engines and against docs/models.md."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engines import Engine
+
+from vllm_hypic.config.engine import config_of
+from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.pool.geometry import expected_space
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+NOTES = EXAMPLE.parent / "hybrid-notes" / "model"
+TABLE = ROOT / "tools" / "models_table.py"
+POOL_GIB = 0.0625
+CHECK = ("-c", "from vllm_hypic.cli import main; main()", "check")
+
+
+def run(*arguments: str | Path, tool: tuple[str, ...] = CHECK) -> Any:
+    return subprocess.run(
+        [sys.executable, *tool, *map(str, arguments)], capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
+
+
+def checked(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.returncode == code, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def pool(llm: Any) -> tuple[int, int, int]:
+    """Bytes of the pool, pages of a segment as sized, and how many of these it holds."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    from vllm_hypic.engine.worker import worker_side
+
+    geometry, config = worker_side().geometry, config_of(worker.vllm_config)
+    space = expected_space(geometry, config)
+    return geometry.nbytes, geometry.bytes_of(space), geometry.pages // space.pages
+
+
+@pytest.mark.engine
+def test_an_engine_has_the_pool_that_is_told(tmp_path: Path) -> None:
+    options = {"page_tokens": 32, "expected_segment_tokens": 512}
+    found = checked(NOTES, "--pool-gib", str(POOL_GIB), "--hypic", json.dumps(options))
+    assert found["refusal"] is None and found["segment_tokens"] == 512
+    with Engine(NOTES, tmp_path / "log", options={**options, "pool_bytes": int(POOL_GIB * 2**30)}) as engine:
+        nbytes, each, segments = engine.call(pool)
+    assert (found["pool_bytes"], found["segments"]) == (nbytes, segments)
+    assert sum(kind["segment_bytes"] for kind in found["kinds"]) == each
+    assert {kind["what"]: kind["layers"] for kind in found["kinds"]} == {
+        "gated delta net, 4 heads of 64 x 64": 6,
+        "full attention, 2 KV heads of 64": 2,
+    }
+
+
+def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
+    """And vLLM's own errors are told apart from ours."""
+    config = {
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 4},
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "sliding_window": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run(tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "refused: sliding window of 512 tokens" in done.stdout
+    assert "3 of 4 layers cannot take part" in done.stdout and "full attention, 4 KV heads" in done.stdout
+
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["NobodysForCausalLM"]}))
+    done = run(tmp_path)
+    assert done.returncode == 3 and "cannot say: vLLM makes no configuration of it" in done.stderr
+    assert run(tmp_path / "nowhere").returncode == 2
+
+
+def rows() -> dict[str, str]:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    found = {line.split("`")[1]: line for line in lines}
+    assert len(found) == len(lines), "an architecture stands in two rows"
+    return found
+
+
+def test_the_page_has_what_vllm_registers() -> None:
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    found = rows()
+    assert set(_TEXT_GENERATION_MODELS) <= set(found), "run tools/models_table.py --write docs/models.md"
+    for line in found.values():
+        if "`tests/" in line:
+            assert (ROOT / line.split("`")[3]).is_file(), line
+
+
+@pytest.mark.slow
+def test_rows_of_the_page_are_what_is_found() -> None:
+    wanted = (
+        *("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Gemma3ForCausalLM"),
+        *("GptOssForCausalLM", "DeepseekV3ForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM"),
+        *("BloomForCausalLM", "MambaForCausalLM"),
+    )
+    done = run(*wanted, tool=(str(TABLE),))
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("| `")]
+    assert told == [rows()[architecture] for architecture in wanted]

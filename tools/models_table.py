@@ -1,0 +1,191 @@
+"""Write docs/models.md: what `vllm-hypic check` says of every text-generation architecture of vLLM.
+
+    .venv/bin/python tools/models_table.py --write docs/models.md      # all of them, 10 minutes on one core
+    .venv/bin/python tools/models_table.py LlamaForCausalLM            # the row of one
+
+Each is looked at with the configuration that transformers, or vLLM, takes for it where nothing is said, in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TESTED = {
+    "LlamaForCausalLM": "tests/eval/test_gate_pretrained.py",
+    "Qwen3ForCausalLM": "tests/engine/test_oracle_agreement.py",
+    "Qwen3NextForCausalLM": "tests/engine/test_families.py",
+    "Qwen3_5ForCausalLM": "tests/engine/test_oracle_agreement.py",
+    "Qwen3_5MoeForCausalLM": "tests/engine/test_families.py",
+    "Qwen3_5ForConditionalGeneration": "tests/engine/test_families.py",
+}
+"""Where an engine answers prompts with segments and is held against full recompute."""
+PATIENCE_S = 300.0
+TESTED_HERE, SERVED, REFUSED, UNKNOWN = range(4)
+SECTIONS = {
+    TESTED_HERE: ("Served, tested in an engine", "tested by"),
+    SERVED: ("Served, by configuration", "layers"),
+    REFUSED: ("Refused", "why"),
+    UNKNOWN: ("Not known", "why"),
+}
+
+INTRODUCTION = """\
+# Does my model work?
+
+    vllm-hypic check MODEL
+
+reads the configuration of a folder, or of a name in the hub's cache, and says of each kind of layer whether
+it is served and what a segment takes in it, and how many a pool holds. Exit code: 0 served, 1 refused, 3
+vLLM itself makes nothing of it on this machine. No weights are read and nothing is started: vLLM builds its
+model class without numbers, and the engine's own code is asked about each layer. Rotary embeddings are
+looked at when the engine starts, which refuses those that it cannot undo.
+
+Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
+vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
+vLLM, takes where a model says nothing (`tools/models_table.py`). Models of one class differ, a window is on
+in one and off in another: ask about yours.
+
+{tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
+and of {unknown} nothing can be said here."""
+
+
+@dataclass(frozen=True)
+class Row:
+    architecture: str
+    section: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"| `{self.architecture}` | {self.text} |"
+
+
+def architectures() -> list[str]:
+    """Those of text generation that vLLM registers, and the vision models that are served."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    return sorted({*_TEXT_GENERATION_MODELS, *TESTED})
+
+
+def configuration(architecture: str) -> dict[str, Any] | None:
+    """What transformers or vLLM take where a model says nothing; ``None``: they do not know it."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for model_type, classes in names.items():
+            if architecture in ([classes] if isinstance(classes, str) else classes):
+                return {**_plain(CONFIG_MAPPING[model_type]()), "model_type": model_type}
+    wanted = architecture.removesuffix("ForCausalLM").lower()
+    for model_type in _CONFIG_REGISTRY:
+        if model_type.replace("_", "") == wanted:
+            return {**_plain(_CONFIG_REGISTRY[model_type]()), "model_type": model_type}
+    return None
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def row_of(architecture: str) -> Row:
+    """Makes vLLM's groups of ranks: once in a process."""
+    from vllm_hypic.check.findings import NotBuilt, find
+    from vllm_hypic.config.engine import HypicConfig
+
+    config = configuration(architecture)
+    if config is None:
+        return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration of it to try")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        try:
+            found = find(Path(folder), HypicConfig.from_mapping({"pool_bytes": 1 << 40}), {})
+        except NotBuilt as e:
+            return Row(architecture, UNKNOWN, _cell(str(e).replace(folder, "")))
+    refused = [f"{k.refusal} ({k.layers} layers)" for k in found.kinds if k.refusal is not None]
+    if not found.served:
+        return Row(architecture, REFUSED, _cell("; ".join(refused) or str(found.refusal)))
+    if architecture in TESTED:
+        return Row(architecture, TESTED_HERE, f"`{TESTED[architecture]}`")
+    return Row(architecture, SERVED, _cell("; ".join(f"{k.layers} {k.what}" for k in found.kinds)))
+
+
+def _cell(text: str) -> str:
+    text = " ".join(text.replace("|", "/").split())
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def rows(wanted: Sequence[str]) -> Iterator[Row]:
+    import vllm_hypic.check.findings  # noqa: F401  imported once, by the process that the others are forked from
+
+    fork = multiprocessing.get_context("fork")
+    for architecture in wanted:
+        here, there = fork.Pipe(duplex=False)
+        process = fork.Process(target=_send, args=(there, architecture), daemon=True)
+        process.start()
+        there.close()
+        try:
+            late = not here.poll(PATIENCE_S)
+            yield here.recv() if not late else Row(architecture, UNKNOWN, "it takes minutes to build")
+        except EOFError:
+            yield Row(architecture, UNKNOWN, "vLLM ends the process that builds it")
+        process.kill()
+        process.join()
+
+
+def _send(there: Connection, architecture: str) -> None:
+    there.send(row_of(architecture))
+
+
+def page(found: Sequence[Row]) -> str:
+    import transformers
+    import vllm
+
+    count = {section: sum(row.section == section for row in found) for section in SECTIONS}
+    lines = [
+        INTRODUCTION.format(
+            architectures=len(found),
+            vllm=vllm.__version__.split("+")[0],
+            transformers=transformers.__version__,
+            tested=count[TESTED_HERE],
+            served=count[SERVED],
+            refused=count[REFUSED],
+            unknown=count[UNKNOWN],
+        )
+    ]
+    for section, (title, column) in SECTIONS.items():
+        lines += ["", f"## {title}", "", f"| architecture | {column} |", "|---|---|"]
+        lines += [str(row) for row in found if row.section == section]
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.argument("only", nargs=-1)
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the page.")
+def main(only: Sequence[str], write: Path | None) -> None:
+    found = []
+    for row in rows(only or architectures()):
+        found.append(row)
+        click.echo(str(row))
+    if write is not None:
+        write.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``vllm-hypic check``: would this model be served, read from its configuration alone."""

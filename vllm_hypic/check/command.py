@@ -1,0 +1,102 @@
+"""``vllm-hypic check MODEL``: is it served, and what would its segments take?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..config.engine import HypicConfig
+from ..errors import ConfigError
+from ..eval.names import JsonObject
+from ..harness.report import console, size, table
+from ..harness.settings import HypicOptions, model_folder
+
+if TYPE_CHECKING:
+    from .findings import Findings
+
+OURS = ("model", "attention_backend", "additional_config")
+"""Arguments of vLLM that the command gives itself."""
+REFUSED, UNKNOWN = 1, 3
+"""Exit codes beside 0: not served; vLLM itself makes nothing of it here."""
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="The plugin's options, as JSON."
+)
+@click.option(
+    "--engine-args",
+    type=JsonObject(OURS),
+    default="{}",
+    show_default=True,
+    help='Arguments of vLLM, as JSON: {"dtype": "bfloat16"}.',
+)
+@click.option(
+    "--pool-gib",
+    type=click.FloatRange(0, min_open=True),
+    default=4.0,
+    show_default=True,
+    help="Size of the public pool that is spoken of; pool_bytes of --hypic goes before it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.pass_context
+def check(
+    context: click.Context,
+    model: str,
+    hypic: dict[str, Any],
+    engine_args: dict[str, Any],
+    pool_gib: float,
+    as_json: bool,
+) -> None:
+    """Say of each kind of layer of MODEL, a folder or a name in the hub's cache, whether it is served on this
+    platform, and what segments take.
+
+    Its configuration alone is read: no weights, and nothing is started. Rotary embeddings are looked at when
+    the engine starts, which refuses those that it cannot undo.
+
+    Exit code: 0 served, 1 refused, 2 usage, 3 vLLM itself makes nothing of it here.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to the standard output
+    folder = model_folder(model)
+    try:
+        config = HypicConfig.from_mapping({"pool_bytes": int(pool_gib * 2**30), **hypic})
+    except ConfigError as e:
+        raise click.UsageError(f"--hypic: {e}") from e
+    from .findings import NotBuilt, find
+
+    try:
+        found = find(folder, config, engine_args)
+    except NotBuilt as e:
+        click.echo(f"{model}: cannot say: {e}", err=True)
+        context.exit(UNKNOWN)
+    click.echo(json.dumps(dataclasses.asdict(found), indent=2)) if as_json else _show(found)
+    context.exit(0 if found.served else REFUSED)
+
+
+def _show(found: Findings) -> None:
+    title = f"{found.architecture}, {found.dtype or '?'}, {found.platform}"
+    rows = [
+        (
+            str(kind.layers),
+            kind.what,
+            "served" if kind.refusal is None else f"refused: {kind.refusal}",
+            size(kind.segment_bytes) if kind.segment_bytes else "",
+        )
+        for kind in found.kinds
+    ]
+    columns = ("layers", "", "", f"a segment of {found.segment_tokens:,} tokens" if found.served else "bytes")
+    if rows:
+        console().print(table(title, columns, rows))
+    if found.refusal is not None:
+        click.echo(f"{title}: refused: {found.refusal}")
+        return
+    each = sum(kind.segment_bytes for kind in found.kinds)
+    click.echo(
+        f"Served. A segment of {found.segment_tokens:,} tokens takes {size(each)}; "
+        f"a pool of {size(found.pool_bytes)} holds {found.segments:,}."
+    )

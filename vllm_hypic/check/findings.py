@@ -1,0 +1,212 @@
+"""What an engine of a model would say of each of its layers, from the configuration alone.
+
+The engine's own code is asked: vLLM builds its model class, weights on the ``meta`` device, which has
+shapes and no numbers, with our layers in it; the cache that each layer wants goes through the pool's
+geometry.  So nothing here knows a model by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from ..backends.attach import layer_refusal
+from ..backends.linear.base import LinearLayer
+from ..config.engine import SECTION, HypicConfig
+from ..config.gate import GateConfig
+from ..engine.worker import HypicWorker
+from ..errors import ConfigError
+from ..pool.geometry import (
+    AttentionGeometry,
+    LayerGeometry,
+    cache_refusal,
+    divided,
+    expected_space,
+    layer_geometry,
+    pool_bytes,
+    unsized,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that are served, or refused, alike."""
+
+    layers: int
+    what: str
+    """``full attention, 8 KV heads of 128``; of a refused layer, vLLM's class."""
+    refusal: str | None
+    segment_bytes: int
+    """What one segment takes in all these layers; 0 where they are refused."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found of a model."""
+
+    architecture: str
+    platform: str
+    dtype: str
+    refusal: str | None
+    """Of the whole model; ``None``: no layer is refused either."""
+    kinds: tuple[LayerKind, ...] = ()
+    segment_tokens: int = 0
+    segments: int = 0
+    """How many segments of ``segment_tokens`` the pool holds."""
+    pool_bytes: int = 0
+
+    @property
+    def served(self) -> bool:
+        return self.refusal is None
+
+
+class NotBuilt(Exception):
+    """vLLM cannot make its configuration or its model of what is there; says why."""
+
+
+def find(model: Path, config: HypicConfig, engine_args: Mapping[str, Any]) -> Findings:
+    """Look at ``model``, a folder with its configuration; no weights are read, nothing is started.
+
+    ``config.pool_bytes`` and ``config.expected_segment_tokens`` size the pool that is spoken of;
+    ``engine_args``: arguments of vLLM.  Call it once in a process: vLLM's groups of ranks are made, which
+    have one life.  Raises :class:`NotBuilt`.
+    """
+    from vllm.platforms import current_platform
+
+    config = dataclasses.replace(config, gate=GateConfig(require="off"))
+    # Quantised weights change no cache, and this machine need not have their kernels.
+    overrides = {"quantization_config": None, **engine_args.get("hf_overrides", {})}
+    given = {"enforce_eager": True, **engine_args, "hf_overrides": overrides}
+    platform = current_platform.device_name
+    ours = {SECTION: config.to_mapping()}
+    try:
+        args = EngineArgs(str(model), attention_backend="hypic", additional_config=ours, **given)
+        vllm_config = args.create_engine_config()
+    except ConfigError as e:
+        return Findings(_architecture(model), platform, "", str(e))
+    except Exception as e:
+        raise NotBuilt(f"vLLM makes no configuration of it: {_line(e)}") from e
+    model_config = vllm_config.model_config
+    about = Findings(
+        model_config.architecture, platform, str(model_config.dtype).removeprefix("torch."), refusal=None
+    )
+    try:
+        layers = _layers(vllm_config)
+    except ConfigError as e:
+        return dataclasses.replace(about, refusal=str(e))
+    except Exception as e:
+        raise NotBuilt(f"vLLM does not build {model_config.architecture} without weights: {_line(e)}") from e
+    return _judged(about, layers, config)
+
+
+def _architecture(model: Path) -> str:
+    return ", ".join(json.loads((model / "config.json").read_text()).get("architectures") or ["?"])
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCacheSpec | None]]:
+    """The layers that have a cache, or read another's (``None``), by name."""
+    HypicWorker._register_layers()
+    with set_current_vllm_config(vllm_config), _one_rank(vllm_config):
+        with _NoWeights(), set_default_torch_dtype(vllm_config.model_config.dtype):
+            initialize_model(vllm_config=vllm_config)
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+        return {name: (layer, layer.get_kv_cache_spec(vllm_config)) for name, layer in layers.items()}
+
+
+@contextmanager
+def _one_rank(vllm_config: VllmConfig) -> Iterator[None]:
+    """Groups of ranks, which layers ask for their sizes."""
+    parallel = vllm_config.parallel_config
+    with tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "gloo")
+        try:
+            ensure_model_parallel_initialized(parallel.tensor_parallel_size, 1)
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+class _NoWeights(TorchFunctionMode):
+    """Puts what is made without values, as weights are, on the ``meta`` device.
+
+    Not everything: some models read tables that they make while they are built.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        device = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **device})
+
+
+def _judged(
+    about: Findings,
+    layers: Mapping[str, tuple[AttentionLayerBase, KVCacheSpec | None]],
+    config: HypicConfig,
+) -> Findings:
+    served: list[LayerGeometry] = []
+    kinds: Counter[tuple[str, str | None, int]] = Counter()
+    for name, (layer, spec) in layers.items():
+        reason = layer_refusal(layer, about.architecture)
+        if spec is not None and reason is None:
+            reason = cache_refusal(spec)
+        if spec is None or reason is not None:
+            kinds[type(layer).__name__, reason, 0] += 1
+            continue
+        geometry = layer_geometry(name, spec, conv_dim_first=is_conv_state_dim_first())
+        alone = unsized([geometry], config)
+        kinds[_what(layer, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
+        served.append(geometry)
+    found = tuple(LayerKind(n, what, reason, n * each) for (what, reason, each), n in kinds.items())
+    about = dataclasses.replace(about, kinds=found)
+    if refused := sum(kind.layers for kind in found if kind.refusal is not None):
+        return dataclasses.replace(about, refusal=f"{refused} of {len(layers)} layers cannot take part")
+    try:
+        sized = unsized(served, config)
+        pool = divided(sized, config, pool_bytes(config, 0))
+    except ConfigError as e:
+        return dataclasses.replace(about, refusal=str(e))
+    space = expected_space(sized, config)
+    return dataclasses.replace(
+        about,
+        segment_tokens=config.expected_segment_tokens,
+        segments=pool.pages // space.pages if space.pages else pool.slots,
+        pool_bytes=pool.nbytes,
+    )
+
+
+def _what(layer: AttentionLayerBase, geometry: LayerGeometry) -> str:
+    if isinstance(geometry, AttentionGeometry):
+        return f"full attention, {geometry.kv_heads} KV heads of {geometry.head_size}"
+    assert isinstance(layer, LinearLayer)
+    return f"{layer.family.name}, {geometry.heads} heads of {geometry.key_dim} x {geometry.value_dim}"
