@@ -55,12 +55,17 @@ def test_a_worker_killed_while_it_computes_comes_back_with_another_model(stand: 
 
 
 def test_a_worker_that_comes_back_is_used_again(stand: Stand):
-    """After whatever was before: the fixture has replaced it."""
-    prompt = stand.prompt()
-    reply = stand.ask(prompt)
-    assert reply.same_as(stand.alone(prompt))
-    assert reply.breakdown is not None and reply.breakdown.segments is not None
-    assert {p.worker for p in reply.breakdown.segments} == {w.url for w in stand.cluster.workers}
+    """The fixture has replaced it, whatever was before.  Its first segment may be late, as it is new."""
+    workers, used = {w.url for w in stand.cluster.workers}, set()
+    for _ in range(10):
+        prompt = stand.prompt()
+        reply = stand.ask(prompt)
+        assert reply.same_as(stand.alone(prompt))
+        assert reply.breakdown is not None and reply.breakdown.segments is not None
+        used |= {p.worker for p in reply.breakdown.segments}
+        if workers <= used:
+            break
+    assert workers <= used
 
 
 def test_a_worker_that_hangs(stand: Stand):
