@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .answers import answers
+from .criteria import criteria
 from .eviction import eviction
 from .lmcache_bench import lmcache_bench
 from .load import load
@@ -26,6 +27,7 @@ def main() -> None:
 
 
 main.add_command(answers)
+main.add_command(criteria)
 main.add_command(ttft)
 main.add_command(ttft_length)
 main.add_command(ttft_segments)

@@ -1,0 +1,78 @@
+"""The emulation of composed prompts, against the model itself: all rows recomputed, none, one segment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.emulated import Composed, Dense
+from vllm_hypic.harness.prompts import Prompt
+from vllm_hypic.harness.random_models import random_segments, save_attention_model
+
+TOKENS = 4
+CLOSE = 1e-4  # float32, of scores that are of the size of 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_attention_model(tmp_path_factory.mktemp("model"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Dense:
+    return Dense(str(folder), torch.float32)
+
+
+def prompt_of(*lengths: int) -> Prompt:
+    head, *documents, question = map(tuple, random_segments(list(lengths)))
+    return Prompt(head, tuple(documents), question)
+
+
+@torch.inference_mode()
+def expected(folder: Path, prompt: Prompt) -> torch.Tensor:
+    """Scores of the first token by transformers' own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model(input_ids=torch.tensor([prompt.plain()])).logits[0, -1]
+
+
+def test_all_rows_again_are_full_recompute(folder: Path, model: Dense) -> None:
+    composed = Composed(model, prompt := prompt_of(5, 30, 17, 23, 9), None)
+    scores, ids = composed.answer(None, TOKENS)
+    assert (scores - expected(folder, prompt)).abs().max() < CLOSE
+    again, same = composed.answer(range(5, composed.end), TOKENS)
+    assert (again - scores).abs().max() < CLOSE
+    assert same == ids
+    alone, _ = composed.answer((), TOKENS)
+    assert (alone - scores).abs().max() > 100 * CLOSE
+
+
+def test_a_segment_behind_its_own_head_is_exact(model: Dense) -> None:
+    """What a record saw, and where it stands: K is rotated by the right number of positions."""
+    prompt = prompt_of(6, 40, 8)
+    head = model.run(prompt.head, range(6), None)[1]
+    composed = Composed(model, prompt, head)
+    full, _ = composed.answer(None, TOKENS)
+    assert (composed.answer((), TOKENS)[0] - full).abs().max() < CLOSE
+    moved = Composed(model, prompt_of(6, 40, 8), None).records
+    there = model.run(prompt.documents[0], range(6, 46), None)[1]
+    assert (moved.keys[:, :, 6:] - there.keys).abs().max() < CLOSE
+
+
+def test_criteria_find_what_they_are_about(model: Dense) -> None:
+    composed = Composed(model, prompt_of(5, 30, 17, 9), None)
+    assert composed.draws.shape == composed.deviation.shape == (composed.end,)
+    assert composed.deviation[:5].max() < CLOSE < composed.deviation[5:].max()
+    assert 0 < composed.draws.sum() < 1  # the question's rows draw the rest
+
+
+def test_refuses_what_it_does_not_emulate(tmp_path: Path) -> None:
+    folder = save_attention_model(tmp_path, dtype=torch.float32)
+    config = folder / "config.json"
+    config.write_text(
+        config.read_text().replace('"rope_type": "default"', '"rope_type": "linear", "factor": 2.0')
+    )
+    with pytest.raises(ValueError, match="plain RoPE"):
+        Dense(str(folder))
