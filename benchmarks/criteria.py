@@ -25,8 +25,9 @@ from vllm_hypic.primitives.context import context_text, context_tokens
 from vllm_hypic.primitives.islands import choose_islands
 from vllm_hypic.primitives.token_texts import TokenTexts
 from vllm_hypic.primitives.windows import Words
+from vllm_hypic.tune.dense import Dense
 
-from .emulated import Composed, Dense
+from .emulated import Composed, columns_of
 
 FULL = "full recompute"
 
@@ -100,7 +101,7 @@ def criteria(
     torch.set_num_threads(1)
     tokenizer, dense = AutoTokenizer.from_pretrained(model), Dense(model)
     text = context_tokens(tokenizer, context_text(None))
-    context = dense.run(text, range(len(text)), None)[1]
+    context = columns_of(dense, text)
     choices: dict[str, Choice] = {
         "query": _of_query(Words(TokenTexts(tokenizer).of)),
         "attention": lambda prompt, inside, budget: _most(prompt.draws, inside, budget),

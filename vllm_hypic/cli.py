@@ -13,6 +13,7 @@ _COMMANDS = {
     "gate": ".eval.gate.command",
     "router": ".segment_parallel.router.command",
     "suggest": ".suggest.command",
+    "tune": ".tune.command",
 }
 """Modules by the command that each defines; imported when it is asked for, as the others do without what it
 needs."""

@@ -55,6 +55,11 @@ def contents(model: str, revision: str | None, patterns: Sequence[str], hub: str
     return found
 
 
+def weights_digest(model: str, revision: str | None = None, hub: str | None = None) -> str:
+    """Names a model's weights and what they mean: see :func:`contents`."""
+    return _digest(contents(model, revision, ("*.safetensors", "*.bin", "config.json"), hub))
+
+
 def _is_snapshot(folder: Path) -> bool:
     """Whether this is a commit in a hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``.  None changes."""
     snapshots = folder.parent

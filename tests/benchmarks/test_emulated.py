@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.emulated import Composed, Dense
+from benchmarks.emulated import Composed, columns_of
 from vllm_hypic.harness.prompts import Prompt
 from vllm_hypic.harness.random_models import random_segments, save_attention_model
+from vllm_hypic.tune.dense import Dense
 
 TOKENS = 4
 CLOSE = 1e-4  # float32, of scores that are of the size of 1
@@ -52,13 +53,13 @@ def test_all_rows_again_are_full_recompute(folder: Path, model: Dense) -> None:
 def test_a_segment_behind_its_own_head_is_exact(model: Dense) -> None:
     """What a record saw, and where it stands: K is rotated by the right number of positions."""
     prompt = prompt_of(6, 40, 8)
-    head = model.run(prompt.head, range(6), None)[1]
+    head = columns_of(model, prompt.head)
     composed = Composed(model, prompt, head)
     full, _ = composed.answer(None, TOKENS)
     assert (composed.answer((), TOKENS)[0] - full).abs().max() < CLOSE
     moved = Composed(model, prompt_of(6, 40, 8), None).records
-    there = model.run(prompt.documents[0], range(6, 46), None)[1]
-    assert (moved.keys[:, :, 6:] - there.keys).abs().max() < CLOSE
+    there = columns_of(model, prompt.documents[0], 6)
+    assert (moved.keys[:, :, :, 6:] - there.keys).abs().max() < CLOSE
 
 
 def test_criteria_find_what_they_are_about(model: Dense) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, PlainValidator, SkipValidation
 
 from ..primitives.context import context_text
+from ..primitives.learned import SUFFIX, LearnedContext, read_learned
 from ..primitives.options import LinkDefaults
 from ..primitives.policies import parse_link
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
@@ -67,7 +68,8 @@ class HypicConfig(ConfigSection):
     """Windows inside segments that are recomputed, chosen by the query: ``query-10`` recomputes 10 %;
     ``auto``: see :meth:`for_model`."""
     context_file: str | None = None
-    """Text of the context ``text``; ``None``: the one that comes with the plugin."""
+    """Text of the context ``text``; ``None``: the one that comes with the plugin.  A ``.safetensors`` file
+    that ``vllm-hypic tune`` wrote is the context ``learned``."""
     min_segment_tokens: Positive = 32
     """A segment whose interior is shorter is computed in the stream."""
     page_tokens: Positive = 64
@@ -112,8 +114,14 @@ class HypicConfig(ConfigSection):
     def __post_init__(self) -> None:
         named = ("none" if option == AUTO else option for option in (self.context, self.islands))
         parse_link(self.link, self.seam_tokens, *named)
-        if self.context_file is not None:
+        learned = self.learned
+        if self.context_file is not None and learned is None:
             context_text(self.context_file)
+        if self.context == "learned" and learned is None:
+            raise ValueError(
+                f"context='learned', context_file={self.context_file!r}: expected a {SUFFIX} file that "
+                "vllm-hypic tune wrote"
+            )
 
     def for_model(self, model: ModelConfig) -> Self:
         """With the context and islands that ``auto`` stands for.
@@ -126,11 +134,24 @@ class HypicConfig(ConfigSection):
         readable = model.tokenizer_mode == TOKENIZER_MODE
         measured = self.link == "hypic" and dense and readable
         context, islands = (DENSE_CONTEXT, DENSE_ISLANDS) if measured else ("none", "none")
+        if measured and self.learned is not None:
+            context = "learned"
         return replace(
             self,
             context=context if self.context == AUTO else self.context,
             islands=islands if self.islands == AUTO else self.islands,
         )
+
+    @property
+    def text(self) -> str:
+        """Of the context ``text``."""
+        return context_text(None if self.learned else self.context_file)
+
+    @property
+    def learned(self) -> LearnedContext | None:
+        """The context ``learned``, if there is one."""
+        is_learned = self.context_file is not None and self.context_file.endswith(SUFFIX)
+        return read_learned(str(self.context_file)) if is_learned else None
 
     @property
     def link_defaults(self) -> LinkDefaults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -10,11 +11,14 @@ from vllm.logger import init_logger
 from ..config.engine import HypicConfig, config_of
 from ..config.segment_parallel import SegmentParallelConfig
 from ..errors import ConfigError
+from ..fingerprint import weights_digest
 from ..pool.codec import RankPart, RecordCodec
 from ..pool.copy.base import RecordMover
 from ..pool.geometry import PoolGeometry, pool_geometry
+from ..pool.learned import LearnedRows
 from ..pool.tensors import DevicePool
-from ..primitives.context import context_text, context_tokens
+from ..primitives.context import context_tokens
+from ..primitives.learned import LearnedContext
 from ..primitives.token_texts import TokenTexts
 from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..primitives.windows import Words
@@ -59,10 +63,11 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
 
 def planning_texts_of(vllm_config: VllmConfig, config: HypicConfig) -> PlanningTexts:
     if vllm_config.model_config.skip_tokenizer_init:
-        return NO_TOKENIZER
+        return replace(NO_TOKENIZER, learned=config.learned)
     return PlanningTexts(
-        lambda: context_tokens(_tokenizer(vllm_config), context_text(config.context_file)),
+        lambda: context_tokens(_tokenizer(vllm_config), config.text),
         lambda: Words(TokenTexts(_tokenizer(vllm_config)).of),
+        config.learned,
     )
 
 
@@ -132,7 +137,18 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 links.append(SharedTierLink(link, shared_tiers(config.store)))
         return links
 
-    return WorkerSide(geometry, config, open_links)
+    learned = None if config.learned is None else _learned_rows(config.learned, vllm_config, geometry)
+    return WorkerSide(geometry, config, open_links, learned)
+
+
+def _learned_rows(context: LearnedContext, vllm_config: VllmConfig, geometry: PoolGeometry) -> LearnedRows:
+    model = vllm_config.model_config
+    digest = weights_digest(model.model, model.revision, vllm_config.load_config.download_dir)
+    if digest != context.model:
+        raise ConfigError(f"hypic config: context_file={str(context.path)!r} was tuned for other weights")
+    parallel = vllm_config.parallel_config
+    part = RankPart(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+    return LearnedRows.of(context, geometry, part)
 
 
 def _open_transfer(config: SegmentParallelConfig, world: int, codec: RecordCodec) -> TransferLink:

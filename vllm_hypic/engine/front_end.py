@@ -8,6 +8,7 @@ from vllm.exceptions import VLLMValidationError
 
 from ..cache_api.commands import COMMAND, is_command
 from ..config.engine import CONNECTOR, config_of
+from ..primitives.learned import NONE_HERE
 from ..primitives.options import (
     PUSH_TO,
     SEGMENTS,
@@ -59,6 +60,8 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         )
         if reason := method.refused_by(_traits(vllm_config)):
             raise LinkError(reason)
+        if method.context == "learned" and config.learned is None:
+            raise LinkError(NONE_HERE)
         if method.reads_text and vllm_config.model_config.skip_tokenizer_init:
             raise LinkError(
                 f"hypic_context={method.context!r}, islands {method.islands}: these read text, and "

@@ -145,6 +145,8 @@ class CapturePlan:
     leading: bool
     serial: int = 0
     """Number of the record, by which the worker reports how many transition blocks it took."""
+    learned: bool = False
+    """K and V are those of the engine's learned context."""
     stored: RecordPlace | None = None
     """Given when the record goes to the store once it is complete."""
     has_context: bool = False

@@ -74,11 +74,13 @@ def segment_key(
     offsets: Sequence[int] | None = None,
     fixed_start: int | None = None,
     context: SegmentKey | None = None,
+    learned: str = "",
 ) -> SegmentKey:
     """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids),
     renamed for the generation.
 
-    ``context``: the record that it is computed behind.  Raises :class:`PromptError` for a token id of more
+    ``context``: the record that it is computed behind; ``learned``: digest of the file that its K and V are
+    from, where they are not computed.  Raises :class:`PromptError` for a token id of more
     than 63 bits.
     """
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
@@ -90,6 +92,9 @@ def segment_key(
     if context is not None:
         digest.update(b"context")
         digest.update(bytes.fromhex(namespace.renamed(context)))
+    if learned:
+        digest.update(b"learned")
+        digest.update(learned.encode())
     if offsets is not None:
         digest.update(b"offsets")
         digest.update(array("q", offsets).tobytes())

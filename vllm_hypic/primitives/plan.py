@@ -56,6 +56,8 @@ class CachedSegment:
     anchor: tuple[int, ...]
     context: CachedSegment | None = None
     parts: tuple[Part, ...] = ()
+    learned: bool = False
+    """Its K and V are those of a learned context; what is computed of its tokens is replaced."""
 
     @property
     def compose_at(self) -> int:
@@ -167,16 +169,17 @@ def build_plan(
     kept: Collection[SegmentKey] = (),
     most: PoolLimits | None = None,
     context: Sequence[int] = (),
+    learned: str = "",
     choose_islands: IslandChooser | None = None,
 ) -> PromptPlan:
     """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
     place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
 
-    ``context``: tokens of the fixed context, for methods that have one; ``choose_islands``: needed by methods
-    with islands.  A segment is computed in the stream (exact) when its interior would be shorter than
-    ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is
-    cached never depends on what other requests do.  Raises :class:`PromptError` when nothing is
-    left to do.
+    ``context``: tokens of the fixed context, for methods that have one, and ``learned`` the digest of its
+    file where it is learned; ``choose_islands``: needed by methods with islands.  A segment is computed in
+    the stream (exact) when its interior would be shorter than ``min_segment_tokens`` or when the request's
+    segments so far fill the pool: whether a segment is cached never depends on what other requests do.
+    Raises :class:`PromptError` when nothing is left to do.
     """
     last = len(prompt.pieces) - 1
     cached: dict[int, CachedSegment] = {}
@@ -187,7 +190,7 @@ def build_plan(
         leading = _leading_record(lead, namespace, min_segment_tokens)
         if leading is not None and budget.take(leading):
             cached[0] = leading
-        behind = _context_record(method, lead, context, namespace)
+        behind = _context_record(method, lead, context, namespace, learned)
         if behind is not None and budget.take(behind):
             contexts = (behind,)
         anchor = lead.tokens[: min(method.anchor, lead.dependent_from)]
@@ -329,7 +332,7 @@ def _leading_record(piece: Piece, namespace: Namespace, min_tokens: int) -> Cach
 
 
 def _context_record(
-    method: LinkMethod, lead: Piece, context: Sequence[int], namespace: Namespace
+    method: LinkMethod, lead: Piece, context: Sequence[int], namespace: Namespace, learned: str
 ) -> CachedSegment | None:
     """The record that interior segments are computed behind, a leading one; ``None``: they see nothing."""
     if method.context == "none":
@@ -339,6 +342,9 @@ def _context_record(
     if not context:
         raise ValueError(f"context {method.context!r}: no tokens given")
     tokens = tuple(context)
+    if method.context == "learned":
+        key = segment_key(namespace, Role.LEADING, tokens, head=0, tail=0, learned=learned)
+        return CachedSegment(key, Role.LEADING, tokens, None, 0, 0, 0, 0, (), learned=True)
     return _leading_record(Piece(tokens, range(len(tokens)), len(tokens)), namespace, 1)
 
 

@@ -29,8 +29,9 @@ METHODS = (
     "full",
 )
 
-CONTEXTS = ("none", "lead", "text")
-"""What a segment's record has seen: nothing, the prompt's leading segment, a fixed text."""
+CONTEXTS = ("none", "lead", "text", "learned")
+"""What a segment's record has seen: nothing, the prompt's leading segment, a fixed text, K and V that were
+trained."""
 
 ISLANDS = ("none", "query-<percent>")
 MAX_ISLAND_PERCENT = 50

@@ -54,8 +54,12 @@ class Description(
     context: str = "none"
     islands: str = "none"
     context_tokens: Annotated[
-        tuple[_Count, ...], Meta(description="Token ids of the context `text`; empty where it is not used.")
+        tuple[_Count, ...],
+        Meta(description="Token ids of the context `text` or `learned`; empty where neither is the default."),
     ] = ()
+    learned: Annotated[
+        str, Meta(description="Digest of the file of the context `learned`; empty: none.", max_length=64)
+    ] = ""
     min_segment_tokens: _Count
     max_model_len: Annotated[int, Meta(ge=1)]
     has_linear: bool
@@ -104,6 +108,7 @@ class Description(
             self.primitives,
             self.link_defaults,
             self.context_tokens,
+            self.learned,
             self.traits,
             self.namespace,
             self.generation,

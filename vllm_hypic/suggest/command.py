@@ -92,7 +92,7 @@ def suggest(
 def comparison_of(front_end: FrontEnd, config: HypicConfig, block_size: int) -> Comparison:
     """What compares prompts of ``front_end``; ``block_size``: tokens in a block of vLLM's prefix cache."""
     from ..engine.segments import Vocabulary
-    from ..primitives.context import context_text, context_tokens
+    from ..primitives.context import context_tokens
     from ..primitives.islands import choose_islands
     from ..primitives.windows import Words
     from .candidates import Comparison
@@ -105,7 +105,7 @@ def comparison_of(front_end: FrontEnd, config: HypicConfig, block_size: int) -> 
         parse_link(config.link, config.seam_tokens, config.context, config.islands),
         config.min_segment_tokens,
         front_end.model_config.max_model_len,
-        context_tokens(front_end.tokenizer, context_text(config.context_file)),
+        context_tokens(front_end.tokenizer, config.text),
         lambda interiors, query, budget: choose_islands(interiors, query, budget, words),
     )
     return Comparison(vocabulary, front_end.primitives, config.segment, linking, block_size)

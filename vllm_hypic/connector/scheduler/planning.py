@@ -12,6 +12,7 @@ from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
 from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
+from ...primitives.learned import NONE_HERE, LearnedContext
 from ...primitives.options import Transfer, link_of_request, spans_of_request, transfer_of_request
 from ...primitives.pieces import cut_prompt, parse_prompt
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
@@ -44,11 +45,12 @@ class PlanningTexts:
     """What planning asks of the model's tokenizer, when a request first needs it.
 
     ``context``: token ids of the context ``text``; ``words``: what islands are chosen by.  Without a
-    tokenizer both raise ``LinkError``.
+    tokenizer both raise ``LinkError``.  ``learned``: the engine's learned context, which needs none.
     """
 
     context: Callable[[], tuple[int, ...]] = _no_tokenizer
     words: Callable[[], Words] = _no_tokenizer
+    learned: LearnedContext | None = None
 
 
 NO_TOKENIZER = PlanningTexts()
@@ -85,6 +87,7 @@ class Planner:
         self.request_share = directory.total.part(share)
         """What one request may take of the pool."""
         self._context = cache(texts.context)
+        self.learned = texts.learned
         self._words = cache(texts.words)
         self.shared_tiers = tuple(shared_tiers(config.store))
         """Identities of the tiers that other engines use, too; fastest first."""
@@ -129,9 +132,18 @@ class Planner:
             min_segment_tokens=config.min_segment_tokens,
             kept=self._directory.kept,
             most=self._limits(self.request_share),
-            context=self.context if method.context == "text" else (),
+            context=self.tokens_behind(method.context),
+            learned="" if self.learned is None else self.learned.digest,
             choose_islands=None if method.islands is None else self._choose_islands,
         )
+
+    def tokens_behind(self, context: str) -> tuple[int, ...]:
+        """Tokens of a fixed context; none of others.  Raises ``LinkError`` where the engine has it not."""
+        if context == "learned":
+            if self.learned is None:
+                raise LinkError(NONE_HERE)
+            return self.learned.tokens
+        return self.context if context == "text" else ()
 
     def _choose_islands(
         self, interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int

@@ -103,5 +103,6 @@ class WorkerView:
             leading=segment.role is Role.LEADING,
             has_context=segment.context is not None,
             serial=entry.serial,
+            learned=segment.learned,
             stored=self.place(entry, segment.role) if stored else None,
         )

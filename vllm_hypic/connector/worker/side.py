@@ -14,6 +14,7 @@ from ...pool.copy.base import RecordMover
 from ...pool.copy.staging import moves_records
 from ...pool.copy.stream import Readback, side_stream_of
 from ...pool.geometry import PoolGeometry
+from ...pool.learned import LearnedRows
 from ...pool.plans import CapturePlan
 from ...pool.runtime import HypicRuntime
 from ...pool.step import (
@@ -57,11 +58,12 @@ class WorkerSide:
         geometry: PoolGeometry,
         config: HypicConfig,
         open_links: OpenLinks = lambda pool, mover: [],
+        learned: LearnedRows | None = None,
     ) -> None:
         self.geometry, self.config = geometry, config
         self.runtime: HypicRuntime | None = None
         self.links: list[RecordLink] = []
-        self._open_links = open_links
+        self._open_links, self._learned = open_links, learned
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, CapturePlan] = {}
         self._absorbed: HypicMetadata | None = None
@@ -202,6 +204,9 @@ class WorkerSide:
             self._collect(link)
 
     def _completed(self, plan: CapturePlan, pool: DevicePool) -> None:
+        if plan.learned:
+            assert self._learned is not None, "a learned context in the plan, and none in the worker"
+            self._learned.write(pool, plan.slot_mapping)
         row = None
         if pool.linear and not plan.leading:
             row = self._copies.read_back(pool.transition_blocks.row(plan.slot))

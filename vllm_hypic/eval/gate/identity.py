@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.engine import HypicConfig
 from ...fingerprint import fingerprint
-from ...primitives.context import context_text
 from ...primitives.policies import parse_link
 
 if TYPE_CHECKING:
@@ -119,7 +118,9 @@ def telling(config: HypicConfig) -> dict[str, Any]:
     values = [(name, value) for name, value in config.to_mapping().items() if name not in _unused(config)]
     told = {name: None if name in unread else value for name, value in values if name not in NEUTRAL}
     if "context_file" in told:  # what it says counts, not where it lies
-        told["context_file"] = hashlib.sha256(context_text(config.context_file).encode()).hexdigest()
+        learned = config.learned
+        said = hashlib.sha256(config.text.encode()).hexdigest()
+        told["context_file"] = said if learned is None else learned.digest
     return told
 
 
@@ -130,7 +131,7 @@ def _unused(config: HypicConfig) -> set[str]:
         unused.add("segment")
     if config.context == "none":
         unused.add("context")
-    if config.context != "text":
+    if config.context not in ("text", "learned"):
         unused.add("context_file")
     if config.islands == "none":
         unused.add("islands")

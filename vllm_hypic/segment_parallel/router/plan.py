@@ -93,8 +93,10 @@ def plan_request(
 
 def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt: str | None) -> PromptPlan:
     """Raises ``LinkError`` where the instance does not say what the method needs."""
-    if method.context == "text" and not description.context_tokens:
-        raise LinkError("hypic_context='text': the instance does not tell its context")
+    if method.context in ("text", "learned") and (
+        not description.context_tokens or method.context != description.context
+    ):
+        raise LinkError(f"hypic_context={method.context!r}: the instance does not tell that context")
     return build_plan(
         parse_prompt(ids, description.primitives),
         # Islands change what is computed in the stream, no record: they are the combine node's business.
@@ -103,6 +105,7 @@ def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt
         description.limits,
         min_segment_tokens=description.min_segment_tokens,
         context=description.context_tokens,
+        learned=description.learned,
     )
 
 

@@ -1,0 +1,59 @@
+"""K and V of a learned context as one worker's pool has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from .geometry import PoolGeometry
+from .tensors import DevicePool
+
+if TYPE_CHECKING:
+    from ..primitives.learned import LearnedContext
+    from .codec import RankPart
+
+
+@dataclass(frozen=True)
+class LearnedRows:
+    """``key``, ``value [layers, tokens, kv_heads, size]`` of this rank, K not rotated; ``layers``:
+    their names."""
+
+    layers: tuple[str, ...]
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @staticmethod
+    def of(context: LearnedContext, geometry: PoolGeometry, part: RankPart) -> LearnedRows:
+        """Raises :class:`ConfigError` where the model has other layers or heads."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        layers = sorted(geometry.attention, key=lambda a: extract_layer_index(a.layer))
+        if geometry.linear:
+            raise ConfigError(
+                f"hypic config: context_file={str(context.path)!r}: learned contexts are for models without "
+                "linear-attention layers, as they have no states"
+            )
+        key, value = context.tensors()
+        shapes = {(a.kv_heads, a.head_size) for a in layers}
+        wanted = {(key.shape[2] // part.world, key.shape[3])}
+        if len(layers) != len(key) or shapes != wanted:
+            raise ConfigError(
+                f"hypic config: context_file={str(context.path)!r} has K of {tuple(key.shape)} [layers, "
+                f"tokens, heads, size]; each of {part.world} ranks has {len(layers)} layers of heads, size: "
+                f"{sorted(shapes)}"
+            )
+        heads = layers[0].kv_heads
+        own = slice(part.rank * heads, (part.rank + 1) * heads)
+        return LearnedRows(tuple(a.layer for a in layers), key[:, :, own], value[:, :, own])
+
+    def write(self, pool: DevicePool, slots: np.ndarray) -> None:
+        """Into the token ``slots [tokens]`` of all layers."""
+        for index, name in enumerate(self.layers):
+            public = pool.kv[name]
+            where = torch.from_numpy(slots).to(public.key.device)
+            for to, rows in ((public.key, self.key[index]), (public.value, self.value[index])):
+                to.index_copy_(0, where, rows.to(to.device, to.dtype))

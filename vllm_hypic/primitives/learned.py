@@ -1,0 +1,93 @@
+"""A learned context: K and V that records are computed behind, as ``vllm-hypic tune`` writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".safetensors"
+FORMAT = "1"
+NONE_HERE = (
+    "hypic_context='learned': this engine has no learned context: expected a file of vllm-hypic tune as its "
+    "context_file"
+)
+
+
+@dataclass(frozen=True)
+class LearnedContext:
+    """What is told of a file without its tensors.
+
+    ``tokens``: of the text that training began with; they take the context's positions, and nothing of them
+    but their number is left.  ``model``: digest of the weights it was trained for (:func:`weights_digest`);
+    ``digest``: of the file.
+    """
+
+    path: Path
+    tokens: tuple[int, ...]
+    model: str
+    digest: str
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K, not rotated, and V ``[layers, tokens, kv_heads, size]``, layers in the model's order."""
+        from safetensors.torch import load_file
+
+        found = load_file(self.path)
+        return found["key"], found["value"]
+
+
+def read_learned(path: str | Path) -> LearnedContext:
+    """Raises ``ValueError`` for a file that ``vllm-hypic tune`` did not write."""
+    from safetensors import SafetensorError
+
+    path = Path(path).absolute()
+    try:
+        stat = path.stat()
+        return _read(path, stat.st_mtime_ns, stat.st_size)
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as e:
+        raise ValueError(f"context_file={str(path)!r}: no learned context: {e!r}") from e
+
+
+@cache
+def _read(path: Path, changed: int, size: int) -> LearnedContext:
+    """The file as it was then: hashing it takes a while, and options are made many times."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        told = file.metadata() or {}
+        key, value = (tuple(file.get_slice(name).get_shape()) for name in ("key", "value"))
+    if told["format"] != FORMAT:
+        raise ValueError(f"format {told['format']!r}: expected {FORMAT!r}")
+    tokens = tuple(json.loads(told["tokens"]))
+    if not tokens or len(key) != 4 or key != value or key[1] != len(tokens):
+        raise ValueError(f"K {key} and V {value} of {len(tokens)} tokens")
+    with path.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return LearnedContext(path, tokens, told["model"], digest)
+
+
+def write_learned(
+    path: Path,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: Sequence[int],
+    model: str,
+    told: dict[str, str],
+) -> None:
+    """``key``, ``value`` as :meth:`LearnedContext.tensors` gives them; ``told``: how they were made.
+
+    The file takes the place of another in one piece.
+    """
+    from safetensors.torch import save_file
+
+    metadata = {"format": FORMAT, "tokens": json.dumps(list(tokens)), "model": model, **told}
+    partial = path.with_name(path.name + ".partial")
+    save_file({"key": key.contiguous(), "value": value.contiguous()}, partial, metadata)
+    partial.replace(path)

@@ -1,0 +1,120 @@
+"""``vllm-hypic tune``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..harness import report
+from ..primitives.learned import SUFFIX, write_learned
+
+if TYPE_CHECKING:
+    from .training import Measured, Training
+
+HELPS = 0.95
+"""Part of the untrained context's KL that a learned one may have at most to be written."""
+
+
+@click.command(short_help="Train the context of a model's records on documents of your own.")
+@click.argument("model")
+@click.option(
+    "--documents",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder of texts like those that will be asked about; all of its files are read.",
+)
+@click.option("--output", default=f"context{SUFFIX}", show_default=True, type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(1), default=150, show_default=True, help="One prompt each.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True)
+@click.option("--checks", type=click.IntRange(1), default=12, show_default=True, help="Held-out prompts.")
+@click.option("--rate", type=click.FloatRange(0), default=2e-3, show_default=True, help="Learning rate.")
+@click.option("--threads", type=click.IntRange(1), help="Of PyTorch; as many as cores unless given.")
+def tune(
+    model: str,
+    documents: Path,
+    output: Path,
+    steps: int,
+    minutes: float,
+    checks: int,
+    rate: float,
+    threads: int | None,
+) -> None:
+    """Train the context that records of MODEL are computed behind, on the texts in a folder.
+
+    Training begins with the K and V of the text that comes with the plugin, and changes them until prompts
+    of pieces of documents, each computed behind them, go on as full recompute says. No labels are needed.
+    Serve with the file that is written: {"context_file": "context.safetensors"}. It is for one model's
+    weights. A run that was broken off goes on where it was.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from ..fingerprint import weights_digest
+    from ..primitives.context import context_text, context_tokens
+    from .dense import Dense
+    from .prompts import held_out_prompts, read_documents
+    from .training import Schedule, Training, mean_kl, train
+
+    if output.suffix != SUFFIX:
+        raise click.UsageError(f"--output {output}: expected a name that ends in {SUFFIX}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    to = report.console()
+    try:
+        tokenizer, dense = AutoTokenizer.from_pretrained(model), Dense(model)
+        texts, held_out = read_documents(documents, tokenizer)
+    except (OSError, ValueError) as e:
+        raise click.UsageError(f"{model}, {documents}: {e}") from e
+    tokens = context_tokens(tokenizer, context_text(None))
+    with torch.no_grad():
+        start = dense.run(torch.tensor([tokens]), torch.arange(len(tokens)))[1]
+    training = Training(
+        dense, start, texts, held_out_prompts(held_out, checks), Schedule(steps, rate, min(25, steps))
+    )
+    trained_on = hashlib.sha256(repr(texts.texts).encode()).hexdigest()
+    weights = weights_digest(model)
+    settings = repr((weights, trained_on, tokens, steps, rate, checks))
+    state = output.with_name(output.name + ".state")
+    if training.resume(state, settings):
+        to.print(f"going on after {training.step} steps")
+    to.print(f"{len(texts.texts)} texts, {len(tokens)} tokens; untrained: {_words(training.untrained)}")
+
+    with report.progress(to, steps, "training") as bar:
+        bar.done(training.step)
+
+        def told(loss: float) -> None:
+            bar.show(f"loss {loss:.3f}, best {mean_kl(training.best):.4f}")
+            bar.done()
+
+        train(training, seconds=60 * minutes, save=lambda: training.save(state, settings), told=told)
+    _report(training, output)
+    learned = training.learned
+    # The pool keeps K as it is before it is rotated.
+    raw = dense.moved(learned, -learned.positions)
+    told_of = {"documents": trained_on, "steps": str(training.step), "measured": _words(training.best)}
+    key, value = (x[:, 0].transpose(1, 2).to(torch.bfloat16) for x in (raw.keys, raw.values))
+    write_learned(output, key, value, tokens, weights, told_of)
+    state.unlink(missing_ok=True)
+    options = json.dumps({"hypic": {"context_file": str(output)}})
+    to.print(f"written: {output}. Serve with --additional-config '{options}'")
+
+
+def _report(training: Training, output: Path) -> None:
+    """Raises ``ClickException`` where training did not help."""
+    from .training import mean_kl
+
+    before, after = mean_kl(training.untrained), mean_kl(training.best)
+    report.console().print(f"after {training.step} steps: {_words(training.best)}")
+    if after > HELPS * before:
+        raise click.ClickException(
+            f"held-out prompts have KL {after:.4f} to full recompute, {before:.4f} behind the untrained "
+            f"text: training did not help, so {output} is not written; keep the context 'text'"
+        )
+
+
+def _words(found: dict[str, Measured]) -> str:
+    return "; ".join(f"{name} KL {m.kl:.4f}, NLL {m.nll:+.2f} %" for name, m in found.items())
