@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,7 @@ class LearnedRows:
     @staticmethod
     def of(context: LearnedContext, geometry: PoolGeometry, part: RankPart) -> LearnedRows:
         """Raises :class:`ConfigError` where the model has other layers or heads."""
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        layers = sorted(geometry.attention, key=lambda a: extract_layer_index(a.layer))
+        layers = sorted(geometry.attention, key=lambda a: [int(n) for n in re.findall(r"\d+", a.layer)])
         if geometry.linear:
             raise ConfigError(
                 f"hypic config: context_file={str(context.path)!r}: learned contexts are for models without "
