@@ -88,6 +88,12 @@ Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads,
   return s;
 }
 
+void check_hidden(const Tensor& hidden_kv_lens, int64_t rows) {
+  TORCH_CHECK_VALUE(hidden_kv_lens.scalar_type() == at::kLong && hidden_kv_lens.is_contiguous() &&
+                        hidden_kv_lens.numel() == rows,
+                    "hidden_kv_lens must be int64 [", rows, "]");
+}
+
 // Runs all spans. out (may be undefined) [rows, heads, size] and lse [rows, heads], float, rows of all spans in order.
 void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
   std::vector<Job> jobs;
@@ -187,8 +193,10 @@ void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
 std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
                                           at::TensorList slot_mapping, at::TensorList kv_positions,
                                           const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
-                                          const Tensor& query_ranges, double scale) {
+                                          const Tensor& query_ranges, double scale,
+                                          const std::optional<Tensor>& hidden_kv_lens) {
   check_rows(query, query_ranges);
+  if (hidden_kv_lens) check_hidden(*hidden_kv_lens, visible_kv_lens.numel());
   const int64_t requests = query_ranges.size(0), kv_heads = pool_key.size(1), size = query.size(2);
   TORCH_CHECK_VALUE(query_ranges.size(1) == 2, "query_ranges must be [requests, 2]");
   TORCH_CHECK_VALUE(int64_t(slot_mapping.size()) == requests && int64_t(kv_positions.size()) == requests,
@@ -227,6 +235,7 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
     s.pool.positions = kv_positions[i].data_ptr<int64_t>();
     TORCH_CHECK_VALUE(rows + s.rows <= visible_kv_lens.numel(), "visible_kv_lens has ", visible_kv_lens.numel(), " rows");
     s.visible_kv_lens = visible_kv_lens.data_ptr<int64_t>() + rows;
+    if (hidden_kv_lens) s.hidden_kv_lens = hidden_kv_lens->data_ptr<int64_t>() + rows;
     const auto [least, most] = std::minmax_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
     TORCH_CHECK_VALUE(*least >= 0 && *most <= slot_mapping[i].numel(), "a row of request ", i, " sees ", *most, " of ",
                       slot_mapping[i].numel(), " columns");
@@ -246,29 +255,35 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
   return {out, lse};
 }
 
-Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& index, const Tensor& block_table,
-                 const Tensor& query_ranges, double scale) {
+// Spans over vLLM's cache: see `cache_attention`. `seen` has room for what each row sees, and must outlive them.
+std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
+                              const std::optional<Tensor>& value_index, const Tensor& block_table,
+                              const Tensor& query_ranges, double scale, const std::optional<Tensor>& hidden_kv_lens,
+                              std::vector<int64_t>& seen) {
   check_rows(query, query_ranges);
   TORCH_CHECK_VALUE(query_ranges.size(1) == 4, "query_ranges must be [requests, 4]: first row, last row, batch row, tokens");
-  TORCH_CHECK_VALUE(index.scalar_type() == at::kInt && index.is_contiguous() && index.dim() == 3 &&
-                        index.size(2) == query.size(2),
-                    "index must be int32 [block size, kv heads, ", query.size(2), "]");
+  for (const Tensor* index : {&key_index, value_index ? &*value_index : &key_index})
+    TORCH_CHECK_VALUE(index->scalar_type() == at::kInt && index->is_contiguous() && index->dim() == 3 &&
+                          index->sizes() == key_index.sizes() && index->size(2) == query.size(2),
+                      "an index must be int32 [block size, kv heads, ", query.size(2), "]");
   TORCH_CHECK_VALUE(block_table.scalar_type() == at::kInt && block_table.dim() == 2 && block_table.stride(1) == 1,
                     "block_table must be int32 [requests, blocks]");
   TORCH_CHECK_TYPE(kv_cache.scalar_type() == query.scalar_type(), "cache and query must have one dtype");
   CacheColumns cache{};
   cache.cache = kv_cache.data_ptr();
   cache.block_stride = kv_cache.stride(0);
-  cache.block_size = int(index.size(0));
-  cache.index = index.data_ptr<int32_t>();
+  cache.block_size = int(key_index.size(0));
+  cache.key = key_index.data_ptr<int32_t>();
+  if (value_index) cache.value = value_index->data_ptr<int32_t>();
   const int64_t* b = query_ranges.data_ptr<int64_t>();
   int64_t rows = 0;
   for (int64_t i = 0; i < query_ranges.size(0); ++i) rows += b[4 * i + 1] - b[4 * i];
-  std::vector<int64_t> visible_kv_lens(rows);
+  if (hidden_kv_lens) check_hidden(*hidden_kv_lens, rows);
+  seen.resize(rows);
   std::vector<Span> spans;
   rows = 0;
   for (int64_t i = 0; i < query_ranges.size(0); ++i, b += 4) {
-    Span s = span_of(query, b[0], b[1], index.size(1), scale);
+    Span s = span_of(query, b[0], b[1], key_index.size(1), scale);
     const int64_t row = b[2], tokens = b[3];
     TORCH_CHECK_VALUE(tokens >= s.rows, s.rows, " rows of ", tokens, " tokens");
     const int64_t blocks = (tokens + cache.block_size - 1) / cache.block_size;
@@ -279,14 +294,35 @@ Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& inde
     for (int64_t k = 0; k < blocks; ++k)
       TORCH_CHECK_INDEX(0 <= s.cache.blocks[k] && s.cache.blocks[k] < kv_cache.size(0), "block ", s.cache.blocks[k],
                         " of ", kv_cache.size(0));
-    s.visible_kv_lens = visible_kv_lens.data() + rows;
-    for (int r = 0; r < s.rows; ++r) visible_kv_lens[rows + r] = tokens - s.rows + r + 1;
+    s.visible_kv_lens = seen.data() + rows;
+    if (hidden_kv_lens) s.hidden_kv_lens = hidden_kv_lens->data_ptr<int64_t>() + rows;
+    for (int r = 0; r < s.rows; ++r) seen[rows + r] = tokens - s.rows + r + 1;
     rows += s.rows;
     spans.push_back(s);
   }
-  Tensor lse = at::empty({rows, query.size(1)}, query.options().dtype(at::kFloat));
+  return spans;
+}
+
+Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& index, const Tensor& block_table,
+                 const Tensor& query_ranges, double scale) {
+  std::vector<int64_t> seen;
+  const auto spans = cache_spans(query, kv_cache, index, {}, block_table, query_ranges, scale, {}, seen);
+  Tensor lse = at::empty({int64_t(seen.size()), query.size(1)}, query.options().dtype(at::kFloat));
   run(spans, Tensor(), lse);
   return lse;
+}
+
+std::tuple<Tensor, Tensor> cache_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
+                                           const Tensor& value_index, const Tensor& block_table,
+                                           const Tensor& query_ranges, double scale, const Tensor& hidden_kv_lens) {
+  std::vector<int64_t> seen;
+  const auto spans = cache_spans(query, kv_cache, key_index, value_index, block_table, query_ranges, scale,
+                                 hidden_kv_lens, seen);
+  const auto floats = query.options().dtype(at::kFloat);
+  const int64_t rows = int64_t(seen.size());
+  Tensor out = at::empty({rows, query.size(1), query.size(2)}, floats), lse = at::empty({rows, query.size(1)}, floats);
+  run(spans, out, lse);
+  return {out, lse};
 }
 
 template <class T>
@@ -333,17 +369,21 @@ void merge_(Tensor output, const Tensor& output_lse, const Tensor& other, const 
 TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
   m.def(
       "span_attention(Tensor query, Tensor pool_key, Tensor pool_value, Tensor[] slot_mapping, "
-      "Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, Tensor query_ranges, float scale) "
-      "-> (Tensor, Tensor)");
+      "Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, Tensor query_ranges, float scale, "
+      "Tensor? hidden_kv_lens=None) -> (Tensor, Tensor)");
   m.def(
       "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor query_ranges, float scale) "
       "-> Tensor");
+  m.def(
+      "cache_attention(Tensor query, Tensor kv_cache, Tensor key_index, Tensor value_index, Tensor block_table, "
+      "Tensor query_ranges, float scale, Tensor hidden_kv_lens) -> (Tensor, Tensor)");
   m.def("merge_(Tensor(a!) output, Tensor output_lse, Tensor other, Tensor other_lse, Tensor query_ranges) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
   m.impl("span_attention", span_attention);
   m.impl("cache_lse", cache_lse);
+  m.impl("cache_attention", cache_attention);
   m.impl("merge_", merge_);
 }
 

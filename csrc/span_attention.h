@@ -24,13 +24,14 @@ struct PoolColumns {
   bool neox;
 };
 
-// Columns in vLLM's paged cache, rotated already, in whatever layout the stock kernel packs K.
+// Columns in vLLM's paged cache, rotated already, in whatever layout the stock kernel packs K and V.
 struct CacheColumns {
   const void* cache;
   ptrdiff_t block_stride;   // elements between blocks
   const int32_t* blocks;    // block of every block_size tokens of this request
   int block_size;
-  const int32_t* index;     // [block_size, kv_heads, size]: where an element of a block lies in it
+  const int32_t* key;       // [block_size, kv_heads, size]: where an element of a block lies in it
+  const int32_t* value;     // the same for V; null: not read
 };
 
 // One request's rows.  `pool` or `cache` is set.
@@ -40,6 +41,7 @@ struct Span {
   int rows, heads, kv_heads, size;
   DType dtype;
   const int64_t* visible_kv_lens;  // [rows]: a row sees columns < visible_kv_lens
+  const int64_t* hidden_kv_lens;   // [rows]: of these, those >= hidden_kv_lens; null: all
   float scale;
   GemmBf16 gemm;            // null: compute in float
   PoolColumns pool;

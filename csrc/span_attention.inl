@@ -4,7 +4,8 @@
 // With bf16 products: scores = Q K^T and sum += P V go through a bf16 GEMM whose right operand is packed in pairs of
 // rows. Rotated K and the weights P are rounded to bf16 once each, sums are float. Without: all in float.
 //
-// Row blocks whose rows see nothing of a tile skip it, so a stream whose later rows see more costs what it must.
+// Row blocks whose rows see nothing of a tile skip it, so a stream whose later rows see more, or a window, costs what
+// it must.
 
 namespace hypic {
 namespace HYPIC_ISA {
@@ -72,7 +73,7 @@ HYPIC_INLINE void fetch_key(const Span& s, int64_t column, int kv_head, E* out) 
   if (s.cache.cache) {
     const CacheColumns& c = s.cache;
     const ptrdiff_t block = c.blocks[column / c.block_size] * c.block_stride;
-    const int32_t* index = c.index + ((column % c.block_size) * s.kv_heads + kv_head) * size;
+    const int32_t* index = c.key + ((column % c.block_size) * s.kv_heads + kv_head) * size;
     for (int d = 0; d < size; ++d) write_one(out, d, read_one(c.cache, dtype, block + index[d]));
     return;
   }
@@ -169,10 +170,29 @@ static void pack_keys(const Span& s, int kv_head, int64_t c0, int n, int padded,
   }
 }
 
-// V of columns [c0, c0 + n) as pairs of rows [padded / 2, size, 2].
-static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int n, int padded, bf16* out) {
+// Value `column` of a head where it lies in vLLM's cache, as a row of floats.
+template <DType dtype>
+HYPIC_INLINE void fetch_value(const Span& s, int64_t column, int kv_head, float* out) {
+  const CacheColumns& c = s.cache;
+  const ptrdiff_t block = c.blocks[column / c.block_size] * c.block_stride;
+  const int32_t* index = c.value + ((column % c.block_size) * s.kv_heads + kv_head) * s.size;
+  for (int d = 0; d < s.size; ++d) out[d] = read_one(c.cache, dtype, block + index[d]);
+}
+
+// V of columns [c0, c0 + n) as pairs of rows [padded / 2, size, 2]; the first `hidden` of them are 0: nobody sees them,
+// and vLLM may have given their blocks away.
+static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int hidden, int n, int padded, bf16* out) {
   const PoolColumns& c = s.pool;
   const int size = s.size;
+  if (s.cache.cache) {
+    float row[size];
+    for (int j = 0; j < padded; ++j) {
+      const bool there = hidden <= j && j < n;
+      if (there) fetch_value<DType::bf16>(s, c0 + j, kv_head, row);
+      for (int d = 0; d < size; ++d) out[(ptrdiff_t)(j / 2 * size + d) * 2 + j % 2] = there ? to_bf16(row[d]) : 0;
+    }
+    return;
+  }
   for (int j = 0; j < padded; j += 2) {
     uint32_t* to = (uint32_t*)out + (ptrdiff_t)(j / 2) * size;
     const bf16* a = j < n ? (const bf16*)c.value + c.slots[c0 + j] * c.value_stride + kv_head * size : nullptr;
@@ -192,13 +212,17 @@ static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int n, int 
 }
 
 template <DType dtype>
-static void pack_values_float(const Span& s, int kv_head, int64_t c0, int n, int padded, float* out) {
+static void pack_values_float(const Span& s, int kv_head, int64_t c0, int hidden, int n, int padded, float* out) {
   const PoolColumns& c = s.pool;
   const int size = s.size;
   for (int j = 0; j < padded; ++j) {
     float* to = out + (ptrdiff_t)j * size;
-    if (j >= n) {
+    if (j < hidden || j >= n) {
       __builtin_memset(to, 0, size * sizeof(float));
+      continue;
+    }
+    if (s.cache.cache) {
+      fetch_value<dtype>(s, c0 + j, kv_head, to);
       continue;
     }
     const ptrdiff_t base = c.slots[c0 + j] * c.value_stride + (ptrdiff_t)kv_head * size;
@@ -208,17 +232,20 @@ static void pack_values_float(const Span& s, int kv_head, int64_t c0, int n, int
   }
 }
 
-// Scores [padded] of one row -> weights e^(score - top); `seen` columns count. Returns by how much earlier sums shrink.
+// Scores [padded] of one row -> weights e^(score - top); columns [hidden, seen) count. Returns by how much earlier sums
+// shrink.
 template <class E>
-HYPIC_INLINE float softmax_row(float* scores, int seen, int padded, float scale, E* weights, float* top, float* total) {
-  if (seen <= 0) {
+HYPIC_INLINE float softmax_row(float* scores, int hidden, int seen, int padded, float scale, E* weights, float* top,
+                               float* total) {
+  if (seen <= 0 || hidden >= seen) {
     __builtin_memset(weights, 0, padded * sizeof(E));
     return 1.0f;
   }
   const vf nothing = vset(-__builtin_inff()), by = vset(scale);
   vf highest = nothing;
   for (int j = 0; j < padded; j += W) {
-    const vf x = vkeep(vmul(vload(scores + j), by), seen - j, nothing);
+    vf x = vkeep(vmul(vload(scores + j), by), seen - j, nothing);
+    if (hidden > j) x = vkeep(nothing, hidden - j, x);
     vstore(scores + j, x);
     highest = vmax(highest, x);
   }
@@ -250,6 +277,25 @@ HYPIC_INLINE void multiply(const Span&, int M, int N, int K, const float* A, int
     gemm<Into::set>(M, N, K, A, lda, 1, B, ldb, C, ldc);
 }
 
+HYPIC_INLINE int64_t furthest_seen(const Span& s, int first, int last) {
+  int64_t most = 0;
+  for (int r = first; r <= last; ++r)
+    if (s.visible_kv_lens[r] > most) most = s.visible_kv_lens[r];
+  return most;
+}
+
+HYPIC_INLINE int64_t least_hidden(const Span& s, int first, int last) {
+  if (!s.hidden_kv_lens) return 0;
+  int64_t least = s.hidden_kv_lens[first];
+  for (int r = first + 1; r <= last; ++r) least = at_most(least, s.hidden_kv_lens[r]);
+  return least;
+}
+
+// Of the n columns from c0 on, how many at their beginning a row does not see.
+HYPIC_INLINE int hidden_of(const Span& s, int row, int64_t c0, int n) {
+  return s.hidden_kv_lens ? (int)at_most(n, s.hidden_kv_lens[row] - c0) : 0;
+}
+
 template <DType dtype, class E>
 static void run_part(const Span& s, const SpanPart& p, char* scratch) {
   Scratch x;
@@ -266,31 +312,30 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
     p.total[r] = 0.0f;
   }
   if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
+  const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
   for (int64_t c0 = p.column0; c0 < p.column1; c0 += TILE) {
     const int n = (int)at_most(TILE, p.column1 - c0), padded = (int)round_up(n, 32);
     bool packed = false;
     for (int r0 = 0; r0 < rows; r0 += ROW_BLOCK) {
       const int count = (int)at_most(ROW_BLOCK, rows - r0);
-      int64_t furthest = 0;
-      for (int r = p.row0 + r0 / group; r <= p.row0 + (r0 + count - 1) / group; ++r)
-        if (s.visible_kv_lens[r] > furthest) furthest = s.visible_kv_lens[r];
-      if (furthest <= c0) continue;
+      const int first = p.row0 + r0 / group, last = p.row0 + (r0 + count - 1) / group;
+      if (furthest_seen(s, first, last) <= c0 || least_hidden(s, first, last) >= c0 + n) continue;
       if (!packed) {
         pack_keys<dtype>(s, p.kv_head, c0, n, padded, (E*)x.row, keys);
         if (p.sum) {
           if constexpr (sizeof(E) == 2)
-            pack_values_bf16(s, p.kv_head, c0, n, padded, values);
+            pack_values_bf16(s, p.kv_head, c0, (int)at_most(n, hidden - c0), n, padded, values);
           else
-            pack_values_float<dtype>(s, p.kv_head, c0, n, padded, values);
+            pack_values_float<dtype>(s, p.kv_head, c0, (int)at_most(n, hidden - c0), n, padded, values);
         }
         packed = true;
       }
       multiply(s, count, padded, size, query + (ptrdiff_t)r0 * size, size, keys, padded, x.scores, padded, false);
       for (int i = 0; i < count; ++i) {
         const int r = r0 + i;
-        const int seen = (int)at_most(n, s.visible_kv_lens[p.row0 + r / group] - c0);
-        const float shrink = softmax_row(x.scores + (ptrdiff_t)i * padded, seen, padded, s.scale,
-                                         weights + (ptrdiff_t)i * padded, p.top + r, p.total + r);
+        const int row = p.row0 + r / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
+        const float shrink = softmax_row(x.scores + (ptrdiff_t)i * padded, hidden_of(s, row, c0, n), seen, padded,
+                                         s.scale, weights + (ptrdiff_t)i * padded, p.top + r, p.total + r);
         if (p.sum && shrink != 1.0f) {
           float* sum = p.sum + (ptrdiff_t)r * size;
           const vf by = vset(shrink);
@@ -387,8 +432,10 @@ static void weigh_values(const Span& s, int kv_head, int64_t c0, int n, const bf
     }
 }
 
-static bool serves_few(const Span& s, int rows) {
-  return rows <= FEW_ROWS && s.dtype == DType::bf16 && s.gemm && s.size % 64 == 0;
+static bool serves_few(const Span& s, const SpanPart& p) {
+  const bool values_in_cache = s.cache.cache && p.sum;
+  return (p.row1 - p.row0) * (s.heads / s.kv_heads) <= FEW_ROWS && s.dtype == DType::bf16 && s.gemm &&
+         s.size % 64 == 0 && !values_in_cache;
 }
 
 static void run_few(const Span& s, const SpanPart& p, char* scratch) {
@@ -404,12 +451,11 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
     p.total[r] = 0.0f;
   }
   if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
-  int64_t furthest = 0;
-  for (int r = p.row0; r < p.row1; ++r)
-    if (s.visible_kv_lens[r] > furthest) furthest = s.visible_kv_lens[r];
-  const int64_t stop = at_most(p.column1, furthest);
+  const int64_t stop = at_most(p.column1, furthest_seen(s, p.row0, p.row1 - 1));
+  const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
   for (int64_t c0 = p.column0; c0 < stop; c0 += TILE) {
     const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
+    if (hidden >= c0 + n) continue;
     for (int j = 0; j < n; j += 16) {
       const int here = (int)at_most(16, n - j);
       for (int i = 0; i < here; ++i) {
@@ -428,9 +474,9 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
       score_keys(query, rows, keys, size, x.scores + j);
     }
     for (int r = 0; r < rows; ++r) {
-      const int seen = (int)at_most(n, s.visible_kv_lens[p.row0 + r / group] - c0);
-      const float shrink =
-          softmax_row(x.scores + r * TILE, seen, padded, s.scale, weights + r * TILE, p.top + r, p.total + r);
+      const int row = p.row0 + r / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
+      const float shrink = softmax_row(x.scores + r * TILE, hidden_of(s, row, c0, n), seen, padded, s.scale,
+                                       weights + r * TILE, p.top + r, p.total + r);
       if (p.sum && shrink != 1.0f)
         for (int d = 0; d < size; d += W) vstore(p.sum + r * size + d, vmul(vload(p.sum + r * size + d), vset(shrink)));
     }
@@ -451,7 +497,7 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
 
 static void span_part(const Span& s, const SpanPart& p, char* scratch) {
 #if HYPIC_BF16
-  if (serves_few(s, (p.row1 - p.row0) * (s.heads / s.kv_heads))) return run_few(s, p, scratch);
+  if (serves_few(s, p)) return run_few(s, p, scratch);
 #endif
   if (s.dtype == DType::bf16 && s.gemm) return run_part<DType::bf16, bf16>(s, p, scratch);
   if (s.dtype == DType::bf16) return run_part<DType::bf16, float>(s, p, scratch);

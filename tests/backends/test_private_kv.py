@@ -1,4 +1,4 @@
-"""Reading K back from caches that vLLM's own operator filled."""
+"""Reading K and V back from caches that vLLM's own operator filled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_hypic.backends.attention.private_kv import key_index
-from vllm_hypic.backends.ops.span_attention.torch import gather_keys
+from vllm_hypic.backends.attention.private_kv import cache_index
+from vllm_hypic.backends.ops.span_attention.torch import gather
 
 
 def stored(
@@ -32,15 +32,17 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
         rng = torch.Generator().manual_seed(block_size + size)
         longest = 2 * block_size + 7
         key = torch.randn(longest, heads, size, generator=rng).to(dtype)
-        value = torch.full_like(key, 7)
+        value = torch.randn(longest, heads, size, generator=rng).to(dtype)
         table = torch.randperm(6, generator=rng)[:3].int()
         cache = stored(key, value, block_size, isa, table, blocks=6)
-        index = key_index(cache, isa)
+        index, of_value = cache_index(cache, isa), cache_index(cache, isa, of_value=True)
         before = cache.clone()
         for tokens in (1, 31, block_size - 1, block_size, block_size + 1, 2 * block_size, longest):
-            found = gather_keys(cache, index, table, tokens)
+            found = gather(cache, index, table, tokens)
             assert found.shape == (tokens, heads, size) and found.is_contiguous()
             assert torch.equal(found, key[:tokens]), (heads, size, tokens)
+            found = gather(cache, of_value, table, tokens)
+            assert torch.equal(found, value[:tokens]), (heads, size, tokens)
         assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8)), "learning the layout wrote"
 
 
@@ -55,4 +57,4 @@ def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lossy)
     with pytest.raises(RuntimeError, match=r"unknown K layout .*block 32"):
-        key_index(torch.zeros(1, 2, 32, 128), "vec")
+        cache_index(torch.zeros(1, 2, 32, 128), "vec")

@@ -28,7 +28,7 @@ STATE_DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """Public K and V of one full-attention layer: ``[pages * page_tokens, kv_heads, head_size]`` each."""
+    """Public K and V of one attention layer: ``[pages * page_tokens, kv_heads, head_size]`` each."""
 
     layer: str
     kv_heads: int
@@ -188,7 +188,7 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]
 def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> LayerGeometry:
     """What records hold of a layer with this cache.  Raises :class:`ConfigError` where it has no place in
     the pool."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
     if reason := cache_refusal(spec):
         raise ConfigError(f"hypic: layer {layer}: {reason} is not supported; serve without hypic")
@@ -196,7 +196,7 @@ def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> La
         conv, state = spec.shapes
         rows, dim = (conv[1], conv[0]) if conv_dim_first else (conv[0], conv[1])
         return LinearGeometry(layer, state[0], state[2], state[1], rows, dim, spec.dtypes[0])
-    assert isinstance(spec, FullAttentionSpec)
+    assert isinstance(spec, AttentionSpec)
     return AttentionGeometry(layer, spec.num_kv_heads, spec.head_size, spec.dtype)
 
 
@@ -206,7 +206,7 @@ def cache_refusal(spec: KVCacheSpec) -> str | None:
     Layers are looked at once more when they are linked; what shapes the cache must be refused before
     sizes are worked out from it.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     if isinstance(spec, MambaSpec):
         family = family_of(spec.mamba_type.name)
@@ -215,13 +215,11 @@ def cache_refusal(spec: KVCacheSpec) -> str | None:
         if tuple(len(shape) for shape in spec.shapes) != family.state_ranks:
             return f"linear attention with states of shapes {[tuple(shape) for shape in spec.shapes]}"
         return None
-    if window := getattr(spec, "sliding_window", None):
-        return f"sliding window of {window} tokens"
     if chunk := getattr(spec, "attention_chunk_size", None):
         return f"local attention in chunks of {chunk} tokens"
     # Not isinstance: latent, sink and sparse caches derive from it and hold something else.
-    if type(spec) is not FullAttentionSpec:
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         return f"KV cache of kind {type(spec).__name__}"
-    if spec.head_size_v != spec.head_size:
+    if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
         return f"V of head size {spec.head_size_v} beside K of {spec.head_size}"
     return None

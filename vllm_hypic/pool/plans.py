@@ -91,6 +91,12 @@ class StreamPlan:
     kv_positions: np.ndarray
     use_transition: bool
 
+    @staticmethod
+    def alone(positions: np.ndarray) -> StreamPlan:
+        """Tokens at these positions that read no records."""
+        none = np.zeros(0, dtype=np.int64)
+        return StreamPlan(positions, int(positions[-1]) + 1, (), none, none, use_transition=True)
+
     @property
     def point_indices(self) -> np.ndarray:
         """Stream index of every compose point, ascending."""
@@ -110,6 +116,20 @@ class StreamPlan:
         counts = np.concatenate([[0], np.cumsum([p.columns for p in self.points], dtype=np.int64)])
         seen = np.searchsorted(self.point_indices, np.arange(start, stop), side="right")
         return counts[seen].astype(np.int64)
+
+    def hidden(self, start: int, stop: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """What stream indices ``[start, stop)`` see no more where layers have a window of ``window`` tokens,
+        themselves among them: so many public columns and so many tokens of the stream, the first ones; int64
+        ``[stop - start]`` each."""
+        first = self.logical(start, stop) - (window - 1)
+        generated = len(self.positions) + first - self.n_logical
+        known = np.searchsorted(self.positions, first)
+        return np.searchsorted(self.kv_positions, first), np.where(first < self.n_logical, known, generated)
+
+    def apart(self, stop: int) -> bool:
+        """Whether something is missing in the stream before its index ``stop``, so that distances in it are
+        not those of the prompt."""
+        return bool(self.logical(stop - 1, stop)[0] != stop - 1)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,42 @@ class PublicRows:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """What rows of a pass see no more in layers with a window, int64 ``[rows]`` on the host: the first so
+    many public columns, the first so many tokens of vLLM's cache."""
+
+    columns: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WindowedRows:
+    """The rows of a pass whose distances in the stream are not those of the prompt: stock attention would
+    measure a window wrongly for them.  Some may see no public columns.
+
+    ``rows [rows]`` int64: token rows of the batch, in the order of ``public``.
+    """
+
+    public: PublicRows
+    rows: torch.Tensor
+    composed: tuple[ComposedRow, ...]
+    _hidden: dict[int, Hidden] = field(default_factory=dict)
+
+    @staticmethod
+    def of(composed: Sequence[ComposedRow]) -> WindowedRows:
+        rows = torch.cat([torch.arange(c.row.q0, c.row.q1) for c in composed])
+        return WindowedRows(PublicRows.of(composed), rows, tuple(composed))
+
+    def hidden(self, window: int) -> Hidden:
+        """For layers with a window of so many tokens; made once."""
+        if window not in self._hidden:
+            found = [c.stream.plan.hidden(c.row.s0, c.row.s1, window) for c in self.composed]
+            columns, tokens = (torch.from_numpy(np.concatenate(part)) for part in zip(*found, strict=True))
+            self._hidden[window] = Hidden(columns, tokens)
+        return self._hidden[window]
+
+
+@dataclass(frozen=True)
 class CapturedRows:
     """``rows [n]`` of the batch, their token ``slots`` in the pool, and the ``positions`` by which their K
     was rotated, the segment requests' own; int64 on the device."""
@@ -170,6 +206,19 @@ class StepContext:
         """Rows that see public columns; ``None`` when there are none."""
         seeing = [c for c in self.reading if c.max_visible_kv_len]
         return PublicRows.of(seeing) if seeing else None
+
+    @cached_property
+    def windowed(self) -> WindowedRows | None:
+        """Rows whose windows stock attention cannot measure; ``None`` when there are none."""
+        reading = {c.row.index for c in self.reading}
+        padded = [
+            composed_row(c.row, StreamTensors.of(StreamPlan.alone(c.plan.positions), self.device))
+            for c in self.captures
+            if c.plan.positions is not None and c.row.index not in reading
+        ]
+        rows = sorted([*self.reading, *padded], key=lambda c: c.row.index)
+        apart = [c for c in rows if c.stream.plan.apart(c.row.s1)]
+        return WindowedRows.of(apart) if apart else None
 
     @cached_property
     def captured(self) -> CapturedRows | None:

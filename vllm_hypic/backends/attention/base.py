@@ -15,7 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
-    from ...pool.step import CapturedRows, PublicRows, StepContext
+    from ...pool.step import CapturedRows, PublicRows, StepContext, WindowedRows
     from ...pool.tensors import PublicKV
     from ..rope import RopeTap
 
@@ -67,9 +67,12 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
     def has_quantised_cache(self) -> bool:
         raise NotImplementedError
 
+    serves_windows = False
+    """Whether layers with a sliding window take part."""
+
     def refusal(self) -> str | None:
         """Why this layer cannot take part in PIC, or ``None``."""
-        if (window := self.window()) is not None:
+        if (window := self.window()) is not None and not self.serves_windows:
             return f"sliding window of {window} tokens"
         if self.logits_soft_cap:
             return f"logits soft-cap {self.logits_soft_cap}"
@@ -108,7 +111,11 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         if step.captured is not None:
             link.runtime.calls["capture_kv"] += 1
             self.capture(link, step.captured, key, value)
-        if step.public is not None:
+        if (window := self.window()) is not None:
+            if step.windowed is not None:
+                link.runtime.calls["span_attention"] += 1
+                self.attend_within(link, step.windowed, window, query, kv_cache, attn_metadata, output)
+        elif step.public is not None:
             link.runtime.calls["span_attention"] += 1
             self.add_public(link, step, step.public, query, kv_cache, attn_metadata, output)
         return output
@@ -131,4 +138,17 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         output: torch.Tensor,
     ) -> None:
         """Merge the public part into ``output`` of all composed rows, in place."""
+        raise NotImplementedError
+
+    def attend_within(
+        self,
+        link: LinkT,
+        windowed: WindowedRows,
+        window: int,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Replace ``output`` of rows whose windows stock measured wrongly, private and public part, in place."""
         raise NotImplementedError

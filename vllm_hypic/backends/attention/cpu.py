@@ -16,10 +16,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 from ..ops import span_attention
 from ..ops.span_attention.torch import unrotate
 from .base import AttentionLink, PublicAttention
-from .private_kv import key_index
+from .private_kv import cache_index
 
 if TYPE_CHECKING:
-    from ...pool.step import CapturedRows, PublicRows, StepContext
+    from ...pool.step import CapturedRows, PublicRows, StepContext, WindowedRows
 
 
 class HypicCPUAttentionBackend(CPUAttentionBackend):
@@ -36,20 +36,23 @@ class HypicCPUAttentionBackend(CPUAttentionBackend):
 
 @dataclass(frozen=True)
 class CPUAttentionLink(AttentionLink):
-    """``key_index [block_size, kv_heads, head_size]`` int32: where K lies in a block of vLLM's cache;
-    ``ops``: the operators of ``ops.span_attention`` that serve this layer."""
+    """``key_index``, ``value_index [block_size, kv_heads, head_size]`` int32: where K and V lie in a block of
+    vLLM's cache; ``ops``: the operators of ``ops.span_attention`` that serve this layer."""
 
     key_index: torch.Tensor
+    value_index: torch.Tensor
     ops: ModuleType
 
 
 class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBackendImpl):
     """Stock CPU attention; with a link, also captures segments and reads public K and V."""
 
+    serves_windows = True
+
     def connect(self, layer: Any, link: AttentionLink) -> None:
-        index = key_index(layer.kv_cache, layer.isa)
+        key, value = (cache_index(layer.kv_cache, layer.isa, of_value=v) for v in (False, True))
         ops = span_attention.choose(self.head_size, link.public.key.device.type)
-        self.link = CPUAttentionLink(link.runtime, link.public, link.rope, index, ops)
+        self.link = CPUAttentionLink(link.runtime, link.public, link.rope, key, value, ops)
 
     def window(self) -> int | None:
         return None if self.sliding_window == -1 else self.sliding_window
@@ -90,4 +93,41 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
         private_lse = link.ops.cache_lse(
             query, kv_cache, link.key_index, metadata.block_table, public.cache_ranges, self.scale
         )
+        link.ops.merge_(output, private_lse, out, lse, public.query_ranges)
+
+    def attend_within(
+        self,
+        link: CPUAttentionLink,
+        windowed: WindowedRows,
+        window: int,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: CPUAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        public, hidden = windowed.public, windowed.hidden(window)
+        out, lse = link.ops.span_attention(
+            query,
+            link.public.key,
+            link.public.value,
+            public.slot_mapping,
+            public.kv_positions,
+            link.table(),
+            link.neox,
+            public.visible_kv_lens,
+            public.query_ranges,
+            self.scale,
+            hidden.columns,
+        )
+        private, private_lse = link.ops.cache_attention(
+            query,
+            kv_cache,
+            link.key_index,
+            link.value_index,
+            metadata.block_table,
+            public.cache_ranges,
+            self.scale,
+            hidden.tokens,
+        )
+        output.index_copy_(0, windowed.rows, private.to(output.dtype))
         link.ops.merge_(output, private_lse, out, lse, public.query_ranges)

@@ -1,6 +1,7 @@
-"""Where K lies in vLLM's CPU KV cache, whatever layout its instruction set packs it in.
+"""Where K and V lie in vLLM's CPU KV cache, whatever layout its instruction set packs them in.
 
-The stock kernel returns no log-sum-exp, so that of the private part needs the private K.  The cache
+The stock kernel returns no log-sum-exp, so that of the private part needs the private K; and it measures
+windows in the stream, so those layers read both.  The cache
 layout is the stock kernel's own business (it differs per ISA): it is learnt once, by storing the
 numbers of a block's elements through the stock operator and looking where they land.
 """
@@ -14,8 +15,8 @@ _DIGIT = 128
 """Element numbers are stored in base 128: exact in every supported dtype."""
 
 
-def key_index(kv_cache: torch.Tensor, isa: str) -> torch.Tensor:
-    """Offset inside a block of every element of K: ``[block_size, kv_heads, head_size]`` int32.
+def cache_index(kv_cache: torch.Tensor, isa: str, *, of_value: bool = False) -> torch.Tensor:
+    """Offset inside a block of every element of K, or of V: ``[block_size, kv_heads, head_size]`` int32.
 
     ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]``: only its shape and dtype are looked at.
     Raises
@@ -34,10 +35,9 @@ def key_index(kv_cache: torch.Tensor, isa: str) -> torch.Tensor:
         view = scratch.view(1, kv_heads, block_size * 2, head_size)
         key_cache, value_cache = view.chunk(2, dim=2)
         digit = (numbers // weight % _DIGIT).view(shape).to(kv_cache.dtype)
-        value = torch.full(shape, -1.0, dtype=kv_cache.dtype)
+        other = torch.full(shape, -1.0, dtype=kv_cache.dtype)
         ops.cpu_attn_reshape_and_cache(
-            digit,
-            value,
+            *((other, digit) if of_value else (digit, other)),
             key_cache,
             value_cache,
             slots,
@@ -51,7 +51,9 @@ def key_index(kv_cache: torch.Tensor, isa: str) -> torch.Tensor:
         weight *= _DIGIT
     where = torch.nonzero(found >= 0).view(-1)
     if not torch.equal(torch.sort(found[where]).values, numbers):
-        raise RuntimeError(f"unknown K layout of the CPU KV cache (isa {isa!r}, block {block_size})")
+        raise RuntimeError(
+            f"unknown {'V' if of_value else 'K'} layout of the CPU KV cache (isa {isa!r}, block {block_size})"
+        )
     index = torch.empty(count, dtype=torch.int32)
     index[found[where]] = where.int()
     return index.view(shape)

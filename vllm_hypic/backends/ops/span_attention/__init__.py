@@ -1,10 +1,10 @@
 """Span attention: query rows over paged public K and V, rotated at logical positions while read.
 
-Three operators, each with one signature in ``reference`` (float64), ``torch``, ``native`` (C++) and
-``triton.operators`` (CUDA, where layers use a prepared form instead, see ``plan``):
+Four operators, each with one signature in ``reference`` (float64), ``torch``, ``native`` (C++) and, but for
+windows, ``triton.operators`` (CUDA, where layers use a prepared form instead, see ``plan``):
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
-query_ranges, scale)``
+query_ranges, scale, hidden_kv_lens=None)``
     Attention of each request's rows over a prefix of its public columns.
 
     ``query [tokens, heads, size]``, rotated; ``pool_key``, ``pool_value [slots, kv_heads, size]``, K not
@@ -12,7 +12,8 @@ query_ranges, scale)``
     and at which logical position it stands; ``table [positions, rotary_dim]``: cos, then sin, or ``None``
     (NoPE); ``neox``: pairs are halves apart, else neighbours; ``query_ranges [requests, 2]`` int64: rows
     ``[first, last)`` of the query; ``visible_kv_lens`` int64: for the rows of all requests in order, row r
-    sees columns < visible_kv_lens[r].
+    sees columns < visible_kv_lens[r]; where layers have a window, of these those >= hidden_kv_lens[r], int64
+    too.
 
     Returns, for these rows in order, ``out [rows, heads, size]`` and log-sum-exp ``lse [rows, heads]``,
     float32; a row that sees nothing has ``out = 0`` and ``lse = -inf``.
@@ -23,6 +24,15 @@ query_ranges, scale)``
     ``kv_cache [blocks, ...]``; ``index [block_size, kv_heads, size]`` int32: where the elements of K lie in a
     block; ``block_table [requests, blocks]`` int32; ``query_ranges [requests, 4]`` int64: first and last row
     of the query, row of the block table, and tokens in the cache: the last row sees all of them.
+
+``cache_attention(query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens)
+-> out [rows, heads, size], lse [rows, heads]`` float32
+    Causal attention over vLLM's own paged cache with a window of its own for each row: stock's is measured
+    in the stream, where tokens that records serve are missing.
+
+    As ``cache_lse``; ``value_index``: where the elements of V lie; ``hidden_kv_lens [rows]`` int64: of the
+    tokens of the cache that a row sees, it sees those >= hidden_kv_lens, at least itself.  What lies before
+    the first of them is not read into a result: vLLM gives such blocks away.
 
 ``merge_(output, output_lse, other, other_lse, query_ranges)``
     Joint attention of two partial results over disjoint columns, in place.

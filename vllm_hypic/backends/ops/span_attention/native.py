@@ -29,6 +29,7 @@ def span_attention(
     visible_kv_lens: torch.Tensor,
     query_ranges: torch.Tensor,
     scale: float,
+    hidden_kv_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.ops.vllm_hypic.span_attention(
         query,
@@ -41,6 +42,7 @@ def span_attention(
         visible_kv_lens,
         query_ranges,
         scale,
+        hidden_kv_lens,
     )
     return out, lse
 
@@ -59,6 +61,22 @@ def cache_lse(
     return lse
 
 
+def cache_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    key_index: torch.Tensor,
+    value_index: torch.Tensor,
+    block_table: torch.Tensor,
+    query_ranges: torch.Tensor,
+    scale: float,
+    hidden_kv_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.vllm_hypic.cache_attention(
+        query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens
+    )
+    return out, lse
+
+
 def merge_(
     output: torch.Tensor,
     output_lse: torch.Tensor,
@@ -73,7 +91,19 @@ def register_fakes() -> None:
     """Shapes and dtypes of the operators for tracing; their schemas say what they change."""
 
     @torch.library.register_fake("vllm_hypic::span_attention")
-    def _(query, pool_key, pool_value, slots, positions, table, neox, visible_kv_lens, query_ranges, scale):  # type: ignore
+    def _(
+        query,
+        pool_key,
+        pool_value,
+        slots,
+        positions,
+        table,
+        neox,
+        visible_kv_lens,
+        query_ranges,
+        scale,
+        hidden=None,
+    ):  # type: ignore
         rows = visible_kv_lens.shape[0]
         return (
             query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
@@ -85,6 +115,14 @@ def register_fakes() -> None:
         # How many rows take part is data.
         rows = torch.library.get_ctx().new_dynamic_size()
         return query.new_empty((rows, query.shape[1]), dtype=torch.float32)
+
+    @torch.library.register_fake("vllm_hypic::cache_attention")
+    def _(query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens):  # type: ignore
+        rows = hidden_kv_lens.shape[0]
+        return (
+            query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
+            query.new_empty((rows, query.shape[1]), dtype=torch.float32),
+        )
 
     @torch.library.register_fake("vllm_hypic::merge_")
     def _(output, output_lse, other, other_lse, query_ranges):  # type: ignore

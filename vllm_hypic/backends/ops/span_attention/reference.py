@@ -51,10 +51,12 @@ def span_attention(
     visible_kv_lens: torch.Tensor,
     query_ranges: torch.Tensor,
     scale: float,
+    hidden_kv_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; float64."""
     outs, lses = [], []
     seen = visible_kv_lens.tolist()
+    hidden = [0] * len(seen) if hidden_kv_lens is None else hidden_kv_lens.tolist()
     for (first, last), slots, positions in zip(
         query_ranges.tolist(), slot_mapping, kv_positions, strict=True
     ):
@@ -62,11 +64,11 @@ def span_attention(
         rotation = None if table is None else table[positions[:columns]]
         key = rotate_reference(pool_key[slots[:columns]], rotation, neox)
         value = pool_value[slots[:columns]].double()
-        limits = torch.tensor(seen[: last - first])
-        out, lse = _softmax_attention(query[first:last], key, value, limits, scale)
+        limits, begins = (torch.tensor(per_row[: last - first]) for per_row in (seen, hidden))
+        out, lse = _softmax_attention(query[first:last], key, value, limits, scale, begins)
         outs.append(out)
         lses.append(lse)
-        seen = seen[last - first :]
+        seen, hidden = seen[last - first :], hidden[last - first :]
     return torch.cat(outs), torch.cat(lses)
 
 
@@ -79,24 +81,52 @@ def cache_lse(
     scale: float,
 ) -> torch.Tensor:
     """See the package's docstring; float64."""
-    lses = []
+    hidden = torch.zeros(int((query_ranges[:, 1] - query_ranges[:, 0]).sum()), dtype=torch.int64)
+    return cache_attention(query, kv_cache, index, index, block_table, query_ranges, scale, hidden)[1]
+
+
+def cache_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    key_index: torch.Tensor,
+    value_index: torch.Tensor,
+    block_table: torch.Tensor,
+    query_ranges: torch.Tensor,
+    scale: float,
+    hidden_kv_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the package's docstring; float64."""
+    outs, lses = [], []
+    flat, hidden = kv_cache.reshape(kv_cache.shape[0], -1), hidden_kv_lens
     for first, last, row, tokens in query_ranges.tolist():
-        flat = kv_cache.reshape(kv_cache.shape[0], -1)
-        token = torch.arange(tokens)
-        blocks = block_table[row].long()[token // index.shape[0]]
-        key = flat[blocks[:, None, None], index.long()[token % index.shape[0]]].double()
+        begins, hidden = hidden[: last - first], hidden[last - first :]
+        token = torch.arange(int(begins.min()), tokens)
+        blocks = block_table[row].long()[token // key_index.shape[0], None, None]
+        inside = token % key_index.shape[0]
+        key, value = (flat[blocks, index.long()[inside]].double() for index in (key_index, value_index))
         limits = torch.arange(tokens - (last - first) + 1, tokens + 1)
-        lses.append(_softmax_attention(query[first:last], key, key, limits, scale)[1])
-    return torch.cat(lses)
+        shift = int(begins.min())
+        out, lse = _softmax_attention(query[first:last], key, value, limits - shift, scale, begins - shift)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _softmax_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    limits: torch.Tensor,
+    scale: float,
+    begins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row ``r`` sees keys ``[begins[r], limits[r])``."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->qhk", query.double(), key) * scale
-    scores = scores.masked_fill(torch.arange(len(key)) >= limits[:, None, None], float("-inf"))
+    at = torch.arange(len(key))
+    hidden = (at >= limits[:, None, None]) | (at < begins[:, None, None])
+    scores = scores.masked_fill(hidden, float("-inf"))
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     return torch.einsum("qhk,khd->qhd", weights, value), scores.logsumexp(-1)
 

@@ -73,6 +73,7 @@ def span_attention(
     visible_kv_lens: torch.Tensor,
     query_ranges: torch.Tensor,
     scale: float,
+    hidden_kv_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring."""
     outs, lses = [], []
@@ -80,35 +81,44 @@ def span_attention(
     for (first, last), slots, positions in zip(
         query_ranges.tolist(), slot_mapping, kv_positions, strict=True
     ):
-        seen = visible_kv_lens[done : done + last - first]
+        rows = slice(done, done + last - first)
         done += last - first
-        columns = int(seen.max())
-        slots, positions = slots[:columns], positions[:columns]
+        seen = visible_kv_lens[rows]
+        hidden = torch.zeros_like(seen) if hidden_kv_lens is None else hidden_kv_lens[rows]
+        columns = slice(min(int(hidden.min()), int(seen.max())), int(seen.max()))
+        slots, positions = slots[columns], positions[columns]
         rotation = None if table is None else table.index_select(0, positions)
-        key = rotate(pool_key.index_select(0, slots), rotation, neox)
-        out, lse = _attend(query[first:last], key, pool_value.index_select(0, slots), seen, scale)
+        key, value = (
+            rotate(pool_key.index_select(0, slots), rotation, neox),
+            pool_value.index_select(0, slots),
+        )
+        out, lse = _attend(query[first:last], key, value, hidden - columns.start, seen - columns.start, scale)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible_kv_lens: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``query [rows, heads, size]`` over the first ``visible_kv_lens [rows]`` columns each;
-    float32."""
+    """Attention of ``query [rows, heads, size]`` over columns ``[begins, ends)``, both ``[rows]``; float32."""
     if not len(key):
         return query.new_zeros(query.shape, dtype=torch.float32), query.new_full(
             query.shape[:2], float("-inf"), dtype=torch.float32
         )
     columns = torch.arange(len(key), device=query.device)
-    hidden = columns >= visible_kv_lens[:, None]
+    hidden = (columns >= ends[:, None]) | (columns < begins[:, None])
     mask = None
     if bool(hidden.any()):
         mask = torch.zeros(hidden.shape, dtype=torch.float32, device=query.device)
         mask.masked_fill_(hidden, float("-inf"))
     out, lse = _grouped_flash(query, key, value, mask, scale)
-    blind = visible_kv_lens == 0
+    blind = ends <= begins.clamp(min=0)
     if bool(blind.any()):
         out[blind], lse[blind] = 0, float("-inf")
     return out.float(), lse
@@ -125,15 +135,43 @@ def cache_lse(
     """See the package's docstring."""
     lses = []
     for first, last, row, tokens in query_ranges.tolist():
-        key = gather_keys(kv_cache, index, block_table[row], tokens)
+        key = gather(kv_cache, index, block_table[row], tokens)
         lses.append(causal_lse(query[first:last], key, scale))
     return torch.cat(lses)
 
 
-def gather_keys(
-    kv_cache: torch.Tensor, index: torch.Tensor, blocks: torch.Tensor, tokens: int
-) -> torch.Tensor:
-    """Rotated K ``[tokens, kv_heads, size]`` of a request's first ``tokens`` tokens, contiguous."""
+def cache_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    key_index: torch.Tensor,
+    value_index: torch.Tensor,
+    block_table: torch.Tensor,
+    query_ranges: torch.Tensor,
+    scale: float,
+    hidden_kv_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the package's docstring."""
+    outs, lses = [], []
+    done = 0
+    for first, last, row, tokens in query_ranges.tolist():
+        begins = hidden_kv_lens[done : done + last - first]
+        done += last - first
+        # Whole blocks before the first token that is seen are not touched.
+        skipped = int(begins.min()) // key_index.shape[0]
+        blocks, at = block_table[row][skipped:], skipped * key_index.shape[0]
+        key = gather(kv_cache, key_index, blocks, tokens - at)
+        value = gather(kv_cache, value_index, blocks, tokens - at)
+        unseen = int(begins.min()) - at
+        key, value, at = key[unseen:], value[unseen:], at + unseen
+        ends = torch.arange(tokens - (last - first) + 1, tokens + 1, device=query.device)
+        out, lse = _attend(query[first:last], key, value, begins - at, ends - at, scale)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def gather(kv_cache: torch.Tensor, index: torch.Tensor, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
+    """K, rotated, or V ``[tokens, kv_heads, size]`` of the first ``tokens`` tokens in ``blocks``, contiguous."""
     block_size = index.shape[0]
     whole, rest = divmod(tokens, block_size)
     flat = kv_cache.view(kv_cache.shape[0], -1)

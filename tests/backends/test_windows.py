@@ -1,0 +1,108 @@
+"""Rows that see a range of columns, in the pool and in vLLM's cache, against float64."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hypic.backends.ops.span_attention import reference
+from vllm_hypic.pool.plans import ComposePoint, StreamPlan
+
+from .test_span_attention import DTYPES, KERNELS, LSE_TOLERANCE, TOLERANCE, Cached, Case
+
+WINDOWS = pytest.mark.parametrize("window", [1, 20, 255, 256, 3000])
+
+
+def close(
+    ours: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> None:
+    (out, lse), (wanted_out, wanted_lse) = ours, wanted
+    assert out.dtype == lse.dtype == torch.float32
+    assert float((out.double() - wanted_out).abs().max()) <= 4 * TOLERANCE[dtype]
+    blind = wanted_lse.isinf()
+    assert torch.equal(lse.isinf(), blind) and (out[blind] == 0).all()
+    assert not (~blind).any() or float((lse - wanted_lse)[~blind].abs().max()) <= LSE_TOLERANCE[dtype]
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 130])
+@WINDOWS
+def test_public_columns(window: int, rows: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+    """Rows whose windows begin anywhere, behind what they see, too: those see nothing."""
+    case = Case((rows, 4_600), (rows, 70), dtype=dtype, seed=window)
+    rng = torch.Generator().manual_seed(rows)
+    behind = torch.randint(0, 40, case.visible_kv_lens.shape, generator=rng)
+    hidden = (case.visible_kv_lens - window + behind).clamp(min=0)
+    hidden[-1] = case.visible_kv_lens[-1]
+
+    def run(ops: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.span_attention(
+            *(case.query, case.key, case.value, case.slots, case.positions, case.table, case.neox),
+            *(case.visible_kv_lens, case.query_ranges, case.scale, hidden),
+        )
+
+    close(run(kernels), wanted := run(reference), dtype)
+    assert wanted[1][-1].isinf().all()
+
+
+@KERNELS
+def test_hiding_nothing_changes_nothing(kernels: ModuleType) -> None:
+    case = Case((5, 700), (1, 90), dtype=torch.bfloat16)
+    plain = case.run(kernels)
+    nothing = torch.zeros_like(case.visible_kv_lens)
+    same = kernels.span_attention(
+        *(case.query, case.key, case.value, case.slots, case.positions, case.table, case.neox),
+        *(case.visible_kv_lens, case.query_ranges, case.scale, nothing),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@WINDOWS
+def test_cached_tokens(window: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+    """What lies before every row's window may be anything: vLLM gives such blocks away."""
+    case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype)
+    # V lies where K does not.
+    elements = case.cache.shape[1]
+    free = torch.ones(elements, dtype=torch.bool)
+    free[case.index.flatten().long()] = False
+    value_index = free.nonzero()[:, 0].int().view(case.index.shape)
+    block = case.index.shape[0]
+    rng = torch.Generator().manual_seed(window)
+    hidden = []
+    for first, last, row, tokens in case.query_ranges.tolist():
+        hidden.append((torch.arange(tokens - (last - first), tokens) - window + 1).clamp(min=0))
+        for token in range(int(hidden[-1].min()), tokens):
+            values = torch.randn(value_index.shape[1:], generator=rng).to(dtype)
+            case.cache[int(case.table[row, token // block])][value_index[token % block].long()] = values
+        gone = int(hidden[-1].min()) // block
+        case.cache[case.table[row, :gone].long()] = float("nan")
+
+    def run(ops: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.cache_attention(
+            *(case.query, case.cache, case.index, value_index, case.table, case.query_ranges),
+            *(32**-0.5, torch.cat(hidden)),
+        )
+
+    close(run(kernels), run(reference), dtype)
+
+
+def test_what_a_plan_hides() -> None:
+    """By logical distance, generated tokens among them: each row sees itself and the window - 1 before it."""
+    positions = np.array([0, 1, 2, 3, 4, 15, 16, 17, 26, 27])
+    columns = np.array([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 18, 19, 20, 21, 22, 23, 24, 25])
+    points = (ComposePoint(5, 0, 10, replace_state=False), ComposePoint(8, 1, 8, replace_state=False))
+    plan = StreamPlan(positions, 28, points, columns, columns, use_transition=True)
+    logical = plan.logical(0, 16)
+    for window in (1, 2, 5, 11, 12, 40):
+        public, tokens = plan.hidden(3, 16, window)
+        for row, at in enumerate(logical[3:]):
+            assert public[row] == sum(c <= at - window for c in columns)
+            assert tokens[row] == sum(p <= at - window for p in logical)
+    assert not plan.apart(5) and plan.apart(6) and plan.apart(16)
+    assert not StreamPlan.alone(np.arange(4)).apart(4) and StreamPlan.alone(np.array([0, 1, 3])).apart(3)
