@@ -1,5 +1,39 @@
 """The random checkpoints are the benchmark suite's own: both need gates that are alive."""
 
-from vllm_hypic.harness.random_models import random_segments, save_attention_model, save_hybrid_model
+from pathlib import Path
 
-__all__ = ["random_segments", "save_attention_model", "save_hybrid_model"]
+import torch
+
+from vllm_hypic.harness.random_models import (
+    SPECIAL_TOKENS,
+    random_segments,
+    save_attention_model,
+    save_hybrid_model,
+    save_model,
+)
+
+__all__ = ["random_segments", "save_attention_model", "save_hybrid_model", "save_windowed_model"]
+
+
+def save_windowed_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:
+    """A random Llama whose layers of type `sliding_attention` have a window of so many tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=len(layer_types),
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=512,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        layer_types=layer_types,
+        sliding_window=window,
+    )
+    return save_model(LlamaForCausalLM(config), Path(path), torch.bfloat16, seed, norm_center=1.0)

@@ -23,7 +23,10 @@ States are `[value heads, d_k, d_v]`. In that order the gated delta rule is
 
     S_i = e^{g_i} (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T        o_i = S_i^T q_i / sqrt(d_k)
 
-Supported checkpoints: Qwen3.5 text models (gated delta net + gated attention) and dense Qwen3.
+Layers with a sliding window of W tokens see what stands at their own logical position and the W - 1 before it.
+
+Supported checkpoints: Qwen3.5 text models (gated delta net + gated attention), dense Qwen3, and Llama, whose
+layers may have windows.
 """
 
 import json
@@ -64,8 +67,12 @@ CONTEXT_FAULTS = {
 ISLAND_FAULTS = {
     "island_counted_twice": "an island's public K and V are read beside those that the stream computes",
 }
+WINDOW_FAULTS = {
+    "stream_windows": "a window is measured in the stream, where what records serve is missing",
+    "public_without_windows": "public K and V are seen at any distance",
+}
 FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
-"""Planted faults: name -> what goes wrong, in any prompt; those above show with contexts, with islands."""
+"""Planted faults: name -> what goes wrong, in any prompt; those above show with contexts, islands, windows."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +201,15 @@ class Oracle:
         config = json.loads((path / "config.json").read_text())
         config = config.get("text_config", config)
         self.config, self.dtype = config, dtype
-        if config["model_type"] not in ("qwen3_5_text", "qwen3"):
+        if config["model_type"] not in ("qwen3_5_text", "qwen3", "llama"):
             raise ValueError(f"the oracle does not know model type {config['model_type']!r}")
         # Qwen3.5 stores norms as an offset from 1 and doubles q_proj with an output gate; Qwen3 does neither.
         self.is_qwen35 = config["model_type"] == "qwen3_5_text"
+        self.norms_heads = config["model_type"] != "llama"
         self.layer_types: list[str] = config["layer_types"]
-        if set(self.layer_types) - {"linear_attention", "full_attention"} or config["hidden_act"] != "silu":
-            raise ValueError("the oracle knows full and linear attention with silu only")
+        known = {"linear_attention", "full_attention", "sliding_attention"}
+        if set(self.layer_types) - known or config["hidden_act"] != "silu":
+            raise ValueError("the oracle knows full, sliding and linear attention with silu only")
         self.eps = config["rms_norm_eps"]
         self.inv_freq = self._inverse_frequencies()
         self._weights = self._load(path)
@@ -279,7 +288,7 @@ class Oracle:
         kinds = set(self.layer_types)
         names = list(SEAM_FAULTS)
         names += STATE_FAULTS if "linear_attention" in kinds else []
-        names += ATTENTION_FAULTS if "full_attention" in kinds else []
+        names += ATTENTION_FAULTS if kinds - {"linear_attention"} else []
         return names
 
     # ---- records -------------------------------------------------------------------------------------------
@@ -298,7 +307,7 @@ class Oracle:
         if key not in self._records:
             layers: list[LinearRecord | AttentionRecord] = []
             for kind, (first, second) in zip(self.layer_types, self._isolated(tokens), strict=True):
-                if kind == "full_attention":
+                if kind != "linear_attention":
                     layers.append(AttentionRecord(first[lo:hi], second[lo:hi]))
                 else:
                     transition, state = interior_summary(second.rows(lo, hi))
@@ -321,7 +330,7 @@ class Oracle:
         **layout,
     ) -> tuple[Tensor, list[LinearState | None]]:
         """Lay the prompt out and run its stream."""
-        known = FAULTS | CONTEXT_FAULTS | ISLAND_FAULTS
+        known = FAULTS | CONTEXT_FAULTS | ISLAND_FAULTS | WINDOW_FAULTS
         if fault is not None and fault not in known:
             raise ValueError(f"unknown fault {fault!r}; known: {', '.join(known)}")
         stream = build_stream(leading, segments, query, fault=fault, **layout)
@@ -340,7 +349,7 @@ class Oracle:
         states: list[LinearState | None] = []
         for index, kind in enumerate(self.layer_types):
             y = self._norm(x, f"layers.{index}.input_layernorm")
-            if kind == "full_attention":
+            if kind != "linear_attention":
                 y, rows = self._attention(index, y, stream, fault)
                 states.append(None)
             else:
@@ -364,7 +373,9 @@ class Oracle:
             q, gate = q[..., :dim], q[..., dim:]
         k = self._linear(x, f"{name}.k_proj").view(n, -1, dim)
         v = self._linear(x, f"{name}.v_proj").view(n, -1, dim)
-        q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+        if self.norms_heads:
+            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+        window = self.config["sliding_window"] if self.layer_types[index] == "sliding_attention" else None
 
         own = torch.tensor(stream.positions)
         if fault == "stream_positions":
@@ -372,6 +383,9 @@ class Oracle:
         row = torch.arange(n)
         keys, values = [rotate(k, own, self.inv_freq)], [v]
         visible = [row[:, None] >= row[None, :]]
+        if window is not None:
+            at = row if fault == "stream_windows" else own
+            visible[0] &= at[:, None] - at[None, :] < window
         for compose in stream.composes if fault != "no_public_kv" else ():
             record = self._record(compose.tokens, compose.lo, compose.hi)[index]
             for part in compose.shown:
@@ -388,6 +402,8 @@ class Oracle:
                 keys.append(rotate(record.k[rows], position, self.inv_freq))
                 values.append(record.v[rows])
                 visible.append((row >= first_row)[:, None].expand(n, len(offset)))
+                if window is not None and fault != "public_without_windows":
+                    visible[-1] = visible[-1] & (own[:, None] - position[None, :] < window)
         q = rotate(q, own, self.inv_freq)
         y = attend(q, torch.cat(keys), torch.cat(values), torch.cat(visible, 1))
         if gate is not None:

@@ -78,7 +78,7 @@ def save_hybrid_model(
         eos_token_id=SPECIAL_TOKENS.index("<eos>"),
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
     )
-    return _save(Qwen3_5ForCausalLM(config), Path(path), dtype, seed, norm_center=0.0)
+    return save_model(Qwen3_5ForCausalLM(config), Path(path), dtype, seed, norm_center=0.0)
 
 
 def save_attention_model(
@@ -115,7 +115,7 @@ def save_attention_model(
         eos_token_id=SPECIAL_TOKENS.index("<eos>"),
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
     )
-    return _save(Qwen3ForCausalLM(config), Path(path), dtype, seed, norm_center=1.0)
+    return save_model(Qwen3ForCausalLM(config), Path(path), dtype, seed, norm_center=1.0)
 
 
 def random_segments(lengths: list[int], *, vocab: int = 512, seed: int = 0) -> list[list[int]]:
@@ -124,7 +124,7 @@ def random_segments(lengths: list[int], *, vocab: int = 512, seed: int = 0) -> l
     return [[rng.randrange(len(SPECIAL_TOKENS), vocab - SPARE_IDS) for _ in range(n)] for n in lengths]
 
 
-def _save(model: nn.Module, path: Path, dtype: torch.dtype, seed: int, norm_center: float) -> Path:
+def save_model(model: nn.Module, path: Path, dtype: torch.dtype, seed: int, norm_center: float) -> Path:
     """Give the model its random weights and save it with a tokenizer."""
     _randomise(model, torch.Generator().manual_seed(seed), norm_center)
     path.mkdir(parents=True, exist_ok=True)
