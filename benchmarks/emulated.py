@@ -60,7 +60,7 @@ class Composed:
 
     @cached_property
     def deviation(self) -> Tensor:
-        """How far V of every position is from full recompute's in the second and third layer (CacheBlend's)."""
+        """How far V of every position is from full recompute's in two early layers (CacheBlend's)."""
         difference = (self.records.values[1:3].float() - self.full.values[1:3].float()).pow(2)
         return difference.sum((0, 1, 2, 4))
 

@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 
 from vllm_hypic.backends import attach
@@ -75,8 +74,6 @@ def test_supported_layers() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        (SlidingWindowSpec(**SHAPE, sliding_window=64), "sliding window of 64 tokens"),
-        (FullAttentionSpec(**SHAPE, sliding_window=64), "sliding window of 64 tokens"),
         (ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256"),
         (FullAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256 tokens"),
         (FullAttentionSpec(**SHAPE, head_size_v=128), "V of head size 128 beside K of 64"),

@@ -102,6 +102,20 @@ METHODS = [
 ]
 
 
+def test_a_window_is_what_stock_says(engine: Engine, oracle: Oracle, noise: Distance) -> None:
+    """Plain requests against windows one token longer or shorter: off by one would be seen."""
+    plain = [whole(*parts) for parts in texts()]
+    answers = [first_token(engine, tokens) for tokens in plain]
+    exact = oracle.config["sliding_window"]
+    for window in (exact - 1, exact + 1):
+        oracle.config["sliding_window"] = window
+        try:
+            found = distance(answers, [oracle.full_logprobs(tokens) for tokens in plain])
+        finally:
+            oracle.config["sliding_window"] = exact
+        assert found.kl > 4 * KL_FACTOR * noise.kl
+
+
 @pytest.mark.parametrize("extra", METHODS)
 def test_agrees(engine: Engine, oracle: Oracle, noise: Distance, extra: dict[str, Any]) -> None:
     engine.reset()

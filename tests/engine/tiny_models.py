@@ -46,7 +46,9 @@ def save(
     random_models._randomise(model, rng, norm_center)
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            if key.endswith(".bias"):
+            if key.endswith(".sinks"):  # as large as the sum over a window of other columns
+                weight.normal_(5, 1, generator=rng)
+            elif key.endswith(".bias"):
                 weight.normal_(0, 0.2, generator=rng)
             elif weight.dim() == 3 and "conv" not in key:  # experts: [experts, out, in]
                 weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)

@@ -23,7 +23,7 @@ States are `[value heads, d_k, d_v]`. In that order the gated delta rule is
 
     S_i = e^{g_i} (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T        o_i = S_i^T q_i / sqrt(d_k)
 
-Layers with a sliding window of W tokens see what stands at their own logical position and the W - 1 before it.
+A row of a layer with a sliding window of W tokens sees its own logical position and the W - 1 before it.
 
 Supported checkpoints: Qwen3.5 text models (gated delta net + gated attention), dense Qwen3, and Llama, whose
 layers may have windows.
@@ -72,7 +72,7 @@ WINDOW_FAULTS = {
     "public_without_windows": "public K and V are seen at any distance",
 }
 FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
-"""Planted faults: name -> what goes wrong, in any prompt; those above show with contexts, islands, windows."""
+"""Planted faults: name -> what goes wrong, in any prompt; those above show where there are such."""
 
 
 @dataclass(frozen=True)

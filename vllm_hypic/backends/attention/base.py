@@ -69,6 +69,8 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
 
     serves_windows = False
     """Whether layers with a sliding window take part."""
+    serves_sinks = False
+    """Whether layers with learned sinks do."""
 
     def refusal(self) -> str | None:
         """Why this layer cannot take part in PIC, or ``None``."""
@@ -76,7 +78,7 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
             return f"sliding window of {window} tokens"
         if self.logits_soft_cap:
             return f"logits soft-cap {self.logits_soft_cap}"
-        if self.sinks is not None:
+        if self.sinks is not None and not self.serves_sinks:
             return "learned attention sinks"
         if self.alibi_slopes is not None:
             return "ALiBi"
@@ -150,5 +152,5 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Replace ``output`` of rows whose windows stock measured wrongly, private and public part, in place."""
+        """Replace ``output`` of rows whose windows stock measured wrongly: private and public part."""
         raise NotImplementedError

@@ -48,6 +48,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
     """Stock CPU attention; with a link, also captures segments and reads public K and V."""
 
     serves_windows = True
+    serves_sinks = True
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
         key, value = (cache_index(layer.kv_cache, layer.isa, of_value=v) for v in (False, True))
@@ -93,7 +94,8 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
         private_lse = link.ops.cache_lse(
             query, kv_cache, link.key_index, metadata.block_table, public.cache_ranges, self.scale
         )
-        link.ops.merge_(output, private_lse, out, lse, public.query_ranges)
+        # Stock counted the sinks in the private part: there they stay, once.
+        link.ops.merge_(output, self._with_sinks(private_lse), out, lse, public.query_ranges)
 
     def attend_within(
         self,
@@ -129,5 +131,12 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             self.scale,
             hidden.tokens,
         )
+        total = self._with_sinks(private_lse)
+        if self.sinks is not None:
+            private *= (private_lse - total).exp()[..., None]
         output.index_copy_(0, windowed.rows, private.to(output.dtype))
-        link.ops.merge_(output, private_lse, out, lse, public.query_ranges)
+        link.ops.merge_(output, total, out, lse, public.query_ranges)
+
+    def _with_sinks(self, lse: torch.Tensor) -> torch.Tensor:
+        """Log-sum-exp ``[rows, heads]`` with the layer's sinks among the scores."""
+        return lse if self.sinks is None else torch.logaddexp(lse, self.sinks.float())

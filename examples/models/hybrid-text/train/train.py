@@ -138,10 +138,8 @@ def main() -> int:
         optimiser.zero_grad()
         step, tokens, total = step + 1, tokens + ids.numel(), total + loss.item()
         if step % 50 == 0:
-            print(
-                f"{step} steps, {tokens / 1e6:.2f} M tokens, {60 * args.minutes * done:.0f} s: {total / 50:.3f}",
-                flush=True,
-            )
+            seconds = 60 * args.minutes * done
+            print(f"{step} steps, {tokens / 1e6:.2f} M tokens, {seconds:.0f} s: {total / 50:.3f}", flush=True)
             total = 0.0
         if time.monotonic() - saved > 60 * SAVE_MINUTES:
             save()

@@ -106,7 +106,7 @@ def _attend(
     ends: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``query [rows, heads, size]`` over columns ``[begins, ends)``, both ``[rows]``; float32."""
+    """Attention of ``query [rows, heads, size]`` over columns ``[begins, ends)``, ``[rows]``; float32."""
     if not len(key):
         return query.new_zeros(query.shape, dtype=torch.float32), query.new_full(
             query.shape[:2], float("-inf"), dtype=torch.float32
@@ -171,7 +171,7 @@ def cache_attention(
 
 
 def gather(kv_cache: torch.Tensor, index: torch.Tensor, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
-    """K, rotated, or V ``[tokens, kv_heads, size]`` of the first ``tokens`` tokens in ``blocks``, contiguous."""
+    """K, rotated, or V ``[tokens, kv_heads, size]`` of the first ``tokens`` tokens in ``blocks``."""
     block_size = index.shape[0]
     whole, rest = divmod(tokens, block_size)
     flat = kv_cache.view(kv_cache.shape[0], -1)
