@@ -91,20 +91,8 @@ def register_fakes() -> None:
     """Shapes and dtypes of the operators for tracing; their schemas say what they change."""
 
     @torch.library.register_fake("vllm_hypic::span_attention")
-    def _(
-        query,
-        pool_key,
-        pool_value,
-        slots,
-        positions,
-        table,
-        neox,
-        visible_kv_lens,
-        query_ranges,
-        scale,
-        hidden=None,
-    ):  # type: ignore
-        rows = visible_kv_lens.shape[0]
+    def _(query, *others):  # type: ignore
+        rows = others[6].shape[0]  # visible_kv_lens
         return (
             query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
             query.new_empty((rows, query.shape[1]), dtype=torch.float32),
