@@ -25,7 +25,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TESTED = {
+    "Gemma3ForCausalLM": "tests/engine/test_families.py",
+    "GptOssForCausalLM": "tests/engine/test_families.py",
     "LlamaForCausalLM": "tests/eval/test_gate_pretrained.py",
+    "MistralForCausalLM": "tests/engine/test_families.py",
     "Qwen3ForCausalLM": "tests/engine/test_oracle_agreement.py",
     "Qwen3NextForCausalLM": "tests/engine/test_families.py",
     "Qwen3_5ForCausalLM": "tests/engine/test_oracle_agreement.py",
@@ -56,7 +59,8 @@ looked at when the engine starts, which refuses those that it cannot undo.
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
 vLLM, takes where a model says nothing (`tools/models_table.py`). Models of one class differ, a window is on
-in one and off in another: ask about yours.
+in one and off in another: ask about yours. Sliding windows and sinks are served on CPUs only: on GPUs
+models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""

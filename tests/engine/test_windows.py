@@ -163,3 +163,20 @@ def test_together(engine: Engine) -> None:
     for answer, alone in zip(together, engine.ask_one_by_one(*asks), strict=True):
         assert answer.tokens[0] == alone.tokens[0]
     assert engine.call(audit).clean
+
+
+def test_a_window_that_holds_the_prompt_changes_no_bit(
+    module_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """Composed and plain requests, and generated tokens."""
+    answers = []
+    for name, kind in (("full", FULL), ("wide", SLIDING)):
+        save = partial(save_windowed_model, window=4096, layer_types=[kind] * 3)
+        path = run_apart(save, tmp_path / name, log=engine_logs / "models.log")
+        with module_engine(path, options={"context": "none"}) as engine:
+            lead, segments, query = texts()[0]
+            composed = Ask(prompt(*segments, lead=lead, query=asking(segments, query)), 6)
+            islands = Ask(composed.tokens, 6, {"hypic_islands": ISLANDS})
+            answers.append(engine.ask_one_by_one(composed, islands, composed.plain()))
+    for full, wide in zip(*answers, strict=True):
+        assert full.samples == wide.samples and full.logprobs == wide.logprobs

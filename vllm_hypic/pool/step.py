@@ -106,39 +106,46 @@ class PublicRows:
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """What rows of a pass see no more in layers with a window, int64 ``[rows]`` on the host: the first so
-    many public columns, the first so many tokens of vLLM's cache."""
-
-    columns: torch.Tensor
-    tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
 class WindowedRows:
-    """The rows of a pass whose distances in the stream are not those of the prompt: stock attention would
-    measure a window wrongly for them.  Some may see no public columns.
+    """Rows of requests of which some see no more of what stands before them in layers with a window: stock
+    attention measures it in the stream, where what records serve is missing.
 
-    ``rows [rows]`` int64: token rows of the batch, in the order of ``public``.
+    ``hidden_columns``, ``hidden_tokens [rows]`` int64 on the host: of the public columns and of the tokens in
+    vLLM's cache the first so many are too far away; ``rows [rows]`` int64: token rows of the batch.
     """
 
     public: PublicRows
     rows: torch.Tensor
-    composed: tuple[ComposedRow, ...]
-    _hidden: dict[int, Hidden] = field(default_factory=dict)
+    hidden_columns: torch.Tensor
+    hidden_tokens: torch.Tensor
 
     @staticmethod
-    def of(composed: Sequence[ComposedRow]) -> WindowedRows:
+    def of(composed: Sequence[ComposedRow], hidden: Sequence[tuple[np.ndarray, np.ndarray]]) -> WindowedRows:
         rows = torch.cat([torch.arange(c.row.q0, c.row.q1) for c in composed])
-        return WindowedRows(PublicRows.of(composed), rows, tuple(composed))
+        columns, tokens = (torch.from_numpy(np.concatenate(part)) for part in zip(*hidden, strict=True))
+        return WindowedRows(PublicRows.of(composed), rows, columns, tokens)
 
-    def hidden(self, window: int) -> Hidden:
-        """For layers with a window of so many tokens; made once."""
-        if window not in self._hidden:
-            found = [c.stream.plan.hidden(c.row.s0, c.row.s1, window) for c in self.composed]
-            columns, tokens = (torch.from_numpy(np.concatenate(part)) for part in zip(*found, strict=True))
-            self._hidden[window] = Hidden(columns, tokens)
-        return self._hidden[window]
+
+@dataclass(frozen=True)
+class InWindow:
+    """The rows of a pass in layers with a window: ``near`` ones see all that they would without one, ``far``
+    ones do not; ``None`` when there are none."""
+
+    near: PublicRows | None
+    far: WindowedRows | None
+
+    @staticmethod
+    def of(apart: Sequence[ComposedRow], window: int) -> InWindow:
+        """``apart``: requests with something missing in their streams.  Each is near or far as a whole."""
+        near, far, hidden = list[ComposedRow](), list[ComposedRow](), list[tuple[np.ndarray, np.ndarray]]()
+        for c in apart:
+            of_columns, of_tokens = c.stream.plan.hidden(c.row.s0, c.row.s1, window)
+            if of_columns.any() or of_tokens.any():
+                far.append(c)
+                hidden.append((of_columns, of_tokens))
+            elif c.max_visible_kv_len:
+                near.append(c)
+        return InWindow(PublicRows.of(near) if near else None, WindowedRows.of(far, hidden) if far else None)
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,7 @@ class StepContext:
     contexts: list[ComposedRow] = field(default_factory=list)
     shared: Shared = field(default_factory=Shared)
     """What layers share of this pass: plans and index tensors, made once."""
+    _in_window: dict[int, InWindow] = field(default_factory=dict)
 
     def on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Int64 arrays as tensors where the layers are, in one transfer that nobody waits for."""
@@ -208,8 +216,9 @@ class StepContext:
         return PublicRows.of(seeing) if seeing else None
 
     @cached_property
-    def windowed(self) -> WindowedRows | None:
-        """Rows whose windows stock attention cannot measure; ``None`` when there are none."""
+    def apart(self) -> list[ComposedRow]:
+        """Requests whose distances in the stream are not those of the prompt, in the batch's order: they read
+        records, or are segments with padding inside."""
         reading = {c.row.index for c in self.reading}
         padded = [
             composed_row(c.row, StreamTensors.of(StreamPlan.alone(c.plan.positions), self.device))
@@ -217,8 +226,13 @@ class StepContext:
             if c.plan.positions is not None and c.row.index not in reading
         ]
         rows = sorted([*self.reading, *padded], key=lambda c: c.row.index)
-        apart = [c for c in rows if c.stream.plan.apart(c.row.s1)]
-        return WindowedRows.of(apart) if apart else None
+        return [c for c in rows if c.stream.plan.apart(c.row.s1)]
+
+    def in_window(self, window: int) -> InWindow:
+        """For layers with a window of so many tokens; made once."""
+        if window not in self._in_window:
+            self._in_window[window] = InWindow.of(self.apart, window)
+        return self._in_window[window]
 
     @cached_property
     def captured(self) -> CapturedRows | None:

@@ -113,13 +113,16 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         if step.captured is not None:
             link.runtime.calls["capture_kv"] += 1
             self.capture(link, step.captured, key, value)
+        public = step.public
         if (window := self.window()) is not None:
-            if step.windowed is not None:
+            rows = step.in_window(window)
+            public = rows.near
+            if rows.far is not None:
                 link.runtime.calls["span_attention"] += 1
-                self.attend_within(link, step.windowed, window, query, kv_cache, attn_metadata, output)
-        elif step.public is not None:
+                self.attend_within(link, rows.far, query, kv_cache, attn_metadata, output)
+        if public is not None:
             link.runtime.calls["span_attention"] += 1
-            self.add_public(link, step, step.public, query, kv_cache, attn_metadata, output)
+            self.add_public(link, step, public, query, kv_cache, attn_metadata, output)
         return output
 
     def capture(self, link: LinkT, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -146,7 +149,6 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         self,
         link: LinkT,
         windowed: WindowedRows,
-        window: int,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Any,

@@ -101,13 +101,12 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
         self,
         link: CPUAttentionLink,
         windowed: WindowedRows,
-        window: int,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: CPUAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        public, hidden = windowed.public, windowed.hidden(window)
+        public = windowed.public
         out, lse = link.ops.span_attention(
             query,
             link.public.key,
@@ -119,7 +118,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             public.visible_kv_lens,
             public.query_ranges,
             self.scale,
-            hidden.columns,
+            windowed.hidden_columns,
         )
         private, private_lse = link.ops.cache_attention(
             query,
@@ -129,7 +128,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             metadata.block_table,
             public.cache_ranges,
             self.scale,
-            hidden.tokens,
+            windowed.hidden_tokens,
         )
         total = self._with_sinks(private_lse)
         if self.sinks is not None:
