@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,14 +27,15 @@ def answers(reports: Sequence[Path], path: Path) -> None:
     """Draw REPORTS of `python -m vllm_hypic.eval --json`, of one model: right answers and likelihoods over
     the share of the prompt that is computed, a panel for each family and one for the mean of the questions.
 
-    The mean has the methods that all families of questions have.
+    The mean has the methods that all families of questions have. A family of several reports is one panel
+    (each report counts from its own full recompute); prompts and score above it are the first report's.
     """
     found = [_read(report) for report in reports]
     if len(models := {model for model, _ in found}) > 1:
         raise click.UsageError(f"reports of several models: {', '.join(sorted(models))}")
     results = [result for _, result in found]
-    questions = [_questions(family) for result in results for family in result["families"]]
-    texts = [_texts(family) for result in results for family in result["texts"]]
+    questions = _merged(_questions, [family for result in results for family in result["families"]])
+    texts = _merged(_texts, [family for result in results for family in result["texts"]])
     mean = [_mean(questions)] if len(questions) > 1 else []
     plot(path, [*questions, *mean, *texts], title=models.pop())
 
@@ -45,6 +47,17 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         return report["settings"]["model"], {"families": [], "texts": [], **report["results"]}
     except (ValueError, KeyError, TypeError) as e:
         raise click.UsageError(f"{path}: no report of python -m vllm_hypic.eval: {e!r}") from e
+
+
+def _merged(panel: Callable[[dict[str, Any]], Panel], families: Sequence[dict[str, Any]]) -> list[Panel]:
+    """A panel for each name, with the points of all families of that name."""
+    found: dict[str, Panel] = {}
+    for family in families:
+        new = panel(family)
+        first = found.setdefault(family["family"], new)
+        if first is not new:
+            found[family["family"]] = replace(first, points=(*first.points, *new.points))
+    return list(found.values())
 
 
 def _cells(family: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:

@@ -13,10 +13,10 @@ import click
 import torch
 
 from vllm_hypic.eval import estimates
-from vllm_hypic.eval.results import PERCENT, Score
+from vllm_hypic.eval.results import PERCENT, Score, nll_increase
 from vllm_hypic.eval.scores import holds, words
 from vllm_hypic.eval.task import TEXTS, Task
-from vllm_hypic.eval.tasks.families import FAMILIES, QUESTIONS, Source
+from vllm_hypic.eval.tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, Source
 from vllm_hypic.harness import report
 from vllm_hypic.harness.prompts import Prompt
 from vllm_hypic.harness.report import check_outputs, console, output_options
@@ -32,7 +32,7 @@ from .emulated import Composed, columns_of
 FULL = "full recompute"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One criterion at one budget, as the reports of the evaluation have it."""
 
@@ -40,14 +40,26 @@ class Cell:
     computed_tokens: float
     prompt_tokens: float
     kl_mean: estimates.Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionCell(Cell):
     contains: Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCell(Cell):
+    nll: estimates.Estimate
+    increase: estimates.Estimate
+    """Percent above full recompute's."""
 
 
 @dataclass(frozen=True)
 class Answered:
     computed: int
     kl: float
-    right: bool
+    score: float
+    """Per cent right, of a text nats a token."""
 
 
 Choice = Callable[[Composed, list[range], int], Iterable[int]]
@@ -81,7 +93,9 @@ def _at_random(prompt: Composed, inside: list[range], budget: int) -> list[int]:
 
 @click.command(help=__doc__)
 @click.option("--model", required=True, help="A dense model with a chat template: a folder.")
-@click.option("--task", "family", type=click.Choice(QUESTIONS), default="facts", show_default=True)
+@click.option(
+    "--task", "family", type=click.Choice([*QUESTIONS, *CONTINUATIONS]), default="facts", show_default=True
+)
 @click.option("--prompts", type=click.IntRange(2, 10000), default=60, show_default=True)
 @click.option("--budgets", default="15", show_default=True, help="Per cent of what records serve.")
 @click.option("--seam", type=click.IntRange(0, 64), default=8, show_default=True)
@@ -120,33 +134,42 @@ def criteria(
             inside = [range(first + seam, max(first + seam, stop - seam)) for first, stop in composed.bounds]
             seams = set(range(len(prompt.head), composed.end)) - {p for part in inside for p in part}
             served = sum(map(len, inside))
-            full = composed.answer(None, task.answer_tokens)
-            methods: dict[str, Iterable[int] | None] = {FULL: None, f"hypic-{seam}/text": ()}
+            methods: dict[str, Sequence[int] | None] = {FULL: None, "emulated: seams": sorted(seams)}
             for budget in map(int, budgets.split(",")):
                 for name, choose in choices.items():
-                    methods[f"hypic-{seam}/text/{name}-{budget}"] = choose(
-                        composed, inside, served * budget // 100
-                    )
+                    again = choose(composed, inside, served * budget // 100)
+                    methods[f"emulated: {name}-{budget}"] = sorted(seams.union(again))
+            full = torch.empty(0)
             for method, rows in methods.items():
-                again = None if rows is None else sorted(seams.union(rows))
-                scores, ids = full if again is None else composed.answer(again, task.answer_tokens)
-                p, q = full[0].log_softmax(-1), scores.log_softmax(-1)
-                found.setdefault(method, []).append(
-                    Answered(
-                        len(prompt) if again is None else len(again) + len(prompt.question),
-                        float((p.exp() * (p - q)).sum()),
-                        any(holds(words(tokenizer.decode(ids)), words(a)) for a in task.answers),
-                    )
-                )
+                first, score = _ask(tokenizer, composed, task, rows)
+                full = first.log_softmax(-1) if rows is None else full
+                kl = float((full.exp() * (full - first.log_softmax(-1))).sum())
+                computed = len(prompt) if rows is None else len(rows) + len(prompt.question)
+                found.setdefault(method, []).append(Answered(computed, kl, score))
             steps.done()
+    cell = _text_cell if family in CONTINUATIONS else _question_cell
     mean = sum(lengths) / len(lengths)
-    cells = [_cell(method, answers, found[FULL], mean) for method, answers in found.items()]
-    columns = ("method", "computed", "right", "to full recompute", "KL of first token")
+    cells = [cell(method, answers, found[FULL], mean) for method, answers in found.items()]
+    columns = ("method", "computed", "right or nats", "to full recompute, points or %", "KL of first token")
     console().print(report.table(f"{family}, {prompts} prompts, emulated", columns, map(_row, cells)))
     if json_path is not None:
         settings = {"model": Path(model).name, "prompts": prompts, "seam": seam, "emulated": True}
-        results = {"families": [{"family": family, "prompts": prompts, "cells": cells}], "texts": []}
+        results: dict[str, Any] = {"families": [], "texts": []}
+        kind = "texts" if family in CONTINUATIONS else "families"
+        results[kind] = [{"family": family, "prompts": prompts, "cells": cells}]
         report.write_json(json_path, report.report("criteria", settings, results, threads=1))
+
+
+def _ask(
+    tokenizer: Any, composed: Composed, task: Task, rows: Sequence[int] | None
+) -> tuple[torch.Tensor, float]:
+    """Scores of the first token, and what counts."""
+    if task.continuation:
+        ids = tokenizer.encode(task.continuation, add_special_tokens=False)[: task.answer_tokens]
+        return composed.likelihood(rows, ids)
+    first, answer = composed.answer(rows, task.answer_tokens)
+    right = any(holds(words(tokenizer.decode(answer)), words(a)) for a in task.answers)
+    return first, PERCENT * right
 
 
 def _prompt(tokenizer: Any, task: Task) -> Prompt:
@@ -160,25 +183,40 @@ def _prompt(tokenizer: Any, task: Task) -> Prompt:
     return Prompt(head, tuple(documents), (*question, *opening))
 
 
-def _cell(method: str, answers: Sequence[Answered], full: Sequence[Answered], prompt: float) -> Cell:
-    right, reference = ([PERCENT * a.right for a in found] for found in (answers, full))
-    return Cell(
-        method if method == FULL else f"{method}, emulated",
-        sum(a.computed for a in answers) / len(answers),
-        prompt,
-        estimates.mean([a.kl for a in answers]),
-        Score(
-            estimates.share([a.right for a in answers]).times(PERCENT), estimates.difference(right, reference)
-        ),
+def _question_cell(
+    method: str, answers: Sequence[Answered], full: Sequence[Answered], prompt: float
+) -> QuestionCell:
+    own, base = ([a.score for a in found] for found in (answers, full))
+    right = estimates.share([score > 0 for score in own]).times(PERCENT)
+    contains = Score(right, estimates.difference(own, base))
+    return QuestionCell(contains=contains, **_cell(method, answers, prompt))
+
+
+def _text_cell(method: str, answers: Sequence[Answered], full: Sequence[Answered], prompt: float) -> TextCell:
+    own, base = ([a.score for a in found] for found in (answers, full))
+    return TextCell(
+        nll=estimates.mean(own), increase=nll_increase(own, base), **_cell(method, answers, prompt)
     )
 
 
-def _row(cell: Cell) -> tuple[str, ...]:
-    right, difference = cell.contains.mean, cell.contains.difference
+def _cell(method: str, answers: Sequence[Answered], prompt: float) -> dict[str, Any]:
+    return {
+        "method": method,
+        "computed_tokens": sum(a.computed for a in answers) / len(answers),
+        "prompt_tokens": prompt,
+        "kl_mean": estimates.mean([a.kl for a in answers]),
+    }
+
+
+def _row(cell: QuestionCell | TextCell) -> tuple[str, ...]:
+    if isinstance(cell, QuestionCell):
+        score, difference = f"{cell.contains.mean.value:.1f}", cell.contains.difference
+    else:
+        score, difference = f"{cell.nll.value:.3f}", cell.increase
     return (
         cell.method,
         f"{100 * cell.computed_tokens / cell.prompt_tokens:.1f} %",
-        f"{right.value:.1f}",
+        score,
         f"{difference.value:+.1f} [{difference.low:+.1f}, {difference.high:+.1f}]",
         f"{cell.kl_mean.value:.4f}",
     )

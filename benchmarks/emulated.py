@@ -66,7 +66,24 @@ class Composed:
 
     @torch.inference_mode()
     def answer(self, rows: Sequence[int] | None, tokens: int) -> tuple[Tensor, list[int]]:
-        """Scores of the first token, and ``tokens`` tokens, greedy; ``rows`` of records computed again, all
+        """Scores of the first token, and ``tokens`` tokens, greedy; ``rows``: as of :meth:`_asked`."""
+        first, columns = self._asked(rows)
+        found = [int(first.argmax())]
+        while len(found) < tokens:
+            scores, new = self._after(columns, found[-1:])
+            columns = joined([columns, new])
+            found.append(int(scores[-1].argmax()))
+        return first, found
+
+    @torch.inference_mode()
+    def likelihood(self, rows: Sequence[int] | None, continuation: Sequence[int]) -> tuple[Tensor, float]:
+        """Scores of the first token, and nats a token of what follows; ``rows``: as of :meth:`_asked`."""
+        first, columns = self._asked(rows)
+        scores = torch.cat([first[None], self._after(columns, continuation[:-1])[0]])
+        return first, float(torch.nn.functional.cross_entropy(scores, torch.tensor(continuation)))
+
+    def _asked(self, rows: Sequence[int] | None) -> tuple[Tensor, Columns]:
+        """Scores of the first token, and all columns before it; ``rows`` of records computed again, all
         positions of segments; ``None``: full recompute."""
         question = range(self.end, self.end + len(self.prompt.question))
         if rows is None:
@@ -78,10 +95,11 @@ class Composed:
             columns = self.records.at(keep.nonzero()[:, 0])
         ids = [*(self._ids[p] for p in again), *self.prompt.question]
         scores, new, _ = self._model.run(torch.tensor([ids]), torch.tensor([*again, *question]), columns)
-        first, found = scores[0, -1], [int(scores[0, -1].argmax())]
-        while len(found) < tokens:
-            columns = joined([columns, new])
-            at = torch.tensor([question.stop + len(found) - 1])
-            scores, new, _ = self._model.run(torch.tensor([found[-1:]]), at, columns)
-            found.append(int(scores[0, -1].argmax()))
-        return first, found
+        return scores[0, -1], joined([columns, new])
+
+    def _after(self, columns: Columns, ids: Sequence[int]) -> tuple[Tensor, Columns]:
+        """Scores ``[tokens, vocabulary]`` and columns of tokens at the end."""
+        first = len(columns.positions)
+        positions = torch.arange(first, first + len(ids))
+        scores, new, _ = self._model.run(torch.tensor([list(ids)]), positions, columns, keep=len(ids))
+        return scores[0], new

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
-from benchmarks.answers import _mean, _questions
+from benchmarks.answers import _mean, _merged, _questions
 
 
 def estimate(value: float, half: float = 2.0) -> dict[str, float]:
@@ -49,6 +49,14 @@ def test_reports_are_drawn(tmp_path: Path) -> None:
     two = report(tmp_path / "2.json", families=[family("updates", block=20)], texts=[text()])
     assert drawn(one, two, "--plot", str(tmp_path / "plot.png")) == (0, "")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_family_of_two_reports_is_one_panel() -> None:
+    [facts, updates] = _merged(
+        _questions, [family("facts", block=40), family("updates", block=20), family("facts", other=3)]
+    )
+    assert [(p.method, p.y.value) for p in facts.points] == [("block", -40), ("other", -3)]
+    assert [p.method for p in updates.points] == ["block"]
 
 
 def test_families_count_alike_and_a_method_must_be_in_all() -> None:

@@ -50,6 +50,21 @@ def test_all_rows_again_are_full_recompute(folder: Path, model: Dense) -> None:
     assert (alone - scores).abs().max() > 100 * CLOSE
 
 
+def test_likelihoods_are_those_of_the_tokens_one_by_one(model: Dense) -> None:
+    composed = Composed(model, prompt_of(5, 30, 17, 9), None)
+    rows = [7, 8, 20, 40]
+    first, ids = composed.answer(rows, TOKENS)
+    scores, nats = composed.likelihood(rows, ids)
+    assert torch.equal(scores, first)
+    longer, single = [], first
+    for token in ids:
+        longer.append(-float(single.log_softmax(-1)[token]))
+        prompt = composed.prompt
+        asked = Prompt(prompt.head, prompt.documents, (*prompt.question, *ids[: len(longer)]))
+        single, _ = Composed(model, asked, None).answer(rows, 1)
+    assert nats == pytest.approx(sum(longer) / len(ids), abs=CLOSE)
+
+
 def test_a_segment_behind_its_own_head_is_exact(model: Dense) -> None:
     """What a record saw, and where it stands: K is rotated by the right number of positions."""
     prompt = prompt_of(6, 40, 8)

@@ -64,14 +64,14 @@ def test_an_engine_has_the_pool_that_is_told(tmp_path: Path) -> None:
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     """And vLLM's own errors are told apart from ours."""
     config = {
-        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 4},
-        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-        "sliding_window": 512,
+        **{"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_hidden_layers": 4},
+        **{"attention_chunk_size": 512, "num_local_experts": 2, "vocab_size": 1000, "hidden_size": 256},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run(tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "refused: sliding window of 512 tokens" in done.stdout
+    assert "refused: local attention in chunks of 512 tokens" in done.stdout
     assert "3 of 4 layers cannot take part" in done.stdout and "full attention, 4 KV heads" in done.stdout
 
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["NobodysForCausalLM"]}))

@@ -185,7 +185,7 @@ def _judged(
             continue
         geometry = layer_geometry(name, spec, conv_dim_first=is_conv_state_dim_first())
         alone = unsized([geometry], config)
-        kinds[_what(layer, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
+        kinds[_what(layer, spec, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
         served.append(geometry)
     found = tuple(LayerKind(n, what, reason, n * each) for (what, reason, each), n in kinds.items())
     about = dataclasses.replace(about, kinds=found)
@@ -205,8 +205,10 @@ def _judged(
     )
 
 
-def _what(layer: AttentionLayerBase, geometry: LayerGeometry) -> str:
+def _what(layer: AttentionLayerBase, spec: KVCacheSpec, geometry: LayerGeometry) -> str:
     if isinstance(geometry, AttentionGeometry):
-        return f"full attention, {geometry.kv_heads} KV heads of {geometry.head_size}"
+        window = getattr(spec, "sliding_window", None)
+        reach = "full attention" if window is None else f"attention in a window of {window}"
+        return f"{reach}, {geometry.kv_heads} KV heads of {geometry.head_size}"
     assert isinstance(layer, LinearLayer)
     return f"{layer.family.name}, {geometry.heads} heads of {geometry.key_dim} x {geometry.value_dim}"

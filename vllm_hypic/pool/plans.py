@@ -165,12 +165,12 @@ class CapturePlan:
     leading: bool
     serial: int = 0
     """Number of the record, by which the worker reports how many transition blocks it took."""
-    learned: bool = False
-    """K and V are those of the engine's learned context."""
     stored: RecordPlace | None = None
     """Given when the record goes to the store once it is complete."""
     has_context: bool = False
     """It starts from the states of another record; a :class:`StreamPlan` of its own says which."""
+    learned: bool = False
+    """K and V are those of the engine's learned context."""
 
     def local_positions(self, start: int, stop: int) -> np.ndarray:
         """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""

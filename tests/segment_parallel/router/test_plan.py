@@ -181,7 +181,7 @@ def test_an_engine_describes_itself_so() -> None:
     others = (
         "instance model namespace landing events link context islands context_tokens has_linear has_attention"
     )
-    others += " generation shared_tiers limits literal_text"
+    others += " generation shared_tiers limits literal_text learned"
     assert set(told) == {*numbers.split(), *others.split()}
     limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
     assert set(told["limits"]) == set(limits.split())
