@@ -10,14 +10,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-NOTES = Path(__file__).parents[2] / "hybrid-notes" / "train"
-sys.path.append(str(NOTES))
+sys.path.append(str(Path(__file__).parents[2] / "hybrid-notes" / "train"))
 
 import torch
 from model import WIDE, Config, Model
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
+NOTES = Path(__file__).parents[2] / "hybrid-notes" / "train"
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "sep_token": "<sep>"}
 
 
