@@ -167,8 +167,9 @@ def _ask(
     if task.continuation:
         ids = tokenizer.encode(task.continuation, add_special_tokens=False)[: task.answer_tokens]
         return composed.likelihood(rows, ids)
-    first, answer = composed.answer(rows, task.answer_tokens)
-    right = any(holds(words(tokenizer.decode(answer)), words(a)) for a in task.answers)
+    first, answer = composed.answer(rows, task.answer_tokens, tokenizer.eos_token_id)
+    text = words(tokenizer.decode(answer, skip_special_tokens=True))
+    right = any(holds(text, words(a)) for a in task.answers)
     return first, PERCENT * right
 
 

@@ -65,11 +65,14 @@ class Composed:
         return difference.sum((0, 1, 2, 4))
 
     @torch.inference_mode()
-    def answer(self, rows: Sequence[int] | None, tokens: int) -> tuple[Tensor, list[int]]:
-        """Scores of the first token, and ``tokens`` tokens, greedy; ``rows``: as of :meth:`_asked`."""
+    def answer(
+        self, rows: Sequence[int] | None, tokens: int, end: int | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """Scores of the first token, and at most ``tokens`` tokens, greedy, to the token ``end``; ``rows``: as
+        of :meth:`_asked`."""
         first, columns = self._asked(rows)
         found = [int(first.argmax())]
-        while len(found) < tokens:
+        while len(found) < tokens and found[-1] != end:
             scores, new = self._after(columns, found[-1:])
             columns = joined([columns, new])
             found.append(int(scores[-1].argmax()))
