@@ -68,8 +68,8 @@ class Composed:
     def answer(
         self, rows: Sequence[int] | None, tokens: int, end: int | None = None
     ) -> tuple[Tensor, list[int]]:
-        """Scores of the first token, and at most ``tokens`` tokens, greedy, to the token ``end``; ``rows``: as
-        of :meth:`_asked`."""
+        """Scores of the first token, and at most ``tokens`` tokens, greedy, up to ``end``; ``rows``: as of
+        :meth:`_asked`."""
         first, columns = self._asked(rows)
         found = [int(first.argmax())]
         while len(found) < tokens and found[-1] != end:
