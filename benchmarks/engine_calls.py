@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hypic.harness.engine_calls import Answer, Ask, add, generate, scheduler_of
+from vllm_hypic.harness.engine_calls import Answer, Ask, add, forget_streams, generate, scheduler_of
 
 # -- profiles and memory -----------------------------------------------------------------------------
 
@@ -234,12 +234,6 @@ def drain(llm: Any) -> None:
     """Wait until every tier has what was handed to it."""
     if not _store(llm).drain(DRAIN_S):
         raise RuntimeError(f"the tiers were not written within {DRAIN_S:g} s")
-
-
-def forget_streams(llm: Any) -> None:
-    """Empty vLLM's prefix cache, which holds the last request's stream; records stay."""
-    if not llm.reset_prefix_cache():
-        raise RuntimeError("vLLM's prefix cache did not become empty")
 
 
 def empty_pool(llm: Any) -> None:

@@ -288,7 +288,7 @@ class _Bench:
                 answers[row.kind] = self.stock.ask(Ask(again.plain()))
                 gate.require_fresh(answers[row.kind], "stock vLLM")
             elif row.tier is None:
-                self.hypic.call(own_calls.forget_streams)
+                self.hypic.call(engine_calls.forget_streams)
                 answers[row.kind] = self._cached(row, again)
             else:
                 answers[row.kind] = self._fetched(row, row.tier, again, found[row.kind])

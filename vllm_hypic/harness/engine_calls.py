@@ -213,6 +213,12 @@ def reset(llm: Any) -> None:
         raise RuntimeError("a cache did not become empty")
 
 
+def forget_streams(llm: Any) -> None:
+    """Empty vLLM's prefix cache, which holds the last request's stream; records stay."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM's prefix cache did not become empty")
+
+
 def hypic_calls(llm: Any) -> dict[str, int]:
     """How often each operator of the plugin ran so far."""
     [calls] = llm.collective_rpc("hypic_calls")
