@@ -81,6 +81,9 @@ class Model:
     def reset(self) -> None:
         self.warm.clear()
 
+    def forget_streams(self) -> None:
+        """Documents stay known."""
+
     def decode(self, answers: list[tuple[int, ...]]) -> list[str]:
         return [{RIGHT: "right", WRONG: "wrong"}[tokens[0]] for tokens in answers]
 
