@@ -39,7 +39,7 @@ struct GdnRecords {
   int32_t* block_of;  // [slots, Hv]: the transition block that holds a head's T, -1: T is zero
 };
 
-// Columns of a program's rows; vllm_hypic/backends/ops/gated_delta/program.py builds them.
+// Columns of a program's rows; vllm_hypic/backends/ops/program.py builds them.
 struct SegmentRow {
   int64_t batch_row, resumed;  // which request, and whether it has a state from an earlier pass
   int64_t first, stop;         // its rows in this pass

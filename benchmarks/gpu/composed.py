@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import Inputs, Weights
-from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 from .layers import DeltaRecords, Stack, empty_caches, empty_core, empty_records
 from .operators import Operators, SpanRows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import reference
-from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.program import Mode
 
 from .delta_cases import DeltaCase, Segment, compose_program, segment_program
 from .findings import Finding, guarded, kind, worst

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.program import Mode
 
 from .delta_cases import DeltaCase, Segment, compose_program, segment_program
 from .floors import Rates, compose_work, scan_work

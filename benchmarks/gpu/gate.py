@@ -12,7 +12,7 @@ import click
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.program import Mode
 
 from . import oracle
 from .composed import ComposedPass, Composition, Pool, SegmentPass

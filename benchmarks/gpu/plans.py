@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.harness import report
 from vllm_hypic.harness.report import seconds
 from vllm_hypic.harness.stats import Spread

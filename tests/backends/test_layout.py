@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hypic.backends.linear.layout import LinearStep, linear_step, stock_rows
-from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
+from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.step import (
     BatchRow,

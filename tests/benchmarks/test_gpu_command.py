@@ -20,7 +20,7 @@ from benchmarks.gpu.device import MEANINGLESS
 from benchmarks.gpu.findings import Finding
 from benchmarks.gpu.model import KINDS, PromptTimes, _aims, _marginals
 from benchmarks.gpu.operators import INTERPRET, operators_for
-from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.harness.stats import Spread
 
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.gate import relative
 from benchmarks.gpu.layers import Prefill, Stack
 from benchmarks.gpu.operators import TorchOperators
 from benchmarks.gpu.shapes import TINY
-from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.pieces import parse_prompt
 from vllm_hypic.primitives.plan import PoolLimits, build_plan

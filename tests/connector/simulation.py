@@ -31,8 +31,9 @@ from vllm_hypic.connector.scheduler.directory import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
-from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace, Space, StreamPlan
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.options import Transfer
 from vllm_hypic.primitives.plan import CachedSegment, PromptPlan

@@ -19,7 +19,8 @@ from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.identity import ALWAYS, NON_DEFAULT, NON_DEFAULT_OPTIONS, namespace_of, non_default
 from vllm_hypic.fingerprint import fingerprint
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.states import LinearGeometry
 
 from .neutral_fields import FIELDS, OPTIONS, PARTS, Reasons
 

@@ -14,8 +14,9 @@ from vllm_hypic.connector.orders import FetchRecord, Order, StoreAction, StoreOr
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
-from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.protocol import StoreStats, TierStats

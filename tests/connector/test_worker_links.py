@@ -24,8 +24,9 @@ from vllm_hypic.connector.orders import (
 )
 from vllm_hypic.connector.worker.link import RecordLink
 from vllm_hypic.connector.worker.side import WorkerSide
-from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 from vllm_hypic.primitives.keys import SegmentKey
 

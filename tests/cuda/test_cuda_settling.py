@@ -18,8 +18,9 @@ from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.pool.copy import stream as streams_module
 from vllm_hypic.pool.copy.stream import CPUSideStream, CUDASideStream, side_stream_of
-from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 from vllm_hypic.pool.transition_blocks import NO_BLOCK, TransitionBlocks
 

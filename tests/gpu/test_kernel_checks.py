@@ -15,7 +15,7 @@ from benchmarks.gpu.kernels import CHECKS, DTYPES, run_checks
 from benchmarks.gpu.operators import SpanRows, SpanStep, TorchOperators, _TorchSpan
 from benchmarks.gpu.shapes import TINY, AttentionShape
 from benchmarks.gpu.span_cases import SpanCase, SpanRequest
-from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, Mode
+from vllm_hypic.backends.ops.program import ComposeOp, Mode
 
 CPU = torch.device("cpu")
 

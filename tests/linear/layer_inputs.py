@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
-from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 SLOTS = 6
 """Of caches and of records."""

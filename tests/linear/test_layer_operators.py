@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, native, reference
 from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
-from vllm_hypic.backends.ops.gated_delta.program import Mode
+from vllm_hypic.backends.ops.program import Mode
 
 from .inputs import relative
 from .layer_inputs import (

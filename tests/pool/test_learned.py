@@ -10,8 +10,9 @@ import torch
 
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.pool.codec import RankPart
-from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.learned import LearnedRows
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.primitives.learned import LearnedContext, read_learned, write_learned
 

@@ -15,8 +15,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
-from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from vllm_hypic.backends.ops.gated_delta.triton import operators
+from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 KEY_HEADS, HEADS, K, V, TAPS = 16, 32, 128, 128, 4
 CHANNELS = 2 * KEY_HEADS * K + HEADS * V

@@ -18,8 +18,8 @@ from linear.test_layer_operators import (
 )
 
 from vllm_hypic.backends.ops.gated_delta import reference
-from vllm_hypic.backends.ops.gated_delta.program import Mode
 from vllm_hypic.backends.ops.gated_delta.triton import operators
+from vllm_hypic.backends.ops.program import Mode
 
 NONE, REPLACE, TRANSITION, ADD = Mode
 T_FP16 = 1.5e-4

@@ -211,4 +211,4 @@ def _what(layer: AttentionLayerBase, spec: KVCacheSpec, geometry: LayerGeometry)
         reach = "full attention" if window is None else f"attention in a window of {window}"
         return f"{reach}, {geometry.kv_heads} KV heads of {geometry.head_size}"
     assert isinstance(layer, LinearLayer)
-    return f"{layer.family.name}, {geometry.heads} heads of {geometry.key_dim} x {geometry.value_dim}"
+    return f"{layer.family.name}, {geometry.shape}"

@@ -12,8 +12,8 @@ from ..store.cache_value import ObjectName, object_name
 from ..store.protocol import Reader, Verdict
 from ..store.record import Expected, Fault, RecordHeader, Section, SectionLimit, open_record
 from .copy.base import RecordMover
-from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry
 from .plans import RecordPlace
+from .states import TRANSITION_DTYPE, StateGeometry
 from .tensors import DevicePool
 from .transition_blocks import NO_BLOCK
 
@@ -61,7 +61,7 @@ class RecordCodec:
         """The one record that may be read into ``place``."""
         sections = [SectionLimit(s.name, s.dtype, s.shape) for s in self._attention_sections(place)]
         for layer in self.pool.geometry.linear:
-            everything = np.ones(layer.heads, dtype=bool)
+            everything = np.ones(layer.blocks, dtype=bool)
             for s in self._linear_sections(layer, everything, place.leading):
                 sections.append(SectionLimit(s.name, s.dtype, s.shape, up_to=s.name.endswith(".transition")))
         return Expected(
@@ -98,6 +98,8 @@ class RecordCodec:
     def _live_heads_agree(self, sections: dict[str, np.ndarray]) -> bool:
         """Whether there is one transition for every head that is marked as live."""
         for layer in self.pool.geometry.linear:
+            if not layer.blocks:
+                continue
             live, transitions = sections[f"{layer.layer}.live"], sections[f"{layer.layer}.transition"]
             wanted = int(live.sum()) * self.pool.geometry.transition_block_bytes
             if live.max(initial=0) > 1 or wanted != len(transitions):
@@ -115,15 +117,12 @@ class RecordCodec:
         ]
 
     @staticmethod
-    def _linear_sections(layer: LinearGeometry, live: np.ndarray, leading: bool) -> list[Section]:
-        name, heads, k, v = layer.layer, layer.heads, layer.key_dim, layer.value_dim
-        sections = [
-            Section(f"{name}.state", _name(STATE_DTYPE), (heads, k, v)),
-            Section(f"{name}.conv", _name(layer.conv_dtype), (layer.conv_rows, layer.conv_dim)),
-        ]
-        if not leading:
+    def _linear_sections(layer: StateGeometry, live: np.ndarray, leading: bool) -> list[Section]:
+        name, k = layer.layer, layer.block_dim
+        sections = [Section(f"{name}.{part.name}", _name(part.dtype), part.shape) for part in layer.parts]
+        if layer.blocks and not leading:
             sections += [
-                Section(f"{name}.live", "uint8", (heads,)),
+                Section(f"{name}.live", "uint8", (layer.blocks,)),
                 Section(f"{name}.transition", _name(TRANSITION_DTYPE), (int(live.sum()), k, k)),
             ]
         return sections

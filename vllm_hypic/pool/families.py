@@ -2,12 +2,15 @@
 
 To add a family: a folder beside ``backends/linear/gdn`` that holds the layer class (see
 ``backends/linear/base.py``) and has a function ``register``; and a row here.  Scheduler and workers size the
-pool by the rows, so these name the folders and do not import them.
+pool by the rows, so these name the folders and do not import them.  Another kind of transition is a class in
+``states.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from .states import ConvGeometry, LinearGeometry, StateGeometry
 
 
 @dataclass(frozen=True)
@@ -15,24 +18,26 @@ class LinearFamily:
     """A family as vLLM knows it, and where its layers are.
 
     ``name``: as messages call it; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
-    ``state_ranks``: dimensions of its convolution's and of its recurrence's state; ``stock``: vLLM's layer
-    class; ``module``: where ``register`` replaces that class by ours; ``architectures``: vLLM's model classes
-    that were served with these layers.  Others may use the very class and keep more beside it that nobody
-    composes (Qwen4Exp: convolutions over n-grams, sparse attention), so they are refused.
+    ``geometry``: what records hold of a layer; ``stock``: vLLM's layer class; ``module``: where ``register``
+    replaces that class by ours; ``architectures``: vLLM's model classes that were served with these layers.
+    Others may use the very class and keep more beside it that nobody composes (Qwen4Exp: convolutions over
+    n-grams, sparse attention), so they are refused.  No class is in two rows: a model's layers are of one
+    family.  ``on_cuda``: there are layers for CUDA, too.
     """
 
     name: str
     mamba_type: str
-    state_ranks: tuple[int, ...]
+    geometry: type[StateGeometry]
     stock: str
     module: str
     architectures: frozenset[str]
+    on_cuda: bool = True
 
 
 GATED_DELTA_NET = LinearFamily(
     name="gated delta net",
     mamba_type="GDN_ATTN",
-    state_ranks=(2, 3),
+    geometry=LinearGeometry,
     stock="QwenGatedDeltaNetAttention",
     module="vllm_hypic.backends.linear.gdn",
     architectures=frozenset(
@@ -43,7 +48,21 @@ GATED_DELTA_NET = LinearFamily(
         }
     ),
 )
-FAMILIES = (GATED_DELTA_NET,)
+SHORT_CONVOLUTION = LinearFamily(
+    name="short convolution",
+    mamba_type="SHORT_CONV",
+    geometry=ConvGeometry,
+    stock="ShortConv",
+    module="vllm_hypic.backends.linear.short_conv",
+    architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}),
+    on_cuda=False,
+)
+FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION)
+
+
+def family_in(architecture: str) -> LinearFamily | None:
+    """The family of the layers that were served in vLLM's model class ``architecture``, or ``None``."""
+    return next((family for family in FAMILIES if architecture in family.architectures), None)
 
 
 def family_of(mamba_type: str) -> LinearFamily | None:

@@ -17,13 +17,10 @@ from ..config.engine import HypicConfig
 from ..errors import ConfigError
 from .families import family_of
 from .plans import Space
+from .states import TRANSITION_DTYPE, StateGeometry
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-TRANSITION_DTYPE = torch.float16
-"""T has spectral norm <= 1, so fp16 cannot overflow and keeps 1e-4; bf16 would lose a digit."""
-STATE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -40,29 +37,7 @@ class AttentionGeometry:
         return 2 * self.kv_heads * self.head_size * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class LinearGeometry:
-    """Records of one dense-transition linear layer.
-
-    ``S [slots, heads, key_dim, value_dim]`` fp32 and the conv tail ``[slots, conv_rows, conv_dim]`` in the
-    engine's dtype; ``T``, a block ``[key_dim, key_dim]`` fp16 for every head whose transition is not zero.
-    """
-
-    layer: str
-    heads: int
-    key_dim: int
-    value_dim: int
-    conv_rows: int
-    conv_dim: int
-    conv_dtype: torch.dtype
-
-    @property
-    def slot_bytes(self) -> int:
-        state = self.heads * self.key_dim * self.value_dim * STATE_DTYPE.itemsize
-        return state + self.conv_rows * self.conv_dim * self.conv_dtype.itemsize
-
-
-LayerGeometry = AttentionGeometry | LinearGeometry
+LayerGeometry = AttentionGeometry | StateGeometry
 
 
 @dataclass(frozen=True)
@@ -70,7 +45,7 @@ class PoolGeometry:
     """Everything that fixes the pool's memory."""
 
     attention: tuple[AttentionGeometry, ...]
-    linear: tuple[LinearGeometry, ...]
+    linear: tuple[StateGeometry, ...]
     page_tokens: int
     pages: int
     slots: int
@@ -94,13 +69,18 @@ class PoolGeometry:
 
     @property
     def transition_block_bytes(self) -> int:
-        """One transition ``[K, K]``; all linear layers share the blocks, and have one K."""
-        return self.linear[0].key_dim ** 2 * TRANSITION_DTYPE.itemsize if self.linear else 0
+        """One transition ``[K, K]``; all layers that have any share the blocks, and have one K."""
+        return self.block_dim**2 * TRANSITION_DTYPE.itemsize
+
+    @property
+    def block_dim(self) -> int:
+        """K of transition blocks; 0 where no layer has any."""
+        return max((layer.block_dim for layer in self.linear), default=0)
 
     @property
     def record_transition_blocks(self) -> int:
         """Transition blocks of a record in which no transition has died out."""
-        return sum(layer.heads for layer in self.linear)
+        return sum(layer.blocks for layer in self.linear)
 
     @property
     def nbytes(self) -> int:
@@ -139,9 +119,15 @@ def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometr
     """A pool without room.  Raises :class:`ConfigError` for layers that cannot share one."""
     found = list(layers)
     attention = tuple(layer for layer in found if isinstance(layer, AttentionGeometry))
-    linear = tuple(layer for layer in found if isinstance(layer, LinearGeometry))
-    if len({layer.key_dim for layer in linear}) > 1:
+    linear = tuple(layer for layer in found if isinstance(layer, StateGeometry))
+    if len({layer.block_dim for layer in linear if layer.blocks}) > 1:
         raise ConfigError("hypic: linear layers of different key dimensions are not supported")
+    least = max((layer.least_tokens for layer in linear), default=1)
+    if config.min_segment_tokens < least:
+        raise ConfigError(
+            f"hypic config: min_segment_tokens={config.min_segment_tokens}: expected at least {least}, "
+            "as far as this model's convolutions reach: behind less they see what stands before a segment"
+        )
     return PoolGeometry(attention, linear, config.page_tokens, pages=0, slots=0)
 
 
@@ -193,9 +179,9 @@ def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> La
     if reason := cache_refusal(spec):
         raise ConfigError(f"hypic: layer {layer}: {reason} is not supported; serve without hypic")
     if isinstance(spec, MambaSpec):
-        conv, state = spec.shapes
-        rows, dim = (conv[1], conv[0]) if conv_dim_first else (conv[0], conv[1])
-        return LinearGeometry(layer, state[0], state[2], state[1], rows, dim, spec.dtypes[0])
+        family = family_of(spec.mamba_type.name)
+        assert family is not None
+        return family.geometry.of(layer, spec.shapes, spec.dtypes, conv_dim_first)
     assert isinstance(spec, AttentionSpec)
     return AttentionGeometry(layer, spec.num_kv_heads, spec.head_size, spec.dtype)
 
@@ -212,7 +198,7 @@ def cache_refusal(spec: KVCacheSpec) -> str | None:
         family = family_of(spec.mamba_type.name)
         if family is None:
             return f"linear attention of kind {spec.mamba_type.name}"
-        if tuple(len(shape) for shape in spec.shapes) != family.state_ranks:
+        if tuple(len(shape) for shape in spec.shapes) != family.geometry.state_ranks:
             return f"linear attention with states of shapes {[tuple(shape) for shape in spec.shapes]}"
         return None
     if chunk := getattr(spec, "attention_chunk_size", None):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from .geometry import STATE_DTYPE, TRANSITION_DTYPE, LinearGeometry, PoolGeometry
+from .geometry import PoolGeometry
+from .states import TRANSITION_DTYPE, LinearGeometry, StateGeometry
 from .transition_blocks import TransitionBlocks
 
 
@@ -29,21 +31,32 @@ class LinearRecords:
     transitions: torch.Tensor
     block_of: torch.Tensor
 
-    @staticmethod
-    def allocate(
-        g: LinearGeometry, slots: int, transitions: torch.Tensor, block_of: torch.Tensor, device: torch.device
-    ) -> LinearRecords:
-        return LinearRecords(
-            torch.zeros(slots, g.heads, g.key_dim, g.value_dim, dtype=STATE_DTYPE, device=device),
-            torch.zeros(slots, g.conv_rows, g.conv_dim, dtype=g.conv_dtype, device=device),
-            transitions,
-            block_of,
-        )
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Those of its geometry, in order."""
+        return self.state, self.conv_tail
 
     def transition(self, slot: int) -> torch.Tensor:
         """T ``[H, K, K]`` of a record, dead heads included."""
         blocks = self.block_of[slot].long()
         return self.transitions[blocks.clamp(min=0)].masked_fill((blocks < 0)[:, None, None], 0.0)
+
+
+@dataclass(frozen=True)
+class ConvRecords:
+    """Records of one layer that is a convolution and nothing else, by slot: ``conv_tail [slots, conv_rows,
+    conv_dim]``, its last inputs."""
+
+    conv_tail: torch.Tensor
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Those of its geometry, in order."""
+        return (self.conv_tail,)
+
+
+StateRecords = LinearRecords | ConvRecords
+RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords)
 
 
 class DevicePool:
@@ -60,13 +73,31 @@ class DevicePool:
                 torch.zeros(shape, dtype=a.dtype, device=device),
                 torch.zeros(shape, dtype=a.dtype, device=device),
             )
-        heads = [g.heads for g in geometry.linear]
-        key_dim = geometry.linear[0].key_dim if geometry.linear else 0  # of all: see pool_geometry
-        self.transition_blocks = TransitionBlocks(
-            geometry.transition_blocks, key_dim, heads, slots, TRANSITION_DTYPE, device
+        blocks = self.transition_blocks = TransitionBlocks(
+            geometry.transition_blocks,
+            geometry.block_dim,
+            [g.blocks for g in geometry.linear],
+            slots,
+            TRANSITION_DTYPE,
+            device,
         )
-        blocks = self.transition_blocks
-        self.linear = {
-            g.layer: LinearRecords.allocate(g, slots, blocks.storage, block_of, device)
+        self.linear: dict[str, StateRecords] = {
+            g.layer: self._allocated(g, block_of)
             for g, block_of in zip(geometry.linear, blocks.block_of, strict=True)
         }
+
+    def records(self, layer: str, kind: type[RecordsT]) -> RecordsT:
+        """Of a layer whose records are of this class."""
+        found = self.linear[layer]
+        assert isinstance(found, kind)
+        return found
+
+    def _allocated(self, g: StateGeometry, block_of: torch.Tensor) -> StateRecords:
+        parts = [
+            torch.zeros(self.geometry.slots, *part.shape, dtype=part.dtype, device=self.device)
+            for part in g.parts
+        ]
+        if isinstance(g, LinearGeometry):
+            state, conv_tail = parts
+            return LinearRecords(state, conv_tail, self.transition_blocks.storage, block_of)
+        return ConvRecords(*parts)

@@ -25,11 +25,12 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
-from vllm_hypic.backends.ops.gated_delta.program import ComposeOp, ComposeRow, Mode, pack
+from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
 from vllm_hypic.pool import tensors as pool_module
-from vllm_hypic.pool.geometry import LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.transition_blocks import TransitionBlocks

@@ -31,8 +31,9 @@ from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy.base import RecordMover
 from vllm_hypic.pool.copy.host import HostMover
 from vllm_hypic.pool.copy.staged import StagedMover
-from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.transition_blocks import NO_BLOCK

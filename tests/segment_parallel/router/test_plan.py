@@ -16,7 +16,8 @@ from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.engine.instance import RoutedInstance
 from vllm_hypic.harness.processes import free_port
-from vllm_hypic.pool.geometry import AttentionGeometry, LinearGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.pieces import PromptError
 from vllm_hypic.primitives.plan import PromptPlan

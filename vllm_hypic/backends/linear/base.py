@@ -1,22 +1,33 @@
 """What a linear-attention family's layers offer PIC: the seam between families and the rest of the package.
 
-A family is a folder: ``base`` with a subclass of :class:`LinearLayer` and of vLLM's layer, ``cpu`` and
-``cuda`` with what differs between platforms; its operators lie in ``backends/ops``, its row in
-``pool/families.py``.  The layer captures records of segment requests and composes them, as the layout of the
-pass says (``layout.py``).
+A family is a folder with a subclass of :class:`LinearLayer` and of vLLM's layer, a file for each platform
+where they differ; its operators lie in ``backends/ops``, its row in ``pool/families.py``.  The layer captures
+records of segment requests and composes them, as the layout of the pass says (``layout.py``):
+
+* Segment requests go through an operator that leaves outputs, running state and the record.
+* Composed requests with compose points in this pass go through another, up to the first block boundary after
+  the last point.
+* All else (plain requests, decode, what composed requests run after that boundary) is stock code over these
+  rows only: stock bits.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
 from ...pool.families import FAMILIES, LinearFamily
+from ...pool.shared import Once
+from .layout import Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
+    from ...pool.step import StepContext
 
 CarryT = TypeVar("CarryT")
 
@@ -28,9 +39,36 @@ class Scratch(NamedTuple):
     carried: int
 
 
-class LinearLayer(Generic[CarryT]):
-    """Mixin before a stock layer.  ``CarryT``: what it keeps of an interior between prefill chunks."""
+class Rows(Protocol):
+    """What a layer is given of a batch's token rows."""
 
+    def part(self, tokens: slice | torch.Tensor) -> Self:
+        """These rows alone."""
+
+
+InputsT = TypeVar("InputsT", bound=Rows)
+
+
+@dataclass
+class _SharedParts:
+    """What the linear layers share of one pass."""
+
+    stock: Once[tuple[StockRows, ForwardContext] | None] = field(default_factory=Once)
+    """The rows that stock code runs, and a forward context that holds only them."""
+    offered: bool = False
+    """The records that become complete have transition blocks."""
+
+
+class LinearLayer(Generic[InputsT, CarryT]):
+    """Mixin before a stock layer.  ``InputsT``: its token rows; ``CarryT``: what it keeps of an interior
+    between prefill chunks.
+
+    A platform's subclass leads the stock forward pass to :meth:`run` and says what stock code and our
+    operators are there.
+    """
+
+    prefix: str
+    cache_config: Any
     family: ClassVar[LinearFamily]
     hypic_runtime: HypicRuntime | None = None
     """Set at start-up; ``None``: stock."""
@@ -38,6 +76,94 @@ class LinearLayer(Generic[CarryT]):
     """Our core ran: a compiled graph of stock vLLM, taken from a cache, could pass it by."""
     carries: dict[str, CarryT]
     """What is carried, by segment request whose interior is cut."""
+
+    # -- a pass --------------------------------------------------------------------------------
+
+    def run(self, x: InputsT, out: torch.Tensor) -> None:
+        """The whole batch into ``out [token rows, ...]``, captured and composed as the step says."""
+        self.hypic_reached = True
+        runtime = self.hypic_runtime
+        if runtime is None or runtime.step is None:
+            return self.run_stock(x, out)
+        step = runtime.step
+        work = linear_step(step, self.cache_config.block_size)
+        if work.empty:
+            return self.run_stock(x, out)
+        self.run_special(runtime, step, work, x, out)
+        # After ours: it goes on from the states that they left.
+        stock = step.shared.of(_SharedParts).stock(lambda: self._stock_context(runtime, step, work))
+        if stock is not None:
+            rows, context = stock
+            part = out[rows.tokens]
+            with override_forward_context(context):
+                self.run_stock(x.part(rows.tokens), part)
+            if not isinstance(rows.tokens, slice):
+                out.index_copy_(0, rows.tokens, part)
+
+    def run_special(
+        self, runtime: HypicRuntime, step: StepContext, work: LinearStep, x: InputsT, out: torch.Tensor
+    ) -> None:
+        """The rows that our operators run."""
+        if work.contexts is not None:
+            runtime.calls["compose_context"] += 1
+            self.run_composed(runtime, step, work.contexts, x, out)
+        if (segments := work.segments) is not None:
+            runtime.calls["capture_linear"] += 1
+            _offer_blocks(runtime, step, segments)
+            self.run_segments(runtime, step, segments, x, out)
+        if work.composed is not None:
+            runtime.calls["compose"] += 1
+            self.run_composed(runtime, step, work.composed, x, out)
+
+    def run_stock(self, x: InputsT, out: torch.Tensor) -> None:
+        """vLLM's own code over the batch that the forward context describes."""
+        raise NotImplementedError
+
+    def run_segments(
+        self, runtime: HypicRuntime, step: StepContext, segments: Segments, x: InputsT, out: torch.Tensor
+    ) -> None:
+        """The platform's operator for segment requests."""
+        raise NotImplementedError
+
+    def run_composed(
+        self, runtime: HypicRuntime, step: StepContext, composed: Composed, x: InputsT, out: torch.Tensor
+    ) -> None:
+        """The platform's operator for composed requests."""
+        raise NotImplementedError
+
+    def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Any:
+        """Stock code's metadata of a sub-batch."""
+        raise NotImplementedError
+
+    def carried(self, segments: Segments, new: Callable[[], CarryT]) -> list[CarryT]:
+        """What the interiors that are cut here carry, written by this pass or an earlier one."""
+        for request, starts in zip(segments.carried, segments.starting, strict=True):
+            if starts:
+                self.carries[request] = new()
+        return [self.carries[request] for request in segments.carried]
+
+    def _stock_context(
+        self, runtime: HypicRuntime, step: StepContext, work: LinearStep
+    ) -> tuple[StockRows, ForwardContext] | None:
+        context = get_forward_context()
+        whole = context.attn_metadata
+        batch = whole[self.prefix]
+        requests = batch.num_decodes + batch.num_prefills
+        rows = stock_rows(
+            work, step.batch.starts[: requests + 1], step.batch.resumed[:requests], batch.num_decodes
+        )
+        if rows is None:
+            return None
+        if not isinstance(rows.tokens, slice):
+            (tokens,) = step.on_device(rows.tokens.numpy())
+            rows = replace(rows, tokens=tokens)
+        # Layers of one group share their metadata, and so the sub-batch's.
+        parts = {id(whole[name]): whole[name] for name in runtime.pool.linear}
+        subs = {key: self.sub_batch(step, metadata, rows) for key, metadata in parts.items()}
+        own = {name: subs[id(whole[name])] for name in runtime.pool.linear}
+        return rows, replace(context, attn_metadata=own)
+
+    # -- an engine's life ----------------------------------------------------------------------
 
     def connect(self, runtime: HypicRuntime) -> None:
         """Take part in PIC from now on."""
@@ -62,6 +188,27 @@ class LinearLayer(Generic[CarryT]):
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
         """Device memory beside the pool for passes of at most ``rows`` token rows in ``dtype``."""
         raise NotImplementedError
+
+
+def _offer_blocks(runtime: HypicRuntime, step: StepContext, segments: Segments) -> None:
+    """Transition blocks for the records that become complete here, once for all layers of a pass."""
+    shared = step.shared.of(_SharedParts)
+    if not shared.offered:
+        shared.offered = True
+        for slot in segments.ended:
+            runtime.pool.transition_blocks.offer(slot)
+
+
+def replace_layer(stock: Any, ours: Callable[[], Any]) -> None:
+    """Have vLLM make ``ours()`` where it would make ``stock``.  May run any number of times."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    if stock.__name__ in op_registry_oot:
+        return
+    # Registering renames the class by which vLLM looks up its options.
+    name, chosen = stock.name, ours()
+    stock.register_oot(chosen)
+    chosen.name = name
 
 
 def register_families() -> None:

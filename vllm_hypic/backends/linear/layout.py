@@ -1,7 +1,7 @@
 """One forward pass as linear layers see it: which token rows are run by which operator, in which order.
 
 All linear layers of a pass share it.  Segment requests and composed requests with compose points are run by
-our operators, from programs (``ops/gated_delta/program.py``); everything else is left to stock code.
+our operators, from programs (``ops/program.py``); everything else is left to stock code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from ...pool.step import BatchRow, CaptureRow, ComposedRow, StepContext
-from ..ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
     import vllm
 
     from ... import __version__
-    from ...pool.geometry import STATE_DTYPE, TRANSITION_DTYPE
+    from ...pool.states import STATE_DTYPE, TRANSITION_DTYPE
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text = model.hf_text_config

@@ -6,7 +6,7 @@ start a second team of threads that fights the model's for the cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ import torch
 
 from ...store.record import RecordHeader, begin_record
 from ..plans import RecordPlace
+from ..states import StateGeometry
 from ..tensors import DevicePool
 from ..transition_blocks import NO_BLOCK
 from .base import Intake, Sections
@@ -28,14 +29,12 @@ class HostMover:
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
         self._kv = {name: (_bytes_of(kv.key), _bytes_of(kv.value)) for name, kv in pool.kv.items()}
-        self._linear = {
-            name: _LinearBytes(
-                _bytes_of(records.state), _bytes_of(records.conv_tail), records.block_of.numpy()
-            )
-            for name, records in pool.linear.items()
-        }
-        storage = next((records.transitions for records in pool.linear.values()), None)
-        self._transitions = None if storage is None else _bytes_of(storage)
+        blocks, records = pool.transition_blocks, pool.linear.values()
+        self._linear = [
+            _LinearBytes.of(g, one.parts, block_of)
+            for g, one, block_of in zip(pool.geometry.linear, records, blocks.block_of, strict=True)
+        ]
+        self._transitions = _bytes_of(blocks.storage)
 
     def write(
         self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
@@ -47,15 +46,14 @@ class HostMover:
                 out = views[f"{name}.{part}"].reshape(-1, rows.shape[1])
                 for at, first, count in runs:
                     out[at : at + count] = rows[first : first + count]
-        for name, layer in self._linear.items():
-            views[f"{name}.state"][:] = layer.state[place.slot]
-            views[f"{name}.conv"][:] = layer.conv[place.slot]
-            if place.leading:
+        for layer in self._linear:
+            for section, slots in layer.parts.items():
+                views[section][:] = slots[place.slot]
+            if place.leading or not layer.blocks:
                 continue
-            assert self._transitions is not None
             live = layer.block_of[place.slot] != NO_BLOCK
-            views[f"{name}.live"][:] = live
-            out = views[f"{name}.transition"].reshape(-1, self._transitions.shape[1])
+            views[f"{layer.name}.live"][:] = live
+            out = views[f"{layer.name}.transition"].reshape(-1, self._transitions.shape[1])
             for row, block in enumerate(layer.block_of[place.slot][live]):
                 out[row] = self._transitions[block]
         then(True)
@@ -71,14 +69,13 @@ class HostMover:
                 given = sections[f"{name}.{part}"].reshape(-1, rows.shape[1])
                 for at, first, count in runs:
                     rows[first : first + count] = given[at : at + count]
-        for name, layer in self._linear.items():
-            layer.state[place.slot] = sections[f"{name}.state"]
-            layer.conv[place.slot] = sections[f"{name}.conv"]
-            if place.leading:
+        for layer in self._linear:
+            for section, slots in layer.parts.items():
+                slots[place.slot] = sections[section]
+            if place.leading or not layer.blocks:
                 continue
-            assert self._transitions is not None
-            live = sections[f"{name}.live"].astype(bool)
-            given = sections[f"{name}.transition"].reshape(-1, self._transitions.shape[1])
+            live = sections[f"{layer.name}.live"].astype(bool)
+            given = sections[f"{layer.name}.transition"].reshape(-1, self._transitions.shape[1])
             row = layer.block_of[place.slot]
             for transition, block in zip(given, row[live], strict=True):
                 self._transitions[block] = transition
@@ -102,11 +99,20 @@ class HostMover:
 
 @dataclass(frozen=True)
 class _LinearBytes:
-    """``state`` and ``conv`` ``[slots, bytes]`` uint8; ``block_of [slots, heads]`` int32."""
+    """``parts``: by section ``[slots, bytes]`` uint8; ``block_of [slots, blocks]`` int32."""
 
-    state: np.ndarray
-    conv: np.ndarray
+    name: str
+    parts: dict[str, np.ndarray]
     block_of: np.ndarray
+
+    @property
+    def blocks(self) -> int:
+        return self.block_of.shape[1]
+
+    @staticmethod
+    def of(g: StateGeometry, tensors: Sequence[torch.Tensor], block_of: torch.Tensor) -> _LinearBytes:
+        parts = {f"{g.layer}.{p.name}": _bytes_of(t) for p, t in zip(g.parts, tensors, strict=True)}
+        return _LinearBytes(g.layer, parts, block_of.numpy())
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

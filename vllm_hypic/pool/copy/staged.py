@@ -62,7 +62,8 @@ class StagedMover:
         blocks = self._pool.transition_blocks.held(place.slot)
         if not place.leading:
             for layer, row in zip(self._pool.geometry.linear, blocks, strict=True):
-                views[f"{layer.layer}.live"][:] = row != NO_BLOCK
+                if layer.blocks:
+                    views[f"{layer.layer}.live"][:] = row != NO_BLOCK
         chunks = divided(self._tables.strips(place, blocks), self._blocks.nbytes)
         departure = _Departure(place, views, deque(chunks), then)
         self._departures.append(departure)
@@ -88,7 +89,10 @@ class StagedMover:
         def take(sections: Sections) -> None:
             live: list[np.ndarray] = []
             if not place.leading:
-                live = [sections[f"{g.layer}.live"].astype(bool) for g in self._pool.geometry.linear]
+                live = [
+                    sections[f"{g.layer}.live"].astype(bool) if g.blocks else np.zeros(0, bool)
+                    for g in self._pool.geometry.linear
+                ]
             kept = [np.where(alive, row, NO_BLOCK) for alive, row in zip(live, offered, strict=False)]
             parcel = _Parcel(live)
             try:
@@ -284,12 +288,11 @@ def _on_device(chunk: Chunk, device: torch.device) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """Tables of a linear layer; a record has ``heads`` rows of ``state`` and ``conv_rows`` of ``conv``."""
+    """Tables of a linear layer by section, each with the number of rows that a record has of it; ``blocks``:
+    its transitions at most."""
 
-    state: torch.Tensor
-    heads: int
-    conv: torch.Tensor
-    conv_rows: int
+    parts: dict[str, tuple[torch.Tensor, int]]
+    blocks: int
 
 
 class _Tables:
@@ -303,28 +306,28 @@ class _Tables:
         }
         self._linear = {
             g.layer: _Linear(
-                as_table(pool.linear[g.layer].state, g.key_dim * g.value_dim),
-                g.heads,
-                as_table(pool.linear[g.layer].conv_tail, g.conv_dim),
-                g.conv_rows,
+                {
+                    f"{g.layer}.{part.name}": (as_table(tensor, tensor[0, 0].numel()), part.shape[0])
+                    for part, tensor in zip(g.parts, pool.linear[g.layer].parts, strict=True)
+                },
+                g.blocks,
             )
             for g in pool.geometry.linear
         }
-        storage = next((records.transitions for records in pool.linear.values()), None)
-        self._transitions = None if storage is None else as_table(storage, storage[0].numel())
+        storage = pool.transition_blocks.storage
+        self._transitions = as_table(storage, storage[0].numel()) if pool.geometry.block_dim else None
 
     def strips(self, place: RecordPlace, blocks: Sequence[np.ndarray]) -> list[Strip]:
         """All sections of the record in ``place`` that lie on the device.
 
-        ``blocks``: by linear layer, ``[heads]``, :data:`NO_BLOCK` where the transition is zero; not looked at
-        for leading records.
+        ``blocks``: by linear layer, :data:`NO_BLOCK` where the transition is zero; not looked at for leading
+        records.
         """
         strips = [Strip(section, table, place.slot_mapping) for section, table in self._kv.items()]
         for number, (name, layer) in enumerate(self._linear.items()):
-            state = place.slot * layer.heads + np.arange(layer.heads)
-            conv = place.slot * layer.conv_rows + np.arange(layer.conv_rows)
-            strips += [Strip(f"{name}.state", layer.state, state), Strip(f"{name}.conv", layer.conv, conv)]
-            if not place.leading:
+            for section, (table, rows) in layer.parts.items():
+                strips.append(Strip(section, table, place.slot * rows + np.arange(rows)))
+            if layer.blocks and not place.leading:
                 assert self._transitions is not None
                 row = blocks[number]
                 strips.append(

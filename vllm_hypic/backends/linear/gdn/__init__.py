@@ -10,17 +10,12 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Replace vLLM's GDN layer by ours for this platform.  May run any number of times."""
-    from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.platforms import current_platform
 
-    if QwenGatedDeltaNetAttention.__name__ in op_registry_oot:
-        return
-    # Registering renames the class by which vLLM looks up its options.
-    name = QwenGatedDeltaNetAttention.name
-    ours = _layer_class(cuda=current_platform.is_cuda())
-    QwenGatedDeltaNetAttention.register_oot(ours)
-    ours.name = name
+    from ..base import replace_layer
+
+    replace_layer(QwenGatedDeltaNetAttention, lambda: _layer_class(cuda=current_platform.is_cuda()))
 
 
 def _layer_class(*, cuda: bool) -> type[HypicGatedDeltaNet]:

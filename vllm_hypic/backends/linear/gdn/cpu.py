@@ -62,11 +62,10 @@ class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
         step: StepContext,
         segments: Segments,
         x: gated_delta.Inputs,
-        core: torch.Tensor,
-        carries: list[gated_delta.Carry],
+        out: torch.Tensor,
     ) -> None:
         views = self._current_views()
-        layer = self._layer(views, runtime, x, core)
+        layer, carries = self._layer(views, runtime, x, out), self.cut(runtime, segments)
         views.ops.gdn_segments(*layer, segments.rows, carries, runtime.dead_transition)
 
     def run_composed(
@@ -75,17 +74,17 @@ class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
         step: StepContext,
         composed: Composed,
         x: gated_delta.Inputs,
-        core: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         views = self._current_views()
-        views.ops.gdn_compose(*self._layer(views, runtime, x, core), composed.rows, composed.ops)
+        views.ops.gdn_compose(*self._layer(views, runtime, x, out), composed.rows, composed.ops)
 
     def _layer(
         self, views: _Views, runtime: HypicRuntime, x: gated_delta.Inputs, core: torch.Tensor
     ) -> tuple[gated_delta.Inputs, gated_delta.Weights, gated_delta.Caches, torch.Tensor, LinearRecords]:
         metadata = get_forward_context().attn_metadata[self.prefix]
         caches = views.caches(metadata.non_spec_state_indices_tensor)
-        return x, views.weights, caches, core, runtime.pool.linear[self.prefix]
+        return x, views.weights, caches, core, self.records(runtime)
 
     def sub_batch(
         self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from ....pool.shared import Once
 from ...ops import gated_delta
-from ...ops.gated_delta.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from ...ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from ..layout import Composed, Segments, StockRows
 from .base import HypicGatedDeltaNet
 
@@ -67,18 +67,15 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
         step: StepContext,
         segments: Segments,
         x: gated_delta.Inputs,
-        core: torch.Tensor,
-        carries: list[gated_delta.Carry],
+        out: torch.Tensor,
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
         shared = step.shared.of(_SharedPlans)
         plan = shared.segments(lambda: operators.plan_segments(segments.rows, x.mixed.device))
-        views, records = self._current_views(), runtime.pool.linear[self.prefix]
-        caches = views.caches(self._slots(step))
-        operators.run_segments(
-            plan, x, views.weights, caches, core, records, carries, runtime.dead_transition
-        )
+        views, records = self._current_views(), self.records(runtime)
+        caches, carries = views.caches(self._slots(step)), self.cut(runtime, segments)
+        operators.run_segments(plan, x, views.weights, caches, out, records, carries, runtime.dead_transition)
 
     def run_composed(
         self,
@@ -86,7 +83,7 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
         step: StepContext,
         composed: Composed,
         x: gated_delta.Inputs,
-        core: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
@@ -98,8 +95,8 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
                 operators.plan_compose(composed.rows, composed.ops, x.mixed.device),
             )
         plan = made[id(composed)][1]
-        views, records = self._current_views(), runtime.pool.linear[self.prefix]
-        operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), core, records)
+        views, records = self._current_views(), self.records(runtime)
+        operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), out, records)
 
     def _slots(self, step: StepContext) -> torch.Tensor:
         """Cache slots by batch row, contiguous: vLLM gives a column of a table where it copies nothing."""
@@ -154,7 +151,7 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
         from ...ops.gated_delta.triton import operators
         from ...ops.gated_delta.triton.plan import CHUNKS
 
-        views, records = self._current_views(), runtime.pool.linear[self.prefix]
+        views, records = self._current_views(), self.records(runtime)
         weight, device = self.conv1d.weight, views.state.device
         caches = views.caches(torch.zeros(1, dtype=torch.int32, device=device))
         heads, V = views.state.size(1), views.state.size(3)

@@ -53,6 +53,10 @@ class Inputs:
     a: Tensor
     b: Tensor
 
+    def part(self, tokens: slice | Tensor) -> Inputs:
+        """These rows alone."""
+        return Inputs(self.mixed[tokens], self.a[tokens], self.b[tokens])
+
 
 @dataclass(frozen=True)
 class Caches:

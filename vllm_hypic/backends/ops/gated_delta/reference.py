@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
-from .program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 
 
 def l2_eps(device: torch.device) -> float:

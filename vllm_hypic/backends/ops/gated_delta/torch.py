@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from .chunk import seam_outputs, segment_summary
-from .program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 
 
 def gdn_segments(

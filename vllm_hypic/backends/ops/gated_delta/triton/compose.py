@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import SM100, KernelSpec, Limits
+from ...program import Mode
 from ..arguments import Caches, Records, Weights
-from ..program import Mode
 from .plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
 from .products import add_times
 from .scan import Shape, constants, load_columns, scan_chunk, store_columns

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from ..arguments import Caches, Carry, Inputs, Records
-from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 
 CHUNKS = (16, 32)
 """Rows of a chunk: what a step may choose. To be as exact as float32, products hold operands in two parts:

@@ -1,0 +1,168 @@
+"""What records hold of a layer that carries a state, one class per kind of transition.
+
+A record of such a layer is *parts*, tensors of one shape in the record's slot, and perhaps *transition
+blocks*, square matrices that are handed out singly because most of them die out (``transition_blocks.py``).
+A part is a section of the stored record, ``<layer>.<part>``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+TRANSITION_DTYPE = torch.float16
+"""T has spectral norm <= 1, so fp16 cannot overflow and keeps 1e-4; bf16 would lose a digit."""
+STATE_DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class SlotPart:
+    """A tensor of every record, ``[slots, *shape]`` in the pool."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateGeometry(ABC):
+    """Records of one layer that carries a state."""
+
+    state_ranks: ClassVar[tuple[int, ...]]
+    """Dimensions of the states in the layer's cache, its convolution's first."""
+    has_transition: ClassVar[bool]
+    """What stood before a segment lives on behind it; if not, a segment overwrites it."""
+
+    layer: str
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls, layer: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], conv_dim_first: bool
+    ) -> StateGeometry:
+        """Of a cache with states of such shapes, of :attr:`state_ranks` dimensions; ``conv_dim_first``: the
+        convolution's is ``[channels, rows]``."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[SlotPart, ...]:
+        """In the order in which they are stored."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> str:
+        """As messages say it."""
+
+    @property
+    def blocks(self) -> int:
+        """Transition blocks of a record in which none has died out."""
+        return 0
+
+    @property
+    def block_dim(self) -> int:
+        """Rows, and columns, of a transition block."""
+        return 0
+
+    @property
+    def least_tokens(self) -> int:
+        """Behind a shorter interior the state holds more than a record can."""
+        return 1
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class LinearGeometry(StateGeometry):
+    """Records of one dense-transition linear layer.
+
+    ``S [slots, heads, key_dim, value_dim]`` fp32 and the conv tail ``[slots, conv_rows, conv_dim]`` in the
+    engine's dtype; ``T``, a block ``[key_dim, key_dim]`` fp16 for every head whose transition is not zero.
+    """
+
+    state_ranks = (2, 3)
+    has_transition = True
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    conv_rows: int
+    conv_dim: int
+    conv_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, layer: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], conv_dim_first: bool
+    ) -> LinearGeometry:
+        rows, channels = _conv(shapes[0], conv_dim_first)
+        heads, value_dim, key_dim = shapes[1]
+        return cls(layer, heads, key_dim, value_dim, rows, channels, dtypes[0])
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        return (
+            SlotPart("state", (self.heads, self.key_dim, self.value_dim), STATE_DTYPE),
+            SlotPart("conv", (self.conv_rows, self.conv_dim), self.conv_dtype),
+        )
+
+    @property
+    def shape(self) -> str:
+        return f"{self.heads} heads of {self.key_dim} x {self.value_dim}"
+
+    @property
+    def blocks(self) -> int:
+        return self.heads
+
+    @property
+    def block_dim(self) -> int:
+        return self.key_dim
+
+
+@dataclass(frozen=True)
+class ConvGeometry(StateGeometry):
+    """Records of one layer that is a convolution and nothing else: its last inputs ``[slots, conv_rows,
+    conv_dim]`` in the engine's dtype.
+
+    Its transition is zero: a segment of at least ``conv_rows`` tokens overwrites the state.  After a shorter
+    one the first rows would be those of whatever stands before it, and no record has these.
+    """
+
+    state_ranks = (2,)
+    has_transition = False
+
+    conv_rows: int
+    conv_dim: int
+    conv_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, layer: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], conv_dim_first: bool
+    ) -> ConvGeometry:
+        return cls(layer, *_conv(shapes[0], conv_dim_first), dtypes[0])
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        return (SlotPart("conv", (self.conv_rows, self.conv_dim), self.conv_dtype),)
+
+    @property
+    def shape(self) -> str:
+        return f"{self.conv_rows} inputs of {self.conv_dim} channels"
+
+    @property
+    def least_tokens(self) -> int:
+        return self.conv_rows
+
+
+def _conv(shape: Sequence[int], dim_first: bool) -> tuple[int, int]:
+    """Rows and channels of a convolution's state."""
+    return (shape[1], shape[0]) if dim_first else (shape[0], shape[1])
