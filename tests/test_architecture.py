@@ -33,7 +33,7 @@ LAZILY = {
     ): "likewise: where segments are found",
     ("eval.gate.identity", "vllm_hypic"): "the plugin's version",
     ("eval.gate.identity", "vllm"): "called in the engine's process, which has loaded vLLM",
-    ("eval.gate.identity", "pool.geometry"): "the types in which records are stored; called by the engine",
+    ("eval.gate.identity", "pool.states"): "the types in which records are stored; called by the engine",
 }
 """Imports allowed inside functions only, and why: (module or folder, what it imports)."""
 

@@ -143,7 +143,7 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
         elif leaf == "dt_bias":  # softplus^-1 of a step that is log-uniform in [1e-3, 1e-1]
             dt = torch.empty_like(weight).uniform_(math.log(1e-3), math.log(1e-1), generator=rng).exp()
             weight.copy_(dt + torch.log(-torch.expm1(-dt)))
-        elif owner == "conv1d":
+        elif owner in ("conv1d", "conv"):
             weight.uniform_(-0.5, 0.5, generator=rng)
         elif owner == "embed_tokens" or owner == "lm_head":  # logits of standard deviation 2.5
             weight.normal_(0, 2.5 / weight.shape[1] ** 0.5, generator=rng)

@@ -6,14 +6,15 @@ our operators, from programs (``ops/program.py``); everything else is left to st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 
 from ...pool.step import BatchRow, CaptureRow, ComposedRow, StepContext
-from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Segments:
     carried: tuple[str, ...]
     starting: tuple[bool, ...]
 
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """Their token rows, int64 on the host."""
+        return _between((r.first, r.stop) for r in unpack(self.rows, SegmentRow))
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -34,6 +40,11 @@ class Composed:
 
     rows: torch.Tensor
     ops: torch.Tensor
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """Their token rows, int64 on the host, but for what is left to stock code."""
+        return _between((op.first, op.first + op.tokens) for op in unpack(self.ops, ComposeOp))
 
 
 @dataclass(frozen=True)
@@ -204,6 +215,11 @@ def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
     stop = min(row.s1, (at // block + 1) * block)
     ops.append(ComposeOp(_token_row(row, at), stop - at, -1, Mode.NONE))
     return stop
+
+
+def _between(ranges: Iterable[tuple[int, int]]) -> torch.Tensor:
+    rows = [torch.arange(first, stop) for first, stop in ranges]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *rows])
 
 
 def _token_row(row: BatchRow, stream: int) -> int:

@@ -1,0 +1,60 @@
+"""Gated short convolution as a plain token loop in float64: what every other version is measured against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
+from .arguments import Caches, Inputs, Records, Weights
+
+
+def short_conv_segments(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor
+) -> None:
+    """See the package."""
+    for r in unpack(rows, SegmentRow):
+        layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
+        layer.run(r.first, r.end, out)
+        if r.ends:
+            records.conv_tail[r.slot] = layer.context.to(records.conv_tail.dtype)
+        layer.run(r.end, r.stop, out)
+        layer.finish()
+
+
+def short_conv_compose(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+) -> None:
+    """See the package."""
+    operations = unpack(ops, ComposeOp)
+    for r in unpack(rows, ComposeRow):
+        layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
+        for op in operations[r.first_op : r.stop_op]:
+            layer.run(op.first, op.first + op.tokens, out)
+            if op.mode != Mode.NONE:
+                layer.context = records.conv_tail[op.slot].double()
+        layer.finish()
+
+
+class _Layer:
+    """One request's walk through a layer: the last inputs of its convolution."""
+
+    def __init__(self, x: Inputs, weights: Weights, caches: Caches, batch_row: int, resumed: bool) -> None:
+        self.x, self.weights, self.caches = x, weights, caches
+        self.slot = int(caches.slots[batch_row])
+        context = caches.conv[self.slot]
+        self.context = context.double() if resumed else torch.zeros(context.shape, dtype=torch.float64)
+
+    def run(self, first: int, stop: int, out: Tensor) -> None:
+        """Writes the outputs of rows [first, stop)."""
+        bias = 0 if self.weights.bias is None else self.weights.bias.double()
+        for row in range(first, stop):
+            window = torch.cat([self.context, self.x.value[row : row + 1].double()])
+            total = bias + (self.weights.weight.double() * window).sum(0)
+            # The stock convolution hands its result on in its input's type.
+            convolved = total.to(self.x.value.dtype).double()
+            out[row] = (self.x.gate[row].double() * convolved).to(out.dtype)
+            self.context = window[1:]
+
+    def finish(self) -> None:
+        self.caches.conv[self.slot] = self.context.to(self.caches.conv.dtype)

@@ -1,0 +1,88 @@
+"""The layer operators in PyTorch: one convolution for the rows of all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
+from .arguments import Caches, Inputs, Records, Weights
+
+
+def short_conv_segments(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor
+) -> None:
+    """See the package."""
+    pieces = []
+    for r in unpack(rows, SegmentRow):
+        slot = int(caches.slots[r.batch_row])
+        piece = _Piece(_start(caches, slot, r.resumed), r.first, r.stop)
+        pieces.append(piece)
+        if r.ends:
+            records.conv_tail[r.slot] = piece.context_at(x, r.end)
+        caches.conv[slot] = piece.context_at(x, r.stop)
+    _run(pieces, x, weights, out)
+
+
+def short_conv_compose(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+) -> None:
+    """See the package."""
+    operations = unpack(ops, ComposeOp)
+    pieces = []
+    for r in unpack(rows, ComposeRow):
+        slot = int(caches.slots[r.batch_row])
+        context = _start(caches, slot, r.resumed)
+        for op in operations[r.first_op : r.stop_op]:
+            if op.tokens:
+                piece = _Piece(context, op.first, op.first + op.tokens)
+                pieces.append(piece)
+                context = piece.context_at(x, piece.stop)
+            if op.mode != Mode.NONE:
+                context = records.conv_tail[op.slot]
+        caches.conv[slot] = context
+    _run(pieces, x, weights, out)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows [first, stop) behind `context` [taps - 1, channels]."""
+
+    context: Tensor
+    first: int
+    stop: int
+
+    def context_at(self, x: Inputs, row: int) -> Tensor:
+        """The convolution's context of a row."""
+        rows = torch.cat([self.context.to(x.value.dtype), x.value[self.first : row]])
+        return rows[len(rows) - len(self.context) :]
+
+
+def _start(caches: Caches, slot: int, resumed: int) -> Tensor:
+    """A copy: the cache is written before the convolution reads it."""
+    context = caches.conv[slot]
+    return context.clone() if resumed else torch.zeros_like(context)
+
+
+def _run(pieces: Sequence[_Piece], x: Inputs, weights: Weights, out: Tensor) -> None:
+    """Outputs of all pieces, which make one sequence, each behind its context."""
+    if not pieces:
+        return
+    taps, dtype, device = weights.weight, x.value.dtype, x.value.device
+    context, counts = len(taps) - 1, [p.stop - p.first for p in pieces]
+    parts = [t for p in pieces for t in (p.context.to(dtype), x.value[p.first : p.stop])]
+    sequence = torch.cat(parts).float()
+    total = sequence[: len(sequence) - context] * taps[0]
+    for tap in range(1, len(taps)):
+        total.addcmul_(sequence[tap : len(sequence) - context + tap], taps[tap])
+    if weights.bias is not None:
+        total += weights.bias
+    starts = [0, *accumulate(context + n for n in counts)]
+    places = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, counts, strict=False)]).to(device)
+    rows = torch.cat([torch.arange(p.first, p.stop) for p in pieces]).to(device)
+    # The stock convolution hands its result on in its input's type.
+    out[rows] = (x.gate[rows] * total[places].to(dtype)).to(out.dtype)
