@@ -1,6 +1,15 @@
 """The independent oracle: position-independent caching in plain torch, and tiny random models for it."""
 
-from .models import random_segments, save_attention_model, save_hybrid_model
+from .models import random_segments, save_attention_model, save_hybrid_model, save_short_conv_model
 from .oracle import FAULTS, Oracle
+from .short_conv import ShortConvOracle
 
-__all__ = ["FAULTS", "Oracle", "random_segments", "save_attention_model", "save_hybrid_model"]
+__all__ = [
+    "FAULTS",
+    "Oracle",
+    "ShortConvOracle",
+    "random_segments",
+    "save_attention_model",
+    "save_hybrid_model",
+    "save_short_conv_model",
+]

@@ -12,7 +12,39 @@ from vllm_hypic.harness.random_models import (
     save_model,
 )
 
-__all__ = ["random_segments", "save_attention_model", "save_hybrid_model", "save_windowed_model"]
+__all__ = [
+    "random_segments",
+    "save_attention_model",
+    "save_hybrid_model",
+    "save_short_conv_model",
+    "save_windowed_model",
+]
+
+
+def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int = 0) -> Path:
+    """A random LFM2 in float32, whose layers are of type `conv` and `full_attention`."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        hidden_size=128,
+        intermediate_size=256,
+        block_auto_adjust_ff_dim=False,
+        # As published models have them, and vLLM asks for.
+        block_dim=128,
+        conv_dim=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=512,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,  # vLLM ties them whatever stands here
+        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+    )
+    return save_model(Lfm2ForCausalLM(config), Path(path), torch.float32, seed, norm_center=1.0)
 
 
 def save_windowed_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:

@@ -196,12 +196,14 @@ class Oracle:
     Isolated runs and records are kept, so asking again about the same segments costs the stream only.
     """
 
+    model_types: tuple[str, ...] = ("qwen3_5_text", "qwen3", "llama")
+
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         path = Path(model_dir)
         config = json.loads((path / "config.json").read_text())
-        config = config.get("text_config", config)
+        config = self._understood(config.get("text_config", config))
         self.config, self.dtype = config, dtype
-        if config["model_type"] not in ("qwen3_5_text", "qwen3", "llama"):
+        if config["model_type"] not in self.model_types:
             raise ValueError(f"the oracle does not know model type {config['model_type']!r}")
         # Qwen3.5 stores norms as an offset from 1 and doubles q_proj with an output gate; Qwen3 does neither.
         self.is_qwen35 = config["model_type"] == "qwen3_5_text"
@@ -490,6 +492,11 @@ class Oracle:
         return (hidden @ matrix.T).log_softmax(-1)
 
     # ---- the checkpoint ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _understood(config: dict) -> dict:
+        """The configuration under the names that are asked for here."""
+        return config
 
     def _inverse_frequencies(self) -> Tensor:
         """`theta^(-2i/d)` over the rotated part of the head (a quarter of it in Qwen3.5)."""

@@ -8,6 +8,7 @@ from vllm.exceptions import VLLMValidationError
 
 from ..cache_api.commands import COMMAND, is_command
 from ..config.engine import CONNECTOR, config_of
+from ..pool.families import family_in
 from ..primitives.learned import NONE_HERE
 from ..primitives.options import (
     PUSH_TO,
@@ -124,8 +125,11 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
 
 def _traits(vllm_config: VllmConfig) -> ModelTraits:
     model = vllm_config.model_config
+    family = family_in(model.architecture)
     return ModelTraits(
-        has_linear=model.is_hybrid or model.is_attention_free, has_attention=not model.is_attention_free
+        has_linear=model.is_hybrid or model.is_attention_free,
+        has_attention=not model.is_attention_free,
+        has_transition=family is None or family.geometry.has_transition,
     )
 
 

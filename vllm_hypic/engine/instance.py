@@ -55,6 +55,7 @@ class RoutedInstance:
             max_model_len=self._max_model_len,
             has_linear=traits.has_linear,
             has_attention=traits.has_attention,
+            has_transition=traits.has_transition,
             limits=planner.limits(),
             deadline_s=parallel.deadline_s,
             quadratic=planner.quadratic,

@@ -50,6 +50,8 @@ class ModelTraits:
     """Some layers carry a recurrent state (linear attention, SSM)."""
     has_attention: bool
     """Some layers are softmax attention with a KV cache."""
+    has_transition: bool = True
+    """What stood before a segment lives on behind it in a recurrent state: no short convolution's."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,10 @@ class LinkMethod:
                 f"link method {self.name!r} places segments at fixed positions and defines no rule for "
                 "recurrent states; this model has linear-attention layers. Use 'hypic' or 'block'"
             )
-        if not self.use_transition and not traits.has_linear:
+        if not self.use_transition and not (traits.has_linear and traits.has_transition):
             return (
                 f"link method {self.name!r} leaves out the transition of linear-attention layers; this model "
-                "has none. Use 'hypic' or 'block'"
+                "has no layer with one. Use 'hypic' or 'block'"
             )
         return None
 

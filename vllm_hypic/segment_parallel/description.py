@@ -65,6 +65,9 @@ class Description(
     has_linear: bool
     has_attention: bool
     limits: PoolLimits
+    has_transition: Annotated[
+        bool, Meta(description="What stood before a segment lives on behind it in a recurrent state.")
+    ] = True
     deadline_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="Longest that a request waits for other instances; null: it does not say."),
@@ -99,7 +102,7 @@ class Description(
 
     @property
     def traits(self) -> ModelTraits:
-        return ModelTraits(self.has_linear, self.has_attention)
+        return ModelTraits(self.has_linear, self.has_attention, self.has_transition)
 
     @property
     def planning(self) -> tuple[object, ...]:

@@ -65,6 +65,7 @@ def described(side: SchedulerSide, **more: Any) -> Description:
         max_model_len=MODEL_LEN,
         has_linear=side.planner.traits.has_linear,
         has_attention=side.planner.traits.has_attention,
+        has_transition=side.planner.traits.has_transition,
         limits=side.planner.limits(),
     )
     body = {**msgspec.to_builtins(description), **more}
@@ -182,7 +183,7 @@ def test_an_engine_describes_itself_so() -> None:
     others = (
         "instance model namespace landing events link context islands context_tokens has_linear has_attention"
     )
-    others += " generation shared_tiers limits literal_text learned"
+    others += " generation shared_tiers limits literal_text learned has_transition"
     assert set(told) == {*numbers.split(), *others.split()}
     limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
     assert set(told["limits"]) == set(limits.split())

@@ -107,7 +107,11 @@ class Planner:
     @property
     def traits(self) -> ModelTraits:
         geometry = self._geometry
-        return ModelTraits(has_linear=bool(geometry.linear), has_attention=bool(geometry.attention))
+        return ModelTraits(
+            has_linear=bool(geometry.linear),
+            has_attention=bool(geometry.attention),
+            has_transition=any(layer.has_transition for layer in geometry.linear),
+        )
 
     def plan(self, request: PlanRequest) -> PromptPlan | None:
         """Plan a request; ``None`` when it has no primitives and no segments.  Changes nothing.

@@ -1,0 +1,218 @@
+"""The short convolution's operators in PyTorch against the float64 token loop; poison where nothing is read.
+
+Tolerances are relative Frobenius errors. float32: 1e-6. In bfloat16 the convolution's result and the output
+are rounded: 4e-3. What is no arithmetic, caches and records, is equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_hypic.backends.ops.program import Mode
+from vllm_hypic.backends.ops.short_conv import Caches, Inputs, Weights, reference
+from vllm_hypic.backends.ops.short_conv import torch as torch_ops
+
+from .inputs import relative
+from .layer_inputs import PAD, SLOTS, Composed, Segment, compose_program, segment_program
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+CHANNELS = 24
+SIZES = [1, 2, 3, 31, 64, 200]
+
+
+@dataclass
+class Records:
+    conv_tail: Tensor
+
+
+@dataclass
+class Layer:
+    """One layer's world; everything that nobody has written yet is NaN."""
+
+    x: Inputs
+    weights: Weights
+    caches: Caches
+    out: Tensor
+    records: Records
+
+    @staticmethod
+    def make(tokens: int, taps: int = 3, dtype: torch.dtype = torch.float32, bias: bool = False) -> Layer:
+        gen = torch.Generator().manual_seed(tokens + taps)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=gen)
+
+        rows = tokens + 2 * PAD
+        value, gate = normal(rows, CHANNELS), normal(rows, CHANNELS)
+        for t in (value, gate):
+            t[:PAD] = t[rows - PAD :] = torch.nan
+        # Slots as vLLM has them: in an order of their own, and strided.
+        slots = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
+        conv = torch.full((SLOTS, 2, taps - 1, CHANNELS), torch.nan).to(dtype)[:, 1]
+        weights = Weights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
+        return Layer(
+            Inputs(value.to(dtype), gate.to(dtype)),
+            weights,
+            Caches(slots, conv),
+            torch.full((rows, CHANNELS), torch.nan).to(dtype),
+            Records(torch.full((SLOTS, taps - 1, CHANNELS), torch.nan).to(dtype)),
+        )
+
+    def copy(self, *, exact: bool = False) -> Layer:
+        """``exact``: with outputs in float64."""
+        return replace(
+            self,
+            caches=replace(self.caches, conv=self.caches.conv.clone()),
+            out=self.out.double() if exact else self.out.clone(),
+            records=Records(self.records.conv_tail.clone()),
+        )
+
+    def resume(self, batch_row: int) -> None:
+        """As an earlier pass left the request."""
+        slot = int(self.caches.slots[batch_row])
+        context = self.caches.conv[slot]
+        gen = torch.Generator().manual_seed(batch_row)
+        self.caches.conv[slot] = torch.randn(context.shape, generator=gen).to(context.dtype)
+
+    def record(self, slot: int) -> None:
+        tail = self.records.conv_tail[slot]
+        gen = torch.Generator().manual_seed(100 + slot)
+        self.records.conv_tail[slot] = torch.randn(tail.shape, generator=gen).to(tail.dtype)
+
+
+def run_segments(
+    module: ModuleType, layer: Layer, segments: Sequence[Segment], cuts: Sequence[int] = ()
+) -> None:
+    """All segments at once, in passes that end at `cuts`."""
+    ends = [*cuts, max(s.tokens for s in segments)]
+    for start, stop in zip([0, *cuts], ends, strict=True):
+        module.short_conv_segments(
+            layer.x,
+            layer.weights,
+            layer.caches,
+            layer.out,
+            layer.records,
+            segment_program(segments, start, stop),
+        )
+
+
+def run_compose(module: ModuleType, layer: Layer, requests: Sequence[Composed]) -> None:
+    module.short_conv_compose(
+        layer.x, layer.weights, layer.caches, layer.out, layer.records, *compose_program(requests)
+    )
+
+
+def check(ours: Layer, exact: Layer) -> None:
+    """Rows, caches and records that the reference wrote are as it wrote them, and no others were written."""
+    written = ~exact.out.isnan().all(1)
+    assert written.any() and torch.equal(written, ~ours.out.isnan().any(1))
+    assert relative(ours.out[written], exact.out[written]) < TOLERANCE[ours.x.value.dtype]
+    for mine, theirs in (
+        (ours.caches.conv, exact.caches.conv),
+        (ours.records.conv_tail, exact.records.conv_tail),
+    ):
+        assert torch.equal(mine.nan_to_num(nan=-99.0), theirs.nan_to_num(nan=-99.0))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("tokens", SIZES)
+def test_segments(tokens: int, taps: int, dtype: torch.dtype) -> None:
+    """Interiors at every place in their requests, and a leading one."""
+    layer = Layer.make(4 * tokens + 3, taps, dtype, bias=taps == 3)
+    segments = [
+        Segment(0, 0, tokens, 0, tokens, 1, leading=True),
+        Segment(1, tokens, tokens, min(2, tokens - 1), tokens, 4),
+        Segment(2, 2 * tokens, tokens + 3, tokens // 2, tokens + 1, 0),
+    ]
+    exact = layer.copy(exact=True)
+    run_segments(reference, exact, segments)
+    run_segments(torch_ops, layer, segments)
+    check(layer, exact)
+
+
+@given(
+    tokens=st.integers(3, 40),
+    lo=st.integers(0, 39),
+    length=st.integers(1, 40),
+    cuts=st.sets(st.integers(1, 39)),
+    taps=st.integers(2, 5),
+)
+def test_segments_in_any_passes(tokens: int, lo: int, length: int, cuts: set[int], taps: int) -> None:
+    """The record is the last inputs of the interior, wherever chunks of the prefill end."""
+    lo = min(lo, tokens - 1)
+    segment = Segment(2, 0, tokens, lo, min(lo + length, tokens), 3)
+    layer = Layer.make(tokens, taps)
+    exact = layer.copy(exact=True)
+    run_segments(reference, exact, [segment])
+    run_segments(torch_ops, layer, [segment], sorted(c for c in cuts if c < tokens))
+    check(layer, exact)
+    rows = layer.x.value[PAD : PAD + segment.hi]
+    wanted = torch.cat([torch.zeros(taps - 1, CHANNELS), rows])[-(taps - 1) :]
+    assert torch.equal(layer.records.conv_tail[3], wanted)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("tokens", SIZES)
+def test_composed_requests(tokens: int, taps: int, dtype: torch.dtype) -> None:
+    layer = Layer.make(5 * tokens + 6, taps, dtype, bias=taps == 3)
+    layer.resume(2)
+    for slot in range(3):
+        layer.record(slot)
+    none, replace_, transition, add = Mode
+    n = tokens
+    requests: list[Composed] = [
+        # a leading record, a seam, two records side by side, a query
+        (0, False, [(0, 0, 0, replace_), (0, n, 1, transition), (n, 0, 2, transition), (n, n, -1, none)]),
+        # goes on from an earlier pass; pieces shorter than the convolution's reach
+        (2, True, [(2 * n, 1, 1, transition), (2 * n + 1, 1, 2, transition), (2 * n + 2, n, -1, none)]),
+        # no leading segment; ends in a record
+        (1, False, [(3 * n + 2, n, 0, transition), (4 * n + 2, 0, -1, none)]),
+        # the states of a context, without a token; whatever the mode, the record overwrites
+        (5, False, [(4 * n + 2, 0, 2, add), (4 * n + 2, 0, -1, none)]),
+    ]  # fmt: skip
+    exact = layer.copy(exact=True)
+    run_compose(reference, exact, requests)
+    run_compose(torch_ops, layer, requests)
+    check(layer, exact)
+    assert torch.equal(layer.caches.conv[int(layer.caches.slots[5])], layer.records.conv_tail[2])
+
+
+@given(head=st.integers(0, 5), interior=st.integers(1, 12), tail=st.integers(1, 8), taps=st.integers(2, 5))
+def test_composing_is_one_scan(head: int, interior: int, tail: int, taps: int) -> None:
+    """A segment's record, made behind its head, serves behind anything that ends in that head: T = 0."""
+    n = head + interior + tail
+    layer = Layer.make(n, taps)
+    whole, ours = layer.copy(exact=True), layer.copy()
+    run_segments(reference, whole, [Segment(0, 0, n, 0, n, 0)])
+    run_segments(torch_ops, ours, [Segment(1, 0, head + interior, head, head + interior, 4)])
+    # Behind something else, of which the interior's own inputs are to leave nothing.
+    ours.resume(2)
+    run_compose(
+        torch_ops, ours, [(2, True, [(0, head, 4, Mode.TRANSITION), (head + interior, tail, -1, Mode.NONE)])]
+    )
+    rows = slice(PAD + head + interior, PAD + n)
+    # Where the interior is shorter than the reach, rows before it are in the tail; here these are the same.
+    assert relative(ours.out[rows], whole.out[rows]) < 1e-6
+
+
+def test_a_missing_tail_would_show() -> None:
+    layer = Layer.make(40)
+    layer.record(1)
+    request: list[Composed] = [(0, False, [(0, 8, 1, Mode.TRANSITION), (8, 32, -1, Mode.NONE)])]
+    right, wrong = layer.copy(), layer.copy()
+    run_compose(torch_ops, right, request)
+    wrong.records.conv_tail[1] = 0
+    run_compose(torch_ops, wrong, request)
+    first, later = slice(PAD + 8, PAD + 10), slice(PAD + 10, PAD + 40)
+    assert relative(wrong.out[first], right.out[first]) > 0.1
+    assert torch.equal(wrong.out[later], right.out[later]), "the convolution reaches back two rows"
