@@ -41,6 +41,7 @@ GDN = MambaSpec(
     dtypes=(torch.bfloat16, torch.float32),
     mamba_type=Kind.GDN_ATTN,
 )
+CONV = replace(GDN, mamba_type=Kind.SHORT_CONV, shapes=((2, 64),), dtypes=(torch.bfloat16,))
 
 
 USUAL: dict[str, Any] = {
@@ -55,9 +56,9 @@ USUAL: dict[str, Any] = {
 """An implementation that takes part."""
 
 
-def geometry(*specs: KVCacheSpec) -> PoolGeometry:
+def geometry(*specs: KVCacheSpec, **options: Any) -> PoolGeometry:
     groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate(specs)]
-    config = HypicConfig.from_mapping({"pool_bytes": 1 << 24, "expected_segment_tokens": 64})
+    config = HypicConfig.from_mapping({"pool_bytes": 1 << 24, "expected_segment_tokens": 64, **options})
     return pool_geometry(KVCacheConfig(8, [], groups), config, conv_dim_first=False)
 
 
@@ -71,6 +72,23 @@ def test_supported_layers() -> None:
     assert found.nbytes <= 1 << 24
 
 
+def test_short_convolutions_have_tails_alone() -> None:
+    found = geometry(FULL, CONV)
+    (linear,) = found.linear
+    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
+        ("conv", (2, 64), torch.bfloat16)
+    ]
+    assert (found.slot_bytes, found.record_transition_blocks, found.transition_blocks) == (256, 0, 0)
+    assert found.slots and found.pages and found.nbytes <= 1 << 24
+
+
+def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
+    """Else its state holds inputs of rows before the segment, which no record has."""
+    assert geometry(CONV, min_segment_tokens=2).slots and geometry(GDN, min_segment_tokens=1).slots
+    with pytest.raises(ConfigError, match="min_segment_tokens=1: expected at least 2"):
+        geometry(CONV, min_segment_tokens=1)
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
@@ -79,11 +97,9 @@ def test_supported_layers() -> None:
         (FullAttentionSpec(**SHAPE, head_size_v=128), "V of head size 128 beside K of 64"),
         (MLAAttentionSpec(**SHAPE), "KV cache of kind MLAAttentionSpec"),
         (replace(GDN, mamba_type=Kind.MAMBA2), "linear attention of kind MAMBA2"),
-        (
-            replace(GDN, mamba_type=Kind.SHORT_CONV, shapes=((2, 64),), dtypes=(torch.bfloat16,)),
-            "linear attention of kind SHORT_CONV",
-        ),
+        (replace(GDN, mamba_type=Kind.LINEAR), "linear attention of kind LINEAR"),
         (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),
+        (replace(CONV, shapes=((2, 64), (4, 64, 64))), "linear attention with states of shapes"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -145,7 +161,7 @@ def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None
     says = attach.layer_refusal(layer, "Qwen4ExpForCausalLM")
     assert says is not None
     if kind is MambaMixer2:
-        assert says == "linear attention MambaMixer2 (supported: QwenGatedDeltaNetAttention)"
+        assert says == "linear attention MambaMixer2 (supported: QwenGatedDeltaNetAttention, ShortConv)"
     else:
         assert says.startswith("gated delta net in Qwen4ExpForCausalLM (what else that keeps is not known; ")
         assert "Qwen3NextForCausalLM" in says

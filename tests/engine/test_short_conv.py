@@ -20,6 +20,7 @@ from oracle import ShortConvOracle, random_segments, save_short_conv_model
 from . import tiny_models
 from .conftest import EngineFactory
 from .engines import Ask, Engine, EngineError, audit, prompt, run_apart, store_of, worker_of
+from .test_contexts_and_islands import CONTEXT, ISLANDS, asking, islands_of
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
 SEGMENTS = [FIRST, SECOND, THIRD]
@@ -34,6 +35,7 @@ DEEP = 1e-4
 STOCK = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 """Without it eager engines of vLLM 0.32 rotate Q and K wrongly; see ``patches/cpu_rope_heads.py``."""
 
+DUMMY = 5
 METHODS: list[Any] = [
     pytest.param({}, {}, id="hypic-8"),
     pytest.param({"hypic_seam_tokens": 2}, {"head": 2, "tail": 2}, id="hypic-2"),
@@ -43,7 +45,9 @@ METHODS: list[Any] = [
     pytest.param({"hypic_link": "seam-4-0+32"}, {"head": 4, "tail": 0, "anchor": 32}, id="seam-4-0+32"),
     pytest.param({"hypic_link": "epic-8"}, {"head": 8, "tail": 0}, id="epic-8"),
     pytest.param({"hypic_link": "block"}, {"head": 0, "tail": 0}, id="block"),
+    pytest.param({"hypic_link": "epic-0"}, {"head": 0, "tail": 0, "context": [DUMMY] * 4}, id="epic-0"),
     pytest.param({"hypic_context": "lead"}, {"context": LEAD}, id="behind-the-lead"),
+    pytest.param({"hypic_context": "text"}, {"context": CONTEXT}, id="behind-a-text"),
 ]
 
 
@@ -155,8 +159,16 @@ def oracle(deep: Path) -> ShortConvOracle:
 
 
 @pytest.fixture(scope="module", params=[4096, 96], ids=["whole", "chunks-of-96"])
-def five_layers(request: pytest.FixtureRequest, module_engine: EngineFactory, deep: Path) -> Iterator[Engine]:
-    args: dict[str, Any] = {"dtype": "float32", "max_logprobs": -1}
+def five_layers(
+    request: pytest.FixtureRequest,
+    module_engine: EngineFactory,
+    deep: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engine]:
+    text = tmp_path_factory.mktemp("context") / "context.txt"
+    text.write_text(" ".join(f"w{token}" for token in CONTEXT))
+    options = {"context_file": str(text), "dummy_token": DUMMY}
+    args: dict[str, Any] = {"dtype": "float32", "max_logprobs": -1, "options": options}
     with module_engine(deep, max_num_batched_tokens=request.param, **args) as started:
         yield started
 
@@ -168,6 +180,31 @@ def test_agrees_with_the_oracle(
 ) -> None:
     ours = first_token(five_layers, replace(COMPOSED, extra=extra))
     theirs = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, **method)
+    assert float((ours - theirs).abs().max()) <= DEEP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seam", [0, 8])
+def test_islands_agree_with_the_oracle(five_layers: Engine, oracle: ShortConvOracle, seam: int) -> None:
+    query = asking(SEGMENTS, QUERY)
+    tokens = prompt(*SEGMENTS, lead=LEAD, query=query)
+    extra = {"hypic_islands": ISLANDS, "hypic_seam_tokens": seam}
+    islands = five_layers.call(islands_of, tokens, extra)
+    assert any(islands.values())
+    theirs = oracle.next_token_logprobs(LEAD, SEGMENTS, query, head=seam, tail=seam, islands=islands)
+    assert float((first_token(five_layers, Ask(tokens, extra=extra)) - theirs).abs().max()) <= DEEP
+
+
+@pytest.mark.slow
+def test_a_second_turn_goes_on_from_the_streams_blocks(five_layers: Engine, oracle: ShortConvOracle) -> None:
+    five_layers.reset()
+    question, more = random_segments([700, 60], vocab=480, seed=21)
+    five_layers.ask(Ask(prompt(*SEGMENTS, lead=LEAD, query=question)))
+    ask = Ask(prompt(*SEGMENTS, lead=LEAD, query=[*question, *more]))
+    (reused,) = five_layers.ask(replace(ask, max_tokens=1, sampling={"logprobs": -1}))
+    assert reused.cached > 600 + 500, "records alone are 545"
+    theirs = oracle.next_token_logprobs(LEAD, SEGMENTS, [*question, *more])
+    ours = torch.tensor([reused.first[i] for i in range(512)], dtype=torch.float64)
     assert float((ours - theirs).abs().max()) <= DEEP
 
 
@@ -218,11 +255,15 @@ def hits(llm: Any) -> int:
 
 
 @pytest.mark.slow
-def test_compiled(start_engine: EngineFactory, shallow: Path) -> None:
-    args: dict[str, Any] = {"dtype": "float32", "max_logprobs": -1, "enforce_eager": False}
+def test_compiled(start_engine: EngineFactory, shallow: Path, tmp_path: Path) -> None:
+    """Plain requests are those of a compiled stock engine, which rotates rightly as it is."""
+    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
+    args: dict[str, Any] = {"env": env, "dtype": "float32", "max_logprobs": -1, "enforce_eager": False}
+    with start_engine(shallow, hypic=False, **args) as stock:
+        theirs = first_token(stock, COMPOSED.plain())
     with start_engine(shallow, **args) as engine:
-        plain = first_token(engine, COMPOSED.plain())
-        assert float((first_token(engine, COMPOSED) - plain).abs().max()) <= BOUND["float32"]
+        assert torch.equal(first_token(engine, COMPOSED.plain()), theirs)
+        assert float((first_token(engine, COMPOSED) - theirs).abs().max()) <= BOUND["float32"]
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ from vllm_hypic.patches.signature import PatchError, require_parameters
 
 APPLIED_TWICE = """
 import vllm_hypic
-from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_one_token_conv
+from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_one_token_conv, cpu_rope_heads
 from vllm_hypic.patches import engine_args, engine_inbox, engine_stop, request_check
-plain = (backend_name, cpu_backend_choice, cpu_one_token_conv, engine_args, engine_inbox, engine_stop,
-         request_check)
+plain = (backend_name, cpu_backend_choice, cpu_one_token_conv, cpu_rope_heads, engine_args, engine_inbox,
+         engine_stop, request_check)
 for patch in 2 * plain:
     patch.apply()
 
@@ -48,6 +48,28 @@ assert torch.allclose(out[:, 0].float(), truth, rtol=2e-2, atol=2e-2)
 assert torch.equal(states[1], torch.cat([before[1][1:], wide]))
 """
 
+ROPE_HEADS = """
+import torch
+import vllm._custom_ops
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm_hypic.patches import cpu_rope_heads
+
+def rotated(rope, flat):
+    torch.manual_seed(0)
+    q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    given = (q.flatten(1), k.flatten(1)) if flat else (q, k)
+    return torch.cat([t.flatten(1) for t in rope.forward_cpu(torch.arange(5) * 7, *given)], 1)
+
+with set_current_vllm_config(VllmConfig()):
+    rope = RotaryEmbedding(64, 64, 256, 10000.0, True, torch.float32)
+flat = rotated(rope, flat=True)
+assert (rotated(rope, flat=False) - flat).abs().max() > 1, "vLLM has mended it: drop the patch"
+cpu_rope_heads.apply()
+assert torch.equal(rotated(rope, flat=True), flat)
+assert (rotated(rope, flat=False) - flat).abs().max() < 1e-5
+"""
+
 
 without_kernel = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM has this kernel for CPUs with AVX512-BF16 only"
@@ -58,6 +80,7 @@ without_kernel = pytest.mark.skipif(
     "code",
     [
         pytest.param(APPLIED_TWICE, id="applied-twice"),
+        pytest.param(ROPE_HEADS, id="rope-by-heads"),
         pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),
     ],
 )
