@@ -27,6 +27,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TESTED = {
     "Gemma3ForCausalLM": "tests/engine/test_families.py",
     "GptOssForCausalLM": "tests/engine/test_families.py",
+    "Lfm2ForCausalLM": "tests/engine/test_short_conv.py",
+    "Lfm2MoeForCausalLM": "tests/engine/test_short_conv.py",
     "LlamaForCausalLM": "tests/eval/test_gate_pretrained.py",
     "MistralForCausalLM": "tests/engine/test_families.py",
     "Qwen3ForCausalLM": "tests/engine/test_oracle_agreement.py",
@@ -36,6 +38,11 @@ TESTED = {
     "Qwen3_5ForConditionalGeneration": "tests/engine/test_families.py",
 }
 """Where an engine answers prompts with segments and is held against full recompute."""
+SAID_BY_MODELS: dict[str, dict[str, Any]] = {
+    "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
+}
+"""What vLLM needs, every published model says, and transformers has no value for."""
 PATIENCE_S = 300.0
 TESTED_HERE, SERVED, REFUSED, UNKNOWN = range(4)
 SECTIONS = {
@@ -58,9 +65,9 @@ looked at when the engine starts, which refuses those that it cannot undo.
 
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
-vLLM, takes where a model says nothing (`tools/models_table.py`). Models of one class differ, a window is on
-in one and off in another: ask about yours. Sliding windows and sinks are served on CPUs only: on GPUs
-models that have them are refused.
+vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's must say). Models of one
+class differ, a window is on in one and off in another: ask about yours. Sliding windows, sinks and short
+convolutions are served on CPUs only: on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""
@@ -116,6 +123,7 @@ def row_of(architecture: str) -> Row:
     config = configuration(architecture)
     if config is None:
         return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration of it to try")
+    config |= SAID_BY_MODELS.get(architecture, {})
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
         try:

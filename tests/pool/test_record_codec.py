@@ -15,8 +15,8 @@ from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
-from vllm_hypic.pool.states import LinearGeometry
-from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.states import ConvGeometry, LinearGeometry, StateGeometry
+from vllm_hypic.pool.tensors import DevicePool, LinearRecords
 from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.store.protocol import Verdict
@@ -26,15 +26,17 @@ PAGE, PAGES, SLOTS, HEADS = 4, 12, 3, 3
 KEY = SegmentKey("ab" * 32)
 ATTENTION = tuple(AttentionGeometry(f"layers.{i}.attn", 2, 6, torch.bfloat16) for i in (1, 3))
 LINEAR = tuple(LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat16) for i in (0, 2))
+CONV = ConvGeometry("layers.1.conv", 2, 9, torch.bfloat16)
+MIXED = (LINEAR[0], CONV, LINEAR[1])
+"""No model has both, but nothing rests on that."""
 
 
-def pool_of(attention: bool = True, linear: bool = True) -> DevicePool:
-    geometry = PoolGeometry(
-        ATTENTION if attention else (), LINEAR if linear else (), PAGE, PAGES, SLOTS, transition_blocks=24
-    )
+def pool_of(attention: bool = True, linear: tuple[StateGeometry, ...] = LINEAR) -> DevicePool:
+    geometry = PoolGeometry(ATTENTION if attention else (), linear, PAGE, PAGES, SLOTS, transition_blocks=24)
     pool = DevicePool(geometry, torch.device("cpu"))
     for tensor in tensors(pool):
-        tensor.view(torch.uint8).random_(0, 256)
+        if tensor.numel():
+            tensor.view(torch.uint8).random_(0, 256)
     return pool
 
 
@@ -42,8 +44,8 @@ def tensors(pool: DevicePool) -> Iterator[torch.Tensor]:
     for kv in pool.kv.values():
         yield from (kv.key, kv.value)
     for records in pool.linear.values():
-        yield from (records.state, records.conv_tail)
-    yield from [records.transitions for records in pool.linear.values()][:1]
+        yield from records.parts
+    yield pool.transition_blocks.storage
 
 
 def place(slot: int, pages: list[int], columns: int, leading: bool = False) -> RecordPlace:
@@ -60,9 +62,9 @@ def settle(pool: DevicePool, at: RecordPlace, dead: set[int]) -> None:
     if at.leading:
         return
     pool.transition_blocks.offer(at.slot)
-    for records in pool.linear.values():
-        for head in dead:
-            records.block_of[at.slot, head] = NO_BLOCK
+    for block_of in pool.transition_blocks.block_of:
+        for head in dead if block_of.numel() else ():
+            block_of[at.slot, head] = NO_BLOCK
     pool.transition_blocks.settle(at.slot)
 
 
@@ -81,15 +83,15 @@ def contents(pool: DevicePool, at: RecordPlace) -> list[torch.Tensor]:
     slots = torch.from_numpy(at.slot_mapping)
     parts = [t[slots] for kv in pool.kv.values() for t in (kv.key, kv.value)]
     for records in pool.linear.values():
-        parts += [records.state[at.slot], records.conv_tail[at.slot]]
-        if not at.leading:
+        parts += [part[at.slot] for part in records.parts]
+        if not at.leading and isinstance(records, LinearRecords):
             parts.append(records.transition(at.slot))
     return parts
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
         for a, b in zip(one, other, strict=True)
     )
 
@@ -98,11 +100,17 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     columns=st.integers(1, 3 * PAGE),
     dead=st.sets(st.integers(0, HEADS - 1)),
     leading=st.booleans(),
-    kinds=st.sampled_from([(True, True), (True, False), (False, True)]),
+    kinds=st.sampled_from(
+        [(True, LINEAR), (True, ()), (False, LINEAR), (True, (CONV,)), (False, (CONV,)), (True, MIXED)]
+    ),
     pages=st.permutations(range(PAGES)),
 )
 def test_round_trip_to_another_place(
-    columns: int, dead: set[int], leading: bool, kinds: tuple[bool, bool], pages: list[int]
+    columns: int,
+    dead: set[int],
+    leading: bool,
+    kinds: tuple[bool, tuple[StateGeometry, ...]],
+    pages: list[int],
 ) -> None:
     pool = pool_of(*kinds)
     source, target = place(0, pages[:3], columns, leading), place(2, pages[3:6], columns, leading)
@@ -118,10 +126,18 @@ def test_round_trip_to_another_place(
     untouched = [kv.value[others] for kv in pool.kv.values()]
     assert codec.reader(target, expected)(data) is Verdict.TAKEN
     if not leading:
-        live = (HEADS - len(dead)) * len(pool.linear)
+        live = (HEADS - len(dead)) * sum(isinstance(r, LinearRecords) for r in pool.linear.values())
         assert pool.transition_blocks.settle(target.slot) == live
     assert same(contents(pool, target), before) and same(contents(pool, source), before)
     assert same([kv.value[others] for kv in pool.kv.values()], untouched), "pages of others were written"
+
+
+def test_a_convolution_stores_its_tail_alone() -> None:
+    pool = pool_of(False, (CONV,))
+    header = codec_of(pool).header(place(0, [0], 4))
+    assert [(s.name, s.dtype, s.shape) for s in header.sections] == [
+        ("layers.1.conv.conv", "bfloat16", (2, 9))
+    ]
 
 
 def test_dead_heads_take_no_bytes() -> None:

@@ -17,6 +17,7 @@ from vllm_hypic.store.eviction.flops import (
     GatedDelta,
     Mamba2,
     Mlp,
+    ShortConv,
     UnknownLinear,
 )
 
@@ -104,6 +105,20 @@ def test_mamba2_is_that_of_bamba():
     [attention] = [layer.self_attn for layer in model.layers if hasattr(layer, "self_attn")]
     assert attention.head_dim == 48 and not flops.attention.gated
     assert flops.per_token == pytest.approx(products(model.layers) + 5 * 8 * 24 * 16, rel=1e-9)
+
+
+def test_short_convolutions_are_those_of_lfm2():
+    config, model = meta(
+        "Lfm2",
+        intermediate_size=224,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=3,
+        layer_types=["conv", "conv", "full_attention"],
+    )
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=2)
+    assert flops.linear == ShortConv(width=3)
+    gates = 2 * 2 * config.hidden_size
+    assert flops.per_token == pytest.approx(products(model.layers) + gates, rel=1e-9)
 
 
 def test_attention_counts_causal_pairs_only():

@@ -68,6 +68,16 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """One gated short convolution: projections in (two gates and what is convolved) and out, convolution."""
+
+    width: int
+
+    def per_token(self, hidden: int) -> float:
+        return 2.0 * 4 * hidden * hidden + (2.0 * self.width + 2) * hidden
+
+
+@dataclass(frozen=True)
 class UnknownLinear:
     """A linear layer whose shapes are not known: q, k, v, gate and output of the hidden size, and a state of
     ``head_size`` a channel."""
@@ -78,7 +88,7 @@ class UnknownLinear:
         return 2.0 * hidden * 5 * hidden + 5.0 * hidden * self.head_size
 
 
-Linear = GatedDelta | Mamba2 | UnknownLinear
+Linear = GatedDelta | Mamba2 | ShortConv | UnknownLinear
 
 
 @dataclass(frozen=True)
@@ -133,8 +143,8 @@ class FlopModel:
 
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
-        """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next, Bamba and
-        Nemotron-H use.
+        """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next, Bamba,
+        Nemotron-H and LFM2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -174,6 +184,8 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
             groups=_number(config, 1, "n_groups", "mamba_n_groups"),
             conv_width=_number(config, 4, "conv_kernel", "mamba_d_conv"),
         )
+    if width := _number(config, 0, "conv_L_cache"):
+        return ShortConv(width)
     return UnknownLinear(head_size)
 
 
