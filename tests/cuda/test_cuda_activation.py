@@ -193,6 +193,11 @@ def test_what_is_not_supported_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
+        (
+            "architecture",
+            "Lfm2ForCausalLM",
+            "short convolution layers (Lfm2ForCausalLM) are not supported on CUDA",
+        ),
         ("use_mla", True, "multi-head latent attention"),
         ("is_encoder_decoder", True, "encoder-decoder"),
         ("is_mm_prefix_lm", True, "bidirectional attention"),
@@ -207,7 +212,7 @@ def test_models_that_are_not_supported(
     model = config.model_config
     assert hasattr(model, name)
     fields = ("use_mla", "is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "dtype", "enable_sleep_mode")
-    said = {field: getattr(model, field) for field in (*fields, "multimodal_config")}
+    said = {field: getattr(model, field) for field in (*fields, "multimodal_config", "architecture")}
     config.model_config = SimpleNamespace(**{**said, name: value})  # type: ignore[assignment]
     reason = support.refusal(config)
     assert reason is not None and says in reason

@@ -101,7 +101,7 @@ class LinkMethod:
         if not self.use_transition and not (traits.has_linear and traits.has_transition):
             return (
                 f"link method {self.name!r} leaves out the transition of linear-attention layers; this model "
-                "has no layer with one. Use 'hypic' or 'block'"
+                "has none. Use 'hypic' or 'block'"
             )
         return None
 
