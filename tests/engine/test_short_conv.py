@@ -90,7 +90,6 @@ def forget_tails(llm: Any, slots: Any = slice(None)) -> int:
     return len(pool.linear)
 
 
-@pytest.mark.fast("float32", "bfloat16")
 def test_one_convolution_is_full_recompute(engine: tuple[Engine, str]) -> None:
     running, dtype = engine
     bound = BOUND[dtype]
@@ -108,7 +107,6 @@ def test_one_convolution_is_full_recompute(engine: tuple[Engine, str]) -> None:
     running.reset()
 
 
-@pytest.mark.fast("float32", "bfloat16")
 def test_cold_and_warm_are_bit_identical(engine: tuple[Engine, str]) -> None:
     running, _ = engine
     running.reset()
@@ -119,7 +117,6 @@ def test_cold_and_warm_are_bit_identical(engine: tuple[Engine, str]) -> None:
     assert left.clean, left
 
 
-@pytest.mark.fast("float32", "bfloat16")
 def test_plain_requests_are_stock_bit_for_bit(
     engine: tuple[Engine, str], start_engine: EngineFactory, shallow: Path
 ) -> None:
@@ -131,7 +128,6 @@ def test_plain_requests_are_stock_bit_for_bit(
         assert a.samples == b.samples and a.logprobs == b.logprobs
 
 
-@pytest.mark.fast("float32", "bfloat16")
 def test_a_plain_request_beside_composed_ones(engine: tuple[Engine, str]) -> None:
     """One batch of all kinds: each answers as it does alone."""
     running, dtype = engine
