@@ -231,9 +231,9 @@ def test_the_default_depends_on_the_model(model: Path, engine_logs: Path) -> Non
         assert found == [("none", "none")] * 2 + [("lead", "none")] + [("none", "none")] * 2
     else:
         assert found == [
-            ("text", "query-15"),
+            ("text", "query-15-96"),
             ("text", "none"),
-            ("lead", "query-15"),
+            ("lead", "query-15-96"),
             ("none", "none"),  # its own tokens stand where a context would
             ("none", "none"),
         ]

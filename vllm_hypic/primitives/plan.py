@@ -224,7 +224,7 @@ def _islands(
     if choose is None:
         raise ValueError(f"{method.islands}: nothing chooses islands")
     interiors = [s.tokens[s.head : s.stop] for s in inside.values()]
-    chosen = choose(interiors, query, sum(map(len, interiors)) * method.islands.percent // 100)
+    chosen = choose(interiors, query, method.islands.budget(sum(map(len, interiors))))
     return {
         i: tuple((s.head + first, s.head + stop) for first, stop in ranges)
         for (i, s), ranges in zip(inside.items(), chosen, strict=True)
