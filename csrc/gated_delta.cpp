@@ -223,8 +223,8 @@ void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Te
     const ComposeOp& op = s.ops[i];
     TORCH_CHECK_INDEX(0 <= op.first && 0 <= op.count && op.first + op.count <= mixed.size(0), "rows ", op.first,
                       " to ", op.first + op.count, " of ", mixed.size(0));
-    if (op.mode == compose_none) continue;
-    TORCH_CHECK_VALUE(compose_none < op.mode && op.mode <= compose_add, "mode ", op.mode);
+    TORCH_CHECK_VALUE(compose_none <= op.mode && op.mode <= compose_restore, "mode ", op.mode);
+    if (!applies_record(op.mode)) continue;
     TORCH_CHECK_INDEX(0 <= op.slot && op.slot < block_of.size(0), "record ", op.slot, " of ", block_of.size(0));
     if (op.mode == compose_transition) check_blocks(transitions, block_of, op.slot, -1);
   }

@@ -56,9 +56,17 @@ struct ComposeRow {
   int64_t first_op, stop_op;
 };
 
-enum ComposeMode : int64_t { compose_none = 0, compose_replace = 1, compose_transition = 2, compose_add = 3 };
+enum ComposeMode : int64_t {
+  compose_none = 0,
+  compose_replace = 1,
+  compose_transition = 2,
+  compose_add = 3,
+  compose_restore = 4  // the state becomes what it was before the rows
+};
 
-// Run rows [first, first + count) (perhaps none), then apply a record.
+inline bool applies_record(int64_t mode) { return mode != compose_none && mode != compose_restore; }
+
+// Run rows [first, first + count) (perhaps none), then apply a record, or do as `mode` says.
 struct ComposeOp {
   int64_t first, count;
   int64_t slot, mode;

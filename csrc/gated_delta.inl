@@ -53,8 +53,10 @@ static void compose_of(const GdnCompose& s, int request, int head, int heads, vo
   task.start(slot, r.resumed);
   for (int64_t i = r.first_op; i < r.stop_op; ++i) {
     const ComposeOp& op = s.ops[i];
+    if (op.mode == compose_restore) task.keep();
     task.run(op.first, op.first + op.count, 0);
-    if (op.mode == compose_none) continue;
+    if (op.mode == compose_restore) task.restore();
+    if (!applies_record(op.mode)) continue;
     for (int h = 0; h < heads; ++h) task.apply(s.records, op.slot, op.mode, h);
     task.load_context((const X*)s.records.tail + op.slot * (l.taps - 1) * l.channels, l.channels, 1);
   }
@@ -121,7 +123,7 @@ static void compose_caches_of(const GdnCompose& s, int request) {
   for (int64_t i = r.first_op; i < r.stop_op; ++i) {
     const ComposeOp& op = s.ops[i];
     tail.push_tokens(op.first, op.first + op.count);
-    if (op.mode != compose_none)
+    if (applies_record(op.mode))
       tail.push_rows((const X*)s.records.tail + op.slot * (l.taps - 1) * l.channels, l.channels, 1);
   }
   tail.write(cache, l.conv_row, l.conv_channel);

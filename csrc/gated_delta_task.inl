@@ -9,8 +9,8 @@ namespace HYPIC_ISA {
 enum class Transition { none, identity, full, dead };  // identity: nothing was multiplied in yet
 
 struct HeadState {
-  float *S, *T, *before;  // panels; `before`: S where the interior began
-  bool zero;              // S is zero, whatever its memory holds
+  float *S, *T, *before;  // panels; `before`: S where the interior began, or where `keep` was called
+  bool zero, kept_zero;   // S is zero, whatever its memory holds; it was so where `keep` was called
   Transition transition;
 };
 
@@ -65,7 +65,7 @@ static Work carve(const GdnLayer& l, int heads, char* memory, size_t* bytes) {
   w.T = arena.floats(K * K);
   for (int h = 0; h < heads; ++h) {
     float *S = arena.floats(K * V), *T = arena.floats(K * K), *before = arena.floats(K * V);
-    if (memory) w.heads[h] = {S, T, before, true, Transition::none};
+    if (memory) w.heads[h] = {S, T, before, true, true, Transition::none};
   }
   if (bytes) *bytes = arena.at - start + 64;
   return w;
@@ -422,6 +422,24 @@ struct Task {
       const int width = panel_width((int)K, c);
       for (int i = 0; i < K; ++i, T += width)
         for (int j = 0; j < width; j += W) vstore_fp16(stored + i * K + c + j, vload(T + j));
+    }
+  }
+
+  // The states, until `restore`.
+  void keep() {
+    for (int h = 0; h < heads; ++h) {
+      HeadState& state = w.heads[h];
+      if (!(state.kept_zero = state.zero)) copy(state.S, l.K * l.V, state.before);
+    }
+  }
+
+  void restore() {
+    for (int h = 0; h < heads; ++h) {
+      HeadState& state = w.heads[h];
+      float* const S = state.before;
+      state.before = state.S;
+      state.S = S;
+      state.zero = state.kept_zero;
     }
   }
 

@@ -86,12 +86,13 @@ def _segments(
 def _compose(
     operators: Operators, device: torch.device, dtype: torch.dtype, shape: DeltaShape
 ) -> Iterator[Finding]:
-    """All modes, records side by side, a request without rows, one that ends with a record, dead heads."""
-    T, none = Mode.TRANSITION, Mode.NONE
+    """All modes, records side by side, islands, a request without rows, one that ends with a record, dead
+    heads."""
+    T, none, restore = Mode.TRANSITION, Mode.NONE, Mode.RESTORE
     requests = [
         [(8, 0, T), (16, 1, T), (16, 2, T), (41, -1, none)],
         [(0, 3, Mode.REPLACE), (16, 0, T), (0, 1, Mode.ADD), (1, -1, none)],
-        [(70, 2, T), (0, 1, T)],
+        [(9, -1, none), (40, -1, restore), (21, -1, restore), (0, 2, T), (0, 1, T)],
         [(0, 0, T), (0, -1, none)],
     ]
     tokens = sum(n for request in requests for n, _, _ in request)

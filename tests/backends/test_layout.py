@@ -40,6 +40,11 @@ class Request:
     cuts: tuple[int, ...]
 
 
+def _gaps(places: list[int]) -> list[tuple[int, int]]:
+    """Ranges between neighbouring places: no compose point and no end of a pass is inside one."""
+    return list(pairwise(sorted({0, *places, TOKENS})))
+
+
 @st.composite
 def requests(draw: st.DrawFn, name: str) -> Request:
     cuts = tuple(sorted(draw(st.sets(st.integers(1, TOKENS - 1), max_size=4)) | {TOKENS}))
@@ -53,7 +58,10 @@ def requests(draw: st.DrawFn, name: str) -> Request:
             for n, at in enumerate(ats)
         )
         columns = np.arange(len(points))
-        plan = StreamPlan(np.arange(TOKENS), TOKENS, points, columns, columns, draw(st.booleans()))
+        islands = tuple(draw(st.lists(st.sampled_from(_gaps([*ats, *cuts])), unique=True, max_size=3)))
+        plan = StreamPlan(
+            np.arange(TOKENS), TOKENS, points, columns, columns, draw(st.booleans()), tuple(sorted(islands))
+        )
         return Request(name, plan, cuts)
     lo = 0 if kind == "leading" else draw(st.integers(0, TOKENS - 1))
     hi = draw(st.integers(lo + 1, TOKENS))
@@ -86,7 +94,8 @@ def check_pass(batch: list[Request], step_number: int, block: int) -> None:
         elif request.plan is not None:
             captures.append(capture_row(request.name, row, request.plan))
     work = linear_step(StepContext(composed, captures, CPU), block)
-    ran = check_composed(work, [c for c in composed if c.points], block) + check_captures(work, captures)
+    special = [c for c in composed if c.points or c.islands]
+    ran = check_composed(work, special, block) + check_captures(work, captures)
     decodes = sum(c == 1 for c in counts)
     ran += check_stock(work, batch, rows, bounds, decodes)
     assert sorted(ran) == list(range(bounds[-1])), "a token that runs twice or never"
@@ -104,16 +113,19 @@ def check_composed(work: LinearStep, composed: list[ComposedRow], block: int) ->
     for program, c in zip(rows, composed, strict=True):
         row, plan = c.row, c.stream.plan
         assert (program.batch_row, program.resumed) == (row.index, row.s0 > 0)
-        at, applied = row.s0, []
+        at, applied, islands = row.s0, [], []
         for op in ops[program.first_op : program.stop_op]:
             assert op.first == row.q0 + at - row.s0
             ran += range(op.first, op.first + op.tokens)
             at += op.tokens
-            if op.mode != Mode.NONE:
+            if op.mode == Mode.RESTORE:
+                islands.append((at - op.tokens, at))
+            elif op.mode != Mode.NONE:
                 applied.append((at, op.slot, op.mode))
         usual = Mode.TRANSITION if plan.use_transition else Mode.ADD
         assert applied == [(p.at, p.slot, Mode.REPLACE if p.replace_state else usual) for p in c.points]
-        last = c.points[-1].at
+        assert islands == c.islands
+        last = max([p.at for p in c.points] + [end for _, end in islands])
         assert at == min(row.s1, (last // block + 1) * block)
         if at < row.s1:
             rest = rests.pop(row.index)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 DTYPE = "auto" if torch.cpu._is_avx512_bf16_supported() else "float32"
 """The model's own bf16 takes CPUs without AVX512-BF16 many times longer."""
 BLOCK = Method("block", "block", 8)
-DEFAULTS = {"hypic": LinkDefaults("hypic", 8, "text", "query-15"), "block": LinkDefaults("block", 8)}
+DEFAULTS = {"hypic": LinkDefaults("hypic", 8, "text", "query-15-96"), "block": LinkDefaults("block", 8)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def test_a_few_prompts_tell_them_apart(smollm2: Path, tmp_path: Path) -> None:
     found = judged(smollm2, tmp_path, prompts=8)
     assert found["block"].exit_code == 1 and found["block"].sign_off.judgement.verdict is Verdict.NO_GO
     default = found["hypic"]
-    assert "hypic-8/text/query-15" in default.said and not default.against & {FAULTS, TEXTS}
+    assert "hypic-8/text/query-15-96" in default.said and not default.against & {FAULTS, TEXTS}
     assert default.numbers("distances")["kl_mean"] < found["block"].numbers("distances")["kl_mean"] / 2
 
 
@@ -81,7 +81,7 @@ def test_the_default_is_a_go_and_blocks_are_a_no_go(smollm2: Path, tmp_path: Pat
     found = judged(smollm2, tmp_path, prompts=80)
     default, blocks = found["hypic"], found["block"]
     assert default.sign_off.judgement.verdict is Verdict.GO, default.said
-    assert default.exit_code == 0 and default.sign_off.subject.options["islands"] == "query-15"
+    assert default.exit_code == 0 and default.sign_off.subject.options["islands"] == "query-15-96"
     assert blocks.exit_code == 1 and blocks.sign_off.judgement.verdict is Verdict.NO_GO
     assert {ANSWERS, TEXTS, DISTRIBUTIONS} <= blocks.against
     texts = [r for r in blocks.sign_off.judgement.reasons if r.criterion == TEXTS]

@@ -373,7 +373,8 @@ BAD_OPTIONS: Mapping[str, st.SearchStrategy[Any]] = {
     "hypic_link": _FAR_OFF | st.sampled_from(["epic-1025", "seam-1-1025"]),
     "hypic_seam_tokens": st.sampled_from([-1, 1025, 1.5, 2**63, "8", "", 1e308, [8]]),
     "hypic_context": _FAR_OFF | st.just("page"),
-    "hypic_islands": _FAR_OFF | st.sampled_from(["query-0", "query-51", "query-010x"]),
+    "hypic_islands": _FAR_OFF
+    | st.sampled_from(["query-0", "query-51", "query-010x", "query-10-9999", "query-10-96-1"]),
     "hypic_push_to": OUR_VALUES["hypic_push_to"] | ODD_TEXTS,
     "hypic_remote": OUR_VALUES["hypic_remote"],
     "hypic_push_deadline_s": _FAR_OFF,

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
-SLOTS = 6
+SLOTS = 7
 """Of caches and of records."""
 PAD = 3
 """Poisoned token rows before and after those of a test."""
@@ -83,7 +83,7 @@ class Layer:
         x = Inputs(mixed.to(dtype), a.to(dtype), b.to(dtype))
         nan = torch.nan
         # Slots as vLLM has them: in an order of their own, and strided.
-        slots = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
+        slots = torch.tensor([3, 0, 5, 1, 2, 4, 6], dtype=torch.int32)
         conv = torch.full((SLOTS, 2, s.taps - 1, s.channels), nan).to(dtype)[:, 1]
         state = torch.full((SLOTS, 3, s.heads, s.K, s.V), nan)[:, 1]
         records = Records(
@@ -230,14 +230,15 @@ def every_kind_composed(
     row 3.
     """
     end = 219 + added + query
-    layer = Layer.make(shape, end + 2, dtype)
+    islands = 30
+    layer = Layer.make(shape, end + 2 + islands, dtype)
     for slot in range(4):
         layer.random_record(slot, slot, dead=[0] if slot == 1 else range(shape.heads) if slot == 2 else ())
     slot = int(layer.caches.slots[2])
     gen = torch.Generator().manual_seed(3)
     layer.caches.state[slot] = torch.randn(layer.caches.state[slot].shape, generator=gen)
     layer.caches.conv[slot] = torch.randn(layer.caches.conv[slot].shape, generator=gen).to(dtype)
-    none, replace_, transition, add = Mode
+    none, replace_, transition, add, restore = Mode
     return layer, [
         # leading record, seams, two records side by side, a query
         (0, False, [(0, 0, 3, replace_), (0, 8, 0, transition), (8, 16, 1, transition),
@@ -247,4 +248,8 @@ def every_kind_composed(
         (1, False, [(110, 31, 0, transition), (141, 65, 1, transition), (206, 0, -1, none)]),
         (5, False, [(210, 9, 0, add), (219, added, 1, add), (219 + added, query, -1, none)]),
         (4, False, [(end + 1, 0, 0, transition), (end + 1, 1, -1, none)]),
+        # islands: from nothing, behind a head, one after the other, and where the pass ends
+        (6, False, [(end + 2, 3, -1, restore), (end + 5, 0, 0, transition), (end + 5, 2, -1, none),
+                    (end + 7, 8, -1, restore), (end + 15, 1, -1, restore), (end + 16, 0, 1, transition),
+                    (end + 16, 4, -1, none), (end + 20, 10, -1, restore), (end + 30, 0, -1, none)]),
     ]  # fmt: skip

@@ -276,7 +276,7 @@ def check_composed(ours: Layer, exact: Layer, requests: Sequence, tolerance: flo
     assert ours.out[~touched].isnan().all()
 
 
-NONE, REPLACE, TRANSITION, ADD = Mode
+NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -290,6 +290,27 @@ def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     check_composed(layer, exact, requests)
     untouched = layer.state(3), layer.context(3)
     assert all(t.isnan().all() for t in untouched)
+
+
+@MODULES
+def test_islands_leave_the_state_as_it_was(module: ModuleType) -> None:
+    """Bit for bit the state of the same walk without them, and outputs of a scan from where each begins."""
+    layer = Layer.make(Shape(1, 2, 16, 16), 200)
+    for slot in (0, 1):
+        layer.random_record(slot, slot)
+    without = [(0, 8, 0, TRANSITION), (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]
+    islands = [(0, 8, -1, NONE), (8, 70, -1, RESTORE), (78, 12, -1, RESTORE), (90, 0, 0, TRANSITION),
+               (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]  # fmt: skip
+    plain, ours, kept = layer.copy(), layer.copy(), layer.copy()
+    run_compose(module, plain, [(0, False, without)])
+    run_compose(module, ours, [(0, False, islands)])
+    assert torch.equal(ours.state(0), plain.state(0)) or module is torch_ops
+    assert relative(ours.state(0), plain.state(0)) < TOLERANCE[torch.float32]
+    assert torch.equal(ours.context(0), plain.context(0))
+    # Were they kept, the record would find them in the state.
+    faulty = [(a, n, s, NONE if m == RESTORE else m) for a, n, s, m in islands]
+    run_compose(module, kept, [(0, False, faulty)])
+    assert relative(kept.state(0), plain.state(0)) > 100 * TOLERANCE[torch.float32]
 
 
 @MODULES

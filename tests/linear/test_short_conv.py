@@ -55,7 +55,7 @@ class Layer:
         for t in (value, gate):
             t[:PAD] = t[rows - PAD :] = torch.nan
         # Slots as vLLM has them: in an order of their own, and strided.
-        slots = torch.tensor([3, 0, 5, 1, 2, 4], dtype=torch.int32)
+        slots = torch.tensor([3, 0, 5, 1, 2, 4, 6], dtype=torch.int32)
         conv = torch.full((SLOTS, 2, taps - 1, CHANNELS), torch.nan).to(dtype)[:, 1]
         weights = Weights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
         return Layer(
@@ -168,7 +168,7 @@ def test_composed_requests(tokens: int, taps: int, dtype: torch.dtype) -> None:
     layer.resume(2)
     for slot in range(3):
         layer.record(slot)
-    none, replace_, transition, add = Mode
+    none, replace_, transition, add, restore = Mode
     n = tokens
     requests: list[Composed] = [
         # a leading record, a seam, two records side by side, a query
@@ -177,6 +177,9 @@ def test_composed_requests(tokens: int, taps: int, dtype: torch.dtype) -> None:
         (2, True, [(2 * n, 1, 1, transition), (2 * n + 1, 1, 2, transition), (2 * n + 2, n, -1, none)]),
         # no leading segment; ends in a record
         (1, False, [(3 * n + 2, n, 0, transition), (4 * n + 2, 0, -1, none)]),
+        # islands, behind which the convolution goes on until a record comes
+        (4, False, [(4 * n + 2, 2, -1, restore), (4 * n + 4, 0, 1, transition), (4 * n + 4, 1, -1, restore),
+                    (4 * n + 5, n, -1, restore), (5 * n + 5, 1, -1, none)]),
         # the states of a context, without a token; whatever the mode, the record overwrites
         (5, False, [(4 * n + 2, 0, 2, add), (4 * n + 2, 0, -1, none)]),
     ]  # fmt: skip

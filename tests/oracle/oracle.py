@@ -39,40 +39,16 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .stream import Compose, Stream, build_stream
-
-STATE_FAULTS = {
-    "no_T": "compose with T = identity: S <- S + S_C",
-    "forget_left": "the segment's end state replaces the running state: S <- S_C",
-    "T_transposed": "compose with T^T, as after mixing up the two state orders",
-    "state_over_head": "T and S accumulated from the segment's first row: its head counts twice",
-    "no_conv_tail": "the conv context is not replaced at a compose point",
-}
-ATTENTION_FAULTS = {
-    "wrong_rotation": "public K rotated at its offset alone, as if every segment started at 0",
-    "rotated_twice": "public K stored rotated, and rotated again when read",
-    "no_public_kv": "public K and V are not attended",
-    "early_visibility": "a segment's interior is visible to its own head already",
-    "stream_positions": "stream tokens rotated at their place in the stream, not at their logical position",
-    "separator_positions": "every separator occupies a position",
-}
-SEAM_FAULTS = {
-    "seam_off_by_one": "the interior starts one token after the head's end: a token is lost",
-    "seam_off_by_one_tail": "the interior ends one token before the tail's start: a token is lost",
-    "compose_late": "a segment is composed after its tail instead of before it",
-}
-CONTEXT_FAULTS = {
-    "context_in_positions": "a segment's K is rotated as if its context stood in the prompt, too",
-}
-ISLAND_FAULTS = {
-    "island_counted_twice": "an island's public K and V are read beside those that the stream computes",
-}
-WINDOW_FAULTS = {
-    "stream_windows": "a window is measured in the stream, where what records serve is missing",
-    "public_without_windows": "public K and V are seen at any distance",
-}
-FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
-"""Planted faults: name -> what goes wrong, in any prompt; those above show where there are such."""
+from .faults import (
+    ATTENTION_FAULTS,
+    CONTEXT_FAULTS,
+    FAULTS,
+    ISLAND_FAULTS,
+    SEAM_FAULTS,
+    STATE_FAULTS,
+    WINDOW_FAULTS,
+)
+from .stream import WHOLE, Compose, Stream, build_stream
 
 
 @dataclass(frozen=True)
@@ -231,6 +207,7 @@ class Oracle:
         anchor: int = 0,
         context: Sequence[int] = (),
         islands: Mapping[int, Sequence[tuple[int, int]]] = {},
+        island_runs: tuple[int, int] = WHOLE,
         fault: str | None = None,
         compose_T: bool = True,
         generated: Sequence[int] = (),
@@ -240,10 +217,12 @@ class Oracle:
         """Log-probabilities `[vocab]` of the token that follows the query and what has been `generated`.
 
         Records are made behind `context` and the first `anchor` tokens of `leading`; `islands` are row ranges
-        of segments' interiors, by index, that the stream computes. `in_stream` names segments, by index, that
-        are computed in the stream (too short, or not fitting); `leading_in_stream` says it of the leading
-        segment. `compose_T=False` is the naive method, T = identity. `fault` plants one of `FAULTS`, or of
-        those of contexts and islands.
+        of segments' interiors, by index, that the stream computes. In linear layers each is run from the
+        state where its interior begins, which goes on behind it as it was: in runs that end at multiples of
+        `island_runs[0]` in the stream, and after `island_runs[1]` tokens. `in_stream` names segments, by
+        index, that are computed in the stream (too short, or not fitting); `leading_in_stream` says it of the
+        leading segment. `compose_T=False` is the naive method, T = identity. `fault` plants one of `FAULTS`,
+        or of those of contexts and islands.
         """
         hidden, _ = self._run(
             leading,
@@ -254,6 +233,7 @@ class Oracle:
             anchor=anchor,
             context=context,
             islands=islands,
+            island_runs=island_runs,
             fault=fault,
             compose_T=compose_T,
             generated=generated,
@@ -430,18 +410,24 @@ class Oracle:
         kernel = w[f"{name}.conv1d.weight"].squeeze(1)
 
         state = LinearState(x.new_zeros(hv, dk, dv), x.new_zeros(width - 1, mixed.shape[1]))
-        inputs, outputs, begin = [], [], 0
-        for compose in (*stream.composes, None):
-            end = n if compose is None else compose.at
+        inputs, outputs = [], []
+
+        def run(state: LinearState, begin: int, end: int) -> LinearState:
             qkv = causal_conv(mixed[begin:end], state.conv, kernel)
             rows = self._delta_inputs(qkv, g[begin:end], beta[begin:end])
             out, S = scan(rows, state.S)
-            state = LinearState(S, last_rows(torch.cat((state.conv, mixed[begin:end])), width - 1))
             inputs.append(rows)
             outputs.append(out)
-            begin = end
-            if compose is not None:
-                state = self._compose(state, index, compose, fault, compose_T)
+            return LinearState(S, last_rows(torch.cat((state.conv, mixed[begin:end])), width - 1))
+
+        begin = 0
+        for piece in stream.pieces():
+            after = run(state, begin, piece.end)
+            aside = piece.island and fault != "island_in_states"
+            state = LinearState(state.S if aside else after.S, after.conv)
+            begin = piece.end
+            if piece.compose is not None:
+                state = self._compose(state, index, piece.compose, fault, compose_T)
         y = rms_norm(torch.cat(outputs), w[f"{name}.norm.weight"], self.eps) * F.silu(z)
         kept = (mixed, DeltaInputs.cat(inputs))
         return self._linear(y.reshape(n, -1), f"{name}.out_proj"), kept, state

@@ -28,13 +28,45 @@ class Compose:
     shown: tuple[Shown, ...]
 
 
+WHOLE = (1 << 62, 1 << 62)
+"""Islands are run whole: see `Oracle.next_token_logprobs`."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Stream tokens up to `end`: an island's, or with a compose point behind them."""
+
+    end: int
+    island: bool = False
+    compose: Compose | None = None
+
+
 @dataclass(frozen=True)
 class Stream:
-    """What a request computes: `tokens` at logical `positions`, and its compose points in prompt order."""
+    """What a request computes: `tokens` at logical `positions`, and its compose points in prompt order;
+    `islands`: stream tokens `[begin, end)` of each, as they are run."""
 
     tokens: tuple[int, ...]
     positions: tuple[int, ...]
     composes: tuple[Compose, ...] = ()
+    islands: tuple[tuple[int, int], ...] = ()
+
+    def pieces(self) -> list[Piece]:
+        """What a linear layer runs one after the other."""
+        found = [(c.at, 0, Piece(c.at, compose=c)) for c in self.composes]
+        for begin, end in self.islands:
+            found += [(begin, 1, Piece(begin)), (begin, 2, Piece(end, island=True))]
+        return [piece for *_, piece in sorted(found, key=lambda p: p[:2])] + [Piece(len(self.tokens))]
+
+
+def cut_runs(begin: int, end: int, multiple: int, longest: int) -> list[tuple[int, int]]:
+    """`[begin, end)` in runs that end at multiples of `multiple` and are no longer than `longest`."""
+    runs: list[tuple[int, int]] = []
+    for token in range(begin, end):
+        if token == begin or token % multiple == 0 or token - runs[-1][0] == longest:
+            runs.append((token, token))
+        runs[-1] = (runs[-1][0], token + 1)
+    return runs
 
 
 def build_stream(
@@ -47,6 +79,7 @@ def build_stream(
     anchor: int = 0,
     context: Sequence[int] = (),
     islands: Mapping[int, Sequence[tuple[int, int]]] = {},
+    island_runs: tuple[int, int] = WHOLE,
     generated: Sequence[int] = (),
     in_stream: Iterable[int] = (),
     leading_in_stream: bool = False,
@@ -62,6 +95,7 @@ def build_stream(
     tokens: list[int] = []
     positions: list[int] = []
     composes: list[Compose] = []
+    runs: list[tuple[int, int]] = []
 
     def compute(ids: Sequence[int], position: int) -> None:
         tokens.extend(ids)
@@ -87,6 +121,7 @@ def build_stream(
             shown, first, shift = [], inner[0], len(before)
             for begin, end in islands.get(index, ()):
                 shown.append(Shown(len(tokens) + late, first + shift, begin + shift))
+                runs += cut_runs(len(tokens), len(tokens) + end - begin, *island_runs)
                 compute(segment[begin:end], position + begin)
                 first = begin if fault == "island_counted_twice" else end
             at = len(tokens) + late
@@ -97,4 +132,4 @@ def build_stream(
             composes.append(Compose(at, (*before, *segment), start, lo, hi, tuple(shown)))
         position += n + gap
     compute([*query, *generated], position)
-    return Stream(tuple(tokens), tuple(positions), tuple(composes))
+    return Stream(tuple(tokens), tuple(positions), tuple(composes), tuple(runs))

@@ -86,8 +86,15 @@ def test_wide_epic_heads_are_refused() -> None:
 def test_contexts_and_islands_belong_to_the_method() -> None:
     method = parse_link("hypic", 8, "text", "query-10")
     assert (method.context, method.islands) == ("text", Islands("query", 10))
+    assert parse_link("hypic", 8, "text", "query-10-96").islands == Islands("query", 10, 96)
     assert parse_link("hypic", 8).context == "none" and parse_link("hypic", 8).islands is None
     assert parse_link("full", 8, "text", "query-10") == parse_link("full", 8)
+
+
+def test_a_short_prompt_has_as_many_windows_as_a_long_one() -> None:
+    served = (0, 100, 192, 500, 640, 2000)
+    assert [Islands("query", 15, 96).budget(n) for n in served] == [0, 50, 96, 96, 96, 300]
+    assert [Islands("query", 15).budget(n) for n in served] == [0, 15, 28, 75, 96, 300]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,9 @@ def test_contexts_and_islands_belong_to_the_method() -> None:
         ("hypic", "none", "query", "hypic_islands='query': expected one of none, query-<percent>"),
         ("hypic", "none", "query-0", "expected 1 <= percent <= 50"),
         ("hypic", "none", "query-51", "expected 1 <= percent <= 50"),
+        ("hypic", "none", "query-0-96", "expected 1 <= percent <= 50"),
+        ("hypic", "none", "query-10-4097", "expected tokens <= 4096"),
+        ("hypic", "none", "query-10-", "hypic_islands='query-10-': expected one of"),
         ("hypic", "none", 10, "hypic_islands=10: expected one of"),
         ("epic-0", "text", "none", "puts its own tokens before a segment"),
         ("seam-8-8+16", "lead", "none", "puts its own tokens before a segment"),

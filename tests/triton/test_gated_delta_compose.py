@@ -21,7 +21,7 @@ from vllm_hypic.backends.ops.gated_delta import reference
 from vllm_hypic.backends.ops.gated_delta.triton import operators
 from vllm_hypic.backends.ops.program import Mode
 
-NONE, REPLACE, TRANSITION, ADD = Mode
+NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 T_FP16 = 1.5e-4
 """A state composed through a T in fp16."""
 

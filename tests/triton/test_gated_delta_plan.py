@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from conftest import INTERPRETED
 from linear.inputs import relative
-from linear.layer_inputs import Layer, Segment, Shape, compose_program, segment_program
+from linear.layer_inputs import SLOTS, Layer, Segment, Shape, compose_program, segment_program
 from linear.test_layer_operators import run_compose, run_segments
 
 from vllm_hypic.backends.ops.gated_delta.triton import operators
@@ -74,13 +74,13 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
     good = Segment(0, 0, 20, 0, 20, 1)
     for bad, message in {
         replace(good, tokens=40, hi=20): "token rows",
-        replace(good, batch_row=6): "batch rows",
-        replace(good, slot=6): "record slots",
+        replace(good, batch_row=SLOTS): "batch rows",
+        replace(good, slot=SLOTS): "record slots",
     }.items():
         with pytest.raises(IndexError, match=message):
             run_segments(operators, layer, [bad])
     with pytest.raises(IndexError, match="record slots"):
-        run_compose(operators, layer, [(0, False, [(0, 1, 6, Mode.TRANSITION)])])
+        run_compose(operators, layer, [(0, False, [(0, 1, SLOTS, Mode.TRANSITION)])])
     with pytest.raises(IndexError, match="carries"):
         run_segments(operators, replace(layer, carries=[]), [good], [10])
     assert layer.out.isnan().all() and layer.caches.state.isnan().all()

@@ -30,7 +30,7 @@ TOKENIZER_MODE = "hypic"
 
 AUTO = "auto"
 """Value of ``context`` and ``islands`` that depends on the model: see :meth:`HypicConfig.for_model`."""
-DENSE_CONTEXT, DENSE_ISLANDS = "text", "query-15"
+DENSE_CONTEXT, DENSE_ISLANDS = "text", "query-15-96"
 """What ``auto`` is where that was measured to keep answers: docs/quality.md."""
 
 Share = Annotated[Number, Field(ge=0, lt=1), Allowed("a number from 0 to below 1")]
@@ -65,8 +65,8 @@ class HypicConfig(ConfigSection):
     """What a segment's record has seen: see :data:`.primitives.policies.CONTEXTS`; ``auto``: see
     :meth:`for_model`."""
     islands: Annotated[str, SkipValidation] = AUTO
-    """Windows inside segments that are recomputed, chosen by the query: ``query-10`` recomputes 10 %;
-    ``auto``: see :meth:`for_model`."""
+    """Windows inside segments that are recomputed, chosen by the query: ``query-10`` recomputes 10 %,
+    ``query-10-96`` also 96 tokens where that is more; ``auto``: see :meth:`for_model`."""
     context_file: str | None = None
     """Text of the context ``text``; ``None``: the one that comes with the plugin.  A ``.safetensors`` file
     that ``vllm-hypic tune`` wrote is the context ``learned``."""

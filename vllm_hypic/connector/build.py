@@ -27,6 +27,7 @@ from ..store.eviction.flops import FlopModel
 from ..store.shared import shared_tiers
 from .identity import namespace_of
 from .scheduler.directory import Need
+from .scheduler.island_runs import IslandRuns
 from .scheduler.planning import NO_TOKENIZER, PlanningTexts
 from .scheduler.side import SchedulerSide
 from .worker.link import RecordLink
@@ -90,9 +91,19 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         _flop_model(vllm_config, geometry).prefill,
         vllm_config.parallel_config.tensor_parallel_size,
         planning_texts_of(vllm_config, config),
+        _island_runs(vllm_config, kv_cache_config) if geometry.linear else None,
     )
     warn_of_little_room(side)
     return side
+
+
+def _island_runs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> IslandRuns:
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    scheduler = vllm_config.scheduler_config
+    limits = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
+    return IslandRuns.for_engine(unit, min(limit for limit in limits if limit > 0))
 
 
 def warn_of_little_room(side: SchedulerSide) -> None:

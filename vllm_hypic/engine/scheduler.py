@@ -46,11 +46,16 @@ logger = init_logger("vllm.hypic.scheduler")
 class _HypicMixin(Scheduler):
     """Adds segment requests, waiting for records and warm-up prompts to a vLLM scheduler."""
 
+    need_mamba_block_aligned_split: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # For connectors that fill blocks beside the model's stream.  Ours does not, and with blocks that are
         # still held vLLM cannot reset its cache between two overlapping steps.
         self.defer_block_free = False
+        # vLLM asks where prefill chunks end only of engines that keep states for its prefix cache.
+        self._splits_for_states = self.need_mamba_block_aligned_split
+        self.need_mamba_block_aligned_split = self.has_mamba_layers
         from ..connector.connector import HypicConnector
 
         if not isinstance(self.connector, HypicConnector) or self.connector.scheduler is None:
@@ -276,10 +281,15 @@ class _HypicMixin(Scheduler):
 
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any) -> int:
         """Stock ends prefill chunks where states are kept for its prefix cache, at the price of a step for
-        the rest of the prompt.  Nobody resumes from a segment request's states: it is not split."""
+        the rest of the prompt.  Nobody resumes from a segment request's states: it is not split.  No chunk
+        ends inside an island, whose state is not the request's: one that finds no room waits for the next
+        step."""
         if self._is_segment(request):
             return num_new_tokens
-        return super()._mamba_block_aligned_split(request, num_new_tokens, *args)
+        if self._splits_for_states:
+            num_new_tokens = super()._mamba_block_aligned_split(request, num_new_tokens, *args)
+        begin = request.num_computed_tokens + sum(args)
+        return max(0, self.hypic.pass_end(request.request_id, begin + num_new_tokens) - begin)
 
     def _free_request_blocks(self, request: Request) -> None:
         """A segment request's blocks leave the prefix cache, instead of pushing useful ones out of it."""

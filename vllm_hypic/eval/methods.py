@@ -88,7 +88,7 @@ class Method:
         head = len(prompt.head) if len(prompt.head) >= least else 0
         inside = [len(d) - link.head - link.tail for d in prompt.documents]
         served = sum(n for n in inside if n >= least)
-        islands = 0 if link.islands is None else served * link.islands.percent // 100
+        islands = 0 if link.islands is None else link.islands.budget(served)
         return head + served - islands
 
 

@@ -53,7 +53,7 @@ def require_same(what: str, one: Answer, other: Answer) -> None:
 def require_reuse(answer: Answer, documents: int, tokens: int, link: LinkMethod) -> None:
     """``documents`` documents of ``tokens`` tokens were read from records, but for the seams and islands."""
     inside = documents * (tokens - link.head - link.tail)
-    least = inside - (0 if link.islands is None else inside * link.islands.percent // 100)
+    least = inside - (0 if link.islands is None else link.islands.budget(inside))
     if answer.cached < least:
         raise GateFailed(
             f"{answer.cached} of {answer.prompt_tokens} tokens were reused, expected at least {least}; "

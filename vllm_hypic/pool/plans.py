@@ -66,7 +66,8 @@ class Space:
 class ComposePoint:
     """Before stream index ``at``: apply the record in ``slot`` and show ``columns`` of it to the rows
     that follow.  ``replace_state``: nothing stands before it (leading segment), so the state simply
-    becomes S.  Not ``applies``: an island follows, and the record's states are applied behind it."""
+    becomes S.  Not ``applies``: an island follows, and the record's states are applied behind it, to the
+    state before it."""
 
     at: int
     slot: int
@@ -81,7 +82,9 @@ class StreamPlan:
 
     ``positions [stream]`` int64: logical positions; ``slot_mapping [columns]`` and
     ``kv_positions [columns]`` int64: token slot in the pool and logical position of every
-    public column, the request's interiors laid end to end.
+    public column, the request's interiors laid end to end.  ``islands``: ranges ``[begin, end)`` of stream
+    indices, ascending, behind which linear layers go on from the state before them: a record that is applied
+    later has these tokens, too.  No pass ends inside one.
     """
 
     positions: np.ndarray
@@ -90,6 +93,7 @@ class StreamPlan:
     slot_mapping: np.ndarray
     kv_positions: np.ndarray
     use_transition: bool
+    islands: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def alone(positions: np.ndarray) -> StreamPlan:

@@ -54,6 +54,11 @@ class ComposedRow:
         """Compose points inside this chunk."""
         return [p for p in self.stream.plan.points if self.row.s0 <= p.at < self.row.s1]
 
+    @property
+    def islands(self) -> list[tuple[int, int]]:
+        """Islands inside this chunk, in stream indices."""
+        return [i for i in self.stream.plan.islands if self.row.s0 <= i[0] < self.row.s1]
+
 
 @dataclass(frozen=True)
 class CaptureRow:

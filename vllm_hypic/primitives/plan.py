@@ -41,8 +41,8 @@ class CachedSegment:
     tokens and the tokens ``anchor``, of which nothing is kept; the record covers the interior
     ``[head, len - tail)``.  Token ``i`` stands at logical position ``start + offsets[i]`` (``offsets`` is
     ``None`` when it is just ``i``).
-    ``parts`` of the interior are read, in order and without the islands between them; with the last, which
-    may be empty, the record's states are applied.
+    ``parts`` of the interior are read, in order and without the islands between them (empty ones where an
+    island begins or ends the interior); with the last the record's states are applied.
     """
 
     key: SegmentKey
@@ -224,7 +224,7 @@ def _islands(
     if choose is None:
         raise ValueError(f"{method.islands}: nothing chooses islands")
     interiors = [s.tokens[s.head : s.stop] for s in inside.values()]
-    chosen = choose(interiors, query, sum(map(len, interiors)) * method.islands.percent // 100)
+    chosen = choose(interiors, query, method.islands.budget(sum(map(len, interiors))))
     return {
         i: tuple((s.head + first, s.head + stop) for first, stop in ranges)
         for (i, s), ranges in zip(inside.items(), chosen, strict=True)
@@ -255,8 +255,7 @@ def _assemble(
         compute(piece, 0, segment.head)
         parts, first = [], segment.head
         for begin, end in islands.get(index, ()):
-            if begin > first:
-                parts.append(Part(len(stream), first, begin))
+            parts.append(Part(len(stream), first, begin))
             compute(piece, begin, end)
             first = end
         parts.append(Part(len(stream), first, segment.stop))

@@ -33,9 +33,10 @@ CONTEXTS = ("none", "lead", "text", "learned")
 """What a segment's record has seen: nothing, the prompt's leading segment, a fixed text, K and V that were
 trained."""
 
-ISLANDS = ("none", "query-<percent>")
+ISLANDS = ("none", "query-<percent>", "query-<percent>-<tokens>")
 MAX_ISLAND_PERCENT = 50
 """Upper bound of what islands recompute: beyond it a prompt is better recomputed as a whole."""
+MAX_ISLAND_TOKENS = 4096
 
 
 class LinkError(ValueError):
@@ -57,10 +58,19 @@ class ModelTraits:
 @dataclass(frozen=True)
 class Islands:
     """Windows inside segments that are recomputed with full context: those that ``chosen_by`` ranks first,
-    within ``percent`` of the tokens that records would serve."""
+    within ``percent`` of the tokens that records would serve.
+
+    ``tokens``: where that is less, as many tokens, but no more than :data:`MAX_ISLAND_PERCENT`: what a
+    question is about takes as many windows in a short prompt as in a long one.
+    """
 
     chosen_by: str
     percent: int
+    tokens: int = 0
+
+    def budget(self, served: int) -> int:
+        """Most tokens that are recomputed of ``served`` ones."""
+        return max(served * self.percent // 100, min(self.tokens, served * MAX_ISLAND_PERCENT // 100))
 
 
 @dataclass(frozen=True)
@@ -132,13 +142,15 @@ def parse_link(name: str, seam_tokens: int, context: str = "none", islands: str 
 def _parse_islands(islands: str) -> Islands | None:
     if islands == "none":
         return None
-    found = re.fullmatch(r"(query)-(\d{1,3})", islands) if isinstance(islands, str) else None
+    found = re.fullmatch(r"(query)-(\d{1,3})(?:-(\d{1,5}))?", islands) if isinstance(islands, str) else None
     if found is None:
         raise LinkError(f"hypic_islands={islands!r}: expected one of {', '.join(ISLANDS)}")
-    percent = int(found.group(2))
+    percent, tokens = int(found.group(2)), int(found.group(3) or 0)
     if not 1 <= percent <= MAX_ISLAND_PERCENT:
         raise LinkError(f"hypic_islands={islands!r}: expected 1 <= percent <= {MAX_ISLAND_PERCENT}")
-    return Islands(found.group(1), percent)
+    if tokens > MAX_ISLAND_TOKENS:
+        raise LinkError(f"hypic_islands={islands!r}: expected tokens <= {MAX_ISLAND_TOKENS}")
+    return Islands(found.group(1), percent, tokens)
 
 
 def _parse_seams(name: str, seam_tokens: int) -> LinkMethod:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 
+from ...pool.plans import ComposePoint
 from ...pool.step import BatchRow, CaptureRow, ComposedRow, StepContext
 from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack, unpack
 
@@ -36,7 +37,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Composed:
-    """Composed requests with compose points in this pass."""
+    """Composed requests with compose points or islands in this pass."""
 
     rows: torch.Tensor
     ops: torch.Tensor
@@ -106,7 +107,7 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
     """The step's layout for KV blocks of ``block`` tokens; built once per pass."""
     made = step.shared.of(_Layouts).by_block
     if block not in made:
-        applying = [c for c in step.composed if any(p.applies for p in c.points)]
+        applying = [c for c in step.composed if c.islands or any(p.applies for p in c.points)]
         composed, rest = _composed(applying, block)
         segments = _segments(step.captures)
         special = {c.row.index for c in applying} | {c.row.index for c in step.captures}
@@ -203,15 +204,21 @@ def _composed(composed: Sequence[ComposedRow], block: int) -> tuple[Composed | N
 def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
     """Add one request's operations; the stream index behind the last token that they run."""
     row, at = composed.row, composed.row.s0
-    for point in composed.points:
-        if not point.applies:
-            continue
-        if point.replace_state:
-            mode = Mode.REPLACE
+
+    def run(stop: int, slot: int, mode: Mode) -> None:
+        nonlocal at
+        ops.append(ComposeOp(_token_row(row, at), stop - at, slot, mode))
+        at = stop
+
+    for first, island_end, point in _in_order(composed):
+        if point is None:
+            if first > at:
+                run(first, -1, Mode.NONE)
+            run(island_end, -1, Mode.RESTORE)
+        elif point.replace_state:
+            run(first, point.slot, Mode.REPLACE)
         else:
-            mode = Mode.TRANSITION if composed.stream.plan.use_transition else Mode.ADD
-        ops.append(ComposeOp(_token_row(row, at), point.at - at, point.slot, mode))
-        at = point.at
+            run(first, point.slot, Mode.TRANSITION if composed.stream.plan.use_transition else Mode.ADD)
     stop = min(row.s1, (at // block + 1) * block)
     ops.append(ComposeOp(_token_row(row, at), stop - at, -1, Mode.NONE))
     return stop
@@ -220,6 +227,14 @@ def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
 def _between(ranges: Iterable[tuple[int, int]]) -> torch.Tensor:
     rows = [torch.arange(first, stop) for first, stop in ranges]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *rows])
+
+
+def _in_order(composed: ComposedRow) -> list[tuple[int, int, ComposePoint | None]]:
+    """What happens in this chunk: (index, index, compose point) and (an island's begin, end, ``None``)."""
+    points = [(p.at, p.at, p) for p in composed.points if p.applies]
+    islands = [(begin, end, None) for begin, end in composed.islands]
+    # A record is applied before the island that begins where it is: islands are not empty.
+    return sorted([*points, *islands], key=lambda happens: happens[:2])
 
 
 def _token_row(row: BatchRow, stream: int) -> int:

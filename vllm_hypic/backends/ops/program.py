@@ -39,21 +39,28 @@ class SegmentRow(NamedTuple):
 
 
 class Mode(IntEnum):
-    """How a record changes the state."""
+    """How the state goes on behind an operation's rows."""
 
     NONE = 0
     REPLACE = 1  # S <- S_C
     TRANSITION = 2  # S <- T_C S + S_C
     ADD = 3  # S <- S + S_C
+    RESTORE = 4  # S <- what it was before the rows: a record that comes later has them, too
+
+    @property
+    def applies(self) -> bool:
+        """A record is read."""
+        return self not in (Mode.NONE, Mode.RESTORE)
 
 
 class ComposeOp(NamedTuple):
-    """Run rows [first, first + tokens), perhaps none, then apply the record in `slot`."""
+    """Run rows [first, first + tokens), perhaps none, then do as `mode` says, with the record in `slot` (-1:
+    without one). The convolution goes on from one row to the next until a record is applied."""
 
     first: int
     tokens: int
     slot: int
-    mode: int
+    mode: Mode | int
 
 
 class ComposeRow(NamedTuple):

@@ -9,6 +9,7 @@ from ...primitives.keys import SegmentKey
 from ...primitives.options import Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
 from .directory import Entry, Need, SegmentDirectory
+from .island_runs import Runs
 from .queue import PendingQueue
 from .segment_requests import SegmentRequests
 
@@ -26,6 +27,8 @@ class ComposedRequest:
     """The smaller, the sooner: the request's own, or that of a more urgent one that waits for its room."""
     mode: str = "separators"
     """How its segments were found."""
+    islands: Runs = ()
+    """Rows of the stream from which linear layers keep no state."""
     acquired: bool = False
     outdated: bool = False
     """Planned for a generation that is over."""

@@ -27,6 +27,7 @@ from .admission import Admission, ComposedRequest
 from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
 from .directory import Entry, SegmentDirectory
+from .island_runs import IslandRuns, whole_runs
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
@@ -46,9 +47,11 @@ class SchedulerSide:
         prefill_flops: Callable[[int], float] = float,
         ranks: int = 1,
         texts: PlanningTexts = NO_TOKENIZER,
+        island_runs: IslandRuns | None = None,
     ) -> None:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
-        part of every record; ``texts``: what planning reads."""
+        part of every record; ``texts``: what planning reads; ``island_runs``: how linear layers run islands,
+        ``None`` without such layers."""
         self.config, self.geometry = config, geometry
         self.directory = SegmentDirectory(
             geometry.pages,
@@ -79,7 +82,7 @@ class SchedulerSide:
             share=self.directory.total.part(awaited),
         )
         self._deliveries = Deliveries(self._orders)
-        self._view = WorkerView(geometry)
+        self._view, self._island_runs = WorkerView(geometry), island_runs
         self.counters = HypicCounters()
         self._held: set[str] = set()
         self._ended_early = False
@@ -131,7 +134,10 @@ class SchedulerSide:
         ``mode``: how its segments were found.
         """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
-        self.admission.add(ComposedRequest(request_id, plan, wanted, transfer, tenant, priority, mode))
+        islands = () if self._island_runs is None else self._island_runs.of(plan)
+        self.admission.add(
+            ComposedRequest(request_id, plan, wanted, transfer, tenant, priority, mode, islands)
+        )
         self.counters.requests += 1
         self.counters.count(mode, requests=1)
         self.counters.segments_queried += len(wanted)
@@ -240,6 +246,11 @@ class SchedulerSide:
         composed = self.admission.requests.get(request_id)
         return None if composed is None else composed.plan
 
+    def pass_end(self, request_id: str, end: int) -> int:
+        """Where a pass over the request's stream ends that would end before index ``end``: in no island."""
+        composed = self.admission.requests.get(request_id)
+        return end if composed is None else whole_runs(composed.islands, end)
+
     def hit_tokens(self, request_id: str) -> int:
         """Prompt tokens read from records that the request did not have to have computed."""
         composed = self.admission.requests.get(request_id)
@@ -295,7 +306,7 @@ class SchedulerSide:
         request with a context."""
         composed = self.admission.requests.get(request_id)
         if composed is not None:
-            return self._view.stream(composed.plan, composed.held)
+            return self._view.stream(composed.plan, composed.held, composed.islands)
         work = self.segment_requests.work_of(request_id)
         return None if work is None else self._view.behind(work.segment, work.context)
 

@@ -11,6 +11,7 @@ from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StreamPlan
 from ...primitives.keys import Role, SegmentKey
 from ...primitives.plan import CachedSegment, Part, PromptPlan
 from .directory import Entry
+from .island_runs import Runs
 
 
 class WorkerView:
@@ -38,8 +39,9 @@ class WorkerView:
             entry.value.flops,
         )
 
-    def stream(self, plan: PromptPlan, held: Mapping[SegmentKey, Entry]) -> StreamPlan:
-        """A composed request whose records, ``held``, are all resident."""
+    def stream(self, plan: PromptPlan, held: Mapping[SegmentKey, Entry], islands: Runs = ()) -> StreamPlan:
+        """A composed request whose records, ``held``, are all resident; ``islands``: as linear layers run
+        them."""
         points: list[ComposePoint] = []
         slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for s in plan.segments:
@@ -64,6 +66,7 @@ class WorkerView:
             slot_mapping=np.concatenate(slots),
             kv_positions=np.concatenate(kv_positions),
             use_transition=plan.method.use_transition,
+            islands=islands,
         )
 
     def behind(self, segment: CachedSegment, entry: Entry | None) -> StreamPlan | None:

@@ -205,8 +205,11 @@ def gdn_compose(
     for r in unpack(rows, ComposeRow):
         layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
         for op in operations[r.first_op : r.stop_op]:
+            before = layer.state
             layer.run(op.first, op.first + op.tokens, out)
-            if op.mode == Mode.NONE:
+            if op.mode == Mode.RESTORE:
+                layer.state = before
+            if not Mode(op.mode).applies:
                 continue
             after = records.state[op.slot].double().clone()
             if op.mode == Mode.ADD:

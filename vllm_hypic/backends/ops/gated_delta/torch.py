@@ -99,8 +99,8 @@ def gdn_compose(
 ) -> None:
     """See the package.
 
-    Zero-start summaries of the pieces before records in one call, a loop over the records, and the outputs of
-    all pieces in a second call.
+    Zero-start summaries of the pieces that others follow in one call, a loop over the records, and the
+    outputs of all pieces in a second call.
     """
     operations = unpack(ops, ComposeOp)
     walks = [_Walk.of(r, operations, x, weights, caches, records) for r in unpack(rows, ComposeRow)]
@@ -121,19 +121,21 @@ def gdn_compose(
             out[piece.first : piece.first + piece.count] = o[lo:hi].to(out.dtype)
     for walk, end in zip(walks, ends, strict=True):
         last = walk.pieces[-1] if walk.pieces else None
-        state = after[last.number] if last and not last.summed else end
+        state = after[last.number] if last and last.open else end
         caches.state[walk.slot] = state.to(caches.state.dtype)
         caches.conv[walk.slot] = walk.context
 
 
 @dataclass
 class _Piece:
-    """Rows [first, first + count) behind `context` [taps - 1, channels]; `summed`: a record follows."""
+    """Rows [first, first + count) behind `context` [taps - 1, channels]; `summed`: the walk goes on from the
+    state behind them; `open`: nothing follows, so that their end state is the request's."""
 
     context: Tensor
     first: int
     count: int
     summed: bool = False
+    open: bool = False
     number: int = -1
 
     def context_at(self, x: Inputs, row: int) -> Tensor:
@@ -167,12 +169,14 @@ class _Walk:
         slot = int(caches.slots[r.batch_row])
         context, state = _start(caches, slot, r.resumed)
         steps: list[_Piece | ComposeOp] = []
-        for op in operations[r.first_op : r.stop_op]:
+        for number in range(r.first_op, r.stop_op):
+            op = operations[number]
             if op.tokens:
-                piece = _Piece(context, op.first, op.tokens, summed=op.mode != Mode.NONE)
+                is_open = op.mode == Mode.NONE and number == r.stop_op - 1
+                piece = _Piece(context, op.first, op.tokens, op.mode != Mode.RESTORE and not is_open, is_open)
                 steps.append(piece)
                 context = piece.context_at(x, op.first + op.tokens)
-            if op.mode != Mode.NONE:
+            if Mode(op.mode).applies:
                 steps.append(op)
                 context = records.conv_tail[op.slot]
         return _Walk(slot, state, steps, context)

@@ -31,7 +31,7 @@ def short_conv_compose(
         layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
         for op in operations[r.first_op : r.stop_op]:
             layer.run(op.first, op.first + op.tokens, out)
-            if op.mode != Mode.NONE:
+            if Mode(op.mode).applies:
                 layer.context = records.conv_tail[op.slot].double()
         layer.finish()
 

@@ -42,7 +42,7 @@ def short_conv_compose(
                 piece = _Piece(context, op.first, op.first + op.tokens)
                 pieces.append(piece)
                 context = piece.context_at(x, piece.stop)
-            if op.mode != Mode.NONE:
+            if Mode(op.mode).applies:
                 context = records.conv_tail[op.slot]
         caches.conv[slot] = context
     _run(pieces, x, weights, out)

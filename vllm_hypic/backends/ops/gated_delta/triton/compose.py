@@ -29,6 +29,7 @@ from .scan import Shape, constants, load_columns, scan_chunk, store_columns
 _SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
 _STEP_FIELDS = tl.constexpr(len(ComposeStep._fields))
 _NONE = tl.constexpr(int(Mode.NONE))
+_RESTORE = tl.constexpr(int(Mode.RESTORE))
 _TRANSITION = tl.constexpr(int(Mode.TRANSITION))
 _ADD = tl.constexpr(int(Mode.ADD))
 
@@ -72,12 +73,15 @@ def compose_kernel(
     first_step, stop_step = tl.load(scan + 2), tl.load(scan + 3)
     cached = tl.load(slots_ptr + batch_row).to(tl.int64)
     state = state_ptr + cached * state_slot + head * state_head
-    state += column[None, :] * state_v
-    S = load_columns(state, state_k, tl.where(resumed > 0, K, 0), SLICES, SLICE)
+    columns = state + column[None, :] * state_v
+    S = load_columns(columns, state_k, tl.where(resumed > 0, K, 0), SLICES, SLICE)
     for step in range(first_step, stop_step):
         fields = steps_ptr + step * _STEP_FIELDS
         first, stop = tl.load(fields), tl.load(fields + 1)
         slot, mode = tl.load(fields + 2).to(tl.int64), tl.load(fields + 3)
+        if mode == _RESTORE:
+            # Into the cache, not into registers, which would not hold a second S.
+            store_columns(S, columns, state_k, SLICES, SLICE)
         for chunk in range(first, stop):
             S = scan_chunk(
                 S,
@@ -102,15 +106,19 @@ def compose_kernel(
                 SLICE,
             )
         if mode != _NONE:
-            record = record_ptr + slot * record_slot + head * (K * V) + column[None, :]
-            after = load_columns(record, V, K, SLICES, SLICE)
+            # One load for both: two that meet afterwards take registers that are not there.
+            restores = mode == _RESTORE
+            tl.debug_barrier()  # who reads an element of the cache may not be who wrote it
+            source = tl.where(restores, state, record_ptr + slot * record_slot + head * (K * V))
+            source += column[None, :] * tl.where(restores, state_v, 1)
+            after = load_columns(source, tl.where(restores, state_k, V), K, SLICES, SLICE)
             block = tl.load(block_of_ptr + slot * block_of_slot + head, mask=mode == _TRANSITION, other=-1)
             if block >= 0:
                 after = _transformed(blocks_ptr + block.to(tl.int64) * (K * K), S, after, K, SLICES, SLICE)
             elif mode == _ADD:
                 after = _sum(S, after, SLICES)
             S = after
-    store_columns(S, state, state_k, SLICES, SLICE)
+    store_columns(S, columns, state_k, SLICES, SLICE)
 
 
 @triton.jit
@@ -192,8 +200,8 @@ SPECS = tuple(
         warps=Shape.of(C, 128, 128).warps,
         stages=_STAGES,
         aligned=tuple(_ALIGNED),
-        # At most 12 spilled words per thread on a B200, 2 elsewhere.
-        limit=Limits(mma=1, stack=8),
+        # At most 12 spilled words per thread on a B200, 6 elsewhere.
+        limit=Limits(mma=1, stack=24),
         limits={SM100: Limits(mma=1, stack=48)},
     )
     for C in CHUNKS

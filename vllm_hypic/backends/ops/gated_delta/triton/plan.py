@@ -86,7 +86,8 @@ class ComposeScan(NamedTuple):
 
 
 class ComposeStep(NamedTuple):
-    """Run chunks [first, stop), perhaps none, then apply the record in `slot`."""
+    """Run chunks [first, stop), perhaps none, then do as `mode` says, see `program.Mode`, with the record in
+    `slot`."""
 
     first: int
     stop: int
@@ -244,7 +245,7 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
                 at = op.first + op.tokens
                 cut.add(run, op.first, at)
             steps.append(ComposeStep(first_chunk, len(cut), op.slot, op.mode))
-            if op.mode != Mode.NONE:
+            if Mode(op.mode).applies:
                 run, before = None, (Source.RECORD, op.slot)
         end = _Run(at, before) if run is None else run
         scans.append(ComposeScan(r.batch_row, r.resumed, first_step, len(steps)))
@@ -252,7 +253,7 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
     reach = Reach(
         rows=max((op.first + op.tokens for op in used if op.tokens), default=0),
         batch_rows=1 + max((r.batch_row for r in program), default=-1),
-        slots=1 + max((op.slot for op in used if op.mode != Mode.NONE), default=-1),
+        slots=1 + max((op.slot for op in used if Mode(op.mode).applies), default=-1),
         carries=0,
     )
     chunks, scan_table, step_table, context_table = _upload(
