@@ -61,6 +61,22 @@ def test_an_engine_has_the_pool_that_is_told(tmp_path: Path) -> None:
     }
 
 
+def test_short_convolutions_take_their_tails(tmp_path: Path) -> None:
+    config = {
+        **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 3},
+        **{"layer_types": ["conv", "conv", "full_attention"], "hidden_size": 256, "block_dim": 256},
+        **{"conv_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000},
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
+    convolutions = kinds["short convolution, 2 inputs of 256 channels"]
+    assert (convolutions["layers"], convolutions["segment_bytes"]) == (2, 2 * 2 * 256 * 2)
+    assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
+    refused = checked(tmp_path, "--hypic", '{"min_segment_tokens": 1}', code=1)
+    assert "min_segment_tokens=1: expected at least 2" in refused["refusal"]
+
+
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     """And vLLM's own errors are told apart from ours."""
     config = {

@@ -122,17 +122,20 @@ def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometr
     linear = tuple(layer for layer in found if isinstance(layer, StateGeometry))
     if len({layer.block_dim for layer in linear if layer.blocks}) > 1:
         raise ConfigError("hypic: linear layers of different key dimensions are not supported")
-    least = max((layer.least_tokens for layer in linear), default=1)
+    return PoolGeometry(attention, linear, config.page_tokens, pages=0, slots=0)
+
+
+def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeometry:
+    """``sized`` with room for ``budget`` bytes, divided as :func:`pool_geometry` says.
+
+    Raises :class:`ConfigError` also where segments may be so short that their records would not do.
+    """
+    least = max((layer.least_tokens for layer in sized.linear), default=1)
     if config.min_segment_tokens < least:
         raise ConfigError(
             f"hypic config: min_segment_tokens={config.min_segment_tokens}: expected at least {least}, "
             "as far as this model's convolutions reach: behind less they see what stands before a segment"
         )
-    return PoolGeometry(attention, linear, config.page_tokens, pages=0, slots=0)
-
-
-def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeometry:
-    """``sized`` with room for ``budget`` bytes, divided as :func:`pool_geometry` says."""
     space = expected_space(sized, config)
     if not (each := sized.bytes_of(space)):
         raise ConfigError(
