@@ -46,7 +46,6 @@ class HypicCPUShortConv(LinearLayer[HiddenRows, None], ShortConv):
     """
 
     family = SHORT_CONVOLUTION
-    _weights: short_conv.Weights | None = None
 
     def forward_native(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         """Same contract as the stock method."""
@@ -66,7 +65,7 @@ class HypicCPUShortConv(LinearLayer[HiddenRows, None], ShortConv):
         records = runtime.pool.records(self.prefix, ConvRecords)
 
         def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
-            caches, weights = self._caches(), self._prepared()
+            caches, weights = self._caches(), self._weights()
             operators.short_conv_segments(inputs, weights, caches, convolved, records, segments.rows)
 
         self._projected(x, out, segments.tokens, run)
@@ -82,7 +81,7 @@ class HypicCPUShortConv(LinearLayer[HiddenRows, None], ShortConv):
         records = runtime.pool.records(self.prefix, ConvRecords)
 
         def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
-            caches, weights = self._caches(), self._prepared()
+            caches, weights = self._caches(), self._weights()
             operators.short_conv_compose(
                 inputs, weights, caches, convolved, records, composed.rows, composed.ops
             )
@@ -135,11 +134,9 @@ class HypicCPUShortConv(LinearLayer[HiddenRows, None], ShortConv):
         slots = _slots(get_forward_context().attn_metadata[self.prefix])
         return short_conv.Caches(slots, conv.transpose(1, 2) if is_conv_state_dim_first() else conv)
 
-    def _prepared(self) -> short_conv.Weights:
-        if self._weights is None:
-            weight = self.conv.weight
-            self._weights = short_conv.Weights.prepare(weight.view(weight.size(0), -1), self.conv.bias)
-        return self._weights
+    def _weights(self) -> short_conv.Weights:
+        weight = self.conv.weight
+        return short_conv.Weights.prepare(weight.view(weight.size(0), -1), self.conv.bias)
 
 
 def _slots(metadata: ShortConvAttentionMetadata) -> torch.Tensor:
