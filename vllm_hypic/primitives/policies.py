@@ -58,8 +58,8 @@ class Islands:
     """Windows inside segments that are recomputed with full context: those that ``chosen_by`` ranks first,
     within ``percent`` of the tokens that records would serve.
 
-    ``tokens``: where that is less, as many tokens, but no more than :data:`MAX_ISLAND_PERCENT`: what a question
-    is about takes as many windows in a short prompt as in a long one.
+    ``tokens``: where that is less, as many tokens, but no more than :data:`MAX_ISLAND_PERCENT`: what a
+    question is about takes as many windows in a short prompt as in a long one.
     """
 
     chosen_by: str
