@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Oracle
+from oracle import Oracle, random_segments
 
 from vllm_hypic.connector.scheduler.island_runs import LONGEST_RUN
 
@@ -178,6 +178,31 @@ def test_planted_faults_are_seen(
     found = distance(ours(engine, extra), theirs(oracle, engine, extra, context, fault))
     margin = max(found.kl / (KL_FACTOR * noise.kl), found.largest / (NOISE_FACTOR * noise.largest))
     assert margin > 1.2, f"{found}; noise {noise}"
+
+
+def test_a_stream_that_goes_on_inside_an_island(engine: Engine, oracle: Oracle, noise: Distance) -> None:
+    """vLLM's prefix cache has the stream up to a block's end; what comes behind it is an island's rest."""
+    block, extra = engine.call(states_are_kept_at), {"hypic_islands": "query-50"}
+    if "linear_attention" not in oracle.layer_types:
+        block = 256  # blocks are small: a stream of several
+    lead, document = random_segments([40, 4 * block], vocab=480, seed=31)
+    query = [*document[block : 3 * block : 7], document[0]]
+    tokens = prompt(document, lead=lead, query=query)
+    islands = engine.call(islands_of, tokens, extra)
+    [runs] = islands.values()
+    at, inside = 8, False
+    for first, stop in runs:
+        inside |= at < block < at + stop - first
+        at += stop - first
+    assert inside, f"no island over stream token {block}: {runs}"
+    engine.reset()
+    fresh, resumed = (engine.ask(Ask(tokens, 1, extra, sampling={"logprobs": -1}))[0] for _ in range(2))
+    assert resumed.cached - fresh.cached >= block
+    runs_end = (block, LONGEST_RUN)
+    expected = oracle.next_token_logprobs(lead, [document], query, islands=islands, island_runs=runs_end)
+    for answer in (fresh, resumed):
+        found = distance([torch.tensor([answer.first[i] for i in range(len(expected))])], [expected])
+        assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
 
 
 def test_nothing_is_left_behind(engine: Engine) -> None:

@@ -219,7 +219,7 @@ OUR_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "hypic_seam_tokens": st.sampled_from([0, 4, 8, 8.0, 64, 1024]),
     "hypic_context": st.sampled_from(["none", "lead", "text", "lead ", "none\n"]),
     "hypic_islands": st.sampled_from(
-        ["none", "query-10", "query-50", "query-0", "query-051", "query-\u0661"]
+        ["none", "query-10", "query-10-96", "query-50", "query-0", "query-051", "query-\u0661"]
     ),
     "hypic_segment": st.sampled_from(["off", "structure", "text", "cdc", "text ", "TEXT"]),
     "hypic_segments": st.sampled_from(
