@@ -108,11 +108,16 @@ def test_one_convolution_is_full_recompute(engine: tuple[Engine, str]) -> None:
 
 
 def test_cold_and_warm_are_bit_identical(engine: tuple[Engine, str]) -> None:
-    running, _ = engine
+    """And what is generated goes on as behind a full recompute."""
+    running, dtype = engine
     running.reset()
-    cold, warm = running.ask_one_by_one(COMPOSED, COMPOSED)
+    cold, warm, plain = running.ask_one_by_one(COMPOSED, COMPOSED, COMPOSED.plain())
     assert warm.cached > cold.cached == 0
     assert cold.samples == warm.samples and cold.logprobs == warm.logprobs
+    if dtype == "float32":
+        assert warm.tokens == plain.tokens
+        for ours, theirs in zip(warm.logprobs[0], plain.logprobs[0], strict=True):
+            assert max(abs(ours[t] - theirs[t]) for t in ours.keys() & theirs.keys()) <= BOUND[dtype]
     left = running.call(audit)
     assert left.clean, left
 
@@ -187,8 +192,16 @@ def test_islands_agree_with_the_oracle(five_layers: Engine, oracle: ShortConvOra
     extra = {"hypic_islands": ISLANDS, "hypic_seam_tokens": seam}
     islands = five_layers.call(islands_of, tokens, extra)
     assert any(islands.values())
-    theirs = oracle.next_token_logprobs(LEAD, SEGMENTS, query, head=seam, tail=seam, islands=islands)
-    assert float((first_token(five_layers, Ask(tokens, extra=extra)) - theirs).abs().max()) <= DEEP
+    ours = first_token(five_layers, Ask(tokens, extra=extra))
+
+    def error(fault: str | None = None) -> float:
+        theirs = oracle.next_token_logprobs(
+            LEAD, SEGMENTS, query, head=seam, tail=seam, islands=islands, fault=fault
+        )
+        return float((ours - theirs).abs().max())
+
+    assert error() <= DEEP
+    assert error("island_counted_twice") > 30 * DEEP
 
 
 @pytest.mark.slow
