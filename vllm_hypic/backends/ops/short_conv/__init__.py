@@ -17,7 +17,8 @@ to the other, in any number of passes.
     Rows of segment requests, which leave the record behind the interior's last row.
 
 `short_conv_compose(x, weights, caches, out, records, rows, ops)`
-    Rows of composed requests, with records applied between them: the state becomes the record's.
+    Rows of composed requests, with records applied between them: the state becomes the record's, whatever the
+    mode. Behind an island it goes on as behind any row.
 """
 
 from __future__ import annotations
