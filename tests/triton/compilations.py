@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_hypic.backends import ops
 from vllm_hypic.backends.ops.kernel_spec import ARCHITECTURES
@@ -33,6 +34,6 @@ class Compilation:
 COMPILATIONS = [
     Compilation(module.name, architecture)
     for module in pkgutil.iter_modules(ops.__path__)
-    if module.ispkg
+    if Path(*ops.__path__, module.name, "triton").is_dir()
     for architecture in ARCHITECTURES
 ]
