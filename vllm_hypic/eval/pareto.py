@@ -26,7 +26,7 @@ COLOUR_OF = {
     "epic": "#9467bd",
     "block": "#8c564b",
 }
-OTHERS = ("#ff7f0e", "#e377c2", "#bcbd22", "#000000")
+OTHERS = ("#ff7f0e", "#e377c2", "#bcbd22", "#000000", "#7f7f7f", "#aec7e8", "#98df8a", "#ffbb78", "#c49c94")
 """Lines that have no colour of their own, in turns."""
 
 
