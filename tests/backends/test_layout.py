@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -189,6 +190,18 @@ def check_stock(
             assert part[0] == rows[index].q0 and stock.resumed[number] == (rows[index].s0 > 0)
             assert (number < stock.decodes) == (index < decodes)
     return tokens
+
+
+def test_a_pass_that_cuts_an_island_is_an_error() -> None:
+    """Its state would be taken for the request's."""
+    columns = np.zeros(0, dtype=np.int64)
+    plan = StreamPlan(np.arange(TOKENS), TOKENS, (), columns, columns, True, ((4, 8), (8, 12)))
+    stream = StreamTensors.of(plan, CPU)
+    for s0, s1 in ((0, 6), (5, 8), (6, 20), (8, 11)):
+        with pytest.raises(RuntimeError, match="cuts an island"):
+            linear_step(StepContext([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], [], CPU), 64)
+    for s0, s1 in ((0, 4), (0, 8), (4, 8), (8, 12), (12, 20)):
+        linear_step(StepContext([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], [], CPU), 64)
 
 
 def test_layers_share_one_layout() -> None:

@@ -55,12 +55,12 @@ class StateGeometry(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[SlotPart, ...]:
-        """In the order in which they are stored."""
+        """The record's tensors, in the order in which they are stored."""
 
     @property
     @abstractmethod
     def shape(self) -> str:
-        """As messages say it."""
+        """The record's sizes, as messages say them."""
 
     @property
     def blocks(self) -> int:

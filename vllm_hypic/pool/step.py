@@ -56,8 +56,14 @@ class ComposedRow:
 
     @property
     def islands(self) -> list[tuple[int, int]]:
-        """Islands inside this chunk, in stream indices."""
-        return [i for i in self.stream.plan.islands if self.row.s0 <= i[0] < self.row.s1]
+        """Islands inside this chunk, in stream indices.  Raises ``RuntimeError`` where it would cut one."""
+        islands, s0, s1 = self.stream.plan.islands, self.row.s0, self.row.s1
+        if not islands or islands[-1][1] <= s0:
+            return []
+        found = [i for i in islands if i[0] < s1 and s0 < i[1]]
+        if found and (found[0][0] < s0 or found[-1][1] > s1):
+            raise RuntimeError(f"a pass over stream tokens [{s0}, {s1}) cuts an island of {found}")
+        return found
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class HypicCPUShortConv(LinearLayer[HiddenRows, None], ShortConv):
         self._projected(x, out, composed.tokens, run)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> ShortConvAttentionMetadata:
-        """Of what stock code reads on CPU; the rest is vLLM's defaults."""
+        """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults."""
         slots = _slots(metadata)[torch.tensor(rows.batch_rows)]
         decodes, tokens = rows.decodes, rows.starts[-1]
         first = rows.starts[decodes]
