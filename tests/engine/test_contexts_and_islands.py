@@ -80,9 +80,11 @@ def islands_of(llm: Any, tokens: Sequence[int], extra: dict[str, Any]) -> dict[i
     return found
 
 
-def states_are_kept_at(llm: Any) -> int:
-    """Multiples of which vLLM keeps states of hybrid models for its prefix cache."""
-    return int(scheduler_of(llm).hash_block_size)
+def island_runs(llm: Any) -> tuple[int, int]:
+    """Multiples of which vLLM keeps states of hybrid models for its prefix cache, and an island's longest
+    run; any where a model has no states."""
+    runs = scheduler_of(llm).hypic._island_runs
+    return (256, LONGEST_RUN) if runs is None else (runs.unit, runs.longest)
 
 
 def forget_streams(llm: Any) -> None:
@@ -124,7 +126,7 @@ def theirs(
                 tail=seam,
                 context=behind,
                 islands=islands,
-                island_runs=(engine.call(states_are_kept_at), LONGEST_RUN),
+                island_runs=engine.call(island_runs),
                 fault=fault,
             )
         )
@@ -184,9 +186,7 @@ def test_planted_faults_are_seen(
 
 def test_a_stream_that_goes_on_inside_an_island(engine: Engine, oracle: Oracle, noise: Distance) -> None:
     """vLLM's prefix cache has the stream up to a block's end; what comes behind it is an island's rest."""
-    block, extra = engine.call(states_are_kept_at), {"hypic_islands": "query-50"}
-    if "linear_attention" not in oracle.layer_types:
-        block = 256  # blocks are small: a stream of several
+    (block, longest), extra = engine.call(island_runs), {"hypic_islands": "query-50"}
     lead, document = random_segments([40, 4 * block], vocab=480, seed=31)
     query = [*document[block : 3 * block : 7], document[0]]
     tokens = prompt(document, lead=lead, query=query)
@@ -200,7 +200,7 @@ def test_a_stream_that_goes_on_inside_an_island(engine: Engine, oracle: Oracle, 
     engine.reset()
     fresh, resumed = (engine.ask(Ask(tokens, 1, extra, sampling={"logprobs": -1}))[0] for _ in range(2))
     assert resumed.cached - fresh.cached >= block
-    runs_end = (block, LONGEST_RUN)
+    runs_end = (block, longest)
     expected = oracle.next_token_logprobs(lead, [document], query, islands=islands, island_runs=runs_end)
     for answer in (fresh, resumed):
         found = distance([torch.tensor([answer.first[i] for i in range(len(expected))])], [expected])
