@@ -35,9 +35,10 @@ LINKS: list[dict[str, Any]] = [
 ]
 
 
-def mixed_asks(seed: int) -> list[Ask]:
+def mixed_asks(seed: int, islands: int = 0) -> list[Ask]:
     """Plain prompts and prompts of one to five of eight documents, with and without a leading segment, of
-    several link methods and seam widths; a few are sampled twice."""
+    several link methods and seam widths; a few are sampled twice.  All with ``islands`` (percent) or none."""
+    chosen_windows = {"hypic_islands": f"query-{islands}" if islands else "none"}
     rng = random.Random(seed)
     documents = random_segments([rng.randrange(60, 320) for _ in range(8)], seed=seed + 1)
     leads = random_segments([90, 150], seed=seed + 2)
@@ -49,19 +50,19 @@ def mixed_asks(seed: int) -> list[Ask]:
         query_length = rng.randrange(5, 600)
         if i < 12:
             # Many of these run at the same time and need one more block while they decode.
-            query_length = 256 * rng.randrange(1, 3) - 4 * 8 - rng.randrange(1, 8)
+            computed = 4 * 8 + (len(documents[0]) + len(documents[1]) - 4 * 8) * islands // 100
+            query_length = 256 * rng.randrange(1, 3) - computed % 256 - rng.randrange(1, 8)
         (query,) = random_segments([query_length], seed=100 * seed + i + 3)
         if i % 4 == 3:
             asks.append(Ask((*rng.choice(documents), *query), length, sampling=sampling))
         elif i < 12:
             chosen = rng.sample(documents[:2], 2)
-            asks.append(Ask(prompt(*chosen, query=query), length, sampling=sampling))
+            asks.append(Ask(prompt(*chosen, query=query), length, chosen_windows, sampling=sampling))
         else:
             chosen = rng.sample(documents, rng.randrange(1, 6))
             lead = rng.choice([[], *leads])
-            asks.append(
-                Ask(prompt(*chosen, query=query, lead=lead), length, rng.choice(LINKS), sampling=sampling)
-            )
+            extra = rng.choice(LINKS) | chosen_windows
+            asks.append(Ask(prompt(*chosen, query=query, lead=lead), length, extra, sampling=sampling))
     return asks
 
 
@@ -101,8 +102,11 @@ def stock_tight(module_engine: EngineFactory, hybrid_model: Path) -> Engine:
     return module_engine(hybrid_model, hypic=False, **tight_args())
 
 
-def test_concurrent_requests_give_the_results_of_one_by_one(tight: Engine, stock_tight: Engine) -> None:
-    asks = mixed_asks(seed=0)
+@pytest.mark.parametrize("islands", [pytest.param(0, id="seams"), pytest.param(30, id="islands")])
+def test_concurrent_requests_give_the_results_of_one_by_one(
+    tight: Engine, stock_tight: Engine, islands: int
+) -> None:
+    asks = mixed_asks(0, islands)
     stock = measure(stock_tight, [a.plain() for a in asks])
     before = tight.call(metrics)
     ours = measure(tight, asks)
