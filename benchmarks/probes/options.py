@@ -94,9 +94,7 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
                 type=click.Path(exists=True, file_okay=False, path_type=Path),
                 help="A model's folder; default: the demo model.",
             ),
-            click.option(
-                "--size", type=click.Choice(list(SIZES)), help="A random Qwen3.5-shaped model of this size."
-            ),
+            click.option("--size", type=click.Choice(list(SIZES)), help="A random model of this size."),
             click.option("--prompts", type=click.IntRange(1, 10000), default=20, show_default=True),
             click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
             click.option(
