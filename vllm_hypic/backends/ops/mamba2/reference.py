@@ -12,6 +12,14 @@ from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
 
+def activated(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """SiLU of the convolution's sums as vLLM 0.32's hands it on: rounded to its input's type.
+
+    Its CPU operator for prefill rounds the sums, too; that for decode does not, nor do those for CUDA.
+    """
+    return F.silu(total.to(dtype).to(total.dtype) if total.device.type == "cpu" else total).to(dtype)
+
+
 def scan(
     x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -116,8 +124,7 @@ class _Layer:
         taps = len(w.weight)
         total = sum(rows[i : i + stop - first] * w.weight[i].double() for i in range(taps))
         total = total + (0 if w.bias is None else w.bias.double())
-        # The stock convolution hands its result on in its input's type.
-        convolved = F.silu(total).to(mixed.dtype).double()
+        convolved = activated(total, mixed.dtype).double()
         self.context = rows[len(rows) - (taps - 1) :]
         x, B, C = convolved.split([heads * P, w.groups * N, w.groups * N], dim=-1)
         x, B, C = x.unflatten(-1, (heads, P)), B.unflatten(-1, (-1, N)), C.unflatten(-1, (-1, N))
