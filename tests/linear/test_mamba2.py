@@ -1,16 +1,16 @@
-"""Mamba2's layer operators against the float64 token loop; poison where nothing is read.
+"""Mamba2's layer operators, in C++ and in PyTorch, against the float64 token loop, amid poison.
 
 Tolerances are relative Frobenius errors. float32 inputs: 1e-6. bfloat16 inputs are exact too, but their
 convolution's results are rounded to bfloat16, and where float32 and float64 stand on two sides of a rounding
 edge an element differs by 2^-8: 1e-4 for states (a handful of such elements), 4e-3 for outputs, which are
-bfloat16. Inputs in float64, for which all is computed in float64: 1e-12. Caches in bfloat16 and float16: half
-a step more.
+bfloat16. Inputs in float64, for which PyTorch computes all in float64: 1e-12. Caches in bfloat16 and float16:
+half a step more.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.mamba2 import reference
+from vllm_hypic.backends.ops.mamba2 import native, reference
 from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
@@ -38,12 +38,24 @@ SHAPES = [
     Shape(4, 2, 24, 20, bias=False),
     Shape(6, 1, 5, 7, taps=2),
     Shape(2, 2, 16, 48, taps=3),
+    Shape(6, 3, 80, 16, taps=2, bias=False),
     Shape(8, 2, 64, 128),
 ]
 SMALL = Shape(4, 2, 16, 32)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-MODULES = pytest.mark.parametrize("module", [torch_ops], ids=["torch"])
-ALL = [torch_ops]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+ALL = {"c++": native, "torch": torch_ops}
+MODULES = pytest.mark.parametrize("module", ALL.values(), ids=ALL)
+
+
+def served(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> pytest.MarkDecorator:
+    """Modules with the shapes and dtypes that they serve."""
+    cases = []
+    for (name, module), shape, dtype in itertools.product(ALL.items(), shapes, dtypes):
+        if module is torch_ops or not (shape.P % 16 or shape.N % 16 or dtype == torch.float64):
+            cases.append(pytest.param(module, shape, dtype, id=f"{name}-{shape}-{dtype}"))
+    return pytest.mark.parametrize(("module", "shape", "dtype"), cases)
+
+
 LAWFUL = pytest.mark.parametrize("module", [reference, torch_ops], ids=["reference", "torch"])
 """Those that compute in float64 where inputs are."""
 
@@ -78,9 +90,7 @@ def check_log(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> No
     torch.testing.assert_close(ours.double(), exact.double(), rtol=tolerance, atol=0)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@MODULES
+@served(SHAPES, DTYPES)
 def test_segments(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     """All sizes packed in two calls, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
     for sizes in (SIZES[:4], SIZES[4:]):
@@ -101,11 +111,12 @@ CUTS = [[1], [5], [8], [9], [40], [64], [192], [199], [3, 8, 50, 51, 194], [7, 9
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@MODULES
-def test_segments_in_several_passes(module: ModuleType, dtype: torch.dtype, cuts: list[int]) -> None:
+@served([SMALL], [torch.float64, torch.float32])
+def test_segments_in_several_passes(
+    module: ModuleType, shape: Shape, dtype: torch.dtype, cuts: list[int]
+) -> None:
     """Cuts inside the window before the interior, at its edges, inside, and behind it."""
-    layer = Layer.make(SMALL, 250, dtype)
+    layer = Layer.make(shape, 250, dtype)
     segments = [
         Segment(0, 0, 200, 8, 192, 1),
         Segment(2, 200, 30, 0, 30, 3),
@@ -126,7 +137,7 @@ def test_segments_in_several_passes(module: ModuleType, dtype: torch.dtype, cuts
     tail=st.booleans(),
     cuts=st.sets(st.integers(1, 149), max_size=5),
     seed=st.integers(0, 1 << 16),
-    module=st.sampled_from(ALL),
+    module=st.sampled_from(list(ALL.values())),
 )
 def test_any_segment_in_any_passes(
     tokens: int, window: int, tail: bool, cuts: set[int], seed: int, module: ModuleType
@@ -223,9 +234,7 @@ def check_composed(ours: Layer, exact: Layer, requests: Sequence[Composed]) -> N
     assert ours.out[~touched].isnan().all()
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@MODULES
+@served(SHAPES, DTYPES)
 def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     layer, requests = every_kind_composed(shape, dtype, torch.float32)
     exact = layer.exact()
@@ -400,20 +409,3 @@ def test_the_reference_convolves_as_torch_does() -> None:
     y, state = reference.scan(x[:, None], d, w.rate, B[:, None], C[:, None], w.D, zero)
     assert relative(layer.outputs(0, 30), y) < 1e-12 and relative(layer.state(0), state) < 1e-12
     assert torch.equal(layer.context(0), rows[-3:])
-
-
-def test_dimension_first_conv_caches() -> None:
-    """vLLM can keep the convolution's rows innermost: one layout must give the other's bits."""
-    layer = Layer.make(SMALL, 60, torch.bfloat16)
-    layer.random_record(0, 0)
-    other = layer.copy()
-    turned = other.caches.conv.transpose(1, 2).contiguous().transpose(1, 2)
-    other = replace(other, caches=replace(other.caches, conv=turned))
-    for module in ALL:
-        for world in (layer, other):
-            run_segments(module, world, [Segment(0, 0, 30, 8, 22, 1)], [2, 14])
-            run_compose(module, world, [(1, False, [(30, 2, 0, TRANSITION)])])
-            run_compose(module, world, [(1, True, [(32, 8, 0, TRANSITION), (40, 2, -1, NONE)])])
-        for row in (0, 1):
-            assert torch.equal(layer.context(row), other.context(row))
-            assert torch.equal(layer.state(row), other.state(row))

@@ -10,9 +10,9 @@ with one A < 0 and one D a head, B_t and C_t [N] those of the head's group. A ru
 affine map S_after = T S_before + S_zero with one number T = e^{A (d_1 + ... + d_n)} a head. T underflows in
 long runs, so log T is what is kept. x, B and C are SiLU of a causal convolution over token rows.
 
-Two operators, each with one signature in `reference` (float64) and `torch`; `arguments` and `ops.program` say
-what they take. Both read and write vLLM's caches as the stock operator does, so a request may go on from one
-to the other, in any number of passes.
+Two operators, each with one signature in `reference` (float64), `torch` and `native` (C++); `arguments` and
+`ops.program` say what they take. Both read and write vLLM's caches as the stock operator does, so a request
+may go on from one to the other, in any number of passes.
 
 `mamba2_segments(x, weights, caches, out, records, rows, carries)`
     Rows of segment requests: one scan gives outputs, running state and, of the interior, T and the record.
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from . import native
 from . import torch as torch_ops
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
@@ -39,9 +40,9 @@ __all__ = ["Caches", "Carry", "Inputs", "Records", "Weights", "choose", "refuses
 
 def choose(weights: Weights, caches: Caches) -> ModuleType:
     """The fastest module of the two operators that serves this layer."""
-    return torch_ops
+    return torch_ops if refuses(weights, caches) else native
 
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
     """Why the C++ operators do not serve this layer, or `None`: they do."""
-    return "no C++ operators of Mamba2"
+    return native.refuses(weights, caches)
