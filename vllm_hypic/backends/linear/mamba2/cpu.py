@@ -13,7 +13,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, compute_varlen_chunk_metadata
 
 from ....pool.families import MAMBA2
 from ....pool.tensors import DecayRecords
@@ -82,11 +82,15 @@ class HypicCPUMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
         ops.mamba2_compose(inputs, weights, caches, heads, records, composed.rows, composed.ops)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba2AttentionMetadata:
-        """Metadata of these rows as far as stock code reads it on CPU, where the scan knows no chunks; the
-        rest is vLLM's defaults."""
+        """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults.
+
+        Chunks must be there, but the CPU's scan goes from row to row: where they end changes nothing.
+        """
         slots = _slots(metadata)[torch.tensor(rows.batch_rows)]
         decodes, tokens = rows.decodes, rows.starts[-1]
         first = rows.starts[decodes]
+        starts = torch.tensor(rows.starts[decodes:], dtype=torch.int32) - first
+        chunk_ends, last_chunks, chunks = compute_varlen_chunk_metadata(starts, metadata.chunk_size)
         return Mamba2AttentionMetadata(
             num_prefills=len(rows.batch_rows) - decodes,
             num_prefill_tokens=tokens - first,
@@ -94,7 +98,7 @@ class HypicCPUMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
             num_decode_tokens=first,
             num_reqs=len(rows.batch_rows),
             has_initial_states_p=torch.tensor(rows.resumed[decodes:], dtype=torch.bool),
-            query_start_loc_p=torch.tensor(rows.starts[decodes:], dtype=torch.int32) - first,
+            query_start_loc_p=starts,
             state_indices_tensor_p=slots[decodes:],
             state_indices_tensor_d=slots[:decodes, None],
             query_start_loc_d=None,
@@ -102,6 +106,9 @@ class HypicCPUMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
             seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
             prep_initial_states=any(rows.resumed[decodes:]),
             chunk_size=metadata.chunk_size,
+            seq_idx_p=chunks,
+            cu_chunk_seqlen_p=chunk_ends,
+            last_chunk_indices_p=last_chunks,
         )
 
     def kernel_refusal(self) -> str | None:
