@@ -287,6 +287,38 @@ def test_what_a_mode_does_not_need_is_not_read(module: ModuleType, mode: Mode) -
     check_composed(layer, exact, requests)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 70), st.sampled_from(list(Mode)), st.integers(0, 2)), min_size=1, max_size=8
+    ),
+    resumed=st.booleans(),
+    seed=st.integers(0, 1 << 16),
+    module=st.sampled_from(list(ALL.values())),
+)
+def test_any_composition(
+    steps: list[tuple[int, Mode, int]], resumed: bool, seed: int, module: ModuleType
+) -> None:
+    """Operations of any kind in any order, beside another request."""
+    tokens = sum(n for n, _, _ in steps)
+    layer = Layer.make(Shape(4, 2, 16, 16, taps=3), tokens + 5, seed=seed)
+    for slot in range(3):
+        layer.random_record(slot, slot)
+    layer.resume(1)
+    at, operations = 0, []
+    for n, mode, slot in steps:
+        operations.append((at, n, slot if mode.applies else -1, mode))
+        at += n
+    requests: list[Composed] = [
+        (0, False, [(tokens, 5, -1, NONE), (0, 0, 1, REPLACE)]),
+        (1, resumed, [*operations, (at, 0, 0, TRANSITION)]),
+    ]
+    exact = layer.exact()
+    run_compose(reference, exact, requests)
+    run_compose(module, layer, requests)
+    check_composed(layer, exact, requests)
+
+
 @MODULES
 def test_one_token_at_a_time(module: ModuleType) -> None:
     """Passes of one token, as in decoding, give what one pass gives."""
