@@ -20,6 +20,7 @@ may go on from one to the other, in any number of passes.
     The record's state is a second scan from zero over the same chunks, which costs little: what tokens add
     to a state does not depend on it. The difference S_end - T S_head would lose S_zero beside a large S_head,
     and hold the roundings of vLLM's cache where the interior is cut.
+    A leading record's state is the running one, and its log T is -inf.
 
 `mamba2_compose(x, weights, caches, out, records, rows, ops)`
     Rows of composed requests, with records applied between them.
