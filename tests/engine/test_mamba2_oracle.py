@@ -16,13 +16,13 @@ from oracle.mamba2_models import ARCHITECTURES
 
 from .conftest import EngineFactory
 from .engines import Ask, Engine, prompt, run_apart
-from .test_contexts_and_islands import CONTEXT, ISLANDS, asking, islands_of
+from .test_contexts_and_islands import CONTEXT, ISLANDS, asking, island_runs, islands_of
 from .test_mamba2 import BEHIND_A_TAIL, COMPOSED, FIRST, LEAD, PARTS, QUERY, SEGMENTS
 from .test_short_conv import DUMMY, METHODS, first_token
 
 BOUND = {"Zamba2": 2e-3}
 """Of the engine from the oracle; measured: 4e-4, where ordinary requests are 1.4e-4 away from it."""
-DEFAULT_BOUND = 5e-5
+DEFAULT_BOUND = 3e-5
 """Measured: below 1e-5."""
 NAIVE = pytest.param({"hypic_link": "naive"}, {"compose_T": False}, id="naive")
 
@@ -70,7 +70,7 @@ def judged(
         yield Judged(name, started, Mamba2Oracle(folder), BOUND.get(name, DEFAULT_BOUND))
 
 
-@pytest.mark.fast("NemotronH-chunks-of-96", "GraniteMoeHybrid-whole", "FalconH1-whole", "Zamba2-whole")
+@pytest.mark.fast("chunks-of-96-NemotronH", "whole-GraniteMoeHybrid", "whole-FalconH1", "whole-Zamba2")
 def test_composed_requests(judged: Judged) -> None:
     """Records are applied with their transitions and not without; the leading segment is exact."""
     ours = judged.ours(COMPOSED)
@@ -88,7 +88,7 @@ def test_link_methods(judged: Judged, extra: dict[str, Any], method: dict[str, A
 
 
 @pytest.mark.parametrize("seam", [0, 8])
-@pytest.mark.fast("NemotronH-chunks-of-96-8")
+@pytest.mark.slow
 def test_islands(judged: Judged, seam: int) -> None:
     query = asking(SEGMENTS, QUERY)
     tokens = prompt(*SEGMENTS, lead=LEAD, query=query)
@@ -96,7 +96,8 @@ def test_islands(judged: Judged, seam: int) -> None:
     islands = judged.engine.call(islands_of, tokens, extra)
     assert any(islands.values())
     ours = judged.ours(Ask(tokens, extra=extra))
-    error = partial(judged.error, ours, query=query, head=seam, tail=seam, islands=islands)
+    layout = {"head": seam, "tail": seam, "islands": islands, "island_runs": judged.engine.call(island_runs)}
+    error = partial(judged.error, ours, query=query, **layout)
     assert error() <= judged.bound
     for fault in ("island_counted_twice", "island_in_states"):
         assert error(fault=fault) > 20 * judged.bound, fault
@@ -124,4 +125,4 @@ def test_planted_faults_are_seen(judged: Judged) -> None:
     answers = [(judged.ours(ask), method) for ask, method in cases]
     for fault in judged.oracle.faults():
         found = [judged.error(ours, fault=fault, **method) for ours, method in answers]
-        assert max(found) > 20 * judged.bound, f"{fault}: {found}"
+        assert max(found) > 10 * judged.bound, f"{fault}: {found}"

@@ -1,6 +1,6 @@
 """The oracle of models with Mamba2 layers, by the paper's recurrence (Dao and Gu, 2024). Per head
 
-    d_t = softplus(dt_t + dt_bias)      S_t = e^{-e^{A_log} d_t} S_{t-1} + d_t x_t B_t^T      y_t = S_t C_t + D x_t
+    d_t = softplus(dt_t + dt_bias)   S_t = e^{-e^{A_log} d_t} S_{t-1} + d_t x_t B_t^T   y_t = S_t C_t + D x_t
 
 with x, B and C convolved, and y gated and normed by groups. A record's T is the product of the factors of its
 interior, one number a head.
