@@ -48,8 +48,9 @@ ONE_LAYER: dict[str, dict[str, Any]] = {
     },
     "FalconH1": {"num_hidden_layers": 1, "silent": ("self_attn.o_proj",)},
     "Zamba2": {"num_hidden_layers": 1, "layers_block_type": ["hybrid"], "silent": ("layers.0.linear.",)},
+    "Mamba2": {"num_hidden_layers": 1},
 }
-"""One Mamba2 layer, and attention behind or beside it that adds nothing."""
+"""One Mamba2 layer, and attention behind or beside it that adds nothing, or none."""
 
 
 def model_of(folder: Path, log: Path, name: str, **fields: Any) -> Path:

@@ -85,6 +85,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,  # vLLM ties them whatever stands here
     },
 }
+WITHOUT_ATTENTION = {"num_heads": 8, "head_dim": 32, "state_size": 32, "n_groups": 2}
+"""Of pure Mamba2."""
 
 
 def save_mamba2_model(
@@ -99,7 +101,8 @@ def save_mamba2_model(
     """A random model of transformers' ``<name>Config``; ``silent``: parts of names of weights that are 0."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**(COMMON | ARCHITECTURES.get(name, {}) | fields))
+    given = COMMON | (WITHOUT_ATTENTION if name == "Mamba2" else ARCHITECTURES[name]) | fields
+    config = getattr(transformers, f"{name}Config")(**given)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not silent:
         return save_model(model, Path(path), dtype, seed, norm_center=1.0)
