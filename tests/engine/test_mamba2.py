@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from oracle import random_segments, save_mamba2_model
-from oracle.mamba2_models import FULL, LINEAR
+from oracle.mamba2_models import ARCHITECTURES, FULL, LINEAR
 
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.patches import cpu_mamba2_checkpoints
 from vllm_hypic.segment_parallel.sender import Sender
 
-from . import test_transfer
+from . import test_transfer, tiny_models
 from .conftest import EngineFactory, tight_args, tight_options
 from .engines import Ask, Engine, audit, metrics, pool_unit_bytes, prompt, run_apart, same, worker_of
 from .staged_copies import staged
@@ -98,7 +98,7 @@ def exact(engine: Engine, dtype: str) -> None:
             assert found <= bound, f"{seam}: {found:.1e}"
     plain = first_token(engine, COMPOSED.plain())
     naive = first_token(engine, replace(COMPOSED, extra={"hypic_link": "naive"}))
-    assert float((naive - plain).abs().max()) > (1000 if dtype == "float32" else 3) * bound
+    assert float((naive - plain).abs().max()) > (500 if dtype == "float32" else 3) * bound
 
 
 def test_one_layer_is_full_recompute(engine: tuple[Engine, str]) -> None:
@@ -240,6 +240,22 @@ def test_one_layer_of_other_models(
 
 
 @pytest.mark.slow
+def test_experts(start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
+    """Granite's mixture: the same layers, other MLPs."""
+    fields = ARCHITECTURES["GraniteMoeHybrid"] | {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, FULL],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+    }
+    save = partial(tiny_models.save, silent=("self_attn.o_proj",))
+    run_apart(save, tmp_path, "GraniteMoeHybrid", fields, log=engine_logs / "models.log")
+    with start_engine(tmp_path, dtype="float32", max_logprobs=-1, enable_prefix_caching=False) as engine:
+        exact(engine, "float32")
+
+
+@pytest.mark.slow
 def test_states_in_bfloat16(start_engine: EngineFactory, shallow: Path) -> None:
     """As vLLM keeps them where a model does not say."""
     args: dict[str, Any] = {"mamba_ssm_cache_dtype": "bfloat16", "enable_prefix_caching": False}
@@ -256,11 +272,13 @@ def test_states_in_bfloat16(start_engine: EngineFactory, shallow: Path) -> None:
 def test_preempted_and_evicted(start_engine: EngineFactory, deep: Path) -> None:
     """As :mod:`test_concurrency` has it of the gated delta net."""
     asks = mixed_asks(seed=3)
-    with start_engine(deep, hypic=False, dtype="float32", **tight_args()) as engine:
+    # Blocks are half as long as there.
+    args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": 26}
+    with start_engine(deep, hypic=False, **args) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
     with start_engine(deep, dtype="float32") as engine:
         units = engine.call(pool_unit_bytes)
-    with start_engine(deep, dtype="float32", options=tight_options(units), **tight_args()) as engine:
+    with start_engine(deep, options=tight_options(units), **args) as engine:
         ours, counted = measure(engine, asks), engine.call(metrics)
         left = engine.call(audit)
     assert counted["vllm:num_preemptions"] > 0 and counted["vllm:hypic_evictions"] > 0
