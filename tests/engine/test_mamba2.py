@@ -19,13 +19,15 @@ import torch
 from oracle import random_segments, save_mamba2_model
 from oracle.mamba2_models import ARCHITECTURES, FULL, LINEAR
 
+from vllm_hypic.harness.client import completion, separator_of
+from vllm_hypic.harness.cluster import Cluster, Setup
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.patches import cpu_mamba2_checkpoints
 from vllm_hypic.segment_parallel.sender import Sender
 
 from . import test_transfer, tiny_models
 from .conftest import EngineFactory, tight_args, tight_options
-from .engines import Ask, Engine, audit, metrics, pool_unit_bytes, prompt, run_apart, same, worker_of
+from .engines import SEP, Ask, Engine, audit, metrics, pool_unit_bytes, prompt, run_apart, same, worker_of
 from .staged_copies import staged
 from .test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
 from .test_short_conv import drained, first_token, hits
@@ -336,3 +338,22 @@ def test_records_of_another_instance(start_engine: EngineFactory, deep: Path) ->
             (remote,) = answers.result(test_transfer.BOUND_S)
         assert all(one.delivered for one in sent), sent
         assert same(remote, cold) and engine.call(test_transfer.computed) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_servers_and_a_router(deep: Path) -> None:
+    """One has the segments prefilled by the others, and answers as it does alone."""
+    lead, *segments, query = random_segments([160, 480, 64, 320, 96, 224, 400, 24], vocab=480, seed=5)
+    with Cluster(Setup(deep, context=4096, cache_bytes=1 << 26, pool_bytes=1 << 26)) as cluster:
+        (combine,) = cluster.combines
+        separator = separator_of(combine.url)
+        tokens = [separator if token == SEP else token for token in prompt(*segments, lead=lead, query=query)]
+        body = {"prompt": tokens, "max_tokens": 6, "ignore_eos": True}
+        together = completion(cluster.router.url, body, timeout_s=60)
+        alone = completion(combine.url, {**body, "cache_salt": "alone"}, timeout_s=60)
+    assert together.same_as(alone)
+    found = together.breakdown
+    assert found is not None and found.segments is not None
+    assert (found.kind, found.local) == ("parallel", 0)
+    assert [part.source for part in found.segments] == ["dispatched"] * 7

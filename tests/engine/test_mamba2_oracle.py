@@ -18,6 +18,7 @@ from .conftest import EngineFactory
 from .engines import Ask, Engine, prompt, run_apart
 from .test_contexts_and_islands import CONTEXT, ISLANDS, asking, island_runs, islands_of
 from .test_mamba2 import BEHIND_A_TAIL, COMPOSED, FIRST, LEAD, PARTS, QUERY, SEGMENTS
+from .test_oracle_agreement import NOISE_FACTOR
 from .test_short_conv import DUMMY, METHODS, first_token
 
 BOUND = {"Zamba2": 2e-3}
@@ -114,6 +115,15 @@ def test_a_second_turn_goes_on_from_the_streams_blocks(judged: Judged) -> None:
     assert reused.cached > 600 + 500, "records alone are 545"
     ours = torch.tensor([reused.first[i] for i in range(512)], dtype=torch.float64)
     assert judged.error(ours, query=query) <= judged.bound
+
+
+@pytest.mark.slow
+def test_bfloat16(model: tuple[str, Path], start_engine: EngineFactory) -> None:
+    """Composed requests are as far from the oracle as ordinary ones, which round as much."""
+    name, folder = model
+    judged = Judged(name, start_engine(folder, max_logprobs=-1), Mamba2Oracle(folder), NotImplemented)
+    plain = judged.ours(COMPOSED.plain()) - judged.oracle.full_logprobs(list(COMPOSED.plain().tokens))
+    assert judged.error(judged.ours(COMPOSED)) <= NOISE_FACTOR * float(plain.abs().max())
 
 
 @pytest.mark.slow
