@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gated_delta.h"
+#include "mamba2.h"
 #include "span_attention.h"
 
 namespace hypic {
@@ -10,6 +11,7 @@ struct Kernels {
   const char* name;
   SpanKernels span;
   GdnKernels gdn;
+  Mamba2Kernels mamba2;
 };
 
 extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;

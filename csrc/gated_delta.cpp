@@ -2,32 +2,18 @@
 
 #include "gated_delta.h"
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <omp.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <optional>
 #include <vector>
 
 #include "dispatch.h"
+#include "layer_launch.h"
 
 namespace hypic {
 namespace {
 
 using at::Tensor;
-
-constexpr int64_t MULTIPLE = 16;  // of K and V: lanes of the widest vector
-constexpr int64_t MAX_TAPS = 4;
-
-// Everything of a tensor but its first dimension is contiguous.
-bool packed_inside(const Tensor& t) { return t.numel() == 0 || t[0].is_contiguous(); }
-
-void check_float(const Tensor& t, at::IntArrayRef shape, const char* name) {
-  TORCH_CHECK_VALUE(t.sizes() == shape, name, " is ", t.sizes(), ", expected ", shape);
-  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat && t.is_contiguous(), name, " must be contiguous float32");
-}
 
 GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
@@ -108,21 +94,6 @@ GdnRecords records_of(const GdnLayer& l, at::ScalarType inputs, const Tensor& st
           block_of.data_ptr<int32_t>()};
 }
 
-template <class Row>
-const Row* program_of(const Tensor& t, const char* name) {
-  constexpr int64_t columns = sizeof(Row) / sizeof(int64_t);
-  TORCH_CHECK_VALUE(t.scalar_type() == at::kLong && t.dim() == 2 && t.size(1) == columns && t.is_contiguous(), name,
-                    " must be contiguous int64 [n, ", columns, "]");
-  return reinterpret_cast<const Row*>(t.data_ptr<int64_t>());
-}
-
-void check_request(const Tensor& slots, const Tensor& state, int64_t batch_row) {
-  TORCH_CHECK_INDEX(0 <= batch_row && batch_row < slots.size(0), "batch row ", batch_row, " of ", slots.size(0));
-  const int64_t slot = slots.data_ptr<int32_t>()[batch_row];
-  TORCH_CHECK_INDEX(0 <= slot && slot < state.size(0), "batch row ", batch_row, " in slot ", slot, " of ",
-                    state.size(0));
-}
-
 // Transition blocks that a record of `slot` names must exist; -1 names none.
 void check_blocks(const Tensor& transitions, const Tensor& block_of, int64_t slot, int64_t least) {
   const int32_t* of = block_of.data_ptr<int32_t>() + slot * block_of.size(1);
@@ -130,30 +101,11 @@ void check_blocks(const Tensor& transitions, const Tensor& block_of, int64_t slo
     TORCH_CHECK_INDEX(least <= of[h] && of[h] < transitions.size(0), "transition block ", of[h], " of ", transitions.size(0));
 }
 
-// All value heads of a key head make one task, which shares the work on q and k; with too few tasks for the threads
-// they are divided.
 template <class Args>
 void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int, int, void*),
          void (*caches)(const Args&, int)) {
   const GdnLayer& l = args.layer;
-  const int64_t threads = at::get_num_threads(), group = l.value_heads / l.key_heads;
-  int64_t heads = group;
-  while (heads > 1 && (group % heads != 0 || requests * l.value_heads / heads < threads)) --heads;
-  const int64_t per_request = l.value_heads / heads, tasks = requests * per_request;
-  const int64_t used = std::min(threads, tasks);
-  const int64_t scratch = int64_t(kernels().gdn.scratch(l, int(heads)));
-  Tensor memory = at::empty({used, scratch}, at::kByte);
-  char* base = static_cast<char*>(memory.data_ptr());
-#pragma omp parallel num_threads(used)
-  {
-    char* mine = base + omp_get_thread_num() * scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < tasks; ++i)
-      task(args, int(i / per_request), int(i % per_request * heads), int(heads), mine);
-    // Only now: tasks read what this overwrites.
-#pragma omp for
-    for (int64_t i = 0; i < requests; ++i) caches(args, int(i));
-  }
+  run_tasks(args, requests, l.value_heads, l.value_heads / l.key_heads, kernels().gdn.scratch, task, caches);
 }
 
 // See vllm_hypic/backends/ops/gated_delta/__init__.py for what these compute.

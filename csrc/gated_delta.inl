@@ -16,6 +16,9 @@
 // Convolution, SiLU, l2 norm and gates of a chunk are computed on the way.  q and k are those of a key head, so a task
 // treats value heads of one key head.
 
+#include "layer_math.inl"
+#include "layer_conv.inl"
+
 #include "gated_delta_math.inl"
 #include "gated_delta_task.inl"
 
@@ -61,72 +64,6 @@ static void compose_of(const GdnCompose& s, int request, int head, int heads, vo
     task.load_context((const X*)s.records.tail + op.slot * (l.taps - 1) * l.channels, l.channels, 1);
   }
   task.finish(slot);
-}
-
-// The rows that a convolution sees, in logical order; the last taps - 1 of them are remembered.
-template <class X>
-struct Tail {
-  const GdnLayer& l;
-  const X* row[GDN_MAX_TAPS];  // null: zeros
-  ptrdiff_t channel[GDN_MAX_TAPS];
-
-  void push(const X* x, ptrdiff_t stride) {
-    const int n = l.taps - 1;
-    for (int i = 0; i + 1 < n; ++i) row[i] = row[i + 1], channel[i] = channel[i + 1];
-    row[n - 1] = x;
-    channel[n - 1] = stride;
-  }
-
-  void push_tokens(int64_t first, int64_t stop) {
-    if (stop - first > l.taps - 1) first = stop - (l.taps - 1);
-    for (; first < stop; ++first) push((const X*)l.mixed + first * l.mixed_stride, 1);
-  }
-
-  void push_rows(const X* x, ptrdiff_t rows, ptrdiff_t stride) {
-    for (int i = 0; i < l.taps - 1; ++i) push(x ? x + i * rows : nullptr, stride);
-  }
-
-  // In rising order: where a cache is moved up in place, rows are read before they are overwritten.
-  void write(X* to, ptrdiff_t rows, ptrdiff_t stride) const {
-    for (int i = 0; i < l.taps - 1; ++i) {
-      const X* from = row[i];
-      X* const end = to + i * rows;
-      if (from == end) continue;
-      if (from && channel[i] == 1 && stride == 1)
-        __builtin_memcpy(end, from, l.channels * sizeof(X));
-      else
-        for (ptrdiff_t c = 0; c < l.channels; ++c) end[c * stride] = from ? from[c * channel[i]] : X(0);
-    }
-  }
-};
-
-template <class X>
-static void segments_caches_of(const GdnSegments& s, int request) {
-  const GdnLayer& l = s.layer;
-  const SegmentRow& r = s.rows[request];
-  X* cache = (X*)l.conv + l.slots[r.batch_row] * l.conv_slot;
-  Tail<X> tail{l, {}, {}};
-  tail.push_rows(r.resumed ? cache : nullptr, l.conv_row, l.conv_channel);
-  tail.push_tokens(r.first, r.end);
-  if (r.ends) tail.write((X*)s.records.tail + r.slot * (l.taps - 1) * l.channels, l.channels, 1);
-  tail.push_tokens(r.end, r.stop);
-  tail.write(cache, l.conv_row, l.conv_channel);
-}
-
-template <class X>
-static void compose_caches_of(const GdnCompose& s, int request) {
-  const GdnLayer& l = s.layer;
-  const ComposeRow& r = s.rows[request];
-  X* cache = (X*)l.conv + l.slots[r.batch_row] * l.conv_slot;
-  Tail<X> tail{l, {}, {}};
-  tail.push_rows(r.resumed ? cache : nullptr, l.conv_row, l.conv_channel);
-  for (int64_t i = r.first_op; i < r.stop_op; ++i) {
-    const ComposeOp& op = s.ops[i];
-    tail.push_tokens(op.first, op.first + op.count);
-    if (applies_record(op.mode))
-      tail.push_rows((const X*)s.records.tail + op.slot * (l.taps - 1) * l.channels, l.channels, 1);
-  }
-  tail.write(cache, l.conv_row, l.conv_channel);
 }
 
 static void gdn_segments(const GdnSegments& s, int request, int head, int heads, void* scratch) {

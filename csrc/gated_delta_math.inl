@@ -7,48 +7,6 @@ namespace HYPIC_ISA {
 
 constexpr int GDN_CHUNK = 32;
 constexpr int GDN_PANEL = 64;
-constexpr int GDN_MAX_TAPS = 4;
-
-HYPIC_INLINE vf vload_as_float(const bf16* p) { return vload_bf16(p); }
-HYPIC_INLINE vf vload_as_float(const float* p) { return vload(p); }
-HYPIC_INLINE void vstore_rounded(bf16* p, vf x) { vstore_bf16(p, x); }
-HYPIC_INLINE void vstore_rounded(float* p, vf x) { vstore(p, x); }
-HYPIC_INLINE float to_float(float x) { return x; }
-
-// x as the stock convolution hands it on: rounded to the dtype of its input.
-HYPIC_INLINE vf vrounded_to(vf x, const float*) { return x; }
-HYPIC_INLINE vf vrounded_to(vf x, const bf16*) {
-#if HYPIC_WIDTH == 16
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(vto_bf16(x)), 16));
-#else
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(vto_bf16(x)), 16));
-#endif
-}
-
-// 1 / (1 + e^-x)
-HYPIC_INLINE vf vsigmoid(vf x) { return vdiv(vset(1), vadd(vset(1), vexp(vmin(vset(87), vsub(vzero(), x))))); }
-
-// log(1 + u) for 0 <= u <= 1: 2 atanh(u / (2 + u)), whose series in s <= 1/3 needs eight terms.
-HYPIC_INLINE vf vlog1p(vf u) {
-  const vf s = vdiv(u, vadd(u, vset(2))), t = vmul(s, s);
-  vf p = vset(2.0f / 15);
-  p = vfma(p, t, vset(2.0f / 13));
-  p = vfma(p, t, vset(2.0f / 11));
-  p = vfma(p, t, vset(2.0f / 9));
-  p = vfma(p, t, vset(2.0f / 7));
-  p = vfma(p, t, vset(2.0f / 5));
-  p = vfma(p, t, vset(2.0f / 3));
-  return vfma(vmul(p, t), s, vadd(s, s));
-}
-
-HYPIC_INLINE vf vsoftplus(vf x) { return vadd(vmax(x, vzero()), vlog1p(vexp(vsub(vzero(), vabs(x))))); }
-
-// Products of tiny numbers must not become subnormal: CPUs multiply those a hundred times more slowly.
-struct FlushSubnormals {
-  unsigned saved;
-  FlushSubnormals() : saved(_mm_getcsr()) { _mm_setcsr(saved | 0x8040); }
-  ~FlushSubnormals() { _mm_setcsr(saved); }
-};
 
 // ------------------------------------------------------------------------------------------------ panels
 //
@@ -70,10 +28,6 @@ static void from_panels(const float* panels, int K, int N, float* rows) {
     for (int i = 0; i < K; ++i, panels += w)
       for (int j = 0; j < w; j += W) vstore(rows + i * N + c + j, vload(panels + j));
   }
-}
-
-static void copy(const float* from, ptrdiff_t count, float* to) {
-  for (ptrdiff_t i = 0; i < count; i += W) vstore(to + i, vload(from + i));
 }
 
 static float largest(const float* x, ptrdiff_t count) {
@@ -142,14 +96,6 @@ static void solve(int n, int N, const float* L, float* X, ptrdiff_t ld) {
     case 2: return solve_columns<2>(n, L, X + j, ld);
     case 1: return solve_columns<1>(n, L, X + j, ld);
     default: return;
-  }
-}
-
-// C [n, N] += A X with A [n, n] zero above its diagonal.
-static void add_triangular(int n, int N, const float* A, const float* X, ptrdiff_t ldx, float* C, ptrdiff_t ldc) {
-  for (int t = 0; t < n; t += GEMM_ROWS) {
-    const int rows = n - t < GEMM_ROWS ? n - t : GEMM_ROWS;
-    gemm<Into::add>(rows, N, t + rows, A + t * GDN_CHUNK, GDN_CHUNK, 1, X, ldx, C + t * ldc, ldc);
   }
 }
 

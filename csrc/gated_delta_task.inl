@@ -30,17 +30,6 @@ struct Work {
   HeadState* heads;
 };
 
-static size_t rounded_up(size_t x) { return (x + 63) / 64 * 64; }
-
-struct Arena {
-  char* at;
-  float* floats(ptrdiff_t n) {
-    char* p = at;
-    at += rounded_up(n * sizeof(float));
-    return (float*)p;
-  }
-};
-
 static Work carve(const GdnLayer& l, int heads, char* memory, size_t* bytes) {
   const ptrdiff_t K = l.K, V = l.V, C = GDN_CHUNK, most = K > V ? K : V;
   Arena arena{(char*)rounded_up((size_t)memory)};
@@ -60,7 +49,7 @@ static Work carve(const GdnLayer& l, int heads, char* memory, size_t* bytes) {
   w.G = arena.floats(C);
   w.Glow = arena.floats(C);
   w.eG = arena.floats(C);
-  w.context = arena.floats((GDN_MAX_TAPS - 1) * (2 * K + heads * V));
+  w.context = arena.floats((MAX_TAPS - 1) * (2 * K + heads * V));
   w.spare = arena.floats(K * most);
   w.T = arena.floats(K * K);
   for (int h = 0; h < heads; ++h) {
@@ -110,58 +99,8 @@ struct Task {
     }
   }
 
-  static void load_channels(const X* from, ptrdiff_t stride, ptrdiff_t first, int count, float* to) {
-    if (!from)
-      for (int c = 0; c < count; c += W) vstore(to + c, vzero());
-    else if (stride == 1)
-      for (int c = 0; c < count; c += W) vstore(to + c, vload_as_float(from + first + c));
-    else
-      for (int c = 0; c < count; ++c) to[c] = to_float(from[(first + c) * stride]);
-  }
-
-  // Convolution and SiLU of n rows of some channels, NV vectors side by side; `context` is moved on.
-  template <int TAPS, int NV>
-  void convolve_strip(const X* x, int n, ptrdiff_t channel, int width, float* context, float* out) const {
-    vf tap[TAPS][NV], past[TAPS][NV], bias[NV];
-    for (int j = 0; j < NV; ++j) {
-      for (int i = 0; i < TAPS; ++i) tap[i][j] = vload(l.weight + i * l.channels + channel + j * W);
-      for (int i = 0; i < TAPS - 1; ++i) past[i][j] = vload(context + i * context_stride() + j * W);
-      bias[j] = l.bias ? vload(l.bias + channel + j * W) : vzero();
-    }
-    x += channel;
-    for (int t = 0; t < n; ++t, x += l.mixed_stride) {
-      // Rows are pages apart, which no hardware prefetcher follows: ask for the next chunk's now.
-      _mm_prefetch((const char*)(x + GDN_CHUNK * l.mixed_stride), _MM_HINT_T1);
-#pragma GCC unroll 2
-      for (int j = 0; j < NV; ++j) {
-        past[TAPS - 1][j] = vload_as_float(x + j * W);
-        vf sum = vfma(past[0][j], tap[0][j], bias[j]);
-#pragma GCC unroll 4
-        for (int i = 1; i < TAPS; ++i) sum = vfma(past[i][j], tap[i][j], sum);
-        vstore(out + t * width + j * W, vrounded_to(vmul(sum, vsigmoid(sum)), x));
-#pragma GCC unroll 4
-        for (int i = 0; i < TAPS - 1; ++i) past[i][j] = past[i + 1][j];
-      }
-    }
-    for (int i = 0; i < TAPS - 1; ++i)
-      for (int j = 0; j < NV; ++j) vstore(context + i * context_stride() + j * W, past[i][j]);
-  }
-
-  // Strips are as wide as a cache line of bf16: rows are often a power of two apart, and then the lines of a strip
-  // push each other out of the first cache before a second strip could use them.
-  template <int TAPS>
-  void convolve_taps(const X* x, int n, ptrdiff_t channel, int width, float* context, float* out) const {
-    int c = 0;
-    for (; c + 2 * W <= width; c += 2 * W) convolve_strip<TAPS, 2>(x, n, channel + c, width, context + c, out + c);
-    if (c < width) convolve_strip<TAPS, 1>(x, n, channel + c, width, context + c, out + c);
-  }
-
   void convolve(const X* x, int n, ptrdiff_t channel, int width, float* context, float* out) const {
-    switch (l.taps) {
-      case 2: return convolve_taps<2>(x, n, channel, width, context, out);
-      case 3: return convolve_taps<3>(x, n, channel, width, context, out);
-      default: return convolve_taps<4>(x, n, channel, width, context, out);
-    }
+    convolve_rows<Sums::exact>(l, GDN_CHUNK, x, n, channel, width, context, context_stride(), out);
   }
 
   void normalise(float* x, int n, float scale) const {
@@ -182,19 +121,8 @@ struct Task {
     normalise(k, n, 1.0f);
     normalise(q, n, 1.0f / __builtin_sqrtf((float)K));
     const int columns = (n + W - 1) / W * W;
-    // Four rows at a time; what is read behind row n becomes zero below.
-    for (int t = 0; t < n; t += 4)
-      for (int c = 0; c < K; c += 4) {
-        const float* from = k + t * K + c;
-        float* to = w.keys_t + c * GDN_CHUNK + t;
-        __m128 r0 = _mm_loadu_ps(from), r1 = _mm_loadu_ps(from + K), r2 = _mm_loadu_ps(from + 2 * K),
-               r3 = _mm_loadu_ps(from + 3 * K);
-        _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
-        _mm_storeu_ps(to, r0);
-        _mm_storeu_ps(to + GDN_CHUNK, r1);
-        _mm_storeu_ps(to + 2 * GDN_CHUNK, r2);
-        _mm_storeu_ps(to + 3 * GDN_CHUNK, r3);
-      }
+    // What is read behind row n becomes zero below.
+    transpose(k, K, n, K, w.keys_t, GDN_CHUNK);
     if (n < columns)
       for (int c = 0; c < K; ++c)
         for (int t = n; t < columns; ++t) w.keys_t[c * GDN_CHUNK + t] = 0.0f;
@@ -270,7 +198,7 @@ struct Task {
         }
       }
       solve(n, width, w.L, D, width);
-      add_triangular(n, width, w.A, D, width, o, width);
+      add_triangular(n, width, w.A, GDN_CHUNK, 1, D, width, o, width);
       X* out = (X*)l.out + first * l.out_stride + (ptrdiff_t)(head + h) * V + c;
       for (int t = 0; t < n; ++t)
         for (int j = 0; j < width; j += W) vstore_rounded(out + t * l.out_stride + j, vload(o + t * width + j));

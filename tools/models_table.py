@@ -25,24 +25,31 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TESTED = {
+    "FalconH1ForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "Gemma3ForCausalLM": "tests/engine/test_families.py",
     "GptOssForCausalLM": "tests/engine/test_families.py",
+    "GraniteMoeHybridForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "Lfm2ForCausalLM": "tests/engine/test_short_conv.py",
     "Lfm2MoeForCausalLM": "tests/engine/test_short_conv.py",
     "LlamaForCausalLM": "tests/eval/test_gate_pretrained.py",
+    "Mamba2ForCausalLM": "tests/engine/test_mamba2.py",
     "MistralForCausalLM": "tests/engine/test_families.py",
+    "NemotronHForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "Qwen3ForCausalLM": "tests/engine/test_oracle_agreement.py",
     "Qwen3NextForCausalLM": "tests/engine/test_families.py",
     "Qwen3_5ForCausalLM": "tests/engine/test_oracle_agreement.py",
     "Qwen3_5MoeForCausalLM": "tests/engine/test_families.py",
     "Qwen3_5ForConditionalGeneration": "tests/engine/test_families.py",
+    "Zamba2ForCausalLM": "tests/engine/test_mamba2_oracle.py",
 }
 """Where an engine answers prompts with segments and is held against full recompute."""
 SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
+    # Without experts, of which vLLM has none for CPUs without a gate.
+    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 8},
 }
-"""What vLLM needs, every published model says, and transformers has no value for."""
+"""What vLLM needs, published models say, and transformers has no value or another for."""
 PATIENCE_S = 300.0
 TESTED_HERE, SERVED, REFUSED, UNKNOWN = range(4)
 SECTIONS = {
@@ -65,9 +72,10 @@ looked at when the engine starts, which refuses those that it cannot undo.
 
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
-vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's must say). Models of one
-class differ, a window is on in one and off in another: ask about yours. Sliding windows, sinks and short
-convolutions are served on CPUs only: on GPUs models that have them are refused.
+vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's must say,
+and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
+class differ, a window is on in one and off in another: ask about yours. Sliding windows, sinks, short
+convolutions and Mamba2 are served on CPUs only: on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""

@@ -14,7 +14,11 @@ from vllm_hypic.backends.ops import extension
 from vllm_hypic.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]
-AGAIN = [TESTS / "backends" / "test_span_attention.py", TESTS / "linear" / "test_layer_operators.py"]
+AGAIN = [
+    TESTS / "backends" / "test_span_attention.py",
+    TESTS / "linear" / "test_layer_operators.py",
+    TESTS / "linear" / "test_mamba2.py",
+]
 """Each has tests with an id ``c++``."""
 
 

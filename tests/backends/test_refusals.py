@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -42,6 +42,7 @@ GDN = MambaSpec(
     mamba_type=Kind.GDN_ATTN,
 )
 CONV = replace(GDN, mamba_type=Kind.SHORT_CONV, shapes=((2, 64),), dtypes=(torch.bfloat16,))
+MAMBA2 = replace(GDN, mamba_type=Kind.MAMBA2, shapes=((3, 640), (8, 64, 16)), dtypes=(torch.bfloat16,) * 2)
 
 
 USUAL: dict[str, Any] = {
@@ -82,6 +83,21 @@ def test_short_convolutions_have_tails_alone() -> None:
     assert found.slots and found.pages and found.nbytes <= 1 << 24
 
 
+def test_mamba2_has_a_number_for_a_transition() -> None:
+    """States are kept in float32 whatever vLLM keeps them in."""
+    found = geometry(FULL, MAMBA2)
+    (linear,) = found.linear
+    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
+        ("state", (8, 64, 16), torch.float32),
+        ("conv", (3, 640), torch.bfloat16),
+        ("log_transition", (8,), torch.float32),
+    ]
+    assert linear.shape == "8 heads of 64 x 16"
+    slot = 8 * 64 * 16 * 4 + 3 * 640 * 2 + 8 * 4
+    assert (found.slot_bytes, found.record_transition_blocks, found.transition_blocks) == (slot, 0, 0)
+    assert found.slots and found.pages and found.nbytes <= 1 << 24
+
+
 def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
     """Else its state holds inputs of rows before the segment, which no record has."""
     assert geometry(CONV, min_segment_tokens=2).slots and geometry(GDN, min_segment_tokens=1).slots
@@ -96,9 +112,10 @@ def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
         (FullAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256 tokens"),
         (FullAttentionSpec(**SHAPE, head_size_v=128), "V of head size 128 beside K of 64"),
         (MLAAttentionSpec(**SHAPE), "KV cache of kind MLAAttentionSpec"),
-        (replace(GDN, mamba_type=Kind.MAMBA2), "linear attention of kind MAMBA2"),
+        (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention of kind MAMBA1"),
         (replace(GDN, mamba_type=Kind.LINEAR), "linear attention of kind LINEAR"),
         (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),
+        (replace(MAMBA2, shapes=(*MAMBA2.shapes, (8, 16))), "linear attention with states of shapes"),
         (replace(CONV, shapes=((2, 64), (4, 64, 64))), "linear attention with states of shapes"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -154,14 +171,15 @@ def test_a_layer_that_has_no_cache_of_its_own_is_not_passed_over() -> None:
         attach.attach(runner, geometry(FULL), NotImplemented)
 
 
-@pytest.mark.parametrize("kind", [HypicCPUGatedDeltaNet, MambaMixer2])
+@pytest.mark.parametrize("kind", [HypicCPUGatedDeltaNet, MambaMixer])
 def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None:
     """Qwen4Exp has the very layer that is replaced by ours, and convolutions over n-grams beside it."""
     layer = stock_layer(kind)
     says = attach.layer_refusal(layer, "Qwen4ExpForCausalLM")
     assert says is not None
-    if kind is MambaMixer2:
-        assert says == "linear attention MambaMixer2 (supported: QwenGatedDeltaNetAttention, ShortConv)"
+    if kind is MambaMixer:
+        supported = "QwenGatedDeltaNetAttention, ShortConv, MambaMixer2"
+        assert says == f"linear attention MambaMixer (supported: {supported})"
     else:
         assert says.startswith("gated delta net in Qwen4ExpForCausalLM (what else that keeps is not known; ")
         assert "Qwen3NextForCausalLM" in says

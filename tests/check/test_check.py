@@ -77,6 +77,22 @@ def test_short_convolutions_take_their_tails(tmp_path: Path) -> None:
     assert "min_segment_tokens=1: expected at least 2" in refused["refusal"]
 
 
+def test_mamba2_takes_its_states(tmp_path: Path) -> None:
+    config = {
+        **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 256},
+        **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000},
+        **{"intermediate_size": 512, "dtype": "bfloat16"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
+    mamba = kinds["Mamba2, 8 heads of 64 x 128"]
+    state, conv, transition = 8 * 64 * 128 * 4, 3 * (8 * 64 + 2 * 2 * 128) * 2, 8 * 4
+    assert (mamba["layers"], mamba["segment_bytes"]) == (2, 2 * (state + conv + transition))
+    assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
+
+
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     """And vLLM's own errors are told apart from ours."""
     config = {

@@ -198,6 +198,11 @@ def test_what_is_not_supported_is_refused_with_the_reason(
             "Lfm2ForCausalLM",
             "short convolution layers (Lfm2ForCausalLM) are not supported on CUDA",
         ),
+        (
+            "architecture",
+            "NemotronHForCausalLM",
+            "Mamba2 layers (NemotronHForCausalLM) are not supported on CUDA",
+        ),
         ("use_mla", True, "multi-head latent attention"),
         ("is_encoder_decoder", True, "encoder-decoder"),
         ("is_mm_prefix_lm", True, "bidirectional attention"),

@@ -112,7 +112,8 @@ class Engine:
     """One vLLM engine in a process of its own.
 
     ``hypic=False``: stock vLLM (the plugin is installed, as it is for every user, but not chosen).
-    ``options`` are the plugin's own, ``engine_args`` vLLM's, ``env`` goes into the process.
+    ``options`` are the plugin's own, ``engine_args`` vLLM's, ``env`` goes into the process, where ``mended``
+    runs first: a patch without which a stock engine does not run.
     ``overlap=True`` switches asynchronous scheduling on, which vLLM turns off for CPUs.
     """
 
@@ -125,6 +126,7 @@ class Engine:
         options: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         overlap: bool = False,
+        mended: Callable[[], None] | None = None,
         **engine_args: Any,
     ) -> None:
         self.log = log
@@ -167,7 +169,7 @@ class Engine:
         }
         self._host = _Host(log)
         try:
-            self._host.run(_start, (environment, args, overlap), CALL_TIMEOUT)
+            self._host.run(_start, (environment, args, overlap, mended), CALL_TIMEOUT)
         except BaseException:
             self.close()
             raise
@@ -346,11 +348,16 @@ def audit(llm: Any) -> Audit:
 _engine: Any = None
 
 
-def _start(environment: dict[str, str], args: dict[str, Any], overlap: bool) -> None:
+def _start(
+    environment: dict[str, str], args: dict[str, Any], overlap: bool, mended: Callable[[], None] | None
+) -> None:
     global _engine
     os.environ.update(environment)
     import torch
     from vllm import LLM
+
+    if mended is not None:
+        mended()
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if overlap:

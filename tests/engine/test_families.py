@@ -223,17 +223,17 @@ REFUSED = [
         ),
     ),
     Refused(
-        "mamba2",
-        "Mamba2",
-        "layers.0.mixer: linear attention of kind MAMBA2",
-        {"num_heads": 4, "head_dim": 64, "state_size": 64, "n_groups": 1, "expand": 2},
+        "mamba",
+        "Mamba",
+        "layers.0.mixer: linear attention of kind MAMBA1",
+        {"state_size": 16, "expand": 2},
         {"enable_prefix_caching": False},
     ),
 ]
 
 
 @pytest.mark.parametrize("chosen", REFUSED, ids=str)
-@pytest.mark.fast("soft-cap", "mamba2")
+@pytest.mark.fast("soft-cap", "mamba")
 def test_refused(chosen: Refused, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
     save = partial(tiny_models.save, dtype=torch.bfloat16)
     fields = {"num_hidden_layers": 2} | chosen.fields

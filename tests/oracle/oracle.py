@@ -110,11 +110,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     return torch.einsum("hnm,mhd->nhd", weights, v)
 
 
-def causal_conv(rows: Tensor, context: Tensor, weight: Tensor) -> Tensor:
+def causal_conv(rows: Tensor, context: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     """Depthwise causal convolution and silu: `rows [n, C]` after `context [k-1, C]`, `weight [C, k]`."""
     x = torch.cat((context, rows))
     n, width = rows.shape[0], weight.shape[1]
-    return F.silu(sum(x[j : j + n] * weight[:, j] for j in range(width)))
+    return F.silu(sum(x[j : j + n] * weight[:, j] for j in range(width)) + bias)
 
 
 def last_rows(rows: Tensor, count: int) -> Tensor:

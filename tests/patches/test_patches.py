@@ -12,10 +12,10 @@ from vllm_hypic.patches.signature import PatchError, require_parameters
 
 APPLIED_TWICE = """
 import vllm_hypic
-from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_one_token_conv, cpu_rope_heads
-from vllm_hypic.patches import engine_args, engine_inbox, engine_stop, request_check
-plain = (backend_name, cpu_backend_choice, cpu_one_token_conv, cpu_rope_heads, engine_args, engine_inbox,
-         engine_stop, request_check)
+from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba2_checkpoints, cpu_one_token_conv
+from vllm_hypic.patches import cpu_rope_heads, engine_args, engine_inbox, engine_stop, request_check
+plain = (backend_name, cpu_backend_choice, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads,
+         engine_args, engine_inbox, engine_stop, request_check)
 for patch in 2 * plain:
     patch.apply()
 
@@ -70,6 +70,39 @@ assert torch.equal(rotated(rope, flat=True), flat)
 assert (rotated(rope, flat=False) - flat).abs().max() < 1e-5
 """
 
+CHECKPOINTS = """
+import torch
+from types import SimpleNamespace
+import vllm._custom_ops
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+from vllm_hypic.patches import cpu_mamba2_checkpoints
+
+def states(asked):
+    x, dt, B = torch.randn(9, 2, 16), torch.randn(9, 2), torch.randn(9, 1, 16)
+    ends = torch.tensor([0, 4, 8, 9], dtype=torch.int32)
+    return mamba_chunk_scan_combined_varlen(
+        x, dt, -torch.ones(2), B, B, 4, torch.tensor([0, 9], dtype=torch.int32), ends,
+        torch.tensor([2]), torch.zeros(3, dtype=torch.int32), torch.empty_like(x), dt_softplus=True,
+        return_intermediate_states=asked)
+
+assert len(states(True)) == len(states(False)) == 1, "vLLM has mended it: drop the patch"
+
+def promised():
+    layer = MambaMixer2.__new__(MambaMixer2)
+    torch.nn.Module.__init__(layer)
+    layer.get_state_shape = lambda: ((3, 64), (2, 16, 16))
+    layer.get_state_dtype = lambda: (torch.float32, torch.float32)
+    cache = SimpleNamespace(mamba_block_size=64, mamba_page_size_padded=None, mamba_cache_mode="align",
+                            use_replayssm=False)
+    spec = layer.get_kv_cache_spec(SimpleNamespace(cache_config=cache, num_speculative_tokens=0))
+    return spec.num_prefill_checkpoint_blocks
+
+assert promised() == 1
+cpu_mamba2_checkpoints.apply()
+assert promised() == 0
+"""
+
 
 without_kernel = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM has this kernel for CPUs with AVX512-BF16 only"
@@ -81,6 +114,7 @@ without_kernel = pytest.mark.skipif(
     [
         pytest.param(APPLIED_TWICE, id="applied-twice"),
         pytest.param(ROPE_HEADS, id="rope-by-heads"),
+        pytest.param(CHECKPOINTS, id="mamba2-checkpoints"),
         pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),
     ],
 )

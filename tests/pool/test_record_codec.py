@@ -15,7 +15,7 @@ from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
-from vllm_hypic.pool.states import ConvGeometry, LinearGeometry, StateGeometry
+from vllm_hypic.pool.states import ConvGeometry, DecayGeometry, LinearGeometry, StateGeometry
 from vllm_hypic.pool.tensors import DevicePool, LinearRecords
 from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
@@ -27,8 +27,9 @@ KEY = SegmentKey("ab" * 32)
 ATTENTION = tuple(AttentionGeometry(f"layers.{i}.attn", 2, 6, torch.bfloat16) for i in (1, 3))
 LINEAR = tuple(LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat16) for i in (0, 2))
 CONV = ConvGeometry("layers.1.conv", 2, 9, torch.bfloat16)
-MIXED = (LINEAR[0], CONV, LINEAR[1])
-"""No model has both, but nothing rests on that."""
+DECAY = DecayGeometry("layers.3.mamba", 4, 6, 5, 3, 8, torch.bfloat16)
+MIXED = (LINEAR[0], CONV, LINEAR[1], DECAY)
+"""No model has them all, but nothing rests on that."""
 
 
 def pool_of(attention: bool = True, linear: tuple[StateGeometry, ...] = LINEAR) -> DevicePool:
@@ -101,7 +102,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     dead=st.sets(st.integers(0, HEADS - 1)),
     leading=st.booleans(),
     kinds=st.sampled_from(
-        [(True, LINEAR), (True, ()), (False, LINEAR), (True, (CONV,)), (False, (CONV,)), (True, MIXED)]
+        [
+            *((True, LINEAR), (True, ()), (False, LINEAR), (True, (CONV,)), (False, (CONV,))),
+            *((True, (DECAY,)), (False, (DECAY,)), (True, MIXED)),
+        ]
     ),
     pages=st.permutations(range(PAGES)),
 )
@@ -137,6 +141,17 @@ def test_a_convolution_stores_its_tail_alone() -> None:
     header = codec_of(pool).header(place(0, [0], 4))
     assert [(s.name, s.dtype, s.shape) for s in header.sections] == [
         ("layers.1.conv.conv", "bfloat16", (2, 9))
+    ]
+
+
+@pytest.mark.parametrize("leading", [False, True])
+def test_a_transition_of_one_number_has_no_blocks(leading: bool) -> None:
+    pool = pool_of(False, (DECAY,))
+    header = codec_of(pool).header(place(0, [0], 4, leading))
+    assert [(s.name, s.dtype, s.shape) for s in header.sections] == [
+        ("layers.3.mamba.state", "float32", (4, 6, 5)),
+        ("layers.3.mamba.conv", "bfloat16", (3, 8)),
+        ("layers.3.mamba.log_transition", "float32", (4,)),
     ]
 
 

@@ -107,6 +107,26 @@ def test_mamba2_is_that_of_bamba():
     assert flops.per_token == pytest.approx(products(model.layers) + 5 * 8 * 24 * 16, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("NemotronH", {"mamba_num_heads": 8, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2}),
+        (
+            "GraniteMoeHybrid",
+            {"mamba_n_heads": 8, "mamba_d_head": 24, "mamba_d_state": 16, "mamba_n_groups": 2},
+        ),
+        ("FalconH1", {"mamba_d_ssm": 192, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}),
+        ("Zamba2", {"n_mamba_heads": 8, "mamba_d_state": 16, "mamba_ngroups": 2}),
+    ],
+)
+def test_every_model_of_mamba2_calls_its_sizes_otherwise(name: str, fields: dict[str, Any]):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(hidden_size=96, num_attention_heads=4, **fields)
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=1)
+    assert flops.linear == Mamba2(heads=8, head_size=24, state_size=16, groups=2, conv_width=4)
+
+
 def test_short_convolutions_are_those_of_lfm2():
     config, model = meta(
         "Lfm2",

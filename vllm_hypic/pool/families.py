@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .states import ConvGeometry, LinearGeometry, StateGeometry
+from .states import ConvGeometry, DecayGeometry, LinearGeometry, StateGeometry
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,21 @@ SHORT_CONVOLUTION = LinearFamily(
     architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}),
     on_cuda=False,
 )
-FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION)
+MAMBA2 = LinearFamily(
+    name="Mamba2",
+    mamba_type="MAMBA2",
+    geometry=DecayGeometry,
+    stock="MambaMixer2",
+    module="vllm_hypic.backends.linear.mamba2",
+    architectures=frozenset(
+        {
+            *("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"),
+            *("FalconH1ForCausalLM", "Zamba2ForCausalLM", "Mamba2ForCausalLM"),
+        }
+    ),
+    on_cuda=False,
+)
+FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2)
 
 
 def family_in(architecture: str) -> LinearFamily | None:

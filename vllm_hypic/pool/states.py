@@ -163,6 +163,45 @@ class ConvGeometry(StateGeometry):
         return self.conv_rows
 
 
+@dataclass(frozen=True)
+class DecayGeometry(StateGeometry):
+    """Records of one layer whose transition is a number a head (Mamba2).
+
+    ``S [slots, heads, head_dim, state_dim]`` and log T ``[slots, heads]`` fp32, the conv tail ``[slots,
+    conv_rows, conv_dim]`` in the engine's dtype.  T is at most 1 and underflows behind some hundred tokens,
+    where its logarithm is still exact.
+    """
+
+    state_ranks = (2, 3)
+    has_transition = True
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    conv_rows: int
+    conv_dim: int
+    conv_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, layer: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], conv_dim_first: bool
+    ) -> DecayGeometry:
+        heads, head_dim, state_dim = shapes[1]
+        return cls(layer, heads, head_dim, state_dim, *_conv(shapes[0], conv_dim_first), dtypes[0])
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        return (
+            SlotPart("state", (self.heads, self.head_dim, self.state_dim), STATE_DTYPE),
+            SlotPart("conv", (self.conv_rows, self.conv_dim), self.conv_dtype),
+            SlotPart("log_transition", (self.heads,), STATE_DTYPE),
+        )
+
+    @property
+    def shape(self) -> str:
+        return f"{self.heads} heads of {self.head_dim} x {self.state_dim}"
+
+
 def _conv(shape: Sequence[int], dim_first: bool) -> tuple[int, int]:
     """Rows and channels of a convolution's state."""
     return (shape[1], shape[0]) if dim_first else (shape[0], shape[1])

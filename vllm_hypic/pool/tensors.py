@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from .geometry import PoolGeometry
-from .states import TRANSITION_DTYPE, LinearGeometry, StateGeometry
+from .states import TRANSITION_DTYPE, ConvGeometry, LinearGeometry, StateGeometry
 from .transition_blocks import TransitionBlocks
 
 
@@ -55,8 +55,24 @@ class ConvRecords:
         return (self.conv_tail,)
 
 
-StateRecords = LinearRecords | ConvRecords
-RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords)
+@dataclass(frozen=True)
+class DecayRecords:
+    """Records of one layer whose transition is a number a head, by slot: ``state [slots, H, P, N]`` fp32,
+    ``conv_tail [slots, conv_rows, conv_dim]``, and ``log_transition [slots, H]`` fp32, -inf in leading
+    records: T is zero."""
+
+    state: torch.Tensor
+    conv_tail: torch.Tensor
+    log_transition: torch.Tensor
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Those of its geometry, in order."""
+        return self.state, self.conv_tail, self.log_transition
+
+
+StateRecords = LinearRecords | ConvRecords | DecayRecords
+RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords, DecayRecords)
 
 
 class DevicePool:
@@ -100,4 +116,4 @@ class DevicePool:
         if isinstance(g, LinearGeometry):
             state, conv_tail = parts
             return LinearRecords(state, conv_tail, self.transition_blocks.storage, block_of)
-        return ConvRecords(*parts)
+        return ConvRecords(*parts) if isinstance(g, ConvGeometry) else DecayRecords(*parts)

@@ -12,7 +12,7 @@ from vllm_hypic.pool.copy.base import RecordMover
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
-from vllm_hypic.pool.states import ConvGeometry, LinearGeometry
+from vllm_hypic.pool.states import ConvGeometry, DecayGeometry, LinearGeometry
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
@@ -26,11 +26,12 @@ COLUMNS, HEADS = 700, 5
 ATTENTION = AttentionGeometry("layers.1", 2, 128, torch.bfloat16)
 LINEAR = LinearGeometry("layers.0", HEADS, 64, 64, 3, 384, torch.bfloat16)
 CONV = ConvGeometry("layers.2", 2, 640, torch.bfloat16)
+DECAY = DecayGeometry("layers.3", HEADS, 32, 64, 3, 288, torch.bfloat16)
 
 
 def made() -> tuple[DevicePool, RecordMover]:
     geometry = PoolGeometry(
-        (ATTENTION,), (LINEAR, CONV), page_tokens=16, pages=128, slots=2, transition_blocks=2 * HEADS
+        (ATTENTION,), (LINEAR, CONV, DECAY), page_tokens=16, pages=128, slots=2, transition_blocks=2 * HEADS
     )
     pool = DevicePool(geometry, DEVICE)
     if DEVICE.type == "cuda":
@@ -43,7 +44,7 @@ def parts(pool: DevicePool, place: RecordPlace) -> list[torch.Tensor]:
     rows = torch.from_numpy(place.slot_mapping).to(DEVICE)
     kv, linear = pool.kv["layers.1"], pool.linear["layers.0"]
     found = [kv.key[rows], kv.value[rows], linear.state[place.slot], linear.conv_tail[place.slot]]
-    found.append(pool.linear["layers.2"].conv_tail[place.slot])
+    found += [part[place.slot] for name in ("layers.2", "layers.3") for part in pool.linear[name].parts]
     return [*found, linear.transition(place.slot)] if not place.leading else found
 
 
@@ -64,8 +65,8 @@ def test_there_and_back(leading: bool) -> None:
     if DEVICE.type == "cuda":
         # What writes the record is behind in the stream.
         torch.cuda._sleep(100_000_000)
-    tails = linear.conv_tail, pool.linear["layers.2"].conv_tail
-    for tensor in (kv.key, kv.value, linear.state, *tails, linear.transitions):
+    others = [part for name in ("layers.2", "layers.3") for part in pool.linear[name].parts]
+    for tensor in (kv.key, kv.value, linear.state, linear.conv_tail, *others, linear.transitions):
         tensor.normal_()
     wanted = [part.clone() for part in parts(pool, one)]
 

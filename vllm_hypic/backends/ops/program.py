@@ -1,6 +1,6 @@
 """What the layer operators do, as int64 tensors that all layers of a step share.
 
-`csrc/gated_delta.h` has the same rows.
+`csrc/program.h` has the same rows.
 """
 
 from __future__ import annotations

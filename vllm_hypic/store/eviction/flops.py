@@ -143,8 +143,8 @@ class FlopModel:
 
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
-        """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next, Bamba,
-        Nemotron-H and LFM2 use.
+        """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next, LFM2,
+        Nemotron-H, Granite 4, Falcon-H1 and Zamba2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -175,13 +175,15 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
             value_size=_number(config, key_size, "linear_value_head_dim"),
             conv_width=_number(config, 4, "linear_conv_kernel_dim"),
         )
-    if heads := _number(config, 0, "mamba_num_heads", "mamba_n_heads"):
+    if heads := _number(config, 0, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):
         inner = _number(config, 2, "mamba_expand", "expand") * hidden
         return Mamba2(
             heads=heads,
-            head_size=_number(config, max(1, inner // heads), "mamba_head_dim", "mamba_d_head"),
+            head_size=_number(
+                config, max(1, inner // heads), "mamba_head_dim", "mamba_d_head", "mamba_headdim"
+            ),
             state_size=_number(config, 128, "ssm_state_size", "mamba_d_state"),
-            groups=_number(config, 1, "n_groups", "mamba_n_groups"),
+            groups=_number(config, 1, "n_groups", "mamba_n_groups", "mamba_ngroups"),
             conv_width=_number(config, 4, "conv_kernel", "mamba_d_conv"),
         )
     if width := _number(config, 0, "conv_L_cache"):
