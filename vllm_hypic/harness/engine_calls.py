@@ -84,7 +84,21 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
     """Make the engine."""
     from vllm import LLM
 
+    if arguments.get("attention_backend") != "hypic":
+        _mend()
     return LLM(**arguments)
+
+
+def _mend() -> None:
+    """Mend what keeps stock vLLM from running some models on CPUs, as our workers do: else nothing is there to
+    compare them with."""
+    from vllm.platforms import current_platform
+
+    from ..patches import cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads
+
+    if current_platform.is_cpu():
+        for patch in (cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads):
+            patch.apply()
 
 
 def facts(llm: Any) -> Facts:
