@@ -90,8 +90,8 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
 
 
 def _mend() -> None:
-    """Mend what keeps stock vLLM from running some models on CPUs, as our workers do: else nothing is there to
-    compare them with."""
+    """What keeps stock vLLM from running some models on CPUs is mended as in our workers: else nothing is there
+    to compare them with."""
     from vllm.platforms import current_platform
 
     from ..patches import cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads
