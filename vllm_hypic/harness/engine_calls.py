@@ -90,7 +90,7 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
 
 
 def _mend() -> None:
-    """What keeps stock vLLM from running some models on CPUs is mended as in our workers: else nothing is there
+    """Mend what keeps stock vLLM from running some models on CPUs, as our workers do: there would be nothing
     to compare them with."""
     from vllm.platforms import current_platform
 
