@@ -8,7 +8,6 @@ against an oracle in ``test_mamba2_oracle.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,16 +20,12 @@ from oracle.mamba2_models import ARCHITECTURES, FULL, LINEAR
 
 from vllm_hypic.harness.client import completion, separator_of
 from vllm_hypic.harness.cluster import Cluster, Setup
-from vllm_hypic.harness.processes import free_port
 from vllm_hypic.patches import cpu_mamba2_checkpoints
-from vllm_hypic.segment_parallel.sender import Sender
 
-from . import test_transfer, tiny_models
-from .conftest import EngineFactory, tight_args, tight_options
-from .engines import SEP, Ask, Engine, audit, metrics, pool_unit_bytes, prompt, run_apart, same, worker_of
-from .staged_copies import staged
-from .test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
-from .test_short_conv import drained, first_token, hits
+from . import tiny_models
+from .conftest import EngineFactory
+from .engines import SEP, Ask, Engine, audit, prompt, run_apart, same, worker_of
+from .test_short_conv import first_token
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
 SEGMENTS = [FIRST, SECOND, THIRD]
@@ -271,24 +266,6 @@ def test_states_in_bfloat16(start_engine: EngineFactory, shallow: Path) -> None:
 
 
 @pytest.mark.slow
-def test_preempted_and_evicted(start_engine: EngineFactory, deep: Path) -> None:
-    """As :mod:`test_concurrency` has it of the gated delta net."""
-    asks = mixed_asks(seed=3)
-    # Blocks are half as long as there.
-    args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": 26}
-    with start_engine(deep, hypic=False, **args) as engine:
-        stock = measure(engine, [ask.plain() for ask in asks])
-    with start_engine(deep, dtype="float32") as engine:
-        units = engine.call(pool_unit_bytes)
-    with start_engine(deep, options=tight_options(units), **args) as engine:
-        ours, counted = measure(engine, asks), engine.call(metrics)
-        left = engine.call(audit)
-    assert counted["vllm:num_preemptions"] > 0 and counted["vllm:hypic_evictions"] > 0
-    assert counted["vllm:hypic_segments_hit"] > 0 and left.clean
-    assert ours.first_max <= NOISE_FACTOR * stock.first_max + MAX_FLOOR, (ours, stock)
-
-
-@pytest.mark.slow
 def test_compiled(start_engine: EngineFactory, shallow: Path, tmp_path: Path) -> None:
     """Plain requests are those of a compiled stock engine."""
     env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
@@ -302,42 +279,6 @@ def test_compiled(start_engine: EngineFactory, shallow: Path, tmp_path: Path) ->
 
 
 # -- records elsewhere -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_records_come_back_from_disk(start_engine: EngineFactory, deep: Path, tmp_path: Path) -> None:
-    """Bit for bit, and without another prefill."""
-    disk = {"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}
-    options = {"store": {"tiers": [disk]}}
-    with start_engine(deep, options=options) as first:
-        (cold,) = first.ask(COMPOSED)
-        assert first.call(drained)
-    with start_engine(deep, options=options) as second:
-        (warm,) = second.ask(COMPOSED)
-        assert second.call(hits) == 4
-    assert same(warm, cold)
-
-
-@pytest.mark.slow
-def test_records_of_another_instance(start_engine: EngineFactory, deep: Path) -> None:
-    """They leave, at once and by copies as on a device, and land: nothing is computed."""
-    here, events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    options = {"segment_parallel": {"listen": here, "events": events}}
-    with start_engine(deep, options=options) as engine:
-        records = test_transfer.pushed(engine)
-        with staged(engine):
-            assert test_transfer.pushed(engine) == records
-        (cold,) = engine.ask(test_transfer.ask())
-        engine.call(test_transfer.forget)
-        before, keys = engine.call(test_transfer.computed), [*engine.call(test_transfer.names).values()]
-        with (
-            closing(Sender(engine.call(test_transfer.namespace), None)) as sender,
-            test_transfer.waiting(engine, test_transfer.ask(hypic_remote=keys)) as answers,
-        ):
-            sent = test_transfer.push(sender, here, records)
-            (remote,) = answers.result(test_transfer.BOUND_S)
-        assert all(one.delivered for one in sent), sent
-        assert same(remote, cold) and engine.call(test_transfer.computed) == before
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ held against an oracle of their own, in float32, where there is no rounding for 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,9 @@ import pytest
 import torch
 from oracle import ShortConvOracle, random_segments, save_short_conv_model
 
-from vllm_hypic.harness.processes import free_port
-from vllm_hypic.segment_parallel.sender import Sender
-
-from . import test_transfer, tiny_models
+from . import tiny_models
 from .conftest import EngineFactory
-from .engines import Ask, Engine, EngineError, audit, prompt, run_apart, same, store_of, worker_of
-from .staged_copies import staged
+from .engines import Ask, Engine, EngineError, audit, prompt, run_apart, worker_of
 from .test_contexts_and_islands import CONTEXT, ISLANDS, asking, islands_of
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
@@ -242,52 +237,6 @@ def test_planted_faults_are_seen(five_layers: Engine, oracle: ShortConvOracle) -
             wrong = oracle.next_token_logprobs(LEAD, SEGMENTS, query, fault=fault, **method)
             found.append(float((right - wrong).abs().max()))
         assert max(found) > 30 * DEEP, f"{fault}: {found}"
-
-
-@pytest.mark.slow
-def test_records_come_back_from_disk(start_engine: EngineFactory, deep: Path, tmp_path: Path) -> None:
-    """Bit for bit, and without another prefill."""
-    disk = {"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}
-    options = {"store": {"tiers": [disk]}}
-    with start_engine(deep, dtype="bfloat16", options=options) as first:
-        (cold,) = first.ask(COMPOSED)
-        assert first.call(drained)
-    with start_engine(deep, dtype="bfloat16", options=options) as second:
-        (warm,) = second.ask(COMPOSED)
-        assert second.call(hits) == 4
-    assert warm.samples == cold.samples and warm.logprobs == cold.logprobs
-
-
-@pytest.mark.slow
-def test_records_of_another_instance(start_engine: EngineFactory, deep: Path) -> None:
-    """They leave, at once and by copies as on a device, and land: nothing is computed."""
-    here, events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    options = {"segment_parallel": {"listen": here, "events": events}}
-    with start_engine(deep, options=options) as engine:
-        records = test_transfer.pushed(engine)
-        with staged(engine):
-            assert test_transfer.pushed(engine) == records
-        (cold,) = engine.ask(test_transfer.ask())
-        engine.call(test_transfer.forget)
-        before, keys = engine.call(test_transfer.computed), [*engine.call(test_transfer.names).values()]
-        with (
-            closing(Sender(engine.call(test_transfer.namespace), None)) as sender,
-            test_transfer.waiting(engine, test_transfer.ask(hypic_remote=keys)) as answers,
-        ):
-            sent = test_transfer.push(sender, here, records)
-            (remote,) = answers.result(test_transfer.BOUND_S)
-        assert all(one.delivered for one in sent), sent
-        assert same(remote, cold) and engine.call(test_transfer.computed) == before
-
-
-def drained(llm: Any) -> bool:
-    done: bool = store_of(llm).drain(30)
-    return done
-
-
-def hits(llm: Any) -> int:
-    found: int = store_of(llm).stats().tiers["disk"].hits
-    return found
 
 
 @pytest.mark.slow
