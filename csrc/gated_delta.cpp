@@ -140,17 +140,10 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
   for (int64_t i = 0; i < rows.size(0); ++i) {
     const SegmentRow& r = s.rows[i];
     check_request(dense_slots, state, r.batch_row);
-    TORCH_CHECK_INDEX(0 <= r.first && r.first <= r.begin && r.begin <= r.end && r.end <= r.stop &&
-                          r.stop <= mixed.size(0),
-                      "rows ", r.first, " <= ", r.begin, " <= ", r.end, " <= ", r.stop, " of ", mixed.size(0));
-    TORCH_CHECK_INDEX(0 <= r.slot && r.slot < block_of.size(0), "record ", r.slot, " of ", block_of.size(0));
-    TORCH_CHECK_VALUE(r.begin < r.end || !r.ends, "an empty interior has no record");
-    if (r.leading || r.begin == r.end) continue;
-    if (r.ends) check_blocks(transitions, block_of, r.slot, 0);
-    TORCH_CHECK_INDEX((r.begins && r.ends) || (0 <= r.carry && r.carry < int64_t(carried)), "request ", i,
-                      " carries number ", r.carry, " of ", carried);
+    check_segment(r, i, mixed.size(0), block_of.size(0), carried);
+    if (!r.leading && r.begin < r.end && r.ends) check_blocks(transitions, block_of, r.slot, 0);
   }
-  if (rows.size(0)) run(s, rows.size(0), kernels().gdn.segments, kernels().gdn.segments_caches);
+  run(s, rows.size(0), kernels().gdn.segments, kernels().gdn.segments_caches);
 }
 
 void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
@@ -168,19 +161,14 @@ void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Te
   for (int64_t i = 0; i < rows.size(0); ++i) {
     const ComposeRow& r = s.rows[i];
     check_request(dense_slots, state, r.batch_row);
-    TORCH_CHECK_INDEX(0 <= r.first_op && r.first_op <= r.stop_op && r.stop_op <= ops.size(0), "ops ", r.first_op,
-                      " to ", r.stop_op, " of ", ops.size(0));
+    check_compose(r, ops.size(0));
   }
   for (int64_t i = 0; i < ops.size(0); ++i) {
     const ComposeOp& op = s.ops[i];
-    TORCH_CHECK_INDEX(0 <= op.first && 0 <= op.count && op.first + op.count <= mixed.size(0), "rows ", op.first,
-                      " to ", op.first + op.count, " of ", mixed.size(0));
-    TORCH_CHECK_VALUE(compose_none <= op.mode && op.mode <= compose_restore, "mode ", op.mode);
-    if (!applies_record(op.mode)) continue;
-    TORCH_CHECK_INDEX(0 <= op.slot && op.slot < block_of.size(0), "record ", op.slot, " of ", block_of.size(0));
+    check_op(op, mixed.size(0), block_of.size(0));
     if (op.mode == compose_transition) check_blocks(transitions, block_of, op.slot, -1);
   }
-  if (rows.size(0)) run(s, rows.size(0), kernels().gdn.compose, kernels().gdn.compose_caches);
+  run(s, rows.size(0), kernels().gdn.compose, kernels().gdn.compose_caches);
 }
 
 TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {

@@ -39,11 +39,35 @@ inline void check_request(const Tensor& slots, const Tensor& state, int64_t batc
                     state.size(0));
 }
 
+// A segment request's row `index` of a pass over `rows` token rows; `slots` records, `carried` carries.
+inline void check_segment(const SegmentRow& r, int64_t index, int64_t rows, int64_t slots, size_t carried) {
+  TORCH_CHECK_INDEX(0 <= r.first && r.first <= r.begin && r.begin <= r.end && r.end <= r.stop && r.stop <= rows, "rows ",
+                    r.first, " <= ", r.begin, " <= ", r.end, " <= ", r.stop, " of ", rows);
+  TORCH_CHECK_INDEX(0 <= r.slot && r.slot < slots, "record ", r.slot, " of ", slots);
+  TORCH_CHECK_VALUE(r.begin < r.end || !r.ends, "an empty interior has no record");
+  const bool whole = r.begins && r.ends;
+  TORCH_CHECK_INDEX(r.leading || r.begin == r.end || whole || (0 <= r.carry && r.carry < int64_t(carried)), "request ",
+                    index, " carries number ", r.carry, " of ", carried);
+}
+
+inline void check_compose(const ComposeRow& r, int64_t ops) {
+  TORCH_CHECK_INDEX(0 <= r.first_op && r.first_op <= r.stop_op && r.stop_op <= ops, "ops ", r.first_op, " to ",
+                    r.stop_op, " of ", ops);
+}
+
+inline void check_op(const ComposeOp& op, int64_t rows, int64_t slots) {
+  TORCH_CHECK_INDEX(0 <= op.first && 0 <= op.count && op.first + op.count <= rows, "rows ", op.first, " to ",
+                    op.first + op.count, " of ", rows);
+  TORCH_CHECK_VALUE(compose_none <= op.mode && op.mode <= compose_restore, "mode ", op.mode);
+  TORCH_CHECK_INDEX(!applies_record(op.mode) || (0 <= op.slot && op.slot < slots), "record ", op.slot, " of ", slots);
+}
+
 // The `group` heads that share work make one task; with too few tasks for the threads they are divided.
 template <class Args, class Layer>
 void run_tasks(const Args& args, int64_t requests, int64_t all_heads, int64_t group,
                size_t (*scratch_of)(const Layer&, int), void (*task)(const Args&, int, int, int, void*),
                void (*caches)(const Args&, int)) {
+  if (!requests) return;
   const int64_t threads = at::get_num_threads();
   int64_t heads = group;
   while (heads > 1 && (group % heads != 0 || requests * all_heads / heads < threads)) --heads;

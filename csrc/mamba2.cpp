@@ -98,7 +98,7 @@ template <class Args>
 void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int, int, void*),
          void (*caches)(const Args&, int)) {
   const Mamba2Layer& l = args.layer;
-  if (requests) run_tasks(args, requests, l.heads, l.heads / l.groups, kernels().mamba2.scratch, task, caches);
+  run_tasks(args, requests, l.heads, l.heads / l.groups, kernels().mamba2.scratch, task, caches);
 }
 
 // See vllm_hypic/backends/ops/mamba2/__init__.py for what these compute.
@@ -128,14 +128,7 @@ void mamba2_segments(const Tensor& mixed, const Tensor& dt, const Tensor& weight
   for (int64_t i = 0; i < rows.size(0); ++i) {
     const SegmentRow& r = s.rows[i];
     check_request(dense_slots, state, r.batch_row);
-    TORCH_CHECK_INDEX(0 <= r.first && r.first <= r.begin && r.begin <= r.end && r.end <= r.stop &&
-                          r.stop <= mixed.size(0),
-                      "rows ", r.first, " <= ", r.begin, " <= ", r.end, " <= ", r.stop, " of ", mixed.size(0));
-    TORCH_CHECK_INDEX(0 <= r.slot && r.slot < record_state.size(0), "record ", r.slot, " of ", record_state.size(0));
-    TORCH_CHECK_VALUE(r.begin < r.end || !r.ends, "an empty interior has no record");
-    if (r.leading || r.begin == r.end) continue;
-    TORCH_CHECK_INDEX((r.begins && r.ends) || (0 <= r.carry && r.carry < int64_t(carried)), "request ", i,
-                      " carries number ", r.carry, " of ", carried);
+    check_segment(r, i, mixed.size(0), record_state.size(0), carried);
   }
   run(s, rows.size(0), kernels().mamba2.segments, kernels().mamba2.segments_caches);
 }
@@ -153,18 +146,9 @@ void mamba2_compose(const Tensor& mixed, const Tensor& dt, const Tensor& weight,
   for (int64_t i = 0; i < rows.size(0); ++i) {
     const ComposeRow& r = s.rows[i];
     check_request(dense_slots, state, r.batch_row);
-    TORCH_CHECK_INDEX(0 <= r.first_op && r.first_op <= r.stop_op && r.stop_op <= ops.size(0), "ops ", r.first_op,
-                      " to ", r.stop_op, " of ", ops.size(0));
+    check_compose(r, ops.size(0));
   }
-  for (int64_t i = 0; i < ops.size(0); ++i) {
-    const ComposeOp& op = s.ops[i];
-    TORCH_CHECK_INDEX(0 <= op.first && 0 <= op.count && op.first + op.count <= mixed.size(0), "rows ", op.first,
-                      " to ", op.first + op.count, " of ", mixed.size(0));
-    TORCH_CHECK_VALUE(compose_none <= op.mode && op.mode <= compose_restore, "mode ", op.mode);
-    if (!applies_record(op.mode)) continue;
-    TORCH_CHECK_INDEX(0 <= op.slot && op.slot < record_state.size(0), "record ", op.slot, " of ",
-                      record_state.size(0));
-  }
+  for (int64_t i = 0; i < ops.size(0); ++i) check_op(s.ops[i], mixed.size(0), record_state.size(0));
   run(s, rows.size(0), kernels().mamba2.compose, kernels().mamba2.compose_caches);
 }
 

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
-from vllm_hypic.harness import engine_calls
+from vllm_hypic.harness import engine_calls, random_models
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
 from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.sizes import random_model
+from vllm_hypic.harness.sizes import SIZES, random_model
 
 pytestmark = pytest.mark.engine
 TINY = ("--size", "tiny", "--threads", "1", "--eager", "--kv-gib", "0.25", "--repeats", "2")
@@ -148,6 +148,18 @@ def test_engines_that_fail_say_so() -> None:
     for one in (broken, engine):
         assert one.log.exists()  # what went wrong can be read
         one.log.unlink()
+
+
+@pytest.mark.slow
+def test_stock_engines_are_mended(tmp_path: Path) -> None:
+    """vLLM's Mamba2 dies on CPUs where a prompt of an engine with prefix caching crosses a block."""
+    shape = SIZES["150m-mamba2"].shape
+    small = {"num_hidden_layers": 4, "layer_types": shape["fields"]["layer_types"][:4], "vocab_size": 512}
+    model = random_models.save_text_model(tmp_path, name=shape["name"], fields=shape["fields"] | small)
+    engine = Engine(EngineSettings(model, threads=1, eager=True, kv_gib=0.25), 1024, hypic=False)
+    with running(engine):
+        assert engine.described["prefix_caching"]
+        assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
 
 
 def _use_until_it_dies(engine: Engine) -> None:

@@ -21,10 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .faults import STATE_FAULTS
+from .faults import ATTENTION_FAULTS, SEAM_FAULTS, STATE_FAULTS
 from .oracle import (
-    ATTENTION_FAULTS,
-    SEAM_FAULTS,
     AttentionRecord,
     LinearRecord,
     LinearState,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_models import SPECIAL_TOKENS, save_model
+from vllm_hypic.harness.random_models import SPECIAL_IDS, save_model
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
@@ -17,9 +17,7 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
-    "bos_token_id": SPECIAL_TOKENS.index("<bos>"),
-    "eos_token_id": SPECIAL_TOKENS.index("<eos>"),
-    "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
+    **SPECIAL_IDS,
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 LINEAR, FULL = "linear_attention", "full_attention"

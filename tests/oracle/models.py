@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from vllm_hypic.harness.random_models import (
-    SPECIAL_TOKENS,
+    SPECIAL_IDS,
     random_segments,
     save_attention_model,
     save_hybrid_model,
@@ -40,9 +40,7 @@ def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int
         vocab_size=512,
         max_position_embeddings=32768,
         tie_word_embeddings=True,  # vLLM ties them whatever stands here
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        **SPECIAL_IDS,
     )
     return save_model(Lfm2ForCausalLM(config), Path(path), torch.float32, seed, norm_center=1.0)
 
@@ -62,9 +60,7 @@ def save_windowed_model(path: str | Path, *, window: int, layer_types: list[str]
         vocab_size=512,
         max_position_embeddings=32768,
         tie_word_embeddings=False,
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        **SPECIAL_IDS,
         layer_types=layer_types,
         sliding_window=window,
     )

@@ -39,15 +39,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .faults import (
-    ATTENTION_FAULTS,
-    CONTEXT_FAULTS,
-    FAULTS,
-    ISLAND_FAULTS,
-    SEAM_FAULTS,
-    STATE_FAULTS,
-    WINDOW_FAULTS,
-)
+from . import faults
+from .faults import FAULTS
 from .stream import WHOLE, Compose, Stream, build_stream
 
 
@@ -268,9 +261,9 @@ class Oracle:
     def faults(self) -> list[str]:
         """The faults that can show in this model: those of the layer kinds it has."""
         kinds = set(self.layer_types)
-        names = list(SEAM_FAULTS)
-        names += STATE_FAULTS if "linear_attention" in kinds else []
-        names += ATTENTION_FAULTS if kinds - {"linear_attention"} else []
+        names = list(faults.SEAM_FAULTS)
+        names += faults.STATE_FAULTS if "linear_attention" in kinds else []
+        names += faults.ATTENTION_FAULTS if kinds - {"linear_attention"} else []
         return names
 
     # ---- records -------------------------------------------------------------------------------------------
@@ -312,7 +305,7 @@ class Oracle:
         **layout,
     ) -> tuple[Tensor, list[LinearState | None]]:
         """Lay the prompt out and run its stream."""
-        known = FAULTS | CONTEXT_FAULTS | ISLAND_FAULTS | WINDOW_FAULTS
+        known = FAULTS | faults.CONTEXT_FAULTS | faults.ISLAND_FAULTS | faults.WINDOW_FAULTS
         if fault is not None and fault not in known:
             raise ValueError(f"unknown fault {fault!r}; known: {', '.join(known)}")
         stream = build_stream(leading, segments, query, fault=fault, **layout)

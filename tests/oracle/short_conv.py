@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .faults import ATTENTION_FAULTS, SEAM_FAULTS
 from .oracle import (
-    ATTENTION_FAULTS,
-    SEAM_FAULTS,
     AttentionRecord,
     LinearRecord,
     LinearState,

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from .faults import ATTENTION_FAULTS, FAULTS, STATE_FAULTS
 from .models import random_segments, save_attention_model, save_hybrid_model
-from .oracle import ATTENTION_FAULTS, FAULTS, STATE_FAULTS, Compose, Oracle, build_stream
+from .oracle import Compose, Oracle, build_stream
 from .stream import Shown
 
 DEMO = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"

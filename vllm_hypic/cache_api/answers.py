@@ -127,7 +127,7 @@ class PromptPart(msgspec.Struct, frozen=True):
 
     @property
     def reused(self) -> bool:
-        """Its record need not be computed."""
+        """Whether the segment has a record already, so that none need be computed."""
         return self.state in ("resident", "pending", "stored")
 
 

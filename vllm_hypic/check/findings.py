@@ -73,7 +73,7 @@ class Findings:
     platform: str
     dtype: str
     refusal: str | None
-    """Of the whole model; ``None``: no layer is refused either."""
+    """Why the whole model is refused; ``None``: no layer is refused either."""
     kinds: tuple[LayerKind, ...] = ()
     segment_tokens: int = 0
     segments: int = 0

@@ -144,7 +144,7 @@ class HypicConfig(ConfigSection):
 
     @property
     def text(self) -> str:
-        """Of the context ``text``."""
+        """What records see that are computed behind the context ``text``."""
         return context_text(None if self.learned else self.context_file)
 
     @property

@@ -173,7 +173,7 @@ def _take_what_is_signed_off(config: VllmConfig) -> None:
 
 
 def _use_options(config: VllmConfig, chosen: HypicConfig) -> None:
-    """In this configuration alone: the arguments that it was made of may serve another model."""
+    """Put options into this configuration alone: the arguments behind it may serve another model."""
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
     options = chosen.to_mapping()
     config.kv_transfer_config = replace(config.kv_transfer_config, kv_connector_extra_config=options)

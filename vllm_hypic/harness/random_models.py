@@ -10,11 +10,14 @@ what the seam tokens attend to would never reach the output.
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 SPECIAL_TOKENS = ("<unk>", "<bos>", "<eos>", "<pad>")
+SPECIAL_IDS = {f"{name}_token_id": SPECIAL_TOKENS.index(f"<{name}>") for name in ("bos", "eos", "pad")}
+"""As configurations name them."""
 SPARE_IDS = 16
 """Ids at the end of the vocabulary the tokenizer leaves free, as padded vocabularies of real models do."""
 
@@ -74,9 +77,7 @@ def save_hybrid_model(
         vocab_size=vocab,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie,
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        **SPECIAL_IDS,
     )
     return save_model(Qwen3_5ForCausalLM(config), Path(path), dtype, seed, norm_center=0.0)
 
@@ -111,99 +112,32 @@ def save_attention_model(
         vocab_size=vocab,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie,
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        **SPECIAL_IDS,
     )
     return save_model(Qwen3ForCausalLM(config), Path(path), dtype, seed, norm_center=1.0)
 
 
-def save_mamba2_model(
+def save_text_model(
     path: str | Path,
     *,
-    layers: int,
-    attention_interval: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    mamba_heads: int,
-    mamba_head_dim: int,
-    mamba_state: int,
-    vocab: int,
+    name: str,
+    fields: dict[str, Any],
     max_positions: int = 32768,
+    norm_center: float = 1.0,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Save a random Granite 4 text model: every `attention_interval`-th layer is full attention, the others
-    Mamba2; one MLP, no experts."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+    """Save a random model of any architecture: transformers' `<name>Config` with `fields`.
 
-    period = ["linear_attention"] * (attention_interval - 1) + ["full_attention"]
-    config = GraniteMoeHybridConfig(
-        num_hidden_layers=layers,
-        layer_types=[period[i % attention_interval] for i in range(layers)],
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        shared_intermediate_size=intermediate,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        attention_multiplier=(hidden // heads) ** -0.5,
-        mamba_n_heads=mamba_heads,
-        mamba_d_head=mamba_head_dim,
-        mamba_d_state=mamba_state,
-        position_embedding_type="rope",
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        vocab_size=vocab,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+    `norm_center` is the weight at which an RMSNorm of this architecture only normalises.
+    """
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        max_position_embeddings=max_positions, **SPECIAL_IDS, **fields
     )
-    return save_model(GraniteMoeHybridForCausalLM(config), Path(path), dtype, seed, norm_center=1.0)
-
-
-def save_windowed_model(
-    path: str | Path,
-    *,
-    layers: int,
-    attention_interval: int,
-    window: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocab: int,
-    max_positions: int = 32768,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> Path:
-    """Save a random Gemma 3 text model: every `attention_interval`-th layer sees everything, the others
-    `window` tokens."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    period = ["sliding_attention"] * (attention_interval - 1) + ["full_attention"]
-    config = Gemma3TextConfig(
-        num_hidden_layers=layers,
-        layer_types=[period[i % attention_interval] for i in range(layers)],
-        sliding_window=window,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        query_pre_attn_scalar=head_dim,
-        vocab_size=vocab,
-        max_position_embeddings=max_positions,
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
-    )
-    return save_model(Gemma3ForCausalLM(config), Path(path), dtype, seed, norm_center=0.0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return save_model(model, Path(path), dtype, seed, norm_center)
 
 
 def random_segments(lengths: list[int], *, vocab: int = 512, seed: int = 0) -> list[list[int]]:

@@ -240,7 +240,7 @@ class StepContext:
         return [c for c in rows if c.stream.plan.apart(c.row.s1)]
 
     def in_window(self, window: int) -> InWindow:
-        """For layers with a window of so many tokens; made once."""
+        """What layers with a window of so many tokens see of the pass; made once for all of them."""
         if window not in self._in_window:
             self._in_window[window] = InWindow.of(self.apart, window)
         return self._in_window[window]

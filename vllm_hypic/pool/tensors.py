@@ -33,7 +33,7 @@ class LinearRecords:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Those of its geometry, in order."""
+        """The record's tensors in the order of the geometry's parts."""
         return self.state, self.conv_tail
 
     def transition(self, slot: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ class ConvRecords:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Those of its geometry, in order."""
+        """The record's tensors in the order of the geometry's parts."""
         return (self.conv_tail,)
 
 
@@ -67,7 +67,7 @@ class DecayRecords:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Those of its geometry, in order."""
+        """The record's tensors in the order of the geometry's parts."""
         return self.state, self.conv_tail, self.log_transition
 
 

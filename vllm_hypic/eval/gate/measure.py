@@ -56,7 +56,7 @@ class GateMeasurement:
     subject: Subject
     """The subject, with the link options of the engine."""
     numbers: dict[Method, Numbers]
-    """In the order of the methods that were asked for, as they are on this engine (:meth:`Method.on`)."""
+    """What each method gave, in the order asked for, as it is on this engine (:meth:`Method.on`)."""
     chat: bool
     left_out: int
     """Prompts that are longer than the engine's context."""

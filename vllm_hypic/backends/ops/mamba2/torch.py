@@ -202,7 +202,7 @@ class _Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That the records are computed in."""
+        """The type in which states are computed: that of the records'."""
         return self.records.state.dtype
 
     def start(self, batch_row: int, resumed: int) -> _Walk:

@@ -1,0 +1,44 @@
+"""What the C++ operators of linear layers that keep states have in common (`csrc/layer_launch.h`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from . import extension
+
+HEAD_MULTIPLE = 16
+TAPS = range(2, 5)
+INPUTS = (torch.bfloat16, torch.float32)
+
+
+def refuses(taps: int, conv: Tensor, state: Tensor, states: Collection[torch.dtype]) -> str | None:
+    """Why they do not serve a layer with a convolution of `taps` and such caches, or `None`: they do.
+
+    `conv`, `state` [slots, heads, rows, columns]: vLLM's caches; `states`: dtypes that the states may have.
+    """
+    rows, columns = state.shape[2:]
+    if state.device.type != "cpu":
+        return f"{state.device.type} tensors"
+    if state.dtype not in states:
+        return f"states in {state.dtype}"
+    if conv.dtype not in INPUTS:
+        return f"inputs in {conv.dtype}"
+    if rows % HEAD_MULTIPLE or columns % HEAD_MULTIPLE:
+        return f"head sizes {rows} and {columns}, not multiples of {HEAD_MULTIPLE}"
+    if taps not in TAPS:
+        return f"a convolution of width {taps}"
+    return extension.missing()
+
+
+def register_fakes(*names: str) -> None:
+    """For tracing: operators that return nothing, whose schemas say what they change."""
+
+    def returns_nothing(*args: object) -> None:
+        return None
+
+    if extension.missing() is None:
+        for name in names:
+            torch.library.register_fake(f"vllm_hypic::{name}", returns_nothing)
