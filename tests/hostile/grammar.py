@@ -327,6 +327,9 @@ def requests(draw: st.DrawFn, separator: int) -> Attack:
         body |= {name: draw(SAMPLING[name]) for name in chosen}
         if all_wrong:
             body[chosen[0]] = draw(JUNK)
+    if body.get("use_beam_search") and body.get("max_tokens") is None:
+        # vLLM's beam search to the end of the context takes a minute, and three at once many.
+        body["max_tokens"] = FEW_TOKENS["max_tokens"]
     if all_wrong or wrong == "options":
         body["vllm_xargs"] = draw(OPTIONS)
     if path != TOKENIZE and draw(st.integers(0, 5)) == 0:
