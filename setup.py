@@ -130,6 +130,8 @@ setup(
         ],
         "docs": ["furo", "myst-parser", "sphinx>=9,<10", "sphinx-autoapi", "sphinxcontrib-mermaid"],
         "dev": [
+            "flash-linear-attention==0.6.0",  # its naive recurrences, beside our references
+            "gguf",
             "hypothesis",
             "matplotlib",
             "mypy==2.4.1",  # pinned, like ruff: a new release must not fail an old commit

@@ -13,7 +13,8 @@ from ..config.engine import HypicConfig
 from ..errors import ConfigError
 from ..eval.names import JsonObject
 from ..harness.report import console, size, table
-from ..harness.settings import HypicOptions, model_folder
+from ..harness.settings import HypicOptions
+from .configuration import configuration_folder
 
 if TYPE_CHECKING:
     from .findings import Findings
@@ -53,8 +54,8 @@ def check(
     pool_gib: float,
     as_json: bool,
 ) -> None:
-    """Say of each kind of layer of MODEL, a folder or a name in the hub's cache, whether it is served on this
-    platform, and what segments take.
+    """Say of each kind of layer of MODEL, a folder, a name in the hub's cache or a GGUF file, whether it is
+    served on this platform, and what segments take.
 
     Its configuration alone is read: no weights, and nothing is started. Rotary embeddings are looked at when
     the engine starts, which refuses those that it cannot undo.
@@ -62,7 +63,6 @@ def check(
     Exit code: 0 served, 1 refused, 2 usage, 3 vLLM itself makes nothing of it here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to the standard output
-    folder = model_folder(model)
     try:
         config = HypicConfig.from_mapping({"pool_bytes": int(pool_gib * 2**30), **hypic})
     except ConfigError as e:
@@ -70,7 +70,8 @@ def check(
     from .findings import NotBuilt, find
 
     try:
-        found = find(folder, config, engine_args)
+        with configuration_folder(model) as folder:
+            found = find(folder, config, engine_args)
     except NotBuilt as e:
         click.echo(f"{model}: cannot say: {e}", err=True)
         context.exit(UNKNOWN)

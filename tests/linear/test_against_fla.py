@@ -1,0 +1,51 @@
+"""Our float64 references against flash-linear-attention's naive recurrences, which are float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_hypic.backends.ops.gated_delta import reference as gated_delta
+from vllm_hypic.backends.ops.mamba2 import reference as mamba2
+
+from .inputs import gated_delta_inputs, relative
+
+FP32 = 1e-5
+TOKENS = 150
+
+pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
+
+
+def test_the_gated_delta_rule() -> None:
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+
+    x = gated_delta_inputs(TOKENS, 2, 4, 48, 80)
+    before = torch.randn(1, 4, 48, 80, generator=torch.Generator().manual_seed(1))
+    q, k = (F.normalize(heads.repeat_interleave(2, dim=1), dim=-1)[None] for heads in (x.q, x.k))
+    out, state = naive_recurrent_gated_delta_rule(
+        q, k, x.v[None], x.beta[None], x.g[None], initial_state=before, output_final_state=True
+    )
+    ours, after = gated_delta.seam_outputs(*x, [0, TOKENS], before, eps=0.0)
+    assert relative(out[0], ours) < FP32 and relative(state, after) < FP32
+    T, S = gated_delta.segment_summary(*x.tail, [0, TOKENS], eps=0.0)
+    assert relative(state, T @ before.double() + S) < FP32
+
+
+def test_mamba2() -> None:
+    """As linear attention with a decay a head: C reads what B wrote."""
+    from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
+
+    gen = torch.Generator().manual_seed(0)
+    heads, groups, P, N = 6, 2, 24, 20
+    x = torch.randn(TOKENS, heads, P, generator=gen)
+    d, A, D = (torch.rand(*size, generator=gen) for size in ((TOKENS, heads), (heads,), (heads,)))
+    B, C = (torch.randn(TOKENS, groups, N, generator=gen) for _ in range(2))
+    before = torch.randn(heads, P, N, generator=gen)
+    key, query = (t.repeat_interleave(heads // groups, dim=1)[None] for t in (B, C))
+    out, state = naive_recurrent_simple_gla(
+        query, key, (d[..., None] * x)[None], (-A * d)[None], 1.0, before.transpose(1, 2)[None]
+    )
+    ours, after = mamba2.scan(x, d, -A, B, C, D, before)
+    assert relative(out[0] + D[:, None] * x, ours) < FP32
+    assert relative(state[0].transpose(1, 2), after) < FP32

@@ -1,0 +1,42 @@
+"""Where a model's configuration is: in its folder, in the hub's cache, or in the header of a GGUF file."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from ..harness.settings import model_folder
+
+
+@contextmanager
+def configuration_folder(model: str) -> Iterator[Path]:
+    """A folder with the ``config.json`` of ``model``.
+
+    Raises ``click.UsageError`` where there is none, or the file cannot be read.
+    """
+    file = Path(model)
+    if not (file.suffix == ".gguf" and file.is_file()):
+        yield model_folder(model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _write_gguf_configuration(file, Path(folder))
+        yield model_folder(folder)
+
+
+def _write_gguf_configuration(file: Path, folder: Path) -> None:
+    """What transformers reads in a GGUF file's header, as the ``config.json`` that vLLM takes."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    except ImportError as e:
+        raise click.UsageError(f"{file}: to read GGUF files, pip install gguf") from e
+    except Exception as e:  # what a broken file raises is numpy's, struct's or transformers' own
+        raise click.UsageError(f"{file}: transformers does not read its header: {e}") from e
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
