@@ -93,6 +93,34 @@ def test_mamba2_takes_its_states(tmp_path: Path) -> None:
     assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
 
 
+def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
+    """Its header alone: there are no tensors in this one."""
+    from gguf import GGUFWriter
+
+    file = tmp_path / "model.gguf"
+    writer = GGUFWriter(file, "llama")
+    writer.add_name("a model")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(256)
+    writer.add_block_count(3)
+    writer.add_feed_forward_length(512)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(1000)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = checked(file)
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert [(kind["layers"], kind["what"]) for kind in found["kinds"]] == [
+        (3, "full attention, 2 KV heads of 64")
+    ]
+    file.write_bytes(file.read_bytes()[:40])
+    done = run(file)
+    assert done.returncode == 2 and "transformers does not read its header" in done.stderr
+
+
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     """And vLLM's own errors are told apart from ours."""
     config = {
