@@ -62,7 +62,8 @@ def main() -> None:
         (16, 2, 256, 64, False),
     ):
         table = torch.zeros(16, rotary, dtype=bf16)
-        operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu)
+        cache = torch.zeros(2, kv_heads, 16, 2 * size, dtype=bf16).transpose(1, 2).split(size, dim=-1)
+        operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu, cache)
     operators.cache_lse(
         torch.zeros(1, 64, 128, dtype=bf16),
         torch.zeros(1, 2 * 16 * 8 * 128, dtype=bf16),
