@@ -35,8 +35,8 @@ class SpanRows:
     """Rows that see public columns.
 
     ``slot_mapping``, ``kv_positions``: per request, int64 on the device; ``query_ranges [requests, 2]``
-    int64: its rows ``[first, last)``; ``visible_kv_lens [rows]`` int64: columns that each row sees, but for the
-    first ``hidden_kv_lens [rows]`` where there is a window. These on the host.
+    int64: its rows ``[first, last)``; ``visible_kv_lens [rows]`` int64: columns that each row sees, but for
+    the first ``hidden_kv_lens [rows]`` where there is a window. These on the host.
     """
 
     slot_mapping: Sequence[Tensor]

@@ -199,8 +199,8 @@ def _cache_lse(
 def _cached(
     operators: Operators, device: torch.device, dtype: torch.dtype, tokens: tuple[int, int]
 ) -> Iterator[Finding]:
-    """A prompt and a decoded token with windows over vLLM's cache, K and V halves of a token's numbers; what lies
-    behind the windows and unused blocks hold NaN."""
+    """A prompt and a decoded token with windows over vLLM's cache, K and V halves of a token's numbers; what
+    lies behind the windows and unused blocks hold NaN."""
     shape, size = REAL.attention, 16
     counts = [-(-n // size) for n in tokens]
     drawn = torch.Generator(device).manual_seed(6)

@@ -18,6 +18,9 @@ from vllm_hypic.backends.ops.span_attention import plan
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
 
+RECORDED: list[str] = []
+
+
 class H100:
     """As much of a driver as a launch asks before it compiles."""
 
@@ -41,17 +44,23 @@ def record(
     attributes: dict[tuple[int, ...], Any],
     warmup: bool,
 ) -> None:
+    """What ``JITFunction._do_compile`` is told, added to ``RECORDED``."""
     names = self.arg_names
     types = {name: kind for name, kind in signature.items() if kind != "constexpr"}
     aligned = sorted(names[i[0]] for i, given in attributes.items() if ["tt.divisibility", 16] in given)
     named = {names[i[0]]: value for i, value in constants.items()}
-    print(json.dumps([self.__name__, types, aligned, named, options.num_warps, options.num_stages]))
+    RECORDED.append(json.dumps([self.__name__, types, aligned, named, options.num_warps, options.num_stages]))
 
 
-def main() -> None:
+def install() -> None:
+    """From now on this process compiles and runs no kernel."""
     driver.set_active(H100())
     JITFunction._do_compile = record
     plan.many_rows = operators.many_rows = lambda *given: 128
+
+
+def main() -> None:
+    install()
     cpu = torch.device("cpu")
     bf16 = torch.bfloat16
     for heads, kv_heads, size, rotary, neox in (
@@ -72,6 +81,7 @@ def main() -> None:
         torch.tensor([[0, 1, 0, 1]]),
         1.0,
     )
+    print(*RECORDED, sep="\n")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ def attend(
     hidden: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row r over columns ``[hidden[r], seen[r])``, float64: ``[rows, heads, size]``, lse ``[heads, rows]``."""
+    """Row r over columns ``[hidden[r], seen[r])``, float64: ``[rows, heads, size]``, lse ``[heads,
+    rows]``."""
     group = query.shape[1] // key.shape[1]
     key, value = (t.double().repeat_interleave(group, 1) for t in (key, value))
     scores = torch.einsum("rhd,chd->hrc", query.double(), key) * scale

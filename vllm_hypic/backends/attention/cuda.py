@@ -1,8 +1,9 @@
 """Attention backend on CUDA: vLLM's FlashAttention for everything private, Triton for the public part.
 
-FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  It keeps its log-sum-exp to
-itself; for the composed rows alone it is called once more, for that.  It measures windows in the stream, where
-what records serve is missing: rows that a window hides something from have their private part from Triton, too.
+FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  It keeps its log-sum-exp
+to itself; for the composed rows alone it is called once more, for that.  It measures windows in the stream,
+where what records serve is missing: rows from which a window hides something have their private part from
+Triton, too.
 """
 
 from __future__ import annotations
@@ -130,8 +131,9 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
 
     def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
         """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
-        # The public result and its log-sum-exp; the private one and the rows of the query it is for.  A private
-        # part of ours takes less: it is gone before the public one is made.  Log-sum-exps with sinks are new ones.
+        # The public result and its log-sum-exp; the private one and the rows of the query it is for.  A
+        # private part of ours takes less, and is gone before the public one is made.  Sinks make another
+        # log-sum-exp, and weights of the result.
         per_head = self.head_size * (FLOAT_BYTES + 2 * dtype.itemsize) + 4 * FLOAT_BYTES
         return int(rows * self.num_heads * per_head + PARTIAL_BYTES)
 
@@ -221,8 +223,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         output: torch.Tensor,
         private_lse: torch.Tensor,
     ) -> None:
-        """Add the public part to the pieces' rows of ``output``, whose private log-sum-exp is ``[rows, heads]``
-        float32."""
+        """Add the public part to the pieces' rows of ``output``, whose private log-sum-exp is
+        ``[rows, heads]`` float32."""
         table, pool = link.table(), link.public
         for piece in pieces:
             out, lse = link.ops.attend(query, pool.key, pool.value, table, link.neox, piece.plan, self.scale)

@@ -44,8 +44,8 @@ def span_pieces(
 ) -> list[SpanPiece]:
     """How span attention over public columns is divided, for layers with such heads and such a window.
 
-    ``hidden [rows]`` int64 on the host: public columns that the window leaves behind each row.  One piece, but
-    for passes whose partial results would take more than :data:`PARTIAL_BYTES`.
+    ``hidden [rows]`` int64 on the host: public columns that the window hides from each row, the first ones.
+    One piece, but for passes whose partial results would take more than :data:`PARTIAL_BYTES`.
     """
 
     def make() -> list[SpanPiece]:

@@ -15,9 +15,9 @@ and each layer calls ``operators.attend(query, pool_key, pool_value, table, neox
 How a plan divides the work: the query heads of a KV head are folded into rows (row ``r``, member ``g`` of
 a group of ``G`` heads is folded row ``r * G + g``), so that one rotated tile of K serves all of them.  A tile
 is ``block`` folded rows of one request; its columns are cut into parts that are computed independently and
-then merged; where layers have a window, columns before those that a tile sees and parts that none of its rows
-sees are left out.  Both lengths depend on nothing but the request's own rows and the model, never on other requests
-or on the GPU: what a request computes does not depend on its neighbours.
+then merged; where layers have a window, columns before those that a tile sees and parts that none of its
+rows sees are left out.  Both lengths depend on nothing but the request's own rows and the model, never on
+other requests or on the GPU: what a request computes does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class SpanColumns:
     def cached(block_table: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> SpanColumns:
         """The tokens of requests in vLLM's paged cache, for :func:`attend` with a block table.
 
-        ``block_table [requests, blocks]`` int32, this or another of the same strides; ``rows``,
-        ``tokens [requests]``: a request's row of it and how many tokens it has there.
+        ``block_table [requests, blocks]`` int32, this or another of the same strides; ``rows``, ``tokens
+        [requests]``: a request's row of it and how many tokens it has there.
         """
         starts = np.asarray(rows) * block_table.stride(0)
         return SpanColumns(

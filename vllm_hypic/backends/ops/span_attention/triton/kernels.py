@@ -242,10 +242,11 @@ def attend(
     """Attention of the plan's rows over the public columns that they see.
 
     Arguments as in the package's docstring; ``query``, pools and ``table``: last dimension contiguous, others
-    with any strides.  With ``block_table``, int32 as in :meth:`SpanColumns.cached`, over vLLM's own cache: pools
-    ``[blocks, block_size, kv_heads, size]``, K rotated, so ``table`` is ``None``.  Returns, for the plan's rows in order, ``out [rows, heads, size]`` and natural
-    ``lse [rows, heads]``, float32.  Launches at most four kernels and does not wait for the GPU.  Slots and
-    positions are not checked: what is out of range is read out of bounds.
+    with any strides.  With ``block_table``, int32 as :meth:`SpanColumns.cached` took one, over vLLM's cache:
+    pools ``[blocks, block_size, kv_heads, size]``, K rotated, so ``table`` is ``None``.  Returns, for the
+    plan's rows in order, ``out [rows, heads, size]`` and natural ``lse [rows, heads]``, float32.  Launches at
+    most four kernels and does not wait for the GPU.  Slots and positions are not checked: what is out of
+    range is read out of bounds.
     """
     _check(query, pool_key, pool_value, table, plan, paged=block_table is not None)
     size = query.shape[2]
@@ -421,7 +422,10 @@ SPECS = (
         _attention_spec("64, vLLM's cache", 64, 0, block, (SM90,), windowed=True, block_size=16)
         for block in (FEW_ROWS, 128)
     ),
-    _attention_spec("256, vLLM's cache", 256, 0, 64, (SM80, SM100), kv_heads=2, windowed=True, block_size=16),
+    *(
+        _attention_spec("256, vLLM's cache", 256, 0, block, of, kv_heads=2, windowed=True, block_size=16)
+        for block, of in ((64, (SM80, SM100)), (128, (SM90,)))
+    ),
     _attention_spec("256, 64 rotated, fp32", 256, 64, 32, (SM80,), kv_heads=2, dtype=torch.float32),
     KernelSpec(
         "merge_parts[256]",

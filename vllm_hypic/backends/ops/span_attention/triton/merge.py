@@ -74,7 +74,8 @@ def merge_rows_(
 
     ``output [tokens, heads, size]``, heads contiguous; ``other [rows, heads, size]`` and ``other_lse
     [rows, heads]`` float32, contiguous; ``token_rows [rows]`` int32, none twice; ``output_lse [rows, heads]``
-    float32 with any strides, as FlashAttention's ``[heads, rows]`` transposed.  A log-sum-exp of -inf or, of ``output``, +inf marks a part without columns.
+    float32 with any strides, as FlashAttention's ``[heads, rows]`` transposed.  A log-sum-exp of -inf or, of
+    ``output``, +inf marks a part without columns.
     Raises ``ValueError`` for other shapes.
     """
     rows, heads, size = other.shape

@@ -82,8 +82,8 @@ def cached_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``cache_attention`` of the package's docstring, but for K and V ``[blocks, block_size, kv_heads, size]``
-    where they lie; waits for the GPU where ranges or lengths lie there."""
+    """As ``cache_attention`` of the package's docstring, but for K and V ``[blocks, block_size, kv_heads,
+    size]`` where they lie; waits for the GPU where ranges or lengths lie there."""
     ranges = query_ranges.cpu().numpy()
     plan = SpanPlan.of(
         SpanColumns.cached(block_table, ranges[:, 2], ranges[:, 3]),

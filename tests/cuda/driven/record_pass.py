@@ -1,0 +1,44 @@
+"""Kernels that passes of layers with and without windows and sinks launch, and those that the layers' warm-up
+had launched before, recorded without a GPU; a program.  Prints two lists as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "triton"), str(Path(__file__).parent)]
+
+import record_launches
+import test_cuda_attention_forward as forward
+from vllm.v1.attention.backends import flash_attn
+
+from vllm_hypic.backends.attention.base import AttentionLink
+
+
+def main() -> None:
+    record_launches.install()
+    flash_attn.flash_attn_varlen_func = forward.stand_in
+    forward.HEADS = 8  # so many that a prefill takes a tile of many rows
+    warmed, launched = set[str](), set[str]()
+    for window in (None, 20, 30, 64):
+        for sinks in (False, True):
+            world = forward.World(torch.bfloat16, forward.angles(128), window=window, sinks=sinks)
+            link: Any = world.impl.link
+            record_launches.RECORDED.clear()
+            layer = SimpleNamespace(kv_cache=world.cache)
+            world.impl.connect(layer, AttentionLink(link.runtime, link.public, link.rope))
+            mine = {*record_launches.RECORDED}
+            record_launches.RECORDED.clear()
+            world.forward()
+            launched |= {*record_launches.RECORDED} - mine
+            warmed |= mine & {*record_launches.RECORDED}
+    print(json.dumps([sorted(warmed), sorted(launched)]))
+
+
+if __name__ == "__main__":
+    main()
