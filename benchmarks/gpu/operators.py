@@ -214,8 +214,8 @@ class TorchOperators:
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:
         both = torch.stack(caches, 1)
-        index = torch.arange(both[0].numel(), dtype=torch.int32).view(both.shape[1:])
-        return span_torch.cache_attention(query, both, *index, blocks, query_ranges, scale, hidden)
+        key, value = torch.arange(both[0].numel(), dtype=torch.int32).view(both.shape[1:])
+        return span_torch.cache_attention(query, both, key, value, blocks, query_ranges, scale, hidden)
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         for source, target in zip(pool, (key, value), strict=True):
@@ -238,7 +238,8 @@ class _TorchSpan:
         r = self.rows
         return span_torch.span_attention(
             *(query, key, value, r.slot_mapping, r.kv_positions),
-            *(table, neox, self.visible_kv_lens, self.query_ranges, scale, r.hidden()),
+            *(table, neox, self.visible_kv_lens, self.query_ranges, scale),
+            hidden_kv_lens=r.hidden(),
         )
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

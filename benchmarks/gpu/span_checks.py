@@ -218,11 +218,13 @@ def _cached(
         numbers = torch.randn(len(token), *cache.shape[1::2], generator=drawn, device=device)
         cache[table[row].long()[token // size], :, token % size] = numbers.to(dtype)
     query = torch.randn(sum(rows), shape.heads, shape.size, generator=drawn, device=device).to(dtype)
-    key, value = cache.transpose(1, 2).split(shape.size, dim=-1)
-    given = query_ranges, shape.scale, hidden
-    out, lse = operators.cached_attention(query, (key, value), table, *given)
-    index = torch.arange(cache[0].numel()).view(cache.shape[1:]).transpose(0, 1).split(shape.size, dim=-1)
-    exact, exact_lse = reference.cache_attention(query.cpu(), cache.cpu(), *index, table.cpu(), *given)
+    halves = cache.transpose(1, 2).split(shape.size, dim=-1)
+    out, lse = operators.cached_attention(query, halves, table, query_ranges, shape.scale, hidden)
+    index = torch.arange(cache[0].numel()).view(cache.shape[1:]).transpose(0, 1)
+    key, value = index.split(shape.size, dim=-1)
+    exact, exact_lse = reference.cache_attention(
+        query.cpu(), cache.cpu(), key, value, table.cpu(), query_ranges, shape.scale, hidden
+    )
     yield Finding("windows in a cache", "prompt and decode", kind(dtype), worst(out, exact, 1), OUT[dtype])
     yield Finding("  log-sum-exp", "windows", kind(dtype), difference(lse, exact_lse), LSE[dtype])
 

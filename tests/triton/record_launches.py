@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction
 from vllm_hypic.backends.ops.span_attention import plan
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
-
 RECORDED: list[str] = []
 
 

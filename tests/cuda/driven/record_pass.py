@@ -1,20 +1,18 @@
 """Kernels that passes of layers with and without windows and sinks launch, and those that the layers' warm-up
-had launched before, recorded without a GPU; a program.  Prints two lists as JSON."""
+had launched before, recorded without a GPU; a program, with ``tests/triton`` among the paths of Python.
+
+Prints as JSON two lists: what was launched in both, and in a pass only.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-sys.path[:0] = [str(Path(__file__).parents[2] / "triton"), str(Path(__file__).parent)]
-
 import record_launches
 import test_cuda_attention_forward as forward
+import torch
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_hypic.backends.attention.base import AttentionLink

@@ -83,15 +83,13 @@ class SpanColumns:
         ``block_table [requests, blocks]`` int32, this or another of the same strides; ``rows``, ``tokens
         [requests]``: a request's row of it and how many tokens it has there.
         """
-        starts = np.asarray(rows) * block_table.stride(0)
-        return SpanColumns(
-            block_table, block_table, tuple(np.asarray(tokens).tolist()), tuple(starts.tolist())
-        )
+        starts = rows * block_table.stride(0)
+        return SpanColumns(block_table, block_table, tuple(tokens.tolist()), tuple(starts.tolist()))
 
 
 def causal_kv_lens(query_ranges: np.ndarray) -> np.ndarray:
-    """How many tokens of its request each row sees, int64 ``[rows]``: the last row all of them, each before it
-    one less.  ``query_ranges [requests, 4]``: first and last row, any number, tokens."""
+    """How many tokens of its request each row sees, int64 ``[rows]``: the last row all of them, each before
+    it one less.  ``query_ranges [requests, 4]``: first and last row, any number, tokens."""
     rows, tokens = query_ranges[:, 1] - query_ranges[:, 0], query_ranges[:, 3]
     return _ranges(tokens - rows + 1, rows)
 

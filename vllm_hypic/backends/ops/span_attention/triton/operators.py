@@ -146,7 +146,8 @@ def warm_up(
         attend(query, key, value, table, neox, SpanPlan.of(twice, *given, nothing), scale)
         blocks = torch.zeros(2, -(-columns // windowed[0].shape[1]), dtype=torch.int32, device=device)
         cached = SpanColumns.cached(blocks, np.arange(2), np.full(2, columns))
-        attend(query, *windowed, None, True, SpanPlan.of(cached, *given, nothing), scale, blocks)
+        inside = SpanPlan.of(cached, *given, nothing)
+        attend(query, windowed[0], windowed[1], None, True, inside, scale, blocks)
         merge_rows_(query, lse, out, lse, plan.token_rows)
     one = slots[:1]
     capture_(query[:, :kv_heads], query[:, :kv_heads], key, value, one, one, one, table, neox)
