@@ -198,7 +198,7 @@ class ComposedPass:
         row = ComposeRow(0, 0, 0, len(operations))
         self.step = operators.compose(pack([row], ComposeRow), pack(operations, ComposeOp), device)
         # Rows before the first compose point see no public column.
-        blind = operations[0].tokens
+        self.blind = blind = operations[0].tokens
         public = SpanRows(
             [pool.slots.flatten()],
             [prompt.kv_positions().to(device)],
@@ -216,7 +216,7 @@ class ComposedPass:
         scale, records = self.stack.shape.attention.scale, self.pool.attention[layer]
         out, lse = causal_attention(query, key, value, scale)
         public = self.span.attend(query, records.key, records.value, self.stack.table, scale)
-        self.span.merge_(out, lse, *public)
+        self.span.merge_(out, lse[self.blind :], *public)
         return out
 
     def scan(self, layer: int, x: Inputs, weights: Weights) -> Tensor:

@@ -35,14 +35,18 @@ class SpanRows:
     """Rows that see public columns.
 
     ``slot_mapping``, ``kv_positions``: per request, int64 on the device; ``query_ranges [requests, 2]``
-    int64: its rows ``[first, last)``; ``visible_kv_lens [rows]`` int64: columns that each row sees. These two
-    on the host.
+    int64: its rows ``[first, last)``; ``visible_kv_lens [rows]`` int64: columns that each row sees, but for
+    the first ``hidden_kv_lens [rows]`` where there is a window. These on the host.
     """
 
     slot_mapping: Sequence[Tensor]
     kv_positions: Sequence[Tensor]
     query_ranges: np.ndarray
     visible_kv_lens: np.ndarray
+    hidden_kv_lens: np.ndarray | None = None
+
+    def hidden(self) -> Tensor | None:
+        return None if self.hidden_kv_lens is None else torch.from_numpy(self.hidden_kv_lens)
 
     def seen(self) -> list[list[int]]:
         """Columns that each row of each request sees."""
@@ -61,7 +65,7 @@ class SpanStep(Protocol):
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         """The partial result ``other`` into the rows of ``output [tokens, heads, size]``, whose own
-        log-sum-exp is ``lse [tokens, heads]`` float32."""
+        log-sum-exp is ``lse [rows, heads]`` float32, with any strides."""
         ...
 
 
@@ -121,6 +125,19 @@ class Operators(Protocol):
         scale: float,
     ) -> Tensor:
         """See the package ``backends/ops/span_attention``."""
+        ...
+
+    def cached_attention(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        blocks: Tensor,
+        query_ranges: Tensor,
+        scale: float,
+        hidden: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """``cache_attention`` of the package ``backends/ops/span_attention``, over K and V ``[blocks,
+        block_size, kv_heads, size]``."""
         ...
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -187,6 +204,19 @@ class TorchOperators:
     ) -> Tensor:
         return span_torch.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
 
+    def cached_attention(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        blocks: Tensor,
+        query_ranges: Tensor,
+        scale: float,
+        hidden: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        both = torch.stack(caches, 1)
+        key, value = torch.arange(both[0].numel(), dtype=torch.int32).view(both.shape[1:])
+        return span_torch.cache_attention(query, both, key, value, blocks, query_ranges, scale, hidden)
+
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         for source, target in zip(pool, (key, value), strict=True):
             torch.index_select(source, 0, slots, out=target)
@@ -209,11 +239,11 @@ class _TorchSpan:
         return span_torch.span_attention(
             *(query, key, value, r.slot_mapping, r.kv_positions),
             *(table, neox, self.visible_kv_lens, self.query_ranges, scale),
+            hidden_kv_lens=r.hidden(),
         )
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        rows = torch.cat([torch.arange(first, last) for first, last in self.rows.query_ranges.tolist()])
-        span_torch.merge_(output, lse[rows.to(lse.device)], other, other_lse, self.query_ranges)
+        span_torch.merge_(output, lse, other, other_lse, self.query_ranges)
 
 
 @dataclass(frozen=True)

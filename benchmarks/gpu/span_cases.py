@@ -54,9 +54,11 @@ class SpanCase:
         device: torch.device,
         *,
         neox: bool = True,
+        window: int | None = None,
         seed: int = 0,
     ) -> SpanCase:
-        """Every request has columns of its own, at positions from 0 on; ``shape.rotary`` 0: NoPE."""
+        """Every request has columns of its own, at positions from 0 on; ``shape.rotary`` 0: NoPE; with a
+        ``window`` a row sees the last so many of its columns, one less from row to row."""
         drawn = torch.Generator(device).manual_seed(seed)
 
         def normal(*size: int) -> Tensor:
@@ -84,13 +86,18 @@ class SpanCase:
         query[0] = torch.nan
         for _, last in query_ranges:
             query[last] = torch.nan
+        visible_kv_lens = np.array([n for r in requests for n in r.visible_kv_lens], dtype=np.int64)
+        hidden = None
+        if window is not None:
+            hidden = np.maximum(visible_kv_lens - window + np.arange(len(visible_kv_lens)) % window, 0)
         longest = max((r.columns for r in requests), default=0)
         table = rotary_table(shape, longest + 1, device).to(dtype) if shape.rotary else None
         rows = SpanRows(
             slots,
             [torch.arange(r.columns, device=device) for r in requests],
             np.array(query_ranges, dtype=np.int64),
-            np.array([n for r in requests for n in r.visible_kv_lens], dtype=np.int64),
+            visible_kv_lens,
+            hidden,
         )
         return SpanCase(shape, query, key, value, table, rows, neox)
 

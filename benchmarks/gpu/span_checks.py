@@ -40,6 +40,7 @@ def check_span(
     yield from guarded("gather, scatter", "", dtype, _pages(operators, device, dtype, n))
     tokens = (300, 4000) if long else (20, 50)
     yield from guarded("log-sum-exp of a cache", "", dtype, _cache_lse(operators, device, dtype, tokens))
+    yield from guarded("windows in a cache", "", dtype, _cached(operators, device, dtype, tokens))
     yield from guarded("stock attention (torch)", "", dtype, _private(device, dtype, tokens[0]))
 
 
@@ -74,6 +75,9 @@ def _cases(device: torch.device, dtype: torch.dtype, long: bool) -> Iterator[tup
     ]
     for name, heads, requests, neox in named:
         yield name, SpanCase.make(heads, requests, dtype, device, neox=neox)
+    requests = [SpanRequest.decode(columns[1]), SpanRequest.prompt(prompt), SpanRequest(3, (0, 3))]
+    for window in (1, columns[1] // 3):
+        yield f"window of {window}", SpanCase.make(shape, requests, dtype, device, window=window)
 
 
 def _attend(operators: Operators, name: str, case: SpanCase) -> Iterator[Finding]:
@@ -91,13 +95,15 @@ def _attend(operators: Operators, name: str, case: SpanCase) -> Iterator[Finding
         torch.from_numpy(rows.visible_kv_lens),
         torch.from_numpy(rows.query_ranges),
         scale,
+        rows.hidden(),
     )
     yield Finding("span attention", name, kind(dtype), worst(out, exact, 1), OUT[dtype])
     yield Finding("  log-sum-exp", name, kind(dtype), difference(lse, exact_lse), LSE[dtype])
 
 
 def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
-    """Rows of which either part may be empty."""
+    """Rows of which either part may be empty; the log-sum-exp as FlashAttention has it, head by head, and as
+    ours is."""
     shape = REAL.attention
     requests = [SpanRequest(8, (1,) * 9), SpanRequest.decode(3)]
     case = SpanCase.make(shape, requests, dtype, device)
@@ -107,18 +113,17 @@ def _merge(operators: Operators, device: torch.device, dtype: torch.dtype) -> It
     lse, other_lse = (
         3 * torch.randn(len(rows), shape.heads, device=device, generator=drawn) for _ in range(2)
     )
-    by_token = torch.full((len(case.query), shape.heads), torch.nan, device=device)
     lse[1], other_lse[3] = -torch.inf, -torch.inf
     lse[4, 0], other_lse[5, 1] = -torch.inf, -torch.inf
     other[3], other[5, 1] = 0.0, 0.0  # what span attention returns for them
-    output = case.query.clone()
     query_ranges = torch.from_numpy(case.rows.query_ranges)
-    exact = output.cpu().double()
+    exact = case.query.cpu().double()
     reference.merge_(exact, lse.cpu(), other.cpu(), other_lse.cpu(), query_ranges)
-    by_token[rows.to(device)] = lse
-    operators.span(case.rows, shape, dtype).merge_(output, by_token, other, other_lse)
-    error = max(worst(output.cpu()[rows], exact[rows], 1), untouched(output, rows))
-    yield Finding("merge", "empty parts on either side", kind(dtype), error, MERGE[dtype])
+    for name, given in (("head by head", lse.t().contiguous().t()), ("row by row", lse)):
+        output = case.query.clone()
+        operators.span(case.rows, shape, dtype).merge_(output, given, other, other_lse)
+        error = max(worst(output.cpu()[rows], exact[rows], 1), untouched(output, rows))
+        yield Finding("merge", f"empty parts on either side, {name}", kind(dtype), error, MERGE[dtype])
 
 
 def _capture(
@@ -189,6 +194,39 @@ def _cache_lse(
     yield Finding(
         "log-sum-exp of a cache", "prompt and decode", kind(dtype), difference(lse, exact), LSE[dtype]
     )
+
+
+def _cached(
+    operators: Operators, device: torch.device, dtype: torch.dtype, tokens: tuple[int, int]
+) -> Iterator[Finding]:
+    """A prompt and a decoded token with windows over vLLM's cache, K and V halves of a token's numbers; what
+    lies behind the windows and unused blocks hold NaN."""
+    shape, size = REAL.attention, 16
+    counts = [-(-n // size) for n in tokens]
+    drawn = torch.Generator(device).manual_seed(6)
+    order = torch.randperm(sum(counts) + 2, generator=drawn, device=device)
+    table = torch.zeros(2, max(counts), dtype=torch.int32, device=device)
+    cache = torch.full((len(order), shape.kv_heads, size, 2 * shape.size), torch.nan, device=device).to(dtype)
+    rows = (tokens[0] // 2, 1)
+    query_ranges = torch.tensor([[0, rows[0], 0, tokens[0]], [rows[0], sum(rows), 1, tokens[1]]])
+    hidden = torch.cat([torch.arange(n - r, n) // 2 for n, r in zip(tokens, rows, strict=True)])
+    at = 0
+    for row, (n, count, first) in enumerate(zip(tokens, counts, (hidden[0], hidden[-1]), strict=True)):
+        table[row, :count] = order[at : at + count]
+        at += count
+        token = torch.arange(int(first), n, device=device)
+        numbers = torch.randn(len(token), *cache.shape[1::2], generator=drawn, device=device)
+        cache[table[row].long()[token // size], :, token % size] = numbers.to(dtype)
+    query = torch.randn(sum(rows), shape.heads, shape.size, generator=drawn, device=device).to(dtype)
+    halves = cache.transpose(1, 2).split(shape.size, dim=-1)
+    out, lse = operators.cached_attention(query, halves, table, query_ranges, shape.scale, hidden)
+    index = torch.arange(cache[0].numel()).view(cache.shape[1:]).transpose(0, 1)
+    key, value = index.split(shape.size, dim=-1)
+    exact, exact_lse = reference.cache_attention(
+        query.cpu(), cache.cpu(), key, value, table.cpu(), query_ranges, shape.scale, hidden
+    )
+    yield Finding("windows in a cache", "prompt and decode", kind(dtype), worst(out, exact, 1), OUT[dtype])
+    yield Finding("  log-sum-exp", "windows", kind(dtype), difference(lse, exact_lse), LSE[dtype])
 
 
 def _private(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Finding]:

@@ -85,7 +85,7 @@ def _merge(shape: AttentionShape, rows: int, operators: Operators, timer: Timer,
     case = SpanCase.make(shape, [SpanRequest(1, (1,) * rows)], DTYPE, timer.device)
     step = operators.span(case.rows, shape, DTYPE)
     output = torch.zeros_like(case.query)
-    lse = torch.zeros(output.shape[:2], device=timer.device)
+    lse = torch.zeros(shape.heads, rows, device=timer.device).t()
     other = torch.zeros(rows, shape.heads, shape.size, device=timer.device)
     other_lse = torch.zeros(other.shape[:2], device=timer.device)
     calls: Calls = {OURS: lambda: step.merge_(output, lse, other, other_lse)}

@@ -33,7 +33,8 @@ class TritonOperators:
     def span(self, rows: SpanRows, shape: AttentionShape, dtype: torch.dtype) -> SpanStep:
         columns = SpanColumns.of(rows.slot_mapping, rows.kv_positions)
         heads = shape.heads, shape.kv_heads, shape.size
-        return _Span(SpanPlan.of(columns, rows.query_ranges, rows.visible_kv_lens, *heads, dtype))
+        limits = rows.query_ranges, rows.visible_kv_lens
+        return _Span(SpanPlan.of(columns, *limits, *heads, dtype, rows.hidden_kv_lens))
 
     def segments(self, rows: Tensor, device: torch.device) -> DeltaStep:
         return _Segments(plan_segments(rows, device))
@@ -65,6 +66,17 @@ class TritonOperators:
     ) -> Tensor:
         return span_triton.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
 
+    def cached_attention(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        blocks: Tensor,
+        query_ranges: Tensor,
+        scale: float,
+        hidden: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return span_triton.cached_attention(query, *caches, blocks, query_ranges, scale, hidden)
+
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         span_triton.gather_slots(*pool, slots, key, value)
 
@@ -83,7 +95,7 @@ class _Span:
         return out, lse
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        span_triton.merge_tokens_(output, lse, other, other_lse, self.plan)
+        span_triton.merge_rows_(output, lse, other, other_lse, self.plan.token_rows)
 
 
 @dataclass(frozen=True)

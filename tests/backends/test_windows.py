@@ -7,9 +7,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
+from vllm_hypic.pool.step import BatchRow, InWindow, StreamTensors, composed_row
 
 from .test_span_attention import DTYPES, KERNELS, LSE_TOLERANCE, TOLERANCE, Cached, Case
 
@@ -106,3 +109,19 @@ def test_what_a_plan_hides() -> None:
             assert tokens[row] == sum(p <= at - window for p in logical)
     assert not plan.apart(5) and plan.apart(6) and plan.apart(16)
     assert not StreamPlan.alone(np.arange(4)).apart(4) and StreamPlan.alone(np.array([0, 1, 3])).apart(3)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(0, 20), st.integers(1, 60), st.data())
+def test_rows_that_are_not_far_lose_nothing_in_the_stream(
+    prompt: list[bool], generated: int, window: int, data: st.DataObject
+) -> None:
+    """So stock attention with its own window is right for them, and so is a log-sum-exp without one."""
+    public = np.array([*prompt, False])
+    positions, columns = np.flatnonzero(~public), np.flatnonzero(public)
+    points = (ComposePoint(data.draw(st.integers(0, len(positions) - 1)), 0, len(columns), False),)
+    plan = StreamPlan(positions, len(public), points, columns, columns, use_transition=True)
+    s1 = data.draw(st.integers(1, len(positions) + generated))
+    s0 = data.draw(st.integers(0, s1 - 1))
+    stream = StreamTensors.of(plan, torch.device("cpu"))
+    rows = InWindow.of([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], window)
+    assert rows.far is not None or s1 <= window

@@ -38,7 +38,7 @@ class Nothing:
 
         def merge_(output: Tensor, lse: Tensor, other: Tensor, other_lse: None) -> None:
             together(output, lse, other)
-            assert output.stride(-1) == 1 and lse.shape == output.shape[:2]
+            assert output.stride(-1) == 1 and lse.shape == other.shape[:2]
 
         return SimpleNamespace(attend=attend, merge_=merge_)
 

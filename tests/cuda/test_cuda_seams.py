@@ -120,6 +120,9 @@ def test_layers_are_refused(field: str, value: object, says: str) -> None:
     impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
     assert impl.refusal() is None
     setattr(impl, field, value)
+    if field in ("sliding_window", "sinks"):  # served
+        assert impl.refusal() is None
+        impl.serves_windows = impl.serves_sinks = False
     assert (reason := impl.refusal()) is not None and says in reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +27,14 @@ def test_right_operators_pass(dtype: str) -> None:
     assert [f for f in found if not f.passed] == []
     kernels = {f.kernel.strip() for f in found}
     assert {"span attention", "log-sum-exp", "merge", "capture of K and V", "gather, scatter"} <= kernels
-    assert {"log-sum-exp of a cache", "segments: outputs", "states", "records", "compose: outputs"} <= kernels
+    assert {
+        "log-sum-exp of a cache",
+        "windows in a cache",
+        "segments: outputs",
+        "states",
+        "records",
+        "compose: outputs",
+    } <= kernels
     # Tolerances are tight enough to mean something: half of each is used up by rounding nowhere.
     assert all(f.error <= f.tolerance / 2 for f in found)
 
@@ -45,6 +53,8 @@ class Faulty(_TorchSpan):
             rows = replace(rows, kv_positions=[p + (p > 8).long() for p in rows.kv_positions])
         elif self.fault == "column":
             visible_kv_lens = torch.where(visible_kv_lens > 1, visible_kv_lens - 1, visible_kv_lens)
+        elif self.fault == "window" and rows.hidden_kv_lens is not None:
+            rows = replace(rows, hidden_kv_lens=np.maximum(rows.hidden_kv_lens - 1, 0))
         elif self.fault == "pairs":
             neox = not neox
         out, lse = _TorchSpan(rows, self.query_ranges, visible_kv_lens).attend(
@@ -103,6 +113,7 @@ class FaultyOperators(TorchOperators):
         ("position", "span attention", "span"),
         ("column", "span attention", "span"),
         ("pairs", "span attention", "span"),
+        ("window", "span attention", "span"),
         ("scale", "span attention", "span"),
         ("merge", "merge", "span"),
         ("capture", "capture of K and V", "span"),

@@ -30,12 +30,13 @@ found = [
     *span_checks._capture(triton, cpu, dtype, 9),
     *span_checks._pages(triton, cpu, dtype, 9),
     *span_checks._cache_lse(triton, cpu, dtype, (4, 18)),
+    *span_checks._cached(triton, cpu, dtype, (4, 18)),
     *delta_checks._segments(triton, "", layer, [Segment(20, 2, 20)], (12,)),
     *delta_checks._compose(triton, cpu, dtype, delta),
 ]
 for f in found:
     print(f)
-assert len(found) == 12 and all(f.passed for f in found)
+assert len(found) == 15 and all(f.passed for f in found)
 """
 
 

@@ -17,6 +17,8 @@ from triton.runtime.jit import JITFunction
 from vllm_hypic.backends.ops.span_attention import plan
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
+RECORDED: list[str] = []
+
 
 class H100:
     """As much of a driver as a launch asks before it compiles."""
@@ -41,17 +43,23 @@ def record(
     attributes: dict[tuple[int, ...], Any],
     warmup: bool,
 ) -> None:
+    """What ``JITFunction._do_compile`` is told, added to ``RECORDED``."""
     names = self.arg_names
     types = {name: kind for name, kind in signature.items() if kind != "constexpr"}
     aligned = sorted(names[i[0]] for i, given in attributes.items() if ["tt.divisibility", 16] in given)
     named = {names[i[0]]: value for i, value in constants.items()}
-    print(json.dumps([self.__name__, types, aligned, named, options.num_warps, options.num_stages]))
+    RECORDED.append(json.dumps([self.__name__, types, aligned, named, options.num_warps, options.num_stages]))
 
 
-def main() -> None:
+def install() -> None:
+    """From now on this process compiles and runs no kernel."""
     driver.set_active(H100())
     JITFunction._do_compile = record
     plan.many_rows = operators.many_rows = lambda *given: 128
+
+
+def main() -> None:
+    install()
     cpu = torch.device("cpu")
     bf16 = torch.bfloat16
     for heads, kv_heads, size, rotary, neox in (
@@ -62,7 +70,8 @@ def main() -> None:
         (16, 2, 256, 64, False),
     ):
         table = torch.zeros(16, rotary, dtype=bf16)
-        operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu)
+        cache = torch.zeros(2, kv_heads, 16, 2 * size, dtype=bf16).transpose(1, 2).split(size, dim=-1)
+        operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu, cache)
     operators.cache_lse(
         torch.zeros(1, 64, 128, dtype=bf16),
         torch.zeros(1, 2 * 16 * 8 * 128, dtype=bf16),
@@ -71,6 +80,7 @@ def main() -> None:
         torch.tensor([[0, 1, 0, 1]]),
         1.0,
     )
+    print(*RECORDED, sep="\n")
 
 
 if __name__ == "__main__":

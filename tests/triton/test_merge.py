@@ -56,22 +56,20 @@ def test_rows_of_requests(size: int, dtype: torch.dtype, device: torch.device) -
 
 
 @DTYPES
-def test_log_sum_exp_by_token_and_head_first(dtype: torch.dtype, device: torch.device) -> None:
+def test_log_sum_exp_head_first(dtype: torch.dtype, device: torch.device) -> None:
     """As FlashAttention gives it, with +inf for nothing; output rows of a wider tensor."""
     parts = Parts(dtype, 48)
-    by_token = torch.full((4, 34), float("nan"), device=device)
-    by_token[:, NAMED] = parts.lse.t().to(device)
-    by_token[:, NAMED[3]] = float("inf")
+    head_first = parts.lse.t().contiguous().to(device)
+    head_first[:, 3] = float("inf")
     wide = torch.full((34, 6, 48), float("nan"), dtype=dtype, device=device)
     wide[:, 1:5] = parts.output.to(device)
     rows = torch.tensor(NAMED, dtype=torch.int32, device=device)
     merge_rows_(
         wide[:, 1:5],
-        by_token.t(),
+        head_first.t(),
         parts.other.to(device),
         parts.other_lse.to(device),
         rows,
-        lse_by_token=True,
     )
     parts.check(wide[:, 1:5])
     assert wide[:, [0, 5]].isnan().all()
@@ -115,4 +113,4 @@ def test_bad_arguments_are_refused(change: dict[str, torch.Tensor], says: str) -
         **change,
     }
     with pytest.raises(ValueError, match=says):
-        merge_rows_(**given, lse_by_token=False)
+        merge_rows_(**given)

@@ -192,7 +192,8 @@ def test_one_plan_serves_all_layers(device: torch.device) -> None:
 @pytest.mark.usefixtures("short_parts")
 def test_warming_up_runs(device: torch.device) -> None:
     operators.warm_up(4, 2, 16, torch.bfloat16, torch.ones(2, 16, device=device), True, device)
-    operators.warm_up(2, 2, 16, torch.bfloat16, None, True, device)
+    cache = torch.zeros(2, 16, 2, 16, dtype=torch.bfloat16, device=device)
+    operators.warm_up(2, 2, 16, torch.bfloat16, None, True, device, (cache, cache))
 
 
 def test_a_plan_for_another_dtype_is_refused(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from vllm_hypic.backends.ops.span_attention.plan import (
     part_columns,
 )
 
+CPU = torch.device("cpu")
 REQUESTS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3000)), min_size=1, max_size=5)
 
 
@@ -25,23 +26,38 @@ def columns_of(counts: list[int]) -> SpanColumns:
     return SpanColumns.of(slots, [s + 1 for s in slots])
 
 
-@given(REQUESTS, st.sampled_from([1, 3, 4, 8]), st.integers(1, 4), st.integers(0, 2**20))
+@given(
+    REQUESTS,
+    st.sampled_from([1, 3, 4, 8]),
+    st.integers(1, 4),
+    st.integers(0, 2**20),
+    st.sampled_from([None, 1, 100, 5000]),
+)
 def test_every_row_meets_what_it_sees_once(
-    requests: list[tuple[int, int]], group: int, kv_heads: int, seed: int
+    requests: list[tuple[int, int]], group: int, kv_heads: int, seed: int, window: int | None
 ) -> None:
     rng = np.random.default_rng(seed)
     rows, counts = [r for r, _ in requests], [c for _, c in requests]
     first = np.cumsum([2 + r for r in rows]) - rows
     query_ranges = np.stack([first, first + rows], 1)
     visible_kv_lens = np.concatenate([rng.integers(0, c + 1, r) for r, c in requests])
-    plan = SpanPlan.of(columns_of(counts), query_ranges, visible_kv_lens, group * kv_heads, kv_heads, 64)
+    hidden = None
+    if window is not None:
+        hidden = np.maximum(visible_kv_lens - window + rng.integers(0, 9, len(visible_kv_lens)), 0)
+    heads = group * kv_heads, kv_heads, 64, torch.bfloat16
+    plan = SpanPlan.of(columns_of(counts), query_ranges, visible_kv_lens, *heads, hidden)
 
     assert plan.token_rows.tolist() == [t for a, b in query_ranges.tolist() for t in range(a, b)]
     assert plan.visible_kv_lens.tolist() == visible_kv_lens.tolist()
+    if hidden is None:
+        assert plan.hidden_kv_lens is None
+        hidden = np.zeros_like(visible_kv_lens)
+    else:
+        assert plan.hidden_kv_lens is not None and plan.hidden_kv_lens.tolist() == hidden.tolist()
     outputs = np.cumsum(rows) - rows
     requests_of = {int(o): i for i, (o, r) in enumerate(zip(outputs, rows, strict=True)) if r}
     met = np.zeros((sum(rows), group, max(counts)), dtype=np.int64)
-    written = np.zeros((sum(rows), group), dtype=np.int64)
+    written = np.zeros((sum(rows), group), dtype=bool)
     for work in plan.work:
         assert check_partials(work) == set(range(work.partial_rows))
         for item in work.items.tolist():
@@ -52,13 +68,33 @@ def test_every_row_meets_what_it_sees_once(
             assert (work.block == FEW_ROWS) == (count * group <= FEW_ROWS)
             assert end - begin <= part_columns(kv_heads, work.block)
             assert end <= counts[i]
-            for f in range(folded, min(folded + work.block, count * group)):
+            tile = range(folded, min(folded + work.block, count * group))
+            seen = [(hidden[r], visible_kv_lens[r]) for r in {output + f // group for f in tile}]
+            # Somebody sees the part, and a tile that sees nothing writes so.
+            assert end == begin or any(max(a, begin) < min(b, end) for a, b in seen)
+            for f in tile:
                 met[output + f // group, f % group, begin:end] += 1
-                written[output + f // group, f % group] += begin == 0
-    assert (written == 1).all()
+                written[output + f // group, f % group] = True
+    assert written.all()
     for row, seen in enumerate(visible_kv_lens):
-        assert (met[row, :, :seen] == 1).all()
+        assert (met[row, :, hidden[row] : seen] == 1).all()
     assert met.max(initial=0) <= 1
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+def test_what_a_window_costs_does_not_grow_with_the_columns(heads: int) -> None:
+    """One token, and four seams of 8 tokens far apart, in one tile or in one each: two parts at most for
+    each."""
+    n = 800_000
+    seen = np.append(n, np.repeat(np.arange(1, 5) * (n // 4), 8))
+    given = np.array([[0, 1], [1, 33]]), seen, heads, 2, 64, torch.bfloat16
+    plan = SpanPlan.of(columns_of([n, n]), *given, seen - 300)
+    met = sum(int((w.items[:, 6] - w.items[:, 5]).sum()) for w in plan.work)
+    assert (
+        5 * 300
+        <= met
+        <= 2 * part_columns(2, FEW_ROWS) + 4 * 2 * part_columns(2, many_rows(64, torch.bfloat16, CPU))
+    )
 
 
 def check_partials(work: SpanWork) -> set[int]:

@@ -24,8 +24,8 @@ CAPABILITY = (8, 0)
 def refusal(config: VllmConfig) -> str | None:
     """The first thing in an engine's complete configuration that the CUDA path does not serve, or ``None``.
 
-    What only a loaded model shows (sliding windows, sinks, shared caches, head sizes) is refused when its
-    layers are linked.
+    What only a loaded model shows (soft-caps, shared caches, head sizes) is refused when its layers are
+    linked.
     """
     for check in (_device, _parallelism, _model, _caches, _execution):
         for reason in check(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,3 +32,18 @@ class Once(Generic[T]):
         if not self._made:
             self._made.append(make())
         return self._made[0]
+
+
+class OncePer:
+    """Values that the first caller makes of an object and all get: one for each object and kind."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, Hashable], tuple[object, Any]] = {}
+
+    def __call__(self, of: object, kind: Hashable, make: Callable[[], T]) -> T:
+        key = id(of), kind
+        if key not in self._made:
+            # The object itself is kept beside, so that no other can have its address.
+            self._made[key] = of, make()
+        found: T = self._made[key][1]
+        return found

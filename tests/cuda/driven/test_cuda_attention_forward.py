@@ -20,12 +20,21 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_hypic.backends.attention import cuda_rows as shared_rows
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
+from vllm_hypic.backends.ops.span_attention.plan import causal_kv_lens
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
-from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.step import (
+    Batch,
+    BatchRow,
+    InWindow,
+    StepContext,
+    StreamTensors,
+    capture_row,
+    composed_row,
+)
 from vllm_hypic.pool.tensors import DevicePool
 
 CPU = torch.device("cpu")
@@ -51,12 +60,15 @@ def stand_in(
     out: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
     window_size: list[int] | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> Any:
     """``flash_attn_varlen_func`` over a paged cache, in float64; lengths that it is told must fit."""
-    assert (
-        causal and window_size in (None, [-1, -1]) and not others.get("softcap") and others["fa_version"] == 2
-    )
+    left, right = (-1, -1) if window_size is None else window_size
+    assert causal and right == (-1 if left == -1 else 0)
+    assert not others.get("softcap") and others["fa_version"] == 2
+    # Nothing here relies on whether a log-sum-exp has sinks in it.
+    assert s_aux is None or not return_softmax_lse
     starts, used = cu_seqlens_q.tolist(), seqused_k.tolist()
     assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     assert len(block_table) == len(used) == len(starts) - 1 and starts[-1] == len(q)
@@ -69,30 +81,53 @@ def stand_in(
         key, value = (t[blocks].flatten(0, 1)[:tokens] for t in (k, v))
         rows = slice(starts[i], starts[i + 1])
         seen = torch.arange(tokens - (rows.stop - rows.start), tokens) + 1
-        result[rows], lse[:, rows] = attend(q[rows], key, value, seen, softmax_scale)
+        hidden = (seen - 1 - left).clamp(min=0) if left >= 0 else torch.zeros_like(seen)
+        key, value, first = key[hidden.min() :], value[hidden.min() :], hidden.min()
+        result[rows], lse[:, rows] = attend(
+            q[rows], key, value, seen - first, softmax_scale, hidden - first, s_aux
+        )
     return (result, lse) if return_softmax_lse else result
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    hidden: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row r over the first ``seen[r]`` columns, float64: ``[rows, heads, size]``, lse ``[heads, rows]``."""
+    """Row r over columns ``[hidden[r], seen[r])``, float64: ``[rows, heads, size]``, lse ``[heads,
+    rows]``."""
     group = query.shape[1] // key.shape[1]
     key, value = (t.double().repeat_interleave(group, 1) for t in (key, value))
     scores = torch.einsum("rhd,chd->hrc", query.double(), key) * scale
-    hidden = torch.arange(len(key))[None, :] >= seen[:, None]
-    scores = scores.masked_fill(hidden[None], -math.inf)
-    return torch.einsum("hrc,chd->rhd", scores.softmax(-1), value), scores.logsumexp(-1)
+    at = torch.arange(len(key))[None, :]
+    unseen = at >= seen[:, None]
+    if hidden is not None:
+        unseen |= at < hidden[:, None]
+    scores = scores.masked_fill(unseen[None], -math.inf)
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
+    return torch.einsum("hrc,chd->rhd", (scores - lse[..., None]).exp(), value), lse
 
 
 @dataclass
 class World:
     """One attention layer and a batch: a plain decode, a composed prefill, a segment request, a composed
-    decode, a composed request that sees nothing yet, and poisoned padding."""
+    decode, a composed request that sees nothing yet, and poisoned padding.
+
+    With a ``window`` the layer has one, vLLM has given away the blocks behind it, and the segment request has
+    padding inside.
+    """
 
     dtype: torch.dtype
     table: torch.Tensor | None
     neox: bool = True
+    window: int | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         gen = torch.Generator().manual_seed(7)
@@ -122,7 +157,8 @@ class World:
 
         self.prefill, self.decode = self.stream([0, 1], [3, 5], 9), self.stream([1], [2], 3)
         self.blind = self.stream([0], [4], 6)
-        capture = CapturePlan(2, 8, 0, self.capture_slots, None, leading=False)
+        padded = None if self.window is None else np.array([0, 1, 2, 3, 10, 11, 12, 13, 14])
+        capture = CapturePlan(2, 8, 0, self.capture_slots, padded, leading=False)
         # (tokens behind it, tokens in this pass)
         self.lengths = [(20, 1), (2, 7), (3, 6), (17, 1), (0, 4)]
         computed, scheduled = (np.array(part) for part in zip(*self.lengths, strict=True))
@@ -163,7 +199,9 @@ class World:
             key, value = normal(s0 + n, KV_HEADS, SIZE), normal(s0 + n, KV_HEADS, SIZE)
             key[s0:], value[s0:] = (t[self.starts[i] : self.starts[i + 1]] for t in (self.key, self.value))
             self.private.append((key, value))
-            for t in range(s0 + n):
+            gone = 0 if self.window is None else max(0, s0 + 1 - self.window) // BLOCK
+            self.table_of_blocks[i, :gone] = 0
+            for t in range(gone * BLOCK, s0 + n):
                 row = self.cache[mine[t // BLOCK], :, t % BLOCK]
                 row[:, :SIZE], row[:, SIZE:] = key[t], value[t]
         self.metadata = FlashAttentionMetadata(
@@ -175,21 +213,26 @@ class World:
             block_table=self.table_of_blocks,
             slot_mapping=torch.zeros(tokens, dtype=torch.int64),
         )
-        self.impl = HypicCUDAAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+        self.impl = HypicCUDAAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, self.window, "auto")
         self.impl.vllm_flash_attn_version = 2
+        if self.sinks:
+            # About as large as the sum over the columns of some rows.
+            self.impl.sinks = torch.linspace(0, 3, HEADS).to(self.dtype)
         rope: Any = None
         if self.table is not None:
             rope = SimpleNamespace(cos_sin_cache=self.table, is_neox_style=self.neox)
         self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, operators)
 
     def stream(self, records: list[int], at: list[int], length: int) -> StreamPlan:
-        """A stream of ``length`` tokens that sees record ``records[i]`` from index ``at[i]`` on."""
+        """A stream of ``length`` tokens that sees record ``records[i]`` from index ``at[i]`` on, where the
+        record stands in the prompt."""
         slots = np.concatenate([self.columns[r].numpy() for r in records])
-        points = tuple(
-            ComposePoint(i, r, len(self.columns[r]), False) for i, r in zip(at, records, strict=True)
-        )
-        positions = np.arange(len(slots)) * 2 + 5
-        return StreamPlan(np.arange(length), length, points, slots, positions, use_transition=True)
+        counts = [len(self.columns[r]) for r in records]
+        points = tuple(ComposePoint(*of, False) for of in zip(at, records, counts, strict=True))
+        before = [sum(c for a, c in zip(at, counts, strict=True) if a <= i) for i in range(length)]
+        positions = np.arange(length) + before
+        columns = np.setdiff1d(np.arange(length + sum(counts)), positions)
+        return StreamPlan(positions, length + sum(counts), points, slots, columns, use_transition=True)
 
     def forward(self) -> torch.Tensor:
         """The rows that count."""
@@ -200,25 +243,36 @@ class World:
         return output[: self.starts[-1]]
 
     def expected(self) -> torch.Tensor:
-        """Full attention of every row, in float64."""
+        """Full attention of every row, in float64; windows are measured in the prompt."""
         parts = []
-        composed = {c.row.index: c for c in self.step.composed}
-        for i, (s0, _n) in enumerate(self.lengths):
+        composed = {c.row.index: c.stream.plan for c in self.step.composed}
+        padded = {c.row.index: c.plan.positions for c in self.step.captures}
+        for i, (s0, n) in enumerate(self.lengths):
             private_key, private_value = (t.double() for t in self.private[i])
+            positions = padded.get(i)
+            if i in composed:
+                positions = composed[i].logical(0, s0 + n)
+            if positions is None:
+                positions = np.arange(s0 + n)
             rows = range(self.starts[i], self.starts[i + 1])
             for r, row in enumerate(rows):
                 key, value = private_key[: s0 + r + 1], private_value[: s0 + r + 1]
+                at = torch.from_numpy(positions[: s0 + r + 1])
                 if i in composed:
-                    plan = composed[i].stream.plan
+                    plan = composed[i]
                     seen = int(plan.visible_kv_lens(s0 + r, s0 + r + 1)[0])
                     slots = torch.from_numpy(plan.slot_mapping[:seen])
-                    rotation = None
-                    if self.table is not None:
-                        rotation = self.table[torch.from_numpy(plan.kv_positions[:seen])]
+                    columns = torch.from_numpy(plan.kv_positions[:seen])
+                    rotation = None if self.table is None else self.table[columns]
                     public_key = rotate(self.public.key[slots].double(), rotation, self.neox)
                     key = torch.cat([public_key.double(), key])
                     value = torch.cat([self.public.value[slots].double(), value])
-                out, _ = attend(self.query[row : row + 1], key, value, torch.tensor([len(key)]), SIZE**-0.5)
+                    at = torch.cat([columns, at])
+                if self.window is not None:
+                    near = at > positions[s0 + r] - self.window
+                    key, value = key[near], value[near]
+                given = self.query[row : row + 1], key, value, torch.tensor([len(key)]), SIZE**-0.5
+                out, _ = attend(*given, sinks=self.impl.sinks)
                 parts.append(out)
         return torch.cat(parts)
 
@@ -249,6 +303,58 @@ def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, table: bool, neox
     assert error < LIMITS[dtype], error
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [
+        *((window, torch.float32) for window in (1, 3, 12, 20, 30, 64)),
+        (20, torch.bfloat16),
+    ],
+)
+def test_windows_are_measured_in_the_prompt(window: int, dtype: torch.dtype, sinks: bool) -> None:
+    """Windows that hide all that is public, some of it from both composed requests, from one, from none."""
+    world = World(dtype, angles(128), window=window, sinks=sinks)
+    error = (world.forward().double() - world.expected()).abs().max()
+    assert error < LIMITS[dtype], error
+    rows = world.step.in_window(window)
+    assert (rows.near is None, rows.far is None) == (window < 30, window == 64)
+
+
+def test_sinks_without_a_window() -> None:
+    world = World(torch.float32, angles(128), sinks=True)
+    error = (world.forward().double() - world.expected()).abs().max()
+    assert error < LIMITS[torch.float32], error
+
+
+def test_pieces_of_windowed_rows_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_rows, "PARTIAL_BYTES", -1)
+    monkeypatch.setattr(shared_rows, "SHORTEST", 1)
+    world = World(torch.float32, angles(128), window=20, sinks=True)
+    error = (world.forward().double() - world.expected()).abs().max()
+    assert error < LIMITS[torch.float32], error
+
+
+@pytest.mark.parametrize("fault", ["distances in the stream", "sinks forgotten", "sinks counted twice"])
+def test_a_fault_of_windows_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(torch.float32, angles(128), window=20, sinks=True)
+    expected = world.expected()
+    match fault:
+        case "distances in the stream":
+            far = world.step.in_window(20).far
+            assert far is not None
+            own = torch.from_numpy(causal_kv_lens(far.public.cache_ranges.numpy())) - 1
+            nothing = torch.zeros_like(own)
+            far = replace(far, hidden_columns=nothing, hidden_tokens=(own - 19).clamp(min=0))
+            monkeypatch.setattr(StepContext, "in_window", lambda self, window: InWindow(None, far))
+        case "sinks forgotten":
+            world.impl.sinks = None
+        case "sinks counted twice":
+            assert world.impl.sinks is not None
+            world.impl.sinks = world.impl.sinks + math.log(2)
+    error = (world.forward().double() - expected).abs().max()
+    assert error > 1000 * LIMITS[torch.float32], error
+
+
 def test_pieces_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut after every row, across requests."""
     monkeypatch.setattr(shared_rows, "PARTIAL_BYTES", -1)
@@ -256,7 +362,9 @@ def test_pieces_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None
     world = World(torch.float32, angles(128))
     error = (world.forward().double() - world.expected()).abs().max()
     assert error < LIMITS[torch.float32], error
-    [pieces] = world.step.shared.of(shared_rows._SharedPlans).pieces.values()
+    public = world.step.public
+    assert public is not None
+    pieces = shared_rows.span_pieces(world.runtime, world.step, public, world.impl.heads(world.query))
     assert len(pieces) == 8
 
 
@@ -321,18 +429,19 @@ def test_plans_are_made_once_a_pass_and_columns_once_for_the_same_requests() -> 
     first = made_in(plans)
     world.forward()
     again = made_in(plans)
-    assert len(first) == len(again) >= 4 and all(a is b for a, b in zip(first, again, strict=True))
+    assert len(first) == len(again) == 3 and all(a is b for a, b in zip(first, again, strict=True))
     assert world.step.shared.of(shared_rows._SharedPlans) is plans
-    kept = world.runtime.shared.of(shared_rows._KeptColumns)
-    columns = kept.columns
+    kept = world.runtime.shared.of(shared_rows._KeptColumns).kept
+    [(_, columns)] = kept.values()
     world.runtime.step = StepContext(world.step.composed, [], CPU, world.step.batch)
     world.forward()
-    assert kept.columns is columns
+    assert [made for _, made in kept.values()] == [columns]
     world.runtime.step = StepContext(world.step.composed[:1], [], CPU, world.step.batch)
     world.forward()
-    assert kept.columns is not columns
+    [(_, other)] = kept.values()
+    assert other is not columns
 
 
 def made_in(plans: shared_rows._SharedPlans) -> list[Any]:
     """All that was made once for the pass."""
-    return [*plans.columns._made, *plans.private._made, *plans.pieces.values(), *plans.blocks.values()]
+    return [made for _, made in plans._made.values()]

@@ -1,7 +1,9 @@
 """Attention backend on CUDA: vLLM's FlashAttention for everything private, Triton for the public part.
 
-FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  It keeps its log-sum-exp to
-itself; for the composed rows alone it is called once more, for that.
+FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  It keeps its log-sum-exp
+to itself; for the composed rows alone it is called once more, for that.  It measures windows in the stream,
+where what records serve is missing: rows from which a window hides something have their private part from
+Triton, too.
 """
 
 from __future__ import annotations
@@ -22,12 +24,21 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from .base import AttentionLink, PublicAttention
-from .cuda_rows import FLOAT_BYTES, PARTIAL_BYTES, PrivateRows, span_pieces
+from .cuda_rows import (
+    FLOAT_BYTES,
+    PARTIAL_BYTES,
+    Heads,
+    PrivateRows,
+    SpanPiece,
+    private_pieces,
+    span_pieces,
+    windowed_rows,
+)
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
 
-    from ...pool.step import CapturedRows, PublicRows, StepContext
+    from ...pool.step import CapturedRows, PublicRows, StepContext, WindowedRows
 
 MAX_HEAD_SIZE = 256
 """Largest head of FlashAttention 2, which every supported GPU has."""
@@ -65,10 +76,6 @@ class HypicCUDAAttentionBackend(FlashAttentionBackend):
         return head_size <= MAX_HEAD_SIZE and super().supports_head_size(head_size)
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_mm_prefix(cls) -> bool:
         return False
 
@@ -87,6 +94,9 @@ class CUDAAttentionLink(AttentionLink):
 class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionImpl):
     """Stock FlashAttention; with a link, also captures segments and reads public K and V."""
 
+    serves_windows = True
+    serves_sinks = True
+
     def connect(self, layer: Any, link: AttentionLink) -> None:
         from ..ops.span_attention.triton import operators
 
@@ -98,6 +108,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
             link.table(),
             link.neox,
             link.public.key.device,
+            () if self.window() is None else self.halves(layer.kv_cache),
         )
         self.link = CUDAAttentionLink(link.runtime, link.public, link.rope, operators)
 
@@ -120,8 +131,10 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
 
     def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
         """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
-        # The public result and its log-sum-exp; the private one and the rows of the query it is for.
-        per_head = self.head_size * (FLOAT_BYTES + 2 * dtype.itemsize) + 2 * FLOAT_BYTES
+        # The public result and its log-sum-exp; the private one and the rows of the query it is for.  A
+        # private part of ours takes less, and is gone before the public one is made.  Sinks make another
+        # log-sum-exp, and weights of the result.
+        per_head = self.head_size * (FLOAT_BYTES + 2 * dtype.itemsize) + 4 * FLOAT_BYTES
         return int(rows * self.num_heads * per_head + PARTIAL_BYTES)
 
     @property
@@ -155,15 +168,76 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        private_lse = self.private_lse(query, kv_cache, metadata, step)
+        pieces = span_pieces(link.runtime, step, public, self.heads(query), self.window())
+        private_lse = self.private_lse(query, kv_cache, metadata, step, public)
+        self._merge_public(link, pieces, query, output, private_lse)
+
+    def attend_within(
+        self,
+        link: CUDAAttentionLink,
+        windowed: WindowedRows,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        runtime, heads = link.runtime, self.heads(query)
+        step = runtime.step
+        assert step is not None
+        rows = windowed_rows(step, windowed)
+        lses = [
+            self._attend_private(link, piece, query, kv_cache, metadata, output, rows[piece.rows])
+            for piece in private_pieces(step, windowed, metadata.block_table, heads)
+        ]
+        private_lse = lses[0] if len(lses) == 1 else torch.cat(lses)
+        pieces = span_pieces(runtime, step, windowed.public, heads, self.window(), windowed.hidden_columns)
+        self._merge_public(link, pieces, query, output, private_lse)
+
+    def _attend_private(
+        self,
+        link: CUDAAttentionLink,
+        piece: SpanPiece,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of a piece over vLLM's own cache into ``rows [n]`` int64 of ``output``; returns its
+        log-sum-exp ``[n, heads]`` float32.  Sinks are counted in both."""
+        out, lse = link.ops.attend(
+            query, *self.halves(kv_cache), None, True, piece.plan, self.scale, metadata.block_table
+        )
+        if self.sinks is not None:
+            total = torch.logaddexp(lse, self.sinks.float())
+            out *= (lse - total).exp()[..., None]
+            lse = total
+        output.index_copy_(0, rows, out.to(output.dtype))
+        return lse
+
+    def _merge_public(
+        self,
+        link: CUDAAttentionLink,
+        pieces: list[SpanPiece],
+        query: torch.Tensor,
+        output: torch.Tensor,
+        private_lse: torch.Tensor,
+    ) -> None:
+        """Add the public part to the pieces' rows of ``output``, whose private log-sum-exp is
+        ``[rows, heads]`` float32."""
         table, pool = link.table(), link.public
-        for piece in span_pieces(
-            link.runtime, step, self.num_heads, self.num_kv_heads, self.head_size, query.dtype
-        ):
+        for piece in pieces:
             out, lse = link.ops.attend(query, pool.key, pool.value, table, link.neox, piece.plan, self.scale)
-            link.ops.merge_rows_(
-                output, private_lse[piece.rows], out, lse, piece.plan.token_rows, lse_by_token=False
-            )
+            link.ops.merge_rows_(output, private_lse[piece.rows], out, lse, piece.plan.token_rows)
+
+    def heads(self, query: torch.Tensor) -> Heads:
+        return self.num_heads, self.num_kv_heads, self.head_size, query.dtype
+
+    def halves(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
+        """K and V ``[blocks, block_size, kv_heads, size]`` of ``kv_cache [blocks, kv_heads, block_size, 2 *
+        size]``."""
+        halves = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return [canonicalize_singleton_dim_strides(half) for half in halves]
 
     def private_lse(
         self,
@@ -171,14 +245,15 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         kv_cache: torch.Tensor,
         metadata: FlashAttentionMetadata,
         step: StepContext,
+        public: PublicRows,
     ) -> torch.Tensor:
-        """Log-sum-exp ``[rows, heads]`` float32 of the composed rows' attention over vLLM's own cache.
+        """Log-sum-exp ``[rows, heads]`` float32 of the rows' attention over vLLM's own cache, sinks included.
 
         ``query [tokens, heads, size]``; ``kv_cache [blocks, kv_heads, block_size, 2 * size]``.
         """
-        private = PrivateRows.of(step)
-        halves = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        key_cache, value_cache = (canonicalize_singleton_dim_strides(half) for half in halves)
+        private = PrivateRows.of(step, public)
+        key_cache, value_cache = self.halves(kv_cache)
+        # No window: it would hide nothing from these rows, or they were windowed ones.
         _, lse = flash_attn.flash_attn_varlen_func(
             q=private.query(query),
             k=key_cache,
@@ -194,4 +269,6 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
             return_softmax_lse=True,
             fa_version=self.lse_version,
         )
+        if self.sinks is not None:
+            lse = torch.logaddexp(lse, self.sinks.float()[:, None])
         return lse.t()

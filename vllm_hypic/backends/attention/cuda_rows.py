@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ...pool.shared import Once
-from ..ops.span_attention.plan import SpanColumns, SpanPlan
+from ...pool.shared import OncePer
+from ..ops.span_attention.plan import SpanColumns, SpanPlan, causal_kv_lens
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
-    from ...pool.step import PublicRows, StepContext
+    from ...pool.step import PublicRows, StepContext, WindowedRows
+
+Heads = tuple[int, int, int, torch.dtype]
+"""Of a layer: query heads, KV heads, head size, dtype."""
 
 PARTIAL_BYTES = 512 << 20
 """Partial results of span attention that one call may allocate."""
@@ -25,69 +28,102 @@ FLOAT_BYTES = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class SpanPiece:
-    """Some of a pass's public rows, attended by one call: ``rows`` of them, in their order."""
+    """Some of a pass's rows, attended by one call: ``rows`` of them, in their order."""
 
     plan: SpanPlan
     rows: slice
 
 
 def span_pieces(
-    runtime: HypicRuntime, step: StepContext, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
-) -> Sequence[SpanPiece]:
-    """How span attention over the step's public rows is divided, for layers with such heads.
+    runtime: HypicRuntime,
+    step: StepContext,
+    public: PublicRows,
+    heads: Heads,
+    window: int | None = None,
+    hidden: torch.Tensor | None = None,
+) -> list[SpanPiece]:
+    """How span attention over public columns is divided, for layers with such heads and such a window.
 
+    ``hidden [rows]`` int64 on the host: public columns that the window hides from each row, the first ones.
     One piece, but for passes whose partial results would take more than :data:`PARTIAL_BYTES`.
     """
-    public = step.public
-    assert public is not None
-    shared = step.shared.of(_SharedPlans)
-    key = heads, kv_heads, head_size, dtype
-    if key not in shared.pieces:
-        columns = shared.columns(lambda: runtime.shared.of(_KeptColumns).get(public))
 
-        def plan(query_ranges: np.ndarray, visible_kv_lens: np.ndarray) -> SpanPlan:
-            return SpanPlan.of(columns, query_ranges, visible_kv_lens, heads, kv_heads, head_size, dtype)
+    def make() -> list[SpanPiece]:
+        columns = runtime.shared.of(_KeptColumns).get(public, (window, hidden is None))
+        unseen = None if hidden is None else hidden.numpy()
+        return _divide(columns, public.query_ranges.numpy(), public.visible_kv_lens.numpy(), unseen, heads)
 
-        shared.pieces[key] = _pieces(plan, public.query_ranges.numpy(), public.visible_kv_lens.numpy(), 0)
-    return shared.pieces[key]
+    return step.shared.of(_SharedPlans)(public, heads, make)
+
+
+def private_pieces(
+    step: StepContext, windowed: WindowedRows, block_table: torch.Tensor, heads: Heads
+) -> list[SpanPiece]:
+    """The same over vLLM's own cache, for rows whose windows FlashAttention would measure wrongly; for all
+    block tables of these strides."""
+
+    def make() -> list[SpanPiece]:
+        ranges = windowed.public.cache_ranges.numpy()
+        columns = SpanColumns.cached(block_table, ranges[:, 2], ranges[:, 3])
+        return _divide(columns, ranges, causal_kv_lens(ranges), windowed.hidden_tokens.numpy(), heads)
+
+    return step.shared.of(_SharedPlans)(windowed, (heads, block_table.stride(0)), make)
+
+
+def windowed_rows(step: StepContext, windowed: WindowedRows) -> torch.Tensor:
+    """The token rows of ``windowed [rows]`` int64 on the device, made once."""
+    return step.shared.of(_SharedPlans)(windowed, "rows", lambda: step.on_device(windowed.rows.numpy())[0])
+
+
+def _divide(
+    columns: SpanColumns,
+    query_ranges: np.ndarray,
+    visible_kv_lens: np.ndarray,
+    hidden: np.ndarray | None,
+    heads: Heads,
+) -> list[SpanPiece]:
+    """``query_ranges [requests, >= 2]``, the others ``[rows]``, as :meth:`SpanPlan.of` takes them."""
+
+    def plan(ranges: np.ndarray, rows: slice) -> SpanPlan:
+        unseen = None if hidden is None else hidden[rows]
+        return SpanPlan.of(columns, ranges, visible_kv_lens[rows], *heads, unseen)
+
+    return _pieces(plan, query_ranges, slice(0, len(visible_kv_lens)))
 
 
 def _pieces(
-    make: Callable[[np.ndarray, np.ndarray], SpanPlan],
-    query_ranges: np.ndarray,
-    visible_kv_lens: np.ndarray,
-    at: int,
+    make: Callable[[np.ndarray, slice], SpanPlan], query_ranges: np.ndarray, rows: slice
 ) -> list[SpanPiece]:
-    """Pieces of requests with rows ``query_ranges [requests, 2]``, the first of which is number ``at`` of the
-    pass; halved until each is small enough."""
-    plan, count = make(query_ranges, visible_kv_lens), len(visible_kv_lens)
+    """Pieces of requests with rows ``query_ranges [requests, 2]``, which are ``rows`` of the pass; halved
+    until each is small enough."""
+    plan, count = make(query_ranges, rows), rows.stop - rows.start
     partial = sum(work.partial_rows for work in plan.work) * plan.kv_heads * plan.head_size * FLOAT_BYTES
     if partial <= PARTIAL_BYTES or count <= SHORTEST:
-        return [SpanPiece(plan, slice(at, at + count))]
+        return [SpanPiece(plan, rows)]
     cut = -(-count // (2 * SHORTEST)) * SHORTEST
-    rows = query_ranges[:, 1] - query_ranges[:, 0]
-    before = np.clip(cut - (np.cumsum(rows) - rows), 0, rows)
+    counts = query_ranges[:, 1] - query_ranges[:, 0]
+    before = np.clip(cut - (np.cumsum(counts) - counts), 0, counts)
     middle = query_ranges[:, 0] + before
     first, second = np.stack([query_ranges[:, 0], middle], 1), np.stack([middle, query_ranges[:, 1]], 1)
-    return _pieces(make, first, visible_kv_lens[:cut], at) + _pieces(
-        make, second, visible_kv_lens[cut:], at + cut
-    )
+    at = rows.start + cut
+    return _pieces(make, first, slice(rows.start, at)) + _pieces(make, second, slice(at, rows.stop))
 
 
 @dataclass
 class _KeptColumns:
     """Columns of the pass before, kept while the same requests see them in the same order, as in decoding."""
 
-    of: tuple[torch.Tensor, ...] = ()
-    """The requests' very tensors of slots."""
-    columns: SpanColumns | None = None
+    kept: dict[Hashable, tuple[tuple[torch.Tensor, ...], SpanColumns]] = field(default_factory=dict)
+    """By kind of rows: the requests' very tensors of slots, and their columns."""
 
-    def get(self, public: PublicRows) -> SpanColumns:
+    def get(self, public: PublicRows, kind: Hashable) -> SpanColumns:
         of = tuple(public.slot_mapping)
-        same = len(self.of) == len(of) and all(a is b for a, b in zip(self.of, of, strict=True))
-        if self.columns is None or not same:
-            self.of, self.columns = of, SpanColumns.of(public.slot_mapping, public.kv_positions)
-        return self.columns
+        before, columns = self.kept.get(kind, ((), None))
+        same = len(before) == len(of) and all(a is b for a, b in zip(before, of, strict=True))
+        if columns is None or not same:
+            columns = SpanColumns.of(public.slot_mapping, public.kv_positions)
+            self.kept[kind] = of, columns
+        return columns
 
 
 @dataclass(frozen=True)
@@ -107,14 +143,13 @@ class PrivateRows:
     longest_cache: int
 
     @staticmethod
-    def of(step: StepContext) -> PrivateRows:
-        """The private rows of the step, made once."""
-        return step.shared.of(_SharedPlans).private(lambda: PrivateRows._make(step))
+    def of(step: StepContext, public: PublicRows) -> PrivateRows:
+        """The private side of the step's ``public``, made once."""
+        return step.shared.of(_SharedPlans)(public, "private", lambda: PrivateRows._make(step, public))
 
     @staticmethod
-    def _make(step: StepContext) -> PrivateRows:
-        assert step.public is not None
-        first, last, requests, tokens = step.public.cache_ranges.numpy().T
+    def _make(step: StepContext, public: PublicRows) -> PrivateRows:
+        first, last, requests, tokens = public.cache_ranges.numpy().T
         counts = last - first
         starts = np.concatenate([[0], np.cumsum(counts)])
         rows: slice | torch.Tensor = slice(int(first[0]), int(last[-1]))
@@ -138,20 +173,10 @@ class PrivateRows:
 
     def blocks(self, step: StepContext, block_table: torch.Tensor) -> torch.Tensor:
         """The requests' rows of ``block_table [requests, blocks]``, gathered once for each table."""
-        made = step.shared.of(_SharedPlans).blocks
-        if id(block_table) not in made:
-            # The table itself is kept beside, so that no other can have its address.
-            made[id(block_table)] = block_table, block_table.index_select(0, self.requests)
-        return made[id(block_table)][1]
+        return step.shared.of(_SharedPlans)(
+            block_table, ("blocks", id(self)), lambda: block_table.index_select(0, self.requests)
+        )
 
 
-@dataclass
-class _SharedPlans:
+class _SharedPlans(OncePer):
     """Plans and index tensors that the layers share of one pass."""
-
-    columns: Once[SpanColumns] = field(default_factory=Once)
-    pieces: dict[tuple[int, int, int, torch.dtype], list[SpanPiece]] = field(default_factory=dict)
-    """Pieces, by query heads, KV heads, head size and dtype."""
-    private: Once[PrivateRows] = field(default_factory=Once)
-    blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Rows of block tables, by the identity of the table that they are of."""

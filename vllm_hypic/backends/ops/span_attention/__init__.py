@@ -1,7 +1,7 @@
 """Span attention: query rows over paged public K and V, rotated at logical positions while read.
 
 Four operators, each with one signature in ``reference`` (float64), ``torch``, ``native`` (C++) and, but for
-windows, ``triton.operators`` (CUDA, where layers use a prepared form instead, see ``plan``):
+``cache_attention``, ``triton.operators`` (CUDA, where layers use a prepared form instead, see ``plan``):
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
 query_ranges, scale, hidden_kv_lens=None)``

@@ -10,13 +10,14 @@ pass, so grids follow from them without waiting for the GPU.  Once per step, bef
    arrays; one plan per (heads, kv_heads, head_size) where layers differ in them.
 
 and each layer calls ``operators.attend(query, pool_key, pool_value, table, neox, plan, scale)`` and then
-``operators.merge_tokens_(output, output_lse, out, lse, plan)``.
+``operators.merge_rows_(output, output_lse, out, lse, plan.token_rows)``.
 
 How a plan divides the work: the query heads of a KV head are folded into rows (row ``r``, member ``g`` of
 a group of ``G`` heads is folded row ``r * G + g``), so that one rotated tile of K serves all of them.  A tile
 is ``block`` folded rows of one request; its columns are cut into parts that are computed independently and
-then merged.  Both lengths depend on nothing but the request's own rows and the model, never on other requests
-or on the GPU: what a request computes does not depend on its neighbours.
+then merged; where layers have a window, columns before those that a tile sees and parts that none of its
+rows sees are left out.  Both lengths depend on nothing but the request's own rows and the model, never on
+other requests or on the GPU: what a request computes does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ MERGE_FIELDS = 8
 """Fields of a split tile, int32: first output row of the request, the tile's first folded row, its folded
 rows, its first partial row, its parts, and three unused."""
 
+_NOWHERE = np.iinfo(np.int64).max
+"""The first column of a row that sees none."""
+
 _ALIGNMENT = 16
 """Elements: each array begins at a multiple of 64 bytes."""
 
@@ -49,12 +53,13 @@ class SpanColumns:
     """The public columns of several requests on the device, one request after the other.
 
     ``slots [columns]`` int32: where a column lies in the pool; ``positions [columns]`` int32: its logical
-    position; ``counts``: columns of each request.
+    position; ``counts``: columns of each request; ``starts``: the first of each.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     counts: tuple[int, ...]
+    starts: tuple[int, ...]
 
     @staticmethod
     def of(slots: Sequence[torch.Tensor], positions: Sequence[torch.Tensor]) -> SpanColumns:
@@ -68,7 +73,25 @@ class SpanColumns:
             raise ValueError(f"columns: {counts} slots, but {tuple(len(p) for p in positions)} positions")
         if not counts:
             raise ValueError("columns: no requests")
-        return SpanColumns(torch.cat(list(slots)).int(), torch.cat(list(positions)).int(), counts)
+        starts = tuple(_starts(np.asarray(counts)).tolist())
+        return SpanColumns(torch.cat(list(slots)).int(), torch.cat(list(positions)).int(), counts, starts)
+
+    @staticmethod
+    def cached(block_table: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> SpanColumns:
+        """The tokens of requests in vLLM's paged cache, for :func:`attend` with a block table.
+
+        ``block_table [requests, blocks]`` int32, this or another of the same strides; ``rows``, ``tokens
+        [requests]``: a request's row of it and how many tokens it has there.
+        """
+        starts = rows * block_table.stride(0)
+        return SpanColumns(block_table, block_table, tuple(tokens.tolist()), tuple(starts.tolist()))
+
+
+def causal_kv_lens(query_ranges: np.ndarray) -> np.ndarray:
+    """How many tokens of its request each row sees, int64 ``[rows]``: the last row all of them, each before
+    it one less.  ``query_ranges [requests, 4]``: first and last row, any number, tokens."""
+    rows, tokens = query_ranges[:, 1] - query_ranges[:, 0], query_ranges[:, 3]
+    return _ranges(tokens - rows + 1, rows)
 
 
 @dataclass(frozen=True)
@@ -90,8 +113,8 @@ class SpanPlan:
     """The rows of one forward pass that see public columns, and how their attention is divided.
 
     ``token_rows [rows]`` int32: row of the query of each of them; ``visible_kv_lens [rows]`` int32: the
-    columns it sees are the first so many of its request; ``work``: the launches, at most two.  All on the
-    device.
+    columns it sees are the first so many of its request; ``hidden_kv_lens [rows]`` int32: but for the first
+    so many of them, ``None``: none is hidden; ``work``: the launches, at most two.  All on the device.
     """
 
     heads: int
@@ -101,6 +124,7 @@ class SpanPlan:
     columns: SpanColumns
     token_rows: torch.Tensor
     visible_kv_lens: torch.Tensor
+    hidden_kv_lens: torch.Tensor | None
     work: tuple[SpanWork, ...]
 
     @property
@@ -116,10 +140,12 @@ class SpanPlan:
         kv_heads: int,
         head_size: int,
         dtype: torch.dtype = torch.bfloat16,
+        hidden_kv_lens: np.ndarray | None = None,
     ) -> SpanPlan:
         """``query_ranges [requests, >= 2]``: rows ``[first, last)`` of the query, per request of ``columns``;
         ``visible_kv_lens [rows]``: for the rows of all requests in order, how many columns of its request a
-        row sees; ``dtype`` of the query, K and V: all of two bytes have the same plan.
+        row sees; ``dtype`` of the query, K and V: all of two bytes have the same plan; ``hidden_kv_lens
+        [rows]``: how many of these, the first ones, are hidden from it, any number.
 
         Makes one copy from pinned memory to the device and does not wait for it.  Raises ``ValueError`` for
         numbers that contradict each other: rows, columns, more columns visible than there are.
@@ -132,13 +158,17 @@ class SpanPlan:
         rows = query_ranges[:, 1] - query_ranges[:, 0]
         counts = np.asarray(columns.counts, dtype=np.int64)
         _check(rows, counts, visible_kv_lens)
+        hidden = np.zeros_like(visible_kv_lens) if hidden_kv_lens is None else np.asarray(hidden_kv_lens)
+        if hidden.shape != visible_kv_lens.shape:
+            raise ValueError(f"hidden_kv_lens: {len(hidden)} numbers for {len(visible_kv_lens)} rows")
         few = rows * group <= FEW_ROWS
         many = many_rows(head_size, dtype, columns.slots.device)
         divided = [
             _divide(
                 query_ranges,
                 rows,
-                counts,
+                np.asarray(columns.starts, dtype=np.int64),
+                hidden,
                 visible_kv_lens,
                 group,
                 block,
@@ -149,15 +179,13 @@ class SpanPlan:
             if (chosen & (rows > 0)).any()
         ]
         token_rows = _ranges(query_ranges[:, 0], rows)
-        arrays = [token_rows, visible_kv_lens]
+        arrays = [token_rows, visible_kv_lens, *([] if hidden_kv_lens is None else [hidden])]
         for d in divided:
             arrays += [d.items, d.merges]
-        on_device = _copy(arrays, columns.slots.device)
-        work = tuple(
-            SpanWork(d.block, on_device[2 + 2 * i], on_device[3 + 2 * i], d.partial_rows)
-            for i, d in enumerate(divided)
-        )
-        return SpanPlan(heads, kv_heads, head_size, dtype.itemsize, columns, on_device[0], on_device[1], work)
+        on_device = iter(_copy(arrays, columns.slots.device))
+        shown = next(on_device), next(on_device), None if hidden_kv_lens is None else next(on_device)
+        work = tuple(SpanWork(d.block, next(on_device), next(on_device), d.partial_rows) for d in divided)
+        return SpanPlan(heads, kv_heads, head_size, dtype.itemsize, columns, *shown, work)
 
 
 def many_rows(head_size: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -212,7 +240,8 @@ class _Divided:
 def _divide(
     query_ranges: np.ndarray,
     rows: np.ndarray,
-    counts: np.ndarray,
+    first_column: np.ndarray,
+    hidden: np.ndarray,
     visible_kv_lens: np.ndarray,
     group: int,
     block: int,
@@ -220,7 +249,7 @@ def _divide(
     chosen: np.ndarray,
 ) -> _Divided:
     """The tiles and parts of the ``chosen`` requests."""
-    first_output, first_column = _starts(rows), _starts(counts)
+    first_output = _starts(rows)
     folded = np.where(chosen, rows * group, 0)
     per_request = -(-folded // block)
     request = np.repeat(np.arange(len(rows)), per_request)
@@ -228,11 +257,24 @@ def _divide(
     end = np.minimum(first + block, folded[request])
     # Rows [a, b) of all rows have a member in the tile.
     a, b = first_output[request] + first // group, first_output[request] - (-end // group)
-    seen = np.maximum.reduceat(np.append(visible_kv_lens, 0), np.stack([a, b], 1).ravel())[::2]
+    edges = np.stack([a, b], 1).ravel()
+    blind = hidden >= visible_kv_lens
+    begins, ends = np.where(blind, _NOWHERE, hidden), np.where(blind, 0, visible_kv_lens)
+    seen = np.maximum.reduceat(np.append(ends, 0), edges)[::2]
+    lowest = np.minimum(np.minimum.reduceat(np.append(begins, _NOWHERE), edges)[::2], seen)
 
-    parts = np.maximum(-(-seen // part), 1)
+    parts = np.maximum(-(-(seen - lowest) // part), 1)
     tile = np.repeat(np.arange(len(request)), parts)
-    begin = _ranges(np.zeros_like(parts), parts) * part
+    begin = lowest[tile] + _ranges(np.zeros_like(parts), parts) * part
+    if hidden.any():
+        # Parts from a row's first column to its last one are seen; of a tile that sees nothing, one stays.
+        row, of = _ranges(a, b - a), np.repeat(np.arange(len(request)), b - a)
+        row, of = row[~blind[row]], of[~blind[row]]
+        opened, closed = ((n - lowest[of]) // part + _starts(parts)[of] for n in (begins[row], ends[row] - 1))
+        met = np.bincount(opened, minlength=len(tile) + 1) - np.bincount(closed + 1, minlength=len(tile) + 1)
+        kept = (np.cumsum(met)[:-1] > 0) | (seen[tile] == 0)
+        tile, begin = tile[kept], begin[kept]
+        parts = np.bincount(tile, minlength=len(request))
     length = end - first
     partial = np.where(parts > 1, length, 0)[tile]
     first_partial = np.where(parts[tile] > 1, _starts(partial), -1)

@@ -50,6 +50,7 @@ def span_attention_kernel(
     positions,
     table,
     visible_kv_lens,
+    hidden_kv_lens,
     items,
     out,
     lse,
@@ -63,6 +64,7 @@ def span_attention_kernel(
     value_stride,
     value_head_stride,
     table_stride,
+    token_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
@@ -76,8 +78,11 @@ def span_attention_kernel(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One item and KV head: ``ROWS`` folded rows over columns ``[begin, end)`` of their request.
+
+    ``slots`` are places of ``BLOCK`` columns, ``token_stride`` apart.
 
     Softmax is online and in base 2.  A tile that is not split writes ``out`` and ``lse`` (natural logarithm),
     another its own rows of ``part_out`` and ``part_lse`` (base 2).
@@ -99,6 +104,8 @@ def span_attention_kernel(
     member = folded % GROUP
     ours = row < request_rows
     seen = tl.load(visible_kv_lens + first_output + row, mask=ours, other=0)
+    if hidden_kv_lens is not None:
+        hidden = tl.load(hidden_kv_lens + first_output + row, mask=ours, other=0)
     query_head = kv_head * GROUP + member
     query_rows = query + (first_query + row).to(tl.int64) * query_stride + query_head * query_head_stride
     END_OF_TAIL: tl.constexpr = 2 * HALF + TAIL if REST else SIZE
@@ -115,8 +122,12 @@ def span_attention_kernel(
     for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < end
-        slot = tl.load(slots + first_column + column, mask=inside, other=0).to(tl.int64)
+        slot = tl.load(slots + first_column + column // BLOCK, mask=inside, other=0).to(tl.int64)
         key_rows = pool_key + slot * key_stride + kv_head * key_head_stride
+        value_rows = pool_value + slot * value_stride + kv_head * value_head_stride
+        if BLOCK > 1:
+            key_rows += column % BLOCK * token_stride
+            value_rows += column % BLOCK * token_stride
         scores = tl.zeros([ROWS, COLUMNS], tl.float32)
         if HALF:
             position = tl.load(positions + first_column + column, mask=inside, other=0).to(tl.int64)
@@ -132,9 +143,10 @@ def span_attention_kernel(
         if REST:
             rest = load_span(key_rows, inside, END_OF_TAIL, SIZE, REST)
             scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision=PRECISION)
-        scores = tl.where(
-            column[None, :] < tl.minimum(seen, end)[:, None], scores * scale_log2, float("-inf")
-        )
+        shown = column[None, :] < tl.minimum(seen, end)[:, None]
+        if hidden_kv_lens is not None:
+            shown = shown & (column[None, :] >= hidden[:, None])
+        scores = tl.where(shown, scores * scale_log2, float("-inf"))
 
         raised = tl.maximum(highest, tl.max(scores, 1))
         # A row that has seen nothing yet: any finite number will do, its weights are 0 all the same.
@@ -142,7 +154,6 @@ def span_attention_kernel(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
-        value_rows = pool_value + slot * value_stride + kv_head * value_head_stride
         value = load_span(value_rows, inside, 0, SIZE, SIZE_TILE)
         sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
         highest = raised
@@ -226,15 +237,18 @@ def attend(
     neox: bool,
     plan: SpanPlan,
     scale: float,
+    block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the plan's rows over the public columns that they see.
 
     Arguments as in the package's docstring; ``query``, pools and ``table``: last dimension contiguous, others
-    with any strides.  Returns, for the plan's rows in order, ``out [rows, heads, size]`` and natural
-    ``lse [rows, heads]``, float32.  Launches at most four kernels and does not wait for the GPU.  Slots and
-    positions are not checked: what is out of range is read out of bounds.
+    with any strides.  With ``block_table``, int32 as :meth:`SpanColumns.cached` took one, over vLLM's cache:
+    pools ``[blocks, block_size, kv_heads, size]``, K rotated, so ``table`` is ``None``.  Returns, for the
+    plan's rows in order, ``out [rows, heads, size]`` and natural ``lse [rows, heads]``, float32.  Launches at
+    most four kernels and does not wait for the GPU.  Slots and positions are not checked: what is out of
+    range is read out of bounds.
     """
-    _check(query, pool_key, pool_value, table, plan)
+    _check(query, pool_key, pool_value, table, plan, paged=block_table is not None)
     size = query.shape[2]
     tiles = HeadTiles.of(size, 0 if table is None else table.shape[1])
     group = plan.heads // plan.kv_heads
@@ -248,10 +262,11 @@ def attend(
             query,
             pool_key,
             pool_value,
-            plan.columns.slots,
+            plan.columns.slots if block_table is None else block_table,
             plan.columns.positions,
             table,
             plan.visible_kv_lens,
+            plan.hidden_kv_lens,
             work.items,
             out,
             lse,
@@ -261,13 +276,15 @@ def attend(
             query.stride(0),
             query.stride(1),
             pool_key.stride(0),
-            pool_key.stride(1),
+            pool_key.stride(-2),
             pool_value.stride(0),
-            pool_value.stride(1),
+            pool_value.stride(-2),
             0 if table is None else table.stride(0),
+            0 if block_table is None else pool_key.stride(1),
             **_constants(plan.kv_heads, group, tiles, neox, query.dtype),
             ROWS=work.block,
             COLUMNS=launch.columns,
+            BLOCK=1 if block_table is None else pool_key.shape[1],
             num_warps=launch.warps,
             num_stages=launch.stages,
         )
@@ -315,6 +332,8 @@ def _check(
     pool_value: torch.Tensor,
     table: torch.Tensor | None,
     plan: SpanPlan,
+    *,
+    paged: bool,
 ) -> None:
     """Raises ``ValueError`` for shapes, dtypes and strides that the kernels do not take."""
     size = query.shape[-1]
@@ -324,12 +343,15 @@ def _check(
         found = f"query {query.dtype}, a plan for {plan.itemsize} bytes an element"
         raise ValueError(f"{found}: expected SpanPlan.of(..., dtype={query.dtype})")
     for name, pool in (("pool_key", pool_key), ("pool_value", pool_value)):
-        if pool.dim() != 3 or tuple(pool.shape[1:]) != (plan.kv_heads, size):
-            raise ValueError(f"{name} {tuple(pool.shape)}: expected [slots, {plan.kv_heads}, {size}]")
+        if pool.dim() != 3 + paged or tuple(pool.shape[-2:]) != (plan.kv_heads, size):
+            slots = "blocks, block_size" if paged else "slots"
+            raise ValueError(f"{name} {tuple(pool.shape)}: expected [{slots}, {plan.kv_heads}, {size}]")
         if pool.dtype != query.dtype:
             raise ValueError(f"{name} {pool.dtype}, query {query.dtype}: expected one dtype")
-    if any(x.stride(2) != 1 for x in (query, pool_key, pool_value)):
+    if any(x.stride(-1) != 1 for x in (query, pool_key, pool_value)):
         raise ValueError("query, pool_key, pool_value: expected contiguous heads")
+    if paged and pool_key.stride(1) != pool_value.stride(1):
+        raise ValueError("pool_key, pool_value: expected tokens equally far apart")
     if table is not None and (table.dim() != 2 or table.stride(1) != 1):
         raise ValueError(f"table {tuple(table.shape)}: expected [positions, rotary_dim], contiguous")
 
@@ -344,31 +366,39 @@ def _attention_spec(
     neox: bool = True,
     kv_heads: int = 8,
     dtype: torch.dtype = torch.bfloat16,
+    windowed: bool = False,
+    block_size: int = 1,
 ) -> KernelSpec:
     tiles = HeadTiles.of(size, rotary_dim)
     launch = Launch.of(block, tiles, dtype)
     pools = ("query", "pool_key", "pool_value")
     strides = [f"{pool.removeprefix('pool_')}_{kind}" for pool in pools for kind in ("stride", "head_stride")]
+    strides += ["table_stride", "token_stride"]
+    tables = ["table"] if rotary_dim else []
+    indices = ["slots", "positions", "visible_kv_lens", "items", *(["hidden_kv_lens"] if windowed else [])]
     return KernelSpec(
         f"span_attention[{name}, {block} rows]",
         span_attention_kernel,
         {
-            **dict.fromkeys((*pools, "table"), "*fp32" if dtype == torch.float32 else "*bf16"),
-            **dict.fromkeys(("slots", "positions", "visible_kv_lens", "items"), "*i32"),
+            **dict.fromkeys((*pools, *tables), "*fp32" if dtype == torch.float32 else "*bf16"),
+            **dict.fromkeys(indices, "*i32"),
             **dict.fromkeys(("out", "lse", "part_out", "part_lse"), "*fp32"),
-            **dict.fromkeys((*strides, "table_stride"), "i32"),
+            **dict.fromkeys(strides, "i32"),
             "scale_log2": "fp32",
         },
         {
             **_constants(kv_heads, 8, tiles, neox, dtype),
+            **({} if tables else {"table": None}),
+            **({} if windowed else {"hidden_kv_lens": None}),
             "ROWS": block,
             "COLUMNS": launch.columns,
+            "BLOCK": block_size,
         },
         launch.warps,
         launch.stages,
         aligned=(
-            *(*pools, "table", *strides, "table_stride"),
-            *("slots", "positions", "visible_kv_lens", "items", "out", "lse", "part_out", "part_lse"),
+            *(*pools, *tables, *strides, *indices),
+            *("out", "lse", "part_out", "part_lse"),
         ),
         # A decoded token waits for memory: three blocks at a time on a multiprocessor hide that.
         limit=Limits(registers=168, shared=75_000, mma=2) if block == FEW_ROWS else Limits(mma=2),
@@ -386,6 +416,16 @@ SPECS = (
     _attention_spec("256, 64 rotated", 256, 64, FEW_ROWS, (SM90,), kv_heads=2),
     _attention_spec("256, 64 rotated", 256, 64, 64, (SM80, SM100), kv_heads=2),
     _attention_spec("256, 64 rotated", 256, 64, 128, (SM90,), kv_heads=2),
+    *(_attention_spec("64, window", 64, 64, block, (SM90,), windowed=True) for block in (FEW_ROWS, 128)),
+    _attention_spec("128, window", 128, 128, FEW_ROWS, (SM80,), windowed=True),
+    *(
+        _attention_spec("64, vLLM's cache", 64, 0, block, (SM90,), windowed=True, block_size=16)
+        for block in (FEW_ROWS, 128)
+    ),
+    *(
+        _attention_spec("256, vLLM's cache", 256, 0, block, of, kv_heads=2, windowed=True, block_size=16)
+        for block, of in ((64, (SM80, SM100)), (128, (SM90,)))
+    ),
     _attention_spec("256, 64 rotated, fp32", 256, 64, 32, (SM80,), kv_heads=2, dtype=torch.float32),
     KernelSpec(
         "merge_parts[256]",

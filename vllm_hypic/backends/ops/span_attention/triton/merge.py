@@ -30,7 +30,6 @@ def merge_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
-    LSE_BY_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Program (i, head): rows ``i * ROWS ...`` of ``other``, merged into those of ``output``."""
@@ -38,9 +37,9 @@ def merge_kernel(
     head = tl.program_id(1)
     ours = place < rows
     token = tl.load(token_rows + place, mask=ours, other=0).to(tl.int64)
-    lse_row = token if LSE_BY_TOKEN else place.to(tl.int64)
-    place = place.to(tl.int64) * HEADS + head
-    private = tl.load(output_lse + lse_row * lse_stride + head * lse_head_stride, mask=ours, other=0.0)
+    place = place.to(tl.int64)
+    private = tl.load(output_lse + place * lse_stride + head * lse_head_stride, mask=ours, other=0.0)
+    place = place * HEADS + head
     # Some releases of FlashAttention say +inf where a row has no keys.
     private = tl.where(private == float("inf"), float("-inf"), private)
     public = tl.load(other_lse + place, mask=ours, other=0.0)
@@ -70,24 +69,21 @@ def merge_rows_(
     other: torch.Tensor,
     other_lse: torch.Tensor,
     token_rows: torch.Tensor,
-    *,
-    lse_by_token: bool,
 ) -> None:
     """Merge row ``i`` of ``other`` into row ``token_rows[i]`` of ``output``, in place.
 
     ``output [tokens, heads, size]``, heads contiguous; ``other [rows, heads, size]`` and ``other_lse
-    [rows, heads]`` float32, contiguous; ``token_rows [rows]`` int32, none twice; ``output_lse`` float32 with
-    any strides: ``[tokens, heads]`` if ``lse_by_token`` (FlashAttention's ``[heads, tokens]``, transposed),
-    else ``[rows, heads]``.  A log-sum-exp of -inf or, of ``output``, +inf marks a part without columns.
+    [rows, heads]`` float32, contiguous; ``token_rows [rows]`` int32, none twice; ``output_lse [rows, heads]``
+    float32 with any strides, as FlashAttention's ``[heads, rows]`` transposed.  A log-sum-exp of -inf or, of
+    ``output``, +inf marks a part without columns.
     Raises ``ValueError`` for other shapes.
     """
     rows, heads, size = other.shape
     if output.dim() != 3 or tuple(output.shape[1:]) != (heads, size) or output.stride(2) != 1:
         raise ValueError(f"output {tuple(output.shape)}: expected contiguous [..., {heads}, {size}]")
-    lse_shape = (len(output) if lse_by_token else rows, heads)
-    if tuple(output_lse.shape) != lse_shape or output_lse.dtype != torch.float32:
+    if tuple(output_lse.shape) != (rows, heads) or output_lse.dtype != torch.float32:
         found = f"{tuple(output_lse.shape)} {output_lse.dtype}"
-        raise ValueError(f"output_lse {found}: expected {lse_shape} float32")
+        raise ValueError(f"output_lse {found}: expected {(rows, heads)} float32")
     if tuple(other_lse.shape) != (rows, heads) or len(token_rows) != rows:
         found = f"{tuple(other_lse.shape)}, {len(token_rows)} token rows"
         raise ValueError(f"other_lse {found}: expected {rows} rows")
@@ -109,28 +105,33 @@ def merge_rows_(
         HEADS=heads,
         SIZE=size,
         SIZE_TILE=triton.next_power_of_2(size),
-        LSE_BY_TOKEN=lse_by_token,
         ROWS=ROWS,
         num_warps=4,
     )
 
 
-SPECS = (
-    KernelSpec(
-        "merge[256]",
+def _spec(name: str, lse_stride: dict[str, str], constants: dict[str, int]) -> KernelSpec:
+    return KernelSpec(
+        name,
         merge_kernel,
         {
             "output": "*bf16",
             **dict.fromkeys(("output_lse", "other", "other_lse"), "*fp32"),
             "token_rows": "*i32",
             **dict.fromkeys(("rows", "output_stride", "output_head_stride", "lse_head_stride"), "i32"),
+            **lse_stride,
         },
-        {"lse_stride": 1, "HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "LSE_BY_TOKEN": True, "ROWS": ROWS},
+        {"HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "ROWS": ROWS, **constants},
         warps=4,
         stages=3,
         aligned=(
             *("output", "output_stride", "output_head_stride", "output_lse"),
-            *("other", "other_lse", "token_rows"),
+            *("other", "other_lse", "token_rows", *lse_stride),
         ),
-    ),
+    )
+
+
+SPECS = (
+    _spec("merge[256]", {}, {"lse_stride": 1}),
+    _spec("merge[256, ours in both parts]", {"lse_stride": "i32"}, {}),
 )

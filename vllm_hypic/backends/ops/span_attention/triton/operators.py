@@ -1,7 +1,7 @@
 """Span attention in Triton, for CUDA.
 
 The three operators with the package's signatures build the plan of a step at each call: they are for tests
-and for layers that run once.  A layer in a model calls :func:`attend` and :func:`merge_tokens_` with the plan
+and for layers that run once.  A layer in a model calls :func:`attend` and :func:`merge_rows_` with the plan
 that all layers of the step share (``plan.py`` says how to make it), and :func:`capture_` and the copies of
 ``pages``, which need none.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from ..plan import FEW_ROWS, SpanColumns, SpanPlan, many_rows, part_columns
+from ..plan import FEW_ROWS, SpanColumns, SpanPlan, causal_kv_lens, many_rows, part_columns
 from .cache import cache_lse
 from .capture import capture_
 from .kernels import attend
@@ -22,10 +23,11 @@ from .pages import gather_slots, scatter_slots
 __all__ = [
     "attend",
     "cache_lse",
+    "cached_attention",
     "capture_",
     "gather_slots",
     "merge_",
-    "merge_tokens_",
+    "merge_rows_",
     "refuses",
     "scatter_slots",
     "span_attention",
@@ -55,6 +57,7 @@ def span_attention(
     visible_kv_lens: torch.Tensor,
     query_ranges: torch.Tensor,
     scale: float,
+    hidden_kv_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; waits for the GPU where lengths or ranges lie there."""
     plan = SpanPlan.of(
@@ -65,8 +68,34 @@ def span_attention(
         pool_key.shape[1],
         query.shape[2],
         query.dtype,
+        None if hidden_kv_lens is None else hidden_kv_lens.cpu().numpy(),
     )
     return attend(query, pool_key, pool_value, table, neox, plan, scale)
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_ranges: torch.Tensor,
+    scale: float,
+    hidden_kv_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``cache_attention`` of the package's docstring, but for K and V ``[blocks, block_size, kv_heads,
+    size]`` where they lie; waits for the GPU where ranges or lengths lie there."""
+    ranges = query_ranges.cpu().numpy()
+    plan = SpanPlan.of(
+        SpanColumns.cached(block_table, ranges[:, 2], ranges[:, 3]),
+        ranges,
+        causal_kv_lens(ranges),
+        query.shape[1],
+        key_cache.shape[2],
+        query.shape[2],
+        query.dtype,
+        hidden_kv_lens.cpu().numpy(),
+    )
+    return attend(query, key_cache, value_cache, None, True, plan, scale, block_table)
 
 
 def merge_(
@@ -79,22 +108,7 @@ def merge_(
     """See the package's docstring; waits for the GPU where ``query_ranges`` lies there."""
     rows = [torch.arange(first, last, dtype=torch.int32) for first, last in query_ranges[:, :2].tolist()]
     token_rows = torch.cat(rows).to(output.device)
-    merge_rows_(output, output_lse, other, other_lse, token_rows, lse_by_token=False)
-
-
-def merge_tokens_(
-    output: torch.Tensor,
-    output_lse: torch.Tensor,
-    other: torch.Tensor,
-    other_lse: torch.Tensor,
-    plan: SpanPlan,
-) -> None:
-    """Merge what :func:`attend` returned into its rows of ``output [tokens, heads, size]``, in place.
-
-    ``output_lse [tokens, heads]`` float32 with any strides, of all tokens: what FlashAttention returns as
-    ``[heads, tokens]`` is given transposed, not copied.
-    """
-    merge_rows_(output, output_lse, other, other_lse, plan.token_rows, lse_by_token=True)
+    merge_rows_(output, output_lse, other, other_lse, token_rows)
 
 
 def warm_up(
@@ -105,10 +119,12 @@ def warm_up(
     table: torch.Tensor | None,
     neox: bool,
     device: torch.device,
+    windowed: Sequence[torch.Tensor] = (),
 ) -> None:
     """Compile what a layer will run, so that no request waits for it: on data of its own, on the device.
 
-    To be called once per kind of layer at start-up, with the layer's table.
+    To be called once per kind of layer at start-up, with the layer's table; ``windowed``: for a layer with a
+    window K and V ``[blocks, block_size, kv_heads, size]`` of vLLM's cache, of which the first block is read.
     """
     # One request of few rows and one of many, both with columns for two parts.
     group = heads // kv_heads
@@ -119,11 +135,20 @@ def warm_up(
     query = torch.zeros(1 + many, heads, head_size, dtype=dtype, device=device)
     query_ranges, visible_kv_lens = torch.tensor([[0, 1], [1, 1 + many]]), torch.full((1 + many,), columns)
     twice = SpanColumns.of([slots] * 2, [slots] * 2)
-    plan = SpanPlan.of(
-        twice, query_ranges.numpy(), visible_kv_lens.numpy(), heads, kv_heads, head_size, dtype
-    )
-    out, lse = attend(query, key, value, table, neox, plan, head_size**-0.5)
-    merge_tokens_(query, lse.t().contiguous().t(), out, lse, plan)
+    shape, scale = (heads, kv_heads, head_size, dtype), head_size**-0.5
+    given = query_ranges.numpy(), visible_kv_lens.numpy(), *shape
+    plan = SpanPlan.of(twice, *given)
+    out, lse = attend(query, key, value, table, neox, plan, scale)
+    # FlashAttention's log-sum-exp lies head by head.
+    merge_rows_(query, lse.t().contiguous().t(), out, lse, plan.token_rows)
+    if windowed:
+        nothing = np.zeros(1 + many, dtype=np.int64)
+        attend(query, key, value, table, neox, SpanPlan.of(twice, *given, nothing), scale)
+        blocks = torch.zeros(2, -(-columns // windowed[0].shape[1]), dtype=torch.int32, device=device)
+        cached = SpanColumns.cached(blocks, np.arange(2), np.full(2, columns))
+        inside = SpanPlan.of(cached, *given, nothing)
+        attend(query, windowed[0], windowed[1], None, True, inside, scale, blocks)
+        merge_rows_(query, lse, out, lse, plan.token_rows)
     one = slots[:1]
     capture_(query[:, :kv_heads], query[:, :kv_heads], key, value, one, one, one, table, neox)
     gather_slots(key, value, one, key.clone(), value.clone())

@@ -1,0 +1,42 @@
+"""Kernels that passes of layers with and without windows and sinks launch, and those that the layers' warm-up
+had launched before, recorded without a GPU; a program, with ``tests/triton`` among the paths of Python.
+
+Prints as JSON two lists: what was launched in both, and in a pass only.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import record_launches
+import test_cuda_attention_forward as forward
+import torch
+from vllm.v1.attention.backends import flash_attn
+
+from vllm_hypic.backends.attention.base import AttentionLink
+
+
+def main() -> None:
+    record_launches.install()
+    flash_attn.flash_attn_varlen_func = forward.stand_in
+    forward.HEADS = 8  # so many that a prefill takes a tile of many rows
+    warmed, launched = set[str](), set[str]()
+    for window in (None, 20, 30, 64):
+        for sinks in (False, True):
+            world = forward.World(torch.bfloat16, forward.angles(128), window=window, sinks=sinks)
+            link: Any = world.impl.link
+            record_launches.RECORDED.clear()
+            layer = SimpleNamespace(kv_cache=world.cache)
+            world.impl.connect(layer, AttentionLink(link.runtime, link.public, link.rope))
+            mine = {*record_launches.RECORDED}
+            record_launches.RECORDED.clear()
+            world.forward()
+            launched |= {*record_launches.RECORDED} - mine
+            warmed |= mine & {*record_launches.RECORDED}
+    print(json.dumps([sorted(warmed), sorted(launched)]))
+
+
+if __name__ == "__main__":
+    main()
