@@ -142,9 +142,9 @@ def test_attention_layers(field: str, value: object, says: str) -> None:
         setattr(impl, name, usual)
     assert impl.refusal() is None
     setattr(impl, field, value)
-    if field in ("sliding_window", "sinks"):  # served on CPU
+    if field in ("sliding_window", "sinks", "logits_soft_cap"):  # served on CPU
         assert impl.refusal() is None
-        impl.serves_windows = impl.serves_sinks = False
+        impl.serves_windows = impl.serves_sinks = impl.serves_soft_caps = False
     assert impl.refusal() == says
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "save_attention_model",
     "save_hybrid_model",
     "save_short_conv_model",
+    "save_soft_capped_model",
     "save_windowed_model",
 ]
 
@@ -43,6 +44,31 @@ def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int
         **SPECIAL_IDS,
     )
     return save_model(Lfm2ForCausalLM(config), Path(path), torch.float32, seed, norm_center=1.0)
+
+
+def save_soft_capped_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:
+    """A random Gemma 2 whose scores have a standard deviation of 4 before a cap of 3."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        num_hidden_layers=len(layer_types),
+        hidden_size=256,  # its root, by which embeddings are multiplied, is exact in any dtype
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=4,
+        attn_logit_softcapping=3.0,
+        # A random model with tied embeddings repeats its last token; capped, that leaves the others a chance.
+        final_logit_softcapping=5.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=512,
+        max_position_embeddings=32768,
+        **SPECIAL_IDS,
+        layer_types=layer_types,
+        sliding_window=window,
+    )
+    return save_model(Gemma2ForCausalLM(config), Path(path), torch.bfloat16, seed, norm_center=0.0)
 
 
 def save_windowed_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:

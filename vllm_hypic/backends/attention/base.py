@@ -71,12 +71,14 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
     """Whether layers with a sliding window take part."""
     serves_sinks = False
     """Whether layers with learned sinks do."""
+    serves_soft_caps = False
+    """Whether layers whose scores have a soft-cap do."""
 
     def refusal(self) -> str | None:
         """Why this layer cannot take part in PIC, or ``None``."""
         if (window := self.window()) is not None and not self.serves_windows:
             return f"sliding window of {window} tokens"
-        if self.logits_soft_cap:
+        if self.logits_soft_cap and not self.serves_soft_caps:
             return f"logits soft-cap {self.logits_soft_cap}"
         if self.sinks is not None and not self.serves_sinks:
             return "learned attention sinks"
