@@ -50,6 +50,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
     serves_windows = True
     serves_sinks = True
     serves_soft_caps = True
+    serves_shared_kv = True
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
         key, value = (cache_index(layer.kv_cache, layer.isa, of_value=v) for v in (False, True))
