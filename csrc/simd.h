@@ -155,6 +155,25 @@ HYPIC_INLINE vf vexp(vf x) {
 #endif
 }
 
+// tanh x: at most 2.25 ulp off, measured over all floats up to 32 on 8 and on 16 lanes. NaN for NaN.
+HYPIC_INLINE vf vtanh(vf x) {
+  // Near 0 the quotient below would lose what e^2x - 1 cancels: there an odd polynomial.
+  const vf square = vmul(x, x);
+  vf p = vset(-5.70498872745e-3f);
+  p = vfma(p, square, vset(2.06390887954e-2f));
+  p = vfma(p, square, vset(-5.37397155531e-2f));
+  p = vfma(p, square, vset(1.33314422036e-1f));
+  p = vfma(p, square, vset(-3.33332819422e-1f));
+  const vf small = vfma(vmul(p, square), x, x);
+  const vf e = vexp(vmul(vset(2.0f), vmax(vset(-10.0f), vmin(vset(10.0f), x))));
+  const vf large = vdiv(vsub(e, vset(1.0f)), vadd(e, vset(1.0f)));
+#if HYPIC_WIDTH == 16
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(vabs(x), _mm512_set1_ps(0.625f), _CMP_LT_OQ), large, small);
+#else
+  return _mm256_blendv_ps(large, small, _mm256_cmp_ps(vabs(x), _mm256_set1_ps(0.625f), _CMP_LT_OQ));
+#endif
+}
+
 // ------------------------------------------------------------------------------------------------ C = A B, float
 //
 // A [M, K] with any strides (rows, columns): a transposed A costs nothing, it is read by broadcasts. B [K, N] with

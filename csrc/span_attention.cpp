@@ -70,7 +70,7 @@ void check_rows(const Tensor& query, const Tensor& query_ranges) {
                     "query_ranges must be int64 [requests, ...], contiguous");
 }
 
-Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads, double scale) {
+Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads, double scale, double soft_cap) {
   TORCH_CHECK_VALUE(0 <= first && first < last && last <= query.size(0), "rows [", first, ", ", last, ") of ",
                     query.size(0));
   TORCH_CHECK_VALUE(kv_heads > 0 && query.size(1) % kv_heads == 0, query.size(1), " heads over ", kv_heads,
@@ -84,6 +84,8 @@ Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads,
   s.kv_heads = int(kv_heads);
   s.size = int(query.size(2));
   s.scale = float(scale);
+  TORCH_CHECK_VALUE(soft_cap >= 0, "soft_cap ", soft_cap, ": expected 0 (none) or more");
+  s.soft_cap = float(soft_cap);
   s.gemm = gemm_for(s.dtype);
   return s;
 }
@@ -194,7 +196,7 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
                                           at::TensorList slot_mapping, at::TensorList kv_positions,
                                           const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
                                           const Tensor& query_ranges, double scale,
-                                          const std::optional<Tensor>& hidden_kv_lens) {
+                                          const std::optional<Tensor>& hidden_kv_lens, double soft_cap) {
   check_rows(query, query_ranges);
   if (hidden_kv_lens) check_hidden(*hidden_kv_lens, visible_kv_lens.numel());
   const int64_t requests = query_ranges.size(0), kv_heads = pool_key.size(1), size = query.size(2);
@@ -226,7 +228,7 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
   std::vector<Span> spans;
   int64_t rows = 0;
   for (int64_t i = 0; i < requests; ++i) {
-    Span s = span_of(query, row_bounds[2 * i], row_bounds[2 * i + 1], kv_heads, scale);
+    Span s = span_of(query, row_bounds[2 * i], row_bounds[2 * i + 1], kv_heads, scale, soft_cap);
     s.pool = pool;
     for (const Tensor* t : {&slot_mapping[i], &kv_positions[i]})
       TORCH_CHECK_VALUE(t->scalar_type() == at::kLong && t->is_contiguous() && t->numel() == slot_mapping[i].numel(),
@@ -259,7 +261,7 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
 std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
                               const std::optional<Tensor>& value_index, const Tensor& block_table,
                               const Tensor& query_ranges, double scale, const std::optional<Tensor>& hidden_kv_lens,
-                              std::vector<int64_t>& seen) {
+                              double soft_cap, std::vector<int64_t>& seen) {
   check_rows(query, query_ranges);
   TORCH_CHECK_VALUE(query_ranges.size(1) == 4, "query_ranges must be [requests, 4]: first row, last row, batch row, tokens");
   for (const Tensor* index : {&key_index, value_index ? &*value_index : &key_index})
@@ -283,7 +285,7 @@ std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const
   std::vector<Span> spans;
   rows = 0;
   for (int64_t i = 0; i < query_ranges.size(0); ++i, b += 4) {
-    Span s = span_of(query, b[0], b[1], key_index.size(1), scale);
+    Span s = span_of(query, b[0], b[1], key_index.size(1), scale, soft_cap);
     const int64_t row = b[2], tokens = b[3];
     TORCH_CHECK_VALUE(tokens >= s.rows, s.rows, " rows of ", tokens, " tokens");
     const int64_t blocks = (tokens + cache.block_size - 1) / cache.block_size;
@@ -304,9 +306,9 @@ std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const
 }
 
 Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& index, const Tensor& block_table,
-                 const Tensor& query_ranges, double scale) {
+                 const Tensor& query_ranges, double scale, double soft_cap) {
   std::vector<int64_t> seen;
-  const auto spans = cache_spans(query, kv_cache, index, {}, block_table, query_ranges, scale, {}, seen);
+  const auto spans = cache_spans(query, kv_cache, index, {}, block_table, query_ranges, scale, {}, soft_cap, seen);
   Tensor lse = at::empty({int64_t(seen.size()), query.size(1)}, query.options().dtype(at::kFloat));
   run(spans, Tensor(), lse);
   return lse;
@@ -314,10 +316,11 @@ Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& inde
 
 std::tuple<Tensor, Tensor> cache_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
                                            const Tensor& value_index, const Tensor& block_table,
-                                           const Tensor& query_ranges, double scale, const Tensor& hidden_kv_lens) {
+                                           const Tensor& query_ranges, double scale, const Tensor& hidden_kv_lens,
+                                           double soft_cap) {
   std::vector<int64_t> seen;
   const auto spans = cache_spans(query, kv_cache, key_index, value_index, block_table, query_ranges, scale,
-                                 hidden_kv_lens, seen);
+                                 hidden_kv_lens, soft_cap, seen);
   const auto floats = query.options().dtype(at::kFloat);
   const int64_t rows = int64_t(seen.size());
   Tensor out = at::empty({rows, query.size(1), query.size(2)}, floats), lse = at::empty({rows, query.size(1)}, floats);
@@ -370,13 +373,13 @@ TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
   m.def(
       "span_attention(Tensor query, Tensor pool_key, Tensor pool_value, Tensor[] slot_mapping, "
       "Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, Tensor query_ranges, float scale, "
-      "Tensor? hidden_kv_lens=None) -> (Tensor, Tensor)");
+      "Tensor? hidden_kv_lens=None, float soft_cap=0) -> (Tensor, Tensor)");
   m.def(
-      "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor query_ranges, float scale) "
-      "-> Tensor");
+      "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor query_ranges, float scale, "
+      "float soft_cap=0) -> Tensor");
   m.def(
       "cache_attention(Tensor query, Tensor kv_cache, Tensor key_index, Tensor value_index, Tensor block_table, "
-      "Tensor query_ranges, float scale, Tensor hidden_kv_lens) -> (Tensor, Tensor)");
+      "Tensor query_ranges, float scale, Tensor hidden_kv_lens, float soft_cap=0) -> (Tensor, Tensor)");
   m.def("merge_(Tensor(a!) output, Tensor output_lse, Tensor other, Tensor other_lse, Tensor query_ranges) -> ()");
 }
 

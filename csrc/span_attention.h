@@ -43,6 +43,7 @@ struct Span {
   const int64_t* visible_kv_lens;  // [rows]: a row sees columns < visible_kv_lens
   const int64_t* hidden_kv_lens;   // [rows]: of these, those >= hidden_kv_lens; null: all
   float scale;
+  float soft_cap;           // scores are soft_cap * tanh(scale q.k / soft_cap); 0: scale q.k
   GemmBf16 gemm;            // null: compute in float
   PoolColumns pool;
   CacheColumns cache;

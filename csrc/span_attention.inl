@@ -232,14 +232,20 @@ static void pack_values_float(const Span& s, int kv_head, int64_t c0, int hidden
   }
 }
 
-// Scores [padded] of one row -> weights e^(score - top); columns [hidden, seen) count. Returns by how much earlier sums
+// Products [padded] of one row -> weights e^(score - top); columns [hidden, seen) count. Returns by how much earlier sums
 // shrink.
 template <class E>
-HYPIC_INLINE float softmax_row(float* scores, int hidden, int seen, int padded, float scale, E* weights, float* top,
+HYPIC_INLINE float softmax_row(const Span& s, float* scores, int hidden, int seen, int padded, E* weights, float* top,
                                float* total) {
   if (seen <= 0 || hidden >= seen) {
     __builtin_memset(weights, 0, padded * sizeof(E));
     return 1.0f;
+  }
+  float scale = s.scale;
+  if (s.soft_cap > 0) {
+    const vf inner = vset(scale / s.soft_cap), cap = vset(s.soft_cap);
+    for (int j = 0; j < padded; j += W) vstore(scores + j, vmul(cap, vtanh(vmul(vload(scores + j), inner))));
+    scale = 1;
   }
   const vf nothing = vset(-__builtin_inff()), by = vset(scale);
   vf highest = nothing;
@@ -334,8 +340,8 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
       for (int i = 0; i < count; ++i) {
         const int r = r0 + i;
         const int row = p.row0 + r / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
-        const float shrink = softmax_row(x.scores + (ptrdiff_t)i * padded, hidden_of(s, row, c0, n), seen, padded,
-                                         s.scale, weights + (ptrdiff_t)i * padded, p.top + r, p.total + r);
+        const float shrink = softmax_row(s, x.scores + (ptrdiff_t)i * padded, hidden_of(s, row, c0, n), seen, padded,
+                                         weights + (ptrdiff_t)i * padded, p.top + r, p.total + r);
         if (p.sum && shrink != 1.0f) {
           float* sum = p.sum + (ptrdiff_t)r * size;
           const vf by = vset(shrink);
@@ -475,7 +481,7 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
     }
     for (int r = 0; r < rows; ++r) {
       const int row = p.row0 + r / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
-      const float shrink = softmax_row(x.scores + r * TILE, hidden_of(s, row, c0, n), seen, padded, s.scale,
+      const float shrink = softmax_row(s, x.scores + r * TILE, hidden_of(s, row, c0, n), seen, padded,
                                        weights + r * TILE, p.top + r, p.total + r);
       if (p.sum && shrink != 1.0f)
         for (int d = 0; d < size; d += W) vstore(p.sum + r * size + d, vmul(vload(p.sum + r * size + d), vset(shrink)));

@@ -16,6 +16,7 @@ from vllm_hypic.errors import ConfigError
 TESTS = Path(__file__).parents[1]
 AGAIN = [
     TESTS / "backends" / "test_span_attention.py",
+    TESTS / "backends" / "test_soft_caps.py",
     TESTS / "linear" / "test_layer_operators.py",
     TESTS / "linear" / "test_mamba2.py",
 ]

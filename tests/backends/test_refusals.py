@@ -142,9 +142,9 @@ def test_attention_layers(field: str, value: object, says: str) -> None:
         setattr(impl, name, usual)
     assert impl.refusal() is None
     setattr(impl, field, value)
-    if field in ("sliding_window", "sinks"):  # served on CPU
+    if field not in ("alibi_slopes", "is_fp8_kv_cache"):  # served on CPU
         assert impl.refusal() is None
-        impl.serves_windows = impl.serves_sinks = False
+        impl.serves_windows = impl.serves_sinks = impl.serves_soft_caps = impl.serves_shared_kv = False
     assert impl.refusal() == says
 
 
@@ -161,13 +161,13 @@ def test_a_layer_that_has_no_cache_of_its_own_is_not_passed_over() -> None:
     impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
     for name, usual in USUAL.items():
         setattr(impl, name, usual)
-    impl.kv_sharing_target_layer_name = "layers.0"
+    impl.alibi_slopes, impl.kv_sharing_target_layer_name = torch.ones(4), "layers.0"
     layer = stock_layer(Attention, impl=impl)
     runner = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layers.1": layer}),
         model_config=SimpleNamespace(architecture="Gemma3nForCausalLM"),
     )
-    with pytest.raises(Unsupported, match=r"^hypic: layer layers.1: KV shared with layer layers.0 is not"):
+    with pytest.raises(Unsupported, match=r"^hypic: layer layers.1: ALiBi is not"):
         attach.attach(runner, geometry(FULL), NotImplemented)
 
 

@@ -205,12 +205,6 @@ class Refused:
 
 REFUSED = [
     Refused(
-        "soft-cap",
-        "Gemma2",
-        "layers.0.self_attn.attn: logits soft-cap 50.0",
-        {"layer_types": ["full_attention"] * 2, "sliding_window": 4096, "tie_word_embeddings": True},
-    ),
-    Refused(
         "alibi",
         "Bloom",
         "h.0.self_attention.attn: ALiBi",
@@ -233,7 +227,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("chosen", REFUSED, ids=str)
-@pytest.mark.fast("soft-cap", "mamba")
+@pytest.mark.fast("mamba")
 def test_refused(chosen: Refused, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
     save = partial(tiny_models.save, dtype=torch.bfloat16)
     fields = {"num_hidden_layers": 2} | chosen.fields

@@ -31,5 +31,14 @@ WINDOW_FAULTS = {
     "stream_windows": "a window is measured in the stream, where what records serve is missing",
     "public_without_windows": "public K and V are seen at any distance",
 }
+SOFT_CAP_FAULTS = {
+    "public_without_cap": "scores of public K are not capped",
+    "private_without_cap": "scores of the stream's own K are not capped",
+}
+SHARED_KV_FAULTS = {
+    "readers_without_public": "layers that read another's KV see nothing of records",
+}
 FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
-"""Planted faults: name -> what goes wrong, in any prompt; those above show where there are such."""
+"""Planted faults: name -> what goes wrong, in any prompt."""
+MORE_FAULTS = CONTEXT_FAULTS | ISLAND_FAULTS | WINDOW_FAULTS | SOFT_CAP_FAULTS | SHARED_KV_FAULTS
+"""Those that show where there is such."""

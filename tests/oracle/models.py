@@ -1,6 +1,7 @@
 """The random checkpoints are the benchmark suite's own: both need gates that are alive."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,15 +11,55 @@ from vllm_hypic.harness.random_models import (
     save_attention_model,
     save_hybrid_model,
     save_model,
+    save_text_model,
 )
 
 __all__ = [
     "random_segments",
     "save_attention_model",
     "save_hybrid_model",
+    "save_shared_kv_model",
     "save_short_conv_model",
+    "save_soft_capped_model",
     "save_windowed_model",
 ]
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SHARED_KV: dict[str, dict[str, Any]] = {
+    "Gemma3nText": {
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+        "final_logit_softcapping": 5.0,
+    },
+    "Gemma4Text": {
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 16,
+        "global_head_dim": 128,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+}
+
+
+def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int = 0) -> Path:
+    """A random model of transformers' `<name>Config` whose last two of five layers, one with a window and one
+    without, read the K and V of the last layer of their kind before them."""
+    fields = {
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
+        "sliding_window": window,
+        "hidden_size": 256,  # its root, by which embeddings are multiplied, is exact in any dtype
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+    }
+    return save_text_model(path, name=name, fields=fields | SHARED_KV[name], seed=seed)
 
 
 def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int = 0) -> Path:
@@ -43,6 +84,31 @@ def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int
         **SPECIAL_IDS,
     )
     return save_model(Lfm2ForCausalLM(config), Path(path), torch.float32, seed, norm_center=1.0)
+
+
+def save_soft_capped_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:
+    """A random Gemma 2 whose scores have a standard deviation of 4 before a cap of 3."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        num_hidden_layers=len(layer_types),
+        hidden_size=256,  # its root, by which embeddings are multiplied, is exact in any dtype
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=4,
+        attn_logit_softcapping=3.0,
+        # A random model with tied embeddings repeats its last token; capped, that leaves the others a chance.
+        final_logit_softcapping=5.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=512,
+        max_position_embeddings=32768,
+        **SPECIAL_IDS,
+        layer_types=layer_types,
+        sliding_window=window,
+    )
+    return save_model(Gemma2ForCausalLM(config), Path(path), torch.bfloat16, seed, norm_center=0.0)
 
 
 def save_windowed_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:

@@ -30,7 +30,7 @@ layers may have windows.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,16 +91,15 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Grouped-query attention, one softmax over what is `visible [n, m]`.
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scores: Callable[[Tensor], Tensor]) -> Tensor:
+    """Grouped-query attention, one softmax of `scores` of the products over what is `visible [n, m]`.
 
     `q [n, H, D]`, `k, v [m, KVH, D]` -> `[n, H, D]`.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,mhd->hnm", q, k) / q.shape[-1] ** 0.5
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("hnm,mhd->nhd", weights, v)
+    found = scores(torch.einsum("nhd,mhd->hnm", q, k))
+    return torch.einsum("hnm,mhd->nhd", found.masked_fill(~visible, float("-inf")).softmax(-1), v)
 
 
 def causal_conv(rows: Tensor, context: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
@@ -305,7 +304,7 @@ class Oracle:
         **layout,
     ) -> tuple[Tensor, list[LinearState | None]]:
         """Lay the prompt out and run its stream."""
-        known = FAULTS | faults.CONTEXT_FAULTS | faults.ISLAND_FAULTS | faults.WINDOW_FAULTS
+        known = FAULTS | faults.MORE_FAULTS
         if fault is not None and fault not in known:
             raise ValueError(f"unknown fault {fault!r}; known: {', '.join(known)}")
         stream = build_stream(leading, segments, query, fault=fault, **layout)
@@ -352,10 +351,8 @@ class Oracle:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
         window = self.config["sliding_window"] if self.layer_types[index] == "sliding_attention" else None
 
-        own = torch.tensor(stream.positions)
-        if fault == "stream_positions":
-            own = torch.arange(n)
         row = torch.arange(n)
+        own = row if fault == "stream_positions" else torch.tensor(stream.positions)
         keys, values = [rotate(k, own, self.inv_freq)], [v]
         visible = [row[:, None] >= row[None, :]]
         if window is not None:
@@ -380,10 +377,15 @@ class Oracle:
                 if window is not None and fault != "public_without_windows":
                     visible[-1] = visible[-1] & (own[:, None] - position[None, :] < window)
         q = rotate(q, own, self.inv_freq)
-        y = attend(q, torch.cat(keys), torch.cat(values), torch.cat(visible, 1))
+        y = self._attend(q, keys, values, visible, fault)
         if gate is not None:
             y = y * gate.sigmoid()
         return self._linear(y.reshape(n, -1), f"{name}.o_proj"), (k, v)
+
+    def _attend(self, q, keys: list[Tensor], values: list[Tensor], visible, fault) -> Tensor:
+        """One softmax over the stream's own columns, which stand first, and those of records."""
+        joined = (torch.cat(keys), torch.cat(values), torch.cat(visible, 1))
+        return attend(q, *joined, lambda products: products / q.shape[-1] ** 0.5)
 
     def _delta_net(
         self, index: int, x: Tensor, stream: Stream, fault: str | None, compose_T: bool

@@ -38,11 +38,22 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
         if isinstance(layer, AttentionLayerBase) and (reason := layer_refusal(layer, architecture)):
             raise Unsupported(f"hypic: layer {name}: {reason} is not supported; serve without hypic")
     impls = {a.layer: layers[a.layer].impl for a in geometry.attention}
+    readers = {name: layer.impl for name, layer in layers.items() if cache_owner(layer)}
     _require_own_graph(runner, geometry)
-    ropes = link_ropes(runner, impls)
+    ropes = link_ropes(runner, impls, readers)
     runtime = start(runner.device)
     _link(runner, layers, impls, ropes, runtime)
-    return _describe(ropes, [layers[g.layer].family.name for g in geometry.linear])
+    for impl in readers.values():
+        # Whose K and V a layer reads, by whose rope they are rotated: everything is the owner's.
+        impl.link = impls[impl.kv_sharing_target_layer_name].link
+    found = _describe(ropes, [layers[g.layer].family.name for g in geometry.linear])
+    return f"{found}, {len(readers)} reading the KV of others" if readers else found
+
+
+def cache_owner(layer: object) -> str | None:
+    """The name of the layer whose KV cache this one reads; ``None``: it has its own, or none."""
+    owner: str | None = getattr(layer, "kv_sharing_target_layer_name", None)
+    return owner
 
 
 def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:

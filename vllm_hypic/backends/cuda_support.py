@@ -83,8 +83,6 @@ def _caches(config: VllmConfig) -> Iterator[str]:
     cache = config.cache_config
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield f"kv_cache_dtype={cache.cache_dtype}: expected auto, bfloat16 or float16"
-    if cache.kv_sharing_fast_prefill:
-        yield "--kv-sharing-fast-prefill is not supported: layers must not share their KV cache"
     if cache.use_replayssm:
         yield "replayed SSM states (use_replayssm) are not supported"
 

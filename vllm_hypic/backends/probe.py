@@ -46,13 +46,19 @@ class Unsupported(ConfigError):
     """A model that PIC cannot serve: the message says which layer and why."""
 
 
-def link_ropes(runner: Any, impls: Mapping[str, PublicAttention[Any]]) -> dict[str, RopeTap | None]:
-    """The rope of every attention layer (``None``: NoPE).  Raises :class:`Unsupported`."""
+def link_ropes(
+    runner: Any, impls: Mapping[str, PublicAttention[Any]], readers: Mapping[str, PublicAttention[Any]]
+) -> dict[str, RopeTap | None]:
+    """The rope of every attention layer of ``impls`` (``None``: NoPE).  Raises :class:`Unsupported`.
+
+    ``readers``: the layers that read the caches of others: no K of theirs is rotated.
+    """
     ropes = [m for m in runner.get_model().modules() if isinstance(m, RopeTap)]
     limit = min([runner.max_model_len, *(len(r.cos_sin_cache) for r in ropes if hasattr(r, "cos_sin_cache"))])
     positions = torch.linspace(0, limit - 1, PROBE_TOKENS).long()
-    at_zero = _observe(runner, impls, ropes, torch.zeros_like(positions))
-    scattered = _observe(runner, impls, ropes, positions)
+    watched = {**impls, **readers}
+    at_zero = _observe(runner, watched, ropes, torch.zeros_like(positions))
+    scattered = _observe(runner, watched, ropes, positions)
     return {name: _link(name, at_zero.get(name), scattered.get(name), positions) for name in impls}
 
 
@@ -103,10 +109,11 @@ class _Observer:
     def rope(self, rope: RopeTap, raw: torch.Tensor, rotated: torch.Tensor) -> None:
         self._last = (rope, raw, rotated)
 
-    def attention(self, name: str, key: torch.Tensor) -> None:
+    def attention(self, name: str, key: torch.Tensor | None) -> None:
         rope, raw, rotated = self._last or (None, None, None)
         self._last = None
-        self.calls[name] = _Call(key, rope, raw, rotated)
+        if key is not None:
+            self.calls[name] = _Call(key, rope, raw, rotated)
 
 
 def _link(name: str, zero: _Call | None, moved: _Call | None, positions: torch.Tensor) -> RopeTap | None:

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..backends.attach import layer_refusal
+from ..backends.attach import cache_owner, layer_refusal
 from ..backends.linear.base import LinearLayer
 from ..config.engine import SECTION, HypicConfig
 from ..config.gate import GateConfig
@@ -139,7 +139,10 @@ def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCa
         with _NoWeights(), set_default_torch_dtype(vllm_config.model_config.dtype):
             initialize_model(vllm_config=vllm_config)
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-        return {name: (layer, layer.get_kv_cache_spec(vllm_config)) for name, layer in layers.items()}
+        return {
+            name: (layer, None if cache_owner(layer) else layer.get_kv_cache_spec(vllm_config))
+            for name, layer in layers.items()
+        }
 
 
 @contextmanager
@@ -181,7 +184,8 @@ def _judged(
         if spec is not None and reason is None:
             reason = cache_refusal(spec)
         if spec is None or reason is not None:
-            kinds[type(layer).__name__, reason, 0] += 1
+            reads = reason is None and cache_owner(layer)
+            kinds["attention over the KV of another layer" if reads else type(layer).__name__, reason, 0] += 1
             continue
         geometry = layer_geometry(name, spec, conv_dim_first=is_conv_state_dim_first())
         alone = unsized([geometry], config)

@@ -65,6 +65,10 @@ def complete(config: VllmConfig) -> None:
         raise ConfigError(
             f"--attention-backend hypic: runner_type={config.model_config.runner_type!r}: expected 'generate'"
         )
+    if config.cache_config.kv_sharing_fast_prefill:
+        raise ConfigError(
+            "--attention-backend hypic: --kv-sharing-fast-prefill passes over rows of composed prompts; drop it"
+        )
     _refuse_on_cuda(config)
     _use_tokenizer(config)
     _use_options(config, config_of(config).for_model(config.model_config))

@@ -52,8 +52,8 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
     """Mixin before a stock implementation; with a link, also captures segments and reads public K and V."""
 
     link: LinkT | None = None
-    """Set at start-up; ``None``: stock."""
-    hypic_probe: Callable[[torch.Tensor], None] | None = None
+    """Set at start-up; ``None``: stock.  A layer that reads another's cache has that layer's."""
+    hypic_probe: Callable[[torch.Tensor | None], None] | None = None
     """While probing: told the K that reached this layer."""
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
@@ -71,18 +71,22 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
     """Whether layers with a sliding window take part."""
     serves_sinks = False
     """Whether layers with learned sinks do."""
+    serves_soft_caps = False
+    """Whether layers whose scores have a soft-cap do."""
+    serves_shared_kv = False
+    """Whether layers that read another layer's cache, with no K and V of their own, do."""
 
     def refusal(self) -> str | None:
         """Why this layer cannot take part in PIC, or ``None``."""
         if (window := self.window()) is not None and not self.serves_windows:
             return f"sliding window of {window} tokens"
-        if self.logits_soft_cap:
+        if self.logits_soft_cap and not self.serves_soft_caps:
             return f"logits soft-cap {self.logits_soft_cap}"
         if self.sinks is not None and not self.serves_sinks:
             return "learned attention sinks"
         if self.alibi_slopes is not None:
             return "ALiBi"
-        if self.kv_sharing_target_layer_name is not None:
+        if self.kv_sharing_target_layer_name is not None and not self.serves_shared_kv:
             return f"KV shared with layer {self.kv_sharing_target_layer_name}"
         if self.has_quantised_cache():
             return f"quantised KV cache ({self.kv_cache_dtype})"
@@ -92,8 +96,8 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
@@ -102,7 +106,7 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
     ) -> torch.Tensor:
         """Same contract as the stock implementation."""
         if attn_metadata is None and self.hypic_probe is not None:
-            self.hypic_probe(key.clone())
+            self.hypic_probe(None if key is None else key.clone())
             return output.zero_()
         super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -110,7 +114,8 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         link = self.link
         if link is None or (step := link.runtime.step) is None or attn_metadata is None:
             return output
-        if step.captured is not None:
+        if step.captured is not None and self.kv_sharing_target_layer_name is None:
+            assert key is not None and value is not None
             link.runtime.calls["capture_kv"] += 1
             self.capture(link, step.captured, key, value)
         public = step.public

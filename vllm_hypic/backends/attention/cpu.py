@@ -49,6 +49,8 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
 
     serves_windows = True
     serves_sinks = True
+    serves_soft_caps = True
+    serves_shared_kv = True
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
         key, value = (cache_index(layer.kv_cache, layer.isa, of_value=v) for v in (False, True))
@@ -90,9 +92,16 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             public.visible_kv_lens,
             public.query_ranges,
             self.scale,
+            soft_cap=self.logits_soft_cap,
         )
         private_lse = link.ops.cache_lse(
-            query, kv_cache, link.key_index, metadata.block_table, public.cache_ranges, self.scale
+            query,
+            kv_cache,
+            link.key_index,
+            metadata.block_table,
+            public.cache_ranges,
+            self.scale,
+            self.logits_soft_cap,
         )
         # Stock counted the sinks in the private part: there they stay, once.
         link.ops.merge_(output, self._with_sinks(private_lse), out, lse, public.query_ranges)
@@ -119,6 +128,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             public.query_ranges,
             self.scale,
             windowed.hidden_columns,
+            self.logits_soft_cap,
         )
         private, private_lse = link.ops.cache_attention(
             query,
@@ -129,6 +139,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             public.cache_ranges,
             self.scale,
             windowed.hidden_tokens,
+            self.logits_soft_cap,
         )
         total = self._with_sinks(private_lse)
         if self.sinks is not None:

@@ -205,9 +205,12 @@ def _mlp(config: object, hidden: int) -> Mlp | Experts:
 
 
 def _number(config: object, default: int, *names: str) -> int:
-    """The first of these attributes that is a positive integer."""
+    """The first of these attributes that is a positive integer, the same in all layers."""
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers, where layers differ: there is no such number of all
+            continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return default

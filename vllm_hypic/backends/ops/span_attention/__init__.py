@@ -1,10 +1,11 @@
 """Span attention: query rows over paged public K and V, rotated at logical positions while read.
 
 Four operators, each with one signature in ``reference`` (float64), ``torch``, ``native`` (C++) and, but for
-``cache_attention``, ``triton.operators`` (CUDA, where layers use a prepared form instead, see ``plan``):
+``cache_attention`` and soft-caps, ``triton.operators`` (CUDA, where layers use a prepared form instead, see
+``plan``).  A score is ``scale * q.k``, or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
-query_ranges, scale, hidden_kv_lens=None)``
+query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0)``
     Attention of each request's rows over a prefix of its public columns.
 
     ``query [tokens, heads, size]``, rotated; ``pool_key``, ``pool_value [slots, kv_heads, size]``, K not
@@ -18,15 +19,16 @@ query_ranges, scale, hidden_kv_lens=None)``
     Returns, for these rows in order, ``out [rows, heads, size]`` and log-sum-exp ``lse [rows, heads]``,
     float32; a row that sees nothing has ``out = 0`` and ``lse = -inf``.
 
-``cache_lse(query, kv_cache, index, block_table, query_ranges, scale) -> lse [rows, heads]`` float32
+``cache_lse(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0) -> lse [rows, heads]``
+float32
     Log-sum-exp of causal attention over vLLM's own paged cache, whose kernel does not return it.
 
     ``kv_cache [blocks, ...]``; ``index [block_size, kv_heads, size]`` int32: where the elements of K lie in a
     block; ``block_table [requests, blocks]`` int32; ``query_ranges [requests, 4]`` int64: first and last row
     of the query, row of the block table, and tokens in the cache: the last row sees all of them.
 
-``cache_attention(query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens)
--> out [rows, heads, size], lse [rows, heads]`` float32
+``cache_attention(query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens,
+soft_cap=0.0) -> out [rows, heads, size], lse [rows, heads]`` float32
     Causal attention over vLLM's own paged cache with a window of its own for each row: stock's is measured
     in the stream, where tokens that records serve are missing.
 

@@ -30,6 +30,7 @@ def span_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.ops.vllm_hypic.span_attention(
         query,
@@ -43,6 +44,7 @@ def span_attention(
         query_ranges,
         scale,
         hidden_kv_lens,
+        soft_cap,
     )
     return out, lse
 
@@ -54,9 +56,10 @@ def cache_lse(
     block_table: torch.Tensor,
     query_ranges: torch.Tensor,
     scale: float,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     lse: torch.Tensor = torch.ops.vllm_hypic.cache_lse(
-        query, kv_cache, index, block_table, query_ranges, scale
+        query, kv_cache, index, block_table, query_ranges, scale, soft_cap
     )
     return lse
 
@@ -70,9 +73,10 @@ def cache_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.ops.vllm_hypic.cache_attention(
-        query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens
+        query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens, soft_cap
     )
     return out, lse
 
@@ -99,14 +103,14 @@ def register_fakes() -> None:
         )
 
     @torch.library.register_fake("vllm_hypic::cache_lse")
-    def _(query, kv_cache, index, block_table, query_ranges, scale):  # type: ignore
+    def _(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0):  # type: ignore
         # How many rows take part is data.
         rows = torch.library.get_ctx().new_dynamic_size()
         return query.new_empty((rows, query.shape[1]), dtype=torch.float32)
 
     @torch.library.register_fake("vllm_hypic::cache_attention")
-    def _(query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens):  # type: ignore
-        rows = hidden_kv_lens.shape[0]
+    def _(query, *others):  # type: ignore
+        rows = others[6].shape[0]  # hidden_kv_lens
         return (
             query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
             query.new_empty((rows, query.shape[1]), dtype=torch.float32),

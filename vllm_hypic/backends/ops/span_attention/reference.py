@@ -52,6 +52,7 @@ def span_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; float64."""
     outs, lses = [], []
@@ -65,7 +66,7 @@ def span_attention(
         key = rotate_reference(pool_key[slots[:columns]], rotation, neox)
         value = pool_value[slots[:columns]].double()
         limits, begins = (torch.tensor(per_row[: last - first]) for per_row in (seen, hidden))
-        out, lse = _softmax_attention(query[first:last], key, value, limits, scale, begins)
+        out, lse = _softmax_attention(query[first:last], key, value, limits, scale, begins, soft_cap)
         outs.append(out)
         lses.append(lse)
         seen, hidden = seen[last - first :], hidden[last - first :]
@@ -79,10 +80,12 @@ def cache_lse(
     block_table: torch.Tensor,
     query_ranges: torch.Tensor,
     scale: float,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """See the package's docstring; float64."""
     hidden = torch.zeros(int((query_ranges[:, 1] - query_ranges[:, 0]).sum()), dtype=torch.int64)
-    return cache_attention(query, kv_cache, index, index, block_table, query_ranges, scale, hidden)[1]
+    arguments = (kv_cache, index, index, block_table, query_ranges, scale, hidden, soft_cap)
+    return cache_attention(query, *arguments)[1]
 
 
 def cache_attention(
@@ -94,6 +97,7 @@ def cache_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; float64."""
     outs, lses = [], []
@@ -106,7 +110,9 @@ def cache_attention(
         key, value = (flat[blocks, index.long()[inside]].double() for index in (key_index, value_index))
         limits = torch.arange(tokens - (last - first) + 1, tokens + 1)
         shift = int(begins.min())
-        out, lse = _softmax_attention(query[first:last], key, value, limits - shift, scale, begins - shift)
+        out, lse = _softmax_attention(
+            query[first:last], key, value, limits - shift, scale, begins - shift, soft_cap
+        )
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -119,11 +125,14 @@ def _softmax_attention(
     limits: torch.Tensor,
     scale: float,
     begins: torch.Tensor,
+    soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row ``r`` sees keys ``[begins[r], limits[r])``."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->qhk", query.double(), key) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     at = torch.arange(len(key))
     hidden = (at >= limits[:, None, None]) | (at < begins[:, None, None])
     scores = scores.masked_fill(hidden, float("-inf"))

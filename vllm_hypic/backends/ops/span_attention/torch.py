@@ -13,6 +13,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _UNROTATE_BLOCK = 512
 """Rows per block: a block's float32 temporaries stay in the core's cache."""
 
+_CAPPED_SCORES = 1 << 22
+"""Scores that are held at once where they are capped: 16 MB."""
+
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool) -> torch.Tensor:
     """Rotate ``x [n, heads, size]`` by ``rotation [n, rotary_dim]`` (cos half, sin half).
@@ -74,6 +77,7 @@ def span_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring."""
     outs, lses = [], []
@@ -92,7 +96,8 @@ def span_attention(
             rotate(pool_key.index_select(0, slots), rotation, neox),
             pool_value.index_select(0, slots),
         )
-        out, lse = _attend(query[first:last], key, value, hidden - columns.start, seen - columns.start, scale)
+        begins, ends = hidden - columns.start, seen - columns.start
+        out, lse = _attend(query[first:last], key, value, begins, ends, scale, soft_cap)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -105,6 +110,7 @@ def _attend(
     begins: torch.Tensor,
     ends: torch.Tensor,
     scale: float,
+    soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``query [rows, heads, size]`` over columns ``[begins, ends)``, ``[rows]``; float32."""
     if not len(key):
@@ -117,7 +123,7 @@ def _attend(
     if bool(hidden.any()):
         mask = torch.zeros(hidden.shape, dtype=torch.float32, device=query.device)
         mask.masked_fill_(hidden, float("-inf"))
-    out, lse = _grouped_flash(query, key, value, mask, scale)
+    out, lse = _grouped_flash(query, key, value, mask, scale, soft_cap)
     blind = ends <= begins.clamp(min=0)
     if bool(blind.any()):
         out[blind], lse[blind] = 0, float("-inf")
@@ -131,12 +137,13 @@ def cache_lse(
     block_table: torch.Tensor,
     query_ranges: torch.Tensor,
     scale: float,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """See the package's docstring."""
     lses = []
     for first, last, row, tokens in query_ranges.tolist():
         key = gather(kv_cache, index, block_table[row], tokens)
-        lses.append(causal_lse(query[first:last], key, scale))
+        lses.append(causal_lse(query[first:last], key, scale, soft_cap))
     return torch.cat(lses)
 
 
@@ -149,6 +156,7 @@ def cache_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring."""
     outs, lses = [], []
@@ -164,7 +172,7 @@ def cache_attention(
         unseen = int(begins.min()) - at
         key, value, at = key[unseen:], value[unseen:], at + unseen
         ends = torch.arange(tokens - (last - first) + 1, tokens + 1, device=query.device)
-        out, lse = _attend(query[first:last], key, value, begins - at, ends - at, scale)
+        out, lse = _attend(query[first:last], key, value, begins - at, ends - at, scale, soft_cap)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -185,7 +193,7 @@ def gather(kv_cache: torch.Tensor, index: torch.Tensor, blocks: torch.Tensor, to
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def causal_lse(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_lse(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float = 0.0) -> torch.Tensor:
     """Log-sum-exp ``[rows, heads]`` float32 of causal attention, the last row seeing every key.
 
     ``query [rows, heads, size]``, ``key [keys, kv_heads, size]``, both rotated, keys >= rows.
@@ -200,7 +208,7 @@ def causal_lse(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Te
         mask = torch.zeros(rows, keys, dtype=torch.float32, device=key.device).masked_fill_(
             ahead, float("-inf")
         )
-    return _grouped_flash(query, key, key, mask, scale)[1]
+    return _grouped_flash(query, key, key, mask, scale, soft_cap)[1]
 
 
 def merge_(
@@ -220,7 +228,12 @@ def merge_(
 
 
 def _grouped_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flash attention with grouped heads folded into rows, so that K and V are not repeated."""
     rows, heads, size = query.shape
@@ -231,10 +244,39 @@ def _grouped_flash(
     if mask is not None:
         mask = mask.repeat_interleave(group, 0)[None, None]
     k, v = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
-    out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    if soft_cap:
+        out, lse = _capped(q, k, v, mask, scale, soft_cap)
+    else:
+        out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     out = out.view(kv_heads, rows, group, size).permute(1, 0, 2, 3).reshape(rows, heads, size)
     lse = lse.view(kv_heads, rows, group).permute(1, 0, 2).reshape(rows, heads)
     return out, lse
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :data:`_flash`, whose scores have no soft-cap; float32 throughout.
+
+    ``query [1, kv_heads, rows, size]``, ``key``, ``value [1, kv_heads, columns, size]``, ``mask [1, 1, rows,
+    columns]``.
+    """
+    outs, lses = [], []
+    key, value = key.float().mT, value.float()
+    step = max(1, _CAPPED_SCORES // (key.shape[1] * key.shape[3]))
+    for start in range(0, query.shape[2], step):
+        rows = slice(start, start + step)
+        scores = torch.tanh(query[:, :, rows].float() @ key * (scale / soft_cap)).mul_(soft_cap)
+        if mask is not None:
+            scores += mask[:, :, rows]
+        lses.append(scores.logsumexp(-1))
+        outs.append(scores.softmax(-1) @ value)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,78 @@
+"""The oracle of Gemma 2: every score is soft-capped, `c tanh(x / c)`, and so are logits.
+
+Beside that: norms before and after each branch, offset from 1; embeddings times the root of their size; gated
+GELU; scores divided by the root of `query_pre_attn_scalar`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .faults import ATTENTION_FAULTS, SEAM_FAULTS, SOFT_CAP_FAULTS
+from .oracle import LinearState, Oracle, attend, rms_norm
+from .stream import Stream
+
+
+class Gemma2Oracle(Oracle):
+    """Position-independent caching of a Gemma 2 checkpoint, by definition."""
+
+    model_types = ("gemma2",)
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
+        super().__init__(model_dir, dtype)
+        self.norms_heads = False
+
+    def faults(self) -> list[str]:
+        return [*SEAM_FAULTS, *ATTENTION_FAULTS, *SOFT_CAP_FAULTS]
+
+    @staticmethod
+    def _understood(config: dict[str, Any]) -> dict[str, Any]:
+        # The activation is not silu: see `_mlp`.
+        return config | {"hidden_act": "silu", "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+
+    def _forward(
+        self, stream: Stream, fault: str | None = None, compose_T: bool = True, keep: list | None = None
+    ) -> tuple[Tensor, list[LinearState | None]]:
+        x = self._weights["embed_tokens.weight"][list(stream.tokens)] * self.config["hidden_size"] ** 0.5
+        for index in range(len(self.layer_types)):
+            layer = f"layers.{index}"
+            y, rows = self._attention(index, self._norm(x, f"{layer}.input_layernorm"), stream, fault)
+            x = x + self._norm(y, f"{layer}.post_attention_layernorm")
+            y = self._mlp(index, self._norm(x, f"{layer}.pre_feedforward_layernorm"))
+            x = x + self._norm(y, f"{layer}.post_feedforward_layernorm")
+            if keep is not None:
+                keep.append(rows)
+        return self._norm(x, "norm"), [None] * len(self.layer_types)
+
+    def _attend(
+        self, q: Tensor, keys: list[Tensor], values: list[Tensor], visible: list[Tensor], fault: str | None
+    ) -> Tensor:
+        own, cap = len(keys[0]), self.config["attn_logit_softcapping"]
+        scale = self.config["query_pre_attn_scalar"] ** -0.5
+
+        def scores(products: Tensor) -> Tensor:
+            free = products * scale
+            capped = cap * torch.tanh(free / cap)
+            if fault == "private_without_cap":
+                capped[..., :own] = free[..., :own]
+            elif fault == "public_without_cap":
+                capped[..., own:] = free[..., own:]
+            return capped
+
+        return attend(q, torch.cat(keys), torch.cat(values), torch.cat(visible, 1), scores)
+
+    def _mlp(self, index: int, x: Tensor) -> Tensor:
+        name = f"layers.{index}.mlp"
+        inner = F.gelu(self._linear(x, f"{name}.gate_proj"), approximate="tanh")
+        return self._linear(inner * self._linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, 1 + self._weights[f"{name}.weight"], self.eps)
+
+    def _logprobs(self, hidden: Tensor) -> Tensor:
+        tied, cap = self.config["tie_word_embeddings"], self.config["final_logit_softcapping"]
+        logits = hidden @ self._weights["embed_tokens.weight" if tied else "lm_head.weight"].T
+        return (cap * torch.tanh(logits / cap)).log_softmax(-1)
