@@ -261,7 +261,7 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
 std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
                               const std::optional<Tensor>& value_index, const Tensor& block_table,
                               const Tensor& query_ranges, double scale, const std::optional<Tensor>& hidden_kv_lens,
-                              double soft_cap, std::vector<int64_t>& seen) {
+                              double soft_cap, bool in_lines, std::vector<int64_t>& seen) {
   check_rows(query, query_ranges);
   TORCH_CHECK_VALUE(query_ranges.size(1) == 4, "query_ranges must be [requests, 4]: first row, last row, batch row, tokens");
   for (const Tensor* index : {&key_index, value_index ? &*value_index : &key_index})
@@ -277,6 +277,9 @@ std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const
   cache.block_size = int(key_index.size(0));
   cache.key = key_index.data_ptr<int32_t>();
   if (value_index) cache.value = value_index->data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(!in_lines || cache.block_size % 16 == 0, "blocks of ", cache.block_size,
+                    " tokens: lines need a multiple of 16");
+  cache.in_lines = in_lines;
   const int64_t* b = query_ranges.data_ptr<int64_t>();
   int64_t rows = 0;
   for (int64_t i = 0; i < query_ranges.size(0); ++i) rows += b[4 * i + 1] - b[4 * i];
@@ -306,9 +309,10 @@ std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const
 }
 
 Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& index, const Tensor& block_table,
-                 const Tensor& query_ranges, double scale, double soft_cap) {
+                 const Tensor& query_ranges, double scale, double soft_cap, bool in_lines) {
   std::vector<int64_t> seen;
-  const auto spans = cache_spans(query, kv_cache, index, {}, block_table, query_ranges, scale, {}, soft_cap, seen);
+  const auto spans = cache_spans(query, kv_cache, index, {}, block_table, query_ranges, scale, {}, soft_cap, in_lines,
+                                 seen);
   Tensor lse = at::empty({int64_t(seen.size()), query.size(1)}, query.options().dtype(at::kFloat));
   run(spans, Tensor(), lse);
   return lse;
@@ -317,10 +321,10 @@ Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& inde
 std::tuple<Tensor, Tensor> cache_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
                                            const Tensor& value_index, const Tensor& block_table,
                                            const Tensor& query_ranges, double scale, const Tensor& hidden_kv_lens,
-                                           double soft_cap) {
+                                           double soft_cap, bool in_lines) {
   std::vector<int64_t> seen;
   const auto spans = cache_spans(query, kv_cache, key_index, value_index, block_table, query_ranges, scale,
-                                 hidden_kv_lens, soft_cap, seen);
+                                 hidden_kv_lens, soft_cap, in_lines, seen);
   const auto floats = query.options().dtype(at::kFloat);
   const int64_t rows = int64_t(seen.size());
   Tensor out = at::empty({rows, query.size(1), query.size(2)}, floats), lse = at::empty({rows, query.size(1)}, floats);
@@ -376,10 +380,11 @@ TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
       "Tensor? hidden_kv_lens=None, float soft_cap=0) -> (Tensor, Tensor)");
   m.def(
       "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor query_ranges, float scale, "
-      "float soft_cap=0) -> Tensor");
+      "float soft_cap=0, bool in_lines=False) -> Tensor");
   m.def(
       "cache_attention(Tensor query, Tensor kv_cache, Tensor key_index, Tensor value_index, Tensor block_table, "
-      "Tensor query_ranges, float scale, Tensor hidden_kv_lens, float soft_cap=0) -> (Tensor, Tensor)");
+      "Tensor query_ranges, float scale, Tensor hidden_kv_lens, float soft_cap=0, bool in_lines=False) -> "
+      "(Tensor, Tensor)");
   m.def("merge_(Tensor(a!) output, Tensor output_lse, Tensor other, Tensor other_lse, Tensor query_ranges) -> ()");
 }
 

@@ -32,6 +32,7 @@ struct CacheColumns {
   int block_size;
   const int32_t* key;       // [block_size, kv_heads, size]: where an element of a block lies in it
   const int32_t* value;     // the same for V; null: not read
+  bool in_lines;            // K of neighbouring tokens, V of neighbouring dimensions lie side by side
 };
 
 // One request's rows.  `pool` or `cache` is set.

@@ -155,9 +155,40 @@ HYPIC_INLINE void transpose_rows(const int32_t* rows, int words, int32_t* out, p
     for (int j = 0; j < 16; ++j) out[w * stride + j] = rows[j * words + w];
 }
 
+// As `pack_keys`, of a cache in which K of neighbouring tokens lies side by side: c0 and blocks are multiples of 16.
+template <DType dtype, class E>
+static void pack_lines(const Span& s, int kv_head, int64_t c0, int n, int padded, E* out) {
+  const CacheColumns& c = s.cache;
+  for (int j = 0; j < padded; j += 16) {
+    const int here = j < n ? (int)at_most(16, n - j) : 0;
+    const int64_t column = here ? c0 + j : c0;
+    const ptrdiff_t block = c.blocks[column / c.block_size] * c.block_stride;
+    const int32_t* index = c.key + ((column % c.block_size) * s.kv_heads + kv_head) * s.size;
+    if constexpr (sizeof(E) == 2) {
+      const bf16* from = (const bf16*)c.cache + block;
+      for (int d = 0; d < s.size; d += 2) {
+        const bf16 *a = from + index[d], *b = from + index[d + 1];
+        uint32_t* to = (uint32_t*)out + (ptrdiff_t)(d / 2) * padded + j;
+        if (here == 16)
+          for (int i = 0; i < 16; ++i) to[i] = a[i] | (uint32_t)b[i] << 16;
+        else
+          for (int i = 0; i < 16; ++i) to[i] = i < here ? a[i] | (uint32_t)b[i] << 16 : 0;
+      }
+    } else {
+      for (int d = 0; d < s.size; ++d) {
+        float* to = out + (ptrdiff_t)d * padded + j;
+        int i = 0;
+        for (; i + W <= here; i += W) vstore(to + i, read(c.cache, dtype, block + index[d] + i));
+        for (; i < 16; ++i) to[i] = i < here ? read_one(c.cache, dtype, block + index[d] + i) : 0;
+      }
+    }
+  }
+}
+
 // K of columns [c0, c0 + n) as [size(/2), padded(, 2)]; columns n..padded are 0.
 template <DType dtype, class E>
 static void pack_keys(const Span& s, int kv_head, int64_t c0, int n, int padded, E* row, E* out) {
+  if (s.cache.cache && s.cache.in_lines) return pack_lines<dtype>(s, kv_head, c0, n, padded, out);
   const int words = s.size * (int)sizeof(E) / 4;
   for (int j = 0; j < padded; j += 16) {
     const int here = (int)at_most(16, n - j);
@@ -179,12 +210,21 @@ HYPIC_INLINE void fetch_value(const Span& s, int64_t column, int kv_head, float*
   for (int d = 0; d < s.size; ++d) out[d] = read_one(c.cache, dtype, block + index[d]);
 }
 
+// Where V of a column lies as a row, in elements: in the pool, or in a cache of lines.
+HYPIC_INLINE ptrdiff_t value_row(const Span& s, int64_t column, int kv_head) {
+  if (const CacheColumns& c = s.cache; c.cache)
+    return c.blocks[column / c.block_size] * c.block_stride +
+           c.value[((column % c.block_size) * s.kv_heads + kv_head) * s.size];
+  return s.pool.slots[column] * s.pool.value_stride + (ptrdiff_t)kv_head * s.size;
+}
+
+HYPIC_INLINE const void* values_of(const Span& s) { return s.cache.cache ? s.cache.cache : s.pool.value; }
+
 // V of columns [c0, c0 + n) as pairs of rows [padded / 2, size, 2]; the first `hidden` of them are 0: nobody sees them,
 // and vLLM may have given their blocks away.
 static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int hidden, int n, int padded, bf16* out) {
-  const PoolColumns& c = s.pool;
   const int size = s.size;
-  if (s.cache.cache) {
+  if (s.cache.cache && !s.cache.in_lines) {
     float row[size];
     for (int j = 0; j < padded; ++j) {
       const bool there = hidden <= j && j < n;
@@ -195,8 +235,9 @@ static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int hidden,
   }
   for (int j = 0; j < padded; j += 2) {
     uint32_t* to = (uint32_t*)out + (ptrdiff_t)(j / 2) * size;
-    const bf16* a = j < n ? (const bf16*)c.value + c.slots[c0 + j] * c.value_stride + kv_head * size : nullptr;
-    const bf16* b = j + 1 < n ? (const bf16*)c.value + c.slots[c0 + j + 1] * c.value_stride + kv_head * size : nullptr;
+    const bf16* from = (const bf16*)values_of(s);
+    const bf16* a = hidden <= j && j < n ? from + value_row(s, c0 + j, kv_head) : nullptr;
+    const bf16* b = hidden <= j + 1 && j + 1 < n ? from + value_row(s, c0 + j + 1, kv_head) : nullptr;
     int d = 0;
     if (a && b) {
 #if HYPIC_WIDTH == 16
@@ -213,7 +254,6 @@ static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int hidden,
 
 template <DType dtype>
 static void pack_values_float(const Span& s, int kv_head, int64_t c0, int hidden, int n, int padded, float* out) {
-  const PoolColumns& c = s.pool;
   const int size = s.size;
   for (int j = 0; j < padded; ++j) {
     float* to = out + (ptrdiff_t)j * size;
@@ -221,14 +261,15 @@ static void pack_values_float(const Span& s, int kv_head, int64_t c0, int hidden
       __builtin_memset(to, 0, size * sizeof(float));
       continue;
     }
-    if (s.cache.cache) {
+    if (s.cache.cache && !s.cache.in_lines) {
       fetch_value<dtype>(s, c0 + j, kv_head, to);
       continue;
     }
-    const ptrdiff_t base = c.slots[c0 + j] * c.value_stride + (ptrdiff_t)kv_head * size;
+    const void* from = values_of(s);
+    const ptrdiff_t base = value_row(s, c0 + j, kv_head);
     int d = 0;
-    for (; d + W <= size; d += W) vstore(to + d, read(c.value, dtype, base + d));
-    for (; d < size; ++d) to[d] = read_one(c.value, dtype, base + d);
+    for (; d + W <= size; d += W) vstore(to + d, read(from, dtype, base + d));
+    for (; d < size; ++d) to[d] = read_one(from, dtype, base + d);
   }
 }
 
@@ -302,6 +343,12 @@ HYPIC_INLINE int hidden_of(const Span& s, int row, int64_t c0, int n) {
   return s.hidden_kv_lens ? (int)at_most(n, s.hidden_kv_lens[row] - c0) : 0;
 }
 
+// The column that a part begins at: those before it are hidden from all of its rows. In whole vectors, so that few
+// columns of a window's edge are read in vain.
+HYPIC_INLINE int64_t first_column(const SpanPart& p, int64_t hidden) {
+  return hidden <= p.column0 ? p.column0 : p.column0 + (hidden - p.column0) / 32 * 32;
+}
+
 template <DType dtype, class E>
 static void run_part(const Span& s, const SpanPart& p, char* scratch) {
   Scratch x;
@@ -319,7 +366,7 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
   }
   if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
   const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
-  for (int64_t c0 = p.column0; c0 < p.column1; c0 += TILE) {
+  for (int64_t c0 = first_column(p, hidden); c0 < p.column1; c0 += TILE) {
     const int n = (int)at_most(TILE, p.column1 - c0), padded = (int)round_up(n, 32);
     bool packed = false;
     for (int r0 = 0; r0 < rows; r0 += ROW_BLOCK) {
@@ -439,9 +486,9 @@ static void weigh_values(const Span& s, int kv_head, int64_t c0, int n, const bf
 }
 
 static bool serves_few(const Span& s, const SpanPart& p) {
-  const bool values_in_cache = s.cache.cache && p.sum;
+  const bool packs_well = s.cache.cache && (p.sum || s.cache.in_lines);
   return (p.row1 - p.row0) * (s.heads / s.kv_heads) <= FEW_ROWS && s.dtype == DType::bf16 && s.gemm &&
-         s.size % 64 == 0 && !values_in_cache;
+         s.size % 64 == 0 && !packs_well;
 }
 
 static void run_few(const Span& s, const SpanPart& p, char* scratch) {
@@ -459,9 +506,8 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
   if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
   const int64_t stop = at_most(p.column1, furthest_seen(s, p.row0, p.row1 - 1));
   const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
-  for (int64_t c0 = p.column0; c0 < stop; c0 += TILE) {
+  for (int64_t c0 = first_column(p, hidden); c0 < stop; c0 += TILE) {
     const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
-    if (hidden >= c0 + n) continue;
     for (int j = 0; j < n; j += 16) {
       const int here = (int)at_most(16, n - j);
       for (int i = 0; i < here; ++i) {

@@ -260,16 +260,27 @@ def test_the_compiler_knows_the_operators() -> None:
 
 
 class Cached:
-    """Requests in a paged cache whose K elements lie anywhere in a block; the rest is NaN."""
+    """Requests in a paged cache whose K elements lie anywhere in a block, or ``in_lines``; the rest is NaN."""
 
     def __init__(
-        self, *requests: tuple[int, int], dtype: torch.dtype = torch.float32, group: int = 2, block: int = 16
+        self,
+        *requests: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+        group: int = 2,
+        block: int = 16,
+        size: int = 32,
+        in_lines: bool = False,
     ) -> None:
         """``requests``: rows and tokens of each."""
         rng = torch.Generator().manual_seed(len(requests))
-        kv_heads, size = 2, 32
+        kv_heads = 2
         elements = block * kv_heads * size
-        self.index = torch.randperm(2 * elements, generator=rng)[:elements].int().view(block, kv_heads, size)
+        if in_lines:
+            self.index = torch.arange(elements).int().view(kv_heads, size, block).permute(2, 0, 1).contiguous()
+        else:
+            places = torch.randperm(2 * elements, generator=rng)[:elements].int()
+            self.index = places.view(block, kv_heads, size)
+        self.in_lines, self.scale = in_lines, size**-0.5
         blocks = [-(-tokens // block) for _, tokens in requests]
         self.table = torch.full((len(requests) + 1, max(blocks)), 10**6, dtype=torch.int32)
         order = torch.randperm(sum(blocks) + 2, generator=rng).int()
@@ -288,13 +299,19 @@ class Cached:
         self.query = torch.randn(at + 1, group * kv_heads, size, generator=rng).to(dtype)
 
     def run(self, kernels: ModuleType) -> torch.Tensor:
-        return kernels.cache_lse(self.query, self.cache, self.index, self.table, self.query_ranges, 32**-0.5)
+        cache = self.cache, self.index, self.table
+        return kernels.cache_lse(self.query, *cache, self.query_ranges, self.scale, in_lines=self.in_lines)
+
+
+LINES = pytest.mark.parametrize(("in_lines", "block", "size"), [(False, 16, 32), (True, 16, 32), (True, 48, 80)])
 
 
 @KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cache_lse(dtype: torch.dtype, kernels: ModuleType) -> None:
-    case = Cached((1, 1), (1, 40), (7, 7), (5, 33), (60, 300), dtype=dtype)
+@LINES
+def test_cache_lse(in_lines: bool, block: int, size: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+    requests = (1, 1), (1, 40), (7, 7), (5, 33), (60, 300), (2, 260)
+    case = Cached(*requests, dtype=dtype, block=block, size=size, in_lines=in_lines)
     error = (case.run(kernels).double() - case.run(reference)).abs().max()
     assert float(error) <= LSE_TOLERANCE[dtype]
 

@@ -14,7 +14,7 @@ from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
 from vllm_hypic.pool.step import BatchRow, InWindow, StreamTensors, composed_row
 
-from .test_span_attention import DTYPES, KERNELS, LSE_TOLERANCE, TOLERANCE, Cached, Case
+from .test_span_attention import DTYPES, KERNELS, LINES, LSE_TOLERANCE, TOLERANCE, Cached, Case
 
 WINDOWS = pytest.mark.parametrize("window", [1, 20, 255, 256, 3000])
 
@@ -67,15 +67,18 @@ def test_hiding_nothing_changes_nothing(kernels: ModuleType) -> None:
 @KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WINDOWS
-def test_cached_tokens(window: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+@LINES
+def test_cached_tokens(
+    in_lines: bool, block: int, size: int, window: int, dtype: torch.dtype, kernels: ModuleType
+) -> None:
     """What lies before every row's window may be anything: vLLM gives such blocks away."""
-    case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype)
-    # V lies where K does not.
+    requests = (1, 1), (1, 600), (7, 7), (5, 33), (60, 900)
+    case = Cached(*requests, dtype=dtype, block=block, size=size, in_lines=in_lines)
+    # V lies where K does not: in lines, too, if K does.
     elements = case.cache.shape[1]
     free = torch.ones(elements, dtype=torch.bool)
     free[case.index.flatten().long()] = False
     value_index = free.nonzero()[:, 0].int().view(case.index.shape)
-    block = case.index.shape[0]
     rng = torch.Generator().manual_seed(window)
     hidden = []
     for first, last, row, tokens in case.query_ranges.tolist():
@@ -89,7 +92,7 @@ def test_cached_tokens(window: int, dtype: torch.dtype, kernels: ModuleType) -> 
     def run(ops: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
         return ops.cache_attention(
             *(case.query, case.cache, case.index, value_index, case.table, case.query_ranges),
-            *(32**-0.5, torch.cat(hidden)),
+            *(case.scale, torch.cat(hidden), 0.0, in_lines),
         )
 
     close(run(kernels), run(reference), dtype)

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from ..ops import span_attention
 from ..ops.span_attention.torch import unrotate
 from .base import AttentionLink, PublicAttention
-from .private_kv import cache_index
+from .private_kv import cache_index, in_lines
 
 if TYPE_CHECKING:
     from ...pool.step import CapturedRows, PublicRows, StepContext, WindowedRows
@@ -37,10 +37,12 @@ class HypicCPUAttentionBackend(CPUAttentionBackend):
 @dataclass(frozen=True)
 class CPUAttentionLink(AttentionLink):
     """``key_index``, ``value_index [block_size, kv_heads, head_size]`` int32: where K and V lie in a block of
-    vLLM's cache; ``ops``: the operators of ``ops.span_attention`` that serve this layer."""
+    vLLM's cache, ``in_lines`` or not; ``ops``: the operators of ``ops.span_attention`` that serve this
+    layer."""
 
     key_index: torch.Tensor
     value_index: torch.Tensor
+    in_lines: bool
     ops: ModuleType
 
 
@@ -55,7 +57,8 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
     def connect(self, layer: Any, link: AttentionLink) -> None:
         key, value = (cache_index(layer.kv_cache, layer.isa, of_value=v) for v in (False, True))
         ops = span_attention.choose(self.head_size, link.public.key.device.type)
-        self.link = CPUAttentionLink(link.runtime, link.public, link.rope, key, value, ops)
+        lines = in_lines(key, value)
+        self.link = CPUAttentionLink(link.runtime, link.public, link.rope, key, value, lines, ops)
 
     def window(self) -> int | None:
         return None if self.sliding_window == -1 else self.sliding_window
@@ -102,6 +105,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             public.cache_ranges,
             self.scale,
             self.logits_soft_cap,
+            link.in_lines,
         )
         # Stock counted the sinks in the private part: there they stay, once.
         link.ops.merge_(output, self._with_sinks(private_lse), out, lse, public.query_ranges)
@@ -140,6 +144,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             self.scale,
             windowed.hidden_tokens,
             self.logits_soft_cap,
+            link.in_lines,
         )
         total = self._with_sinks(private_lse)
         if self.sinks is not None:

@@ -57,3 +57,10 @@ def cache_index(kv_cache: torch.Tensor, isa: str, *, of_value: bool = False) -> 
     index = torch.empty(count, dtype=torch.int32)
     index[found[where]] = where.int()
     return index.view(shape)
+
+
+def in_lines(key_index: torch.Tensor, value_index: torch.Tensor) -> bool:
+    """Whether K of neighbouring tokens and V of neighbouring dimensions lie side by side, in blocks of whole
+    sixteens: what the C++ operators read fastest.  Indices as :func:`cache_index` gives them."""
+    neighbours = (key_index.diff(dim=0) == 1).all() and (value_index.diff(dim=2) == 1).all()
+    return len(key_index) % 16 == 0 and bool(neighbours)

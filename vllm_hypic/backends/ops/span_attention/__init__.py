@@ -19,16 +19,18 @@ query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0)``
     Returns, for these rows in order, ``out [rows, heads, size]`` and log-sum-exp ``lse [rows, heads]``,
     float32; a row that sees nothing has ``out = 0`` and ``lse = -inf``.
 
-``cache_lse(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0) -> lse [rows, heads]``
-float32
+``cache_lse(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0, in_lines=False) -> lse
+[rows, heads]`` float32
     Log-sum-exp of causal attention over vLLM's own paged cache, whose kernel does not return it.
 
     ``kv_cache [blocks, ...]``; ``index [block_size, kv_heads, size]`` int32: where the elements of K lie in a
     block; ``block_table [requests, blocks]`` int32; ``query_ranges [requests, 4]`` int64: first and last row
-    of the query, row of the block table, and tokens in the cache: the last row sees all of them.
+    of the query, row of the block table, and tokens in the cache: the last row sees all of them;
+    ``in_lines``: K of neighbouring tokens lies side by side, and V of neighbouring dimensions, which C++
+    reads many times faster; the index says so, and the caller looks once.
 
 ``cache_attention(query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens,
-soft_cap=0.0) -> out [rows, heads, size], lse [rows, heads]`` float32
+soft_cap=0.0, in_lines=False) -> out [rows, heads, size], lse [rows, heads]`` float32
     Causal attention over vLLM's own paged cache with a window of its own for each row: stock's is measured
     in the stream, where tokens that records serve are missing.
 

@@ -57,9 +57,10 @@ def cache_lse(
     query_ranges: torch.Tensor,
     scale: float,
     soft_cap: float = 0.0,
+    in_lines: bool = False,
 ) -> torch.Tensor:
     lse: torch.Tensor = torch.ops.vllm_hypic.cache_lse(
-        query, kv_cache, index, block_table, query_ranges, scale, soft_cap
+        query, kv_cache, index, block_table, query_ranges, scale, soft_cap, in_lines
     )
     return lse
 
@@ -74,9 +75,19 @@ def cache_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor,
     soft_cap: float = 0.0,
+    in_lines: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.ops.vllm_hypic.cache_attention(
-        query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens, soft_cap
+        query,
+        kv_cache,
+        key_index,
+        value_index,
+        block_table,
+        query_ranges,
+        scale,
+        hidden_kv_lens,
+        soft_cap,
+        in_lines,
     )
     return out, lse
 
@@ -103,7 +114,7 @@ def register_fakes() -> None:
         )
 
     @torch.library.register_fake("vllm_hypic::cache_lse")
-    def _(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0):  # type: ignore
+    def _(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0, in_lines=False):  # type: ignore
         # How many rows take part is data.
         rows = torch.library.get_ctx().new_dynamic_size()
         return query.new_empty((rows, query.shape[1]), dtype=torch.float32)

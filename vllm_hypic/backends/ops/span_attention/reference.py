@@ -81,6 +81,7 @@ def cache_lse(
     query_ranges: torch.Tensor,
     scale: float,
     soft_cap: float = 0.0,
+    in_lines: bool = False,
 ) -> torch.Tensor:
     """See the package's docstring; float64."""
     hidden = torch.zeros(int((query_ranges[:, 1] - query_ranges[:, 0]).sum()), dtype=torch.int64)
@@ -98,6 +99,7 @@ def cache_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor,
     soft_cap: float = 0.0,
+    in_lines: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; float64."""
     outs, lses = [], []

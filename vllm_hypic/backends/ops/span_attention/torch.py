@@ -138,6 +138,7 @@ def cache_lse(
     query_ranges: torch.Tensor,
     scale: float,
     soft_cap: float = 0.0,
+    in_lines: bool = False,
 ) -> torch.Tensor:
     """See the package's docstring."""
     lses = []
@@ -157,6 +158,7 @@ def cache_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor,
     soft_cap: float = 0.0,
+    in_lines: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring."""
     outs, lses = [], []
