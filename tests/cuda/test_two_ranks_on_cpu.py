@@ -9,10 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle import save_mamba2_model, save_short_conv_model
 
 from vllm_hypic.harness.random_models import save_hybrid_model
 
@@ -34,12 +37,20 @@ def answers(model: Path, ranks: int, prompts: int = 1, **options: Any) -> Any:
     return json.loads(found[-1].removeprefix("FOUND "))
 
 
+MODELS: dict[str, Callable[[Path], Path]] = {
+    # Untied: with tied embeddings a random model only repeats its last token.
+    "gated delta net": partial(save_hybrid_model, tie=False),
+    "short convolutions": partial(save_short_conv_model, layer_types=["conv", "full_attention", "conv"]),
+    "Mamba2": partial(save_mamba2_model, name="NemotronH"),
+}
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 @pytest.mark.engine
-def test_two_ranks_answer_like_one(tmp_path: Path) -> None:
-    # Untied: with tied embeddings a random model only repeats its last token.
-    model = save_hybrid_model(tmp_path / "model", tie=False)
+@pytest.mark.parametrize("family", MODELS)
+def test_two_ranks_answer_like_one(family: str, tmp_path: Path) -> None:
+    model = MODELS[family](tmp_path / "model")
     one, two = (answers(model, ranks) for ranks in (1, 2))
     cold, warm = two["tokens"]
     assert cold == warm == one["tokens"][0]

@@ -72,7 +72,12 @@ def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
     if isinstance(layer, MambaBase):
         return f"linear attention {kind} (supported: {', '.join(family.stock for family in FAMILIES)})"
     impl = getattr(layer, "impl", None)
-    return impl.refusal() if isinstance(impl, PublicAttention) else f"{kind} without the hypic backend"
+    if isinstance(impl, PublicAttention):
+        return impl.refusal()
+    backend = getattr(layer, "attn_backend", None)
+    if backend is not None:
+        return f"{kind} by {backend.get_name()}, which the model chooses itself"
+    return f"{kind} without the hypic backend"
 
 
 def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
