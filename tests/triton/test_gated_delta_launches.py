@@ -10,7 +10,8 @@ from pathlib import Path
 
 from test_launches import as_launch
 
-from vllm_hypic.backends.ops.gated_delta.triton import capture, compose, convolution, terms
+from vllm_hypic.backends.ops.gated_delta.triton import capture, compose, terms
+from vllm_hypic.backends.ops.linear_layer.triton import convolution
 
 MODULES = (capture, compose, convolution, terms)
 

@@ -9,13 +9,14 @@ Kernels of a run's first rows look behind it, into a conv cache or a record's co
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
-from ..arguments import Caches, Inputs, Records, Weights
 from .plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
 ROWS, CHANNELS = 16, 128
@@ -25,6 +26,33 @@ _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _CONTEXT_FIELDS = tl.constexpr(len(ContextRow._fields))
 _CACHE = tl.constexpr(int(Source.CACHE))
 _RECORD = tl.constexpr(int(Source.RECORD))
+
+
+class Weights(Protocol):
+    """A depthwise convolution: `weight` [taps, channels] and `bias` [channels] or None, float32."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Caches(Protocol):
+    """vLLM's: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs."""
+
+    @property
+    def slots(self) -> Tensor: ...
+
+    @property
+    def conv(self) -> Tensor: ...
+
+
+class Records(Protocol):
+    """`conv_tail` [slots, taps - 1, channels]: the last inputs by slot of the pool."""
+
+    @property
+    def conv_tail(self) -> Tensor: ...
 
 
 @triton.jit
@@ -244,10 +272,10 @@ def contexts_kernel(
 
 
 def convolve(
-    plan: SegmentPlan | ComposePlan, x: Inputs, weights: Weights, caches: Caches, records: Records
+    plan: SegmentPlan | ComposePlan, mixed: Tensor, weights: Weights, caches: Caches, records: Records
 ) -> Tensor:
-    """q, k and v of the plan's rows [rows, channels], in the inputs' dtype; other rows hold nothing."""
-    mixed, conv, tail = x.mixed, caches.conv, records.conv_tail
+    """The plan's rows of `mixed` [rows, channels], convolved, in its dtype; other rows hold nothing."""
+    conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
     out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     if len(plan.chunks):
@@ -275,10 +303,10 @@ def convolve(
 
 
 def update_contexts(
-    plan: SegmentPlan | ComposePlan, x: Inputs, weights: Weights, caches: Caches, records: Records
+    plan: SegmentPlan | ComposePlan, mixed: Tensor, weights: Weights, caches: Caches, records: Records
 ) -> None:
     """Write the conv caches of the plan's requests and the conv tails of interiors that end."""
-    mixed, conv, tail = x.mixed, caches.conv, records.conv_tail
+    conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
     if len(plan.contexts):
         contexts_kernel[len(plan.contexts), triton.cdiv(channels, _CONTEXT_CHANNELS)](
@@ -309,7 +337,7 @@ _UPDATED = {**_ALIGNED, "contexts_ptr": "*i32"}
 
 SPECS = (
     KernelSpec(
-        "gated_delta convolve",
+        "linear_layer convolve",
         convolve_kernel,
         {**_CONVOLVED, "slots_ptr": "*i32"},
         {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS},
@@ -319,7 +347,7 @@ SPECS = (
         limit=Limits(registers=96),
     ),
     KernelSpec(
-        "gated_delta contexts",
+        "linear_layer contexts",
         contexts_kernel,
         {**_UPDATED, "slots_ptr": "*i32"},
         {"cache_channel": 1, "TAPS": 4, "BLOCK": _CONTEXT_CHANNELS},
