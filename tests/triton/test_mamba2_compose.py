@@ -1,4 +1,5 @@
-"""Composed requests of Mamba2 in Triton against the float64 token loop; tolerances: `test_mamba2_segments`."""
+"""Composed requests of Mamba2 in Triton against the float64 token loop; tolerances as in
+`test_mamba2_segments`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def fp16_tolerances(monkeypatch: pytest.MonkeyPatch) -> None:
         (Shape(2, 2, 16, 16, taps=2), torch.float32, torch.float32),
         (SMALL, torch.float32, torch.bfloat16),
         (Shape(1, 1, 48, 32, bias=False), torch.bfloat16, torch.float32),
-        pytest.param(Shape(4, 2, 64, 128), torch.bfloat16, torch.float32, marks=pytest.mark.slow),
+        pytest.param(Shape(2, 2, 64, 128), torch.bfloat16, torch.float32, marks=pytest.mark.slow),
         pytest.param(Shape(1, 1, 16, 256, taps=3), torch.float32, torch.float16, marks=pytest.mark.slow),
         (Shape(1, 1, 16, 64), torch.float16, torch.float16),
     ],

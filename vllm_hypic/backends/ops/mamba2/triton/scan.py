@@ -59,17 +59,10 @@ def spec(name: str, kernel: Any, types: Mapping[str, str], chunk: int, N: int) -
     """Of a launch for 64 heads of 64 columns in 8 groups; all of `types` but the batch's slots are aligned."""
     given = launch(chunk, 64, 8, 64, N)
     warps, stages = given.pop("num_warps"), given.pop("num_stages")
+    # At most 12 spilled words per thread.
     aligned, limit = tuple(types), Limits(mma=1, stack=48)
-    return KernelSpec(
-        f"mamba2 {name} C={chunk} N={N}",
-        kernel,
-        {**types, "slots_ptr": "*i32"},
-        given,
-        warps,
-        stages,
-        aligned,
-        limit,
-    )
+    name, types = f"mamba2 {name} C={chunk} N={N}", {**types, "slots_ptr": "*i32"}
+    return KernelSpec(name, kernel, types, given, warps, stages, aligned, limit)
 
 
 SIZES = (128, 256)
