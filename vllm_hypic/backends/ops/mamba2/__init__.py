@@ -12,8 +12,8 @@ long runs, so log T is what is kept. x, B and C are SiLU of a causal convolution
 
 Two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
 `triton.operators` (CUDA); `arguments` and `ops.program` say what they take, `linear_layer.triton.plan` how
-CUDA layers share a step's planning. Both read and write vLLM's caches as the stock operator does, so a request
-may go on from one to the other, in any number of passes.
+CUDA layers share a step's planning. Both read and write vLLM's caches as the stock operator does, so a
+request may go on from one to the other, in any number of passes.
 
 `mamba2_segments(x, weights, caches, out, records, rows, carries)`
     Rows of segment requests: one scan gives outputs, running state and, of the interior, T and the record.

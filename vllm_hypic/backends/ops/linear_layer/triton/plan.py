@@ -66,13 +66,17 @@ class SegmentScan(NamedTuple):
 
 
 class SummaryRow(NamedTuple):
-    """What becomes of an interior's summary: see `program.SegmentRow` for the fields."""
+    """What becomes of an interior's summary: see `program.SegmentRow` for the fields.
+
+    `carry` may be anything where the interior begins and ends here.
+    """
 
     slot: int
     leading: int
     begins: int
     ends: int
     has_head: int
+    carry: int
 
 
 class ComposeScan(NamedTuple):
@@ -190,7 +194,7 @@ def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
         number = -1
         if r.begin < r.end and (r.ends or not r.leading):
             number = len(summaries)
-            summaries.append(SummaryRow(r.slot, r.leading, r.begins, r.ends, r.has_head))
+            summaries.append(SummaryRow(r.slot, r.leading, r.begins, r.ends, r.has_head, r.carry))
             if not r.leading:
                 if r.carry < 0 and not (r.begins and r.ends):
                     raise ValueError(f"{r}: a part of an interior needs a carry")

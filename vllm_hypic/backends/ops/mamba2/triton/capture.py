@@ -74,6 +74,7 @@ def capture_kernel(
     leading = tl.load(summary + 1, mask=known, other=1)
     begins = tl.load(summary + 2, mask=known, other=0)
     ends = tl.load(summary + 3, mask=known, other=0)
+    carry = tl.load(summary + 5, mask=known, other=0)
     record_log = record_log_ptr + slot * record_log_slot + head
     column = block % (P // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     # S^T lies in memory as S [P, N].
@@ -117,7 +118,8 @@ def capture_kernel(
                     tl.store(record_log, float("-inf"))
         store_columns(S, state, 1, SLICES, SLICE)
     elif leading == 0:
-        mine = (number * HEADS + head).to(tl.int64)
+        # Of an interior that begins and ends here nothing is carried: the place is never looked at.
+        mine = (carry * HEADS + head).to(tl.int64)
         carried = carried_ptr + mine * (P * N) + place
         S = load_columns(carried, 1, tl.where(begins > 0, 0, N), SLICES, SLICE)
         log = tl.load(carried_log_ptr + mine, mask=begins == 0, other=0.0)
@@ -160,8 +162,8 @@ def capture_kernel(
 
 @dataclass(frozen=True)
 class Carried:
-    """What interiors of a plan carry, in the order of its summaries n: `state` [n, H, P, N] float32 and
-    `log_transition` [n, H] float64. Of those that begin and end here it holds nothing."""
+    """What the interiors of a plan carry that are cut, in the order of the carries n: `state` [n, H, P, N]
+    float32 and `log_transition` [n, H] float64."""
 
     state: Tensor
     log_transition: Tensor
@@ -169,21 +171,21 @@ class Carried:
     @staticmethod
     def of(plan: SegmentPlan, carries: Sequence[Carry], heads: int, P: int, N: int) -> Carried:
         """With what earlier passes left of interiors that go on here."""
-        n, device = len(plan.summaries), plan.summaries.device
+        n, device = plan.reach.carries, plan.summaries.device
         made = Carried(
             torch.empty(n, heads, P, N, dtype=torch.float32, device=device),
             torch.empty(n, heads, dtype=torch.float64, device=device),
         )
-        for at, number in plan.taken:
-            made.state[at].copy_(carries[number].state)
-            made.log_transition[at].copy_(carries[number].log_transition)
+        for _, number in plan.taken:
+            made.state[number].copy_(carries[number].state)
+            made.log_transition[number].copy_(carries[number].log_transition)
         return made
 
     def leave(self, plan: SegmentPlan, carries: Sequence[Carry]) -> None:
         """What a later pass takes of interiors that go on there."""
-        for at, number in plan.left:
-            carries[number].state.copy_(self.state[at])
-            carries[number].log_transition.copy_(self.log_transition[at])
+        for _, number in plan.left:
+            carries[number].state.copy_(self.state[number])
+            carries[number].log_transition.copy_(self.log_transition[number])
 
 
 def capture(

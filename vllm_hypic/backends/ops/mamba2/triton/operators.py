@@ -6,7 +6,7 @@ number of requests, pieces and records, and never waits for the device. What Tri
 on these numbers either: on the layer's shapes, dtypes and strides and the plan's chunk length.
 
 What a call allocates for its own use lives until it returns: what is convolved of a row, and a state for an
-interior.
+interior that is cut.
 
 `mamba2_segments` and `mamba2_compose` have the signature of the other modules: plan and run in one.
 """
