@@ -112,7 +112,7 @@ def check_chunks(m: Mamba2AttentionMetadata, starts: list[int], ends: list[int])
     assert m.batch_ptr[: len(pieces)].tolist() == pieces
 
 
-ALL = ((5, 1), (9, 1), (3, 20), (2, 11), (0, 13))
+ALL = ((5, 1), (9, 1), (3, 20), (2, 11), (0, 14))
 """Of each request: tokens behind it, tokens in this pass; decodes first, as vLLM orders a batch."""
 DECODES = ((5, 1), (9, 1), (3, 8), (2, 11))
 """Nothing is left to stock code but decodes: the composed request stays before the next block boundary."""
@@ -271,7 +271,7 @@ def test_stock_code_runs_its_own_rows_only() -> None:
     world = World()
     world.run(world.step)
     # Stream tokens [16, 23) of the composed request lie behind the boundary after its last point, 9.
-    assert world.layer.stock_rows == 2 + 13 + 7
+    assert world.layer.stock_rows == 2 + 14 + 7
     assert world.runtime.calls == {"capture_linear": 1, "compose": 1}
     assert world.layer.hypic_reached
 
