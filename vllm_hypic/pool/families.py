@@ -69,7 +69,6 @@ MAMBA2 = LinearFamily(
             *("FalconH1ForCausalLM", "Zamba2ForCausalLM", "Mamba2ForCausalLM"),
         }
     ),
-    on_cuda=False,
 )
 FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2)
 

@@ -335,16 +335,24 @@ _ALIGNED = {
 _CONVOLVED = {**_ALIGNED, "out_ptr": "*bf16", "weight_ptr": "*fp32", "chunks_ptr": "*i32"}
 _UPDATED = {**_ALIGNED, "contexts_ptr": "*i32"}
 
+_CONSTANTS = {"cache_channel": 1, "TAPS": 4, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS}
+
 SPECS = (
-    KernelSpec(
-        "linear_layer convolve",
-        convolve_kernel,
-        {**_CONVOLVED, "slots_ptr": "*i32"},
-        {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS},
-        warps=8,
-        stages=3,
-        aligned=tuple(_CONVOLVED),
-        limit=Limits(registers=96),
+    *(
+        KernelSpec(
+            name,
+            convolve_kernel,
+            {**_CONVOLVED, **bias, "slots_ptr": "*i32"},
+            _CONSTANTS if bias else {**_CONSTANTS, "bias_ptr": None},
+            warps=8,
+            stages=3,
+            aligned=(*_CONVOLVED, *bias),
+            limit=Limits(registers=96),
+        )
+        for name, bias in (
+            ("linear_layer convolve", dict[str, str]()),
+            ("linear_layer convolve with bias", {"bias_ptr": "*fp32"}),
+        )
     ),
     KernelSpec(
         "linear_layer contexts",
