@@ -193,11 +193,6 @@ def test_what_is_not_supported_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        (
-            "architecture",
-            "Lfm2ForCausalLM",
-            "short convolution layers (Lfm2ForCausalLM) are not supported on CUDA",
-        ),
         ("use_mla", True, "multi-head latent attention"),
         ("is_encoder_decoder", True, "encoder-decoder"),
         ("is_mm_prefix_lm", True, "bidirectional attention"),
@@ -212,8 +207,9 @@ def test_models_that_are_not_supported(
     assert reason is not None and says in reason
 
 
-def test_mamba2_is_served(cuda: CUDA, config: VllmConfig) -> None:
-    assert support.refusal(saying(config, "architecture", "NemotronHForCausalLM")) is None
+@pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Lfm2ForCausalLM"])
+def test_families_of_linear_layers_are_served(cuda: CUDA, config: VllmConfig, architecture: str) -> None:
+    assert support.refusal(saying(config, "architecture", architecture)) is None
 
 
 def saying(config: VllmConfig, name: str, value: object) -> VllmConfig:

@@ -8,7 +8,7 @@ those of Nemotron-H and Falcon-H1 do; nothing is compiled or computed.
 from __future__ import annotations
 
 import torch
-from gated_delta_launches import STEPS, programs
+from gated_delta_launches import CPU, STEPS, programs
 from linear.mamba2_inputs import Records
 from record_launches import H100, record
 from triton.runtime import driver
@@ -19,7 +19,7 @@ from vllm_hypic.backends.ops.mamba2 import Caches, Carry, Inputs, Weights
 from vllm_hypic.backends.ops.mamba2.triton import operators
 
 HEADS, GROUPS, P, TAPS = 64, 8, 64, 4
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+BF16 = torch.bfloat16
 
 
 def step(requests: int, rows: int, N: int) -> None:

@@ -17,7 +17,7 @@ from vllm_hypic.backends.ops.mamba2 import reference
 from vllm_hypic.backends.ops.mamba2.triton import operators
 
 
-def _on(given: Any, device: torch.device) -> Any:
+def on(given: Any, device: torch.device) -> Any:
     """A dataclass with its tensors on a device; those that are there already are shared."""
     found = {f.name: getattr(given, f.name) for f in fields(given)}
     return replace(given, **{k: v.to(device) for k, v in found.items() if isinstance(v, torch.Tensor)})
@@ -25,8 +25,8 @@ def _on(given: Any, device: torch.device) -> Any:
 
 def moved(layer: Layer, device: torch.device) -> Layer:
     """All tensors of a layer on a device."""
-    parts = {name: _on(getattr(layer, name), device) for name in ("x", "weights", "caches", "records")}
-    carries = [_on(carry, device) for carry in layer.carries]
+    parts = {name: on(getattr(layer, name), device) for name in ("x", "weights", "caches", "records")}
+    carries = [on(carry, device) for carry in layer.carries]
     return replace(layer, **parts, out=layer.out.to(device), carries=carries)
 
 

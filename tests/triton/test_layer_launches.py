@@ -24,9 +24,9 @@ VARIANTS = {
     # One per length of chunk where that matters: segments have long ones.
     "terms_kernel": 2,
     "compose_kernel": 2 + 2 * 2,
-    # With a bias and without.
-    "convolve_kernel": 2 * 2,
-    "contexts_kernel": 1,
+    # Three families' convolutions: without a bias, with one, with a gate and fewer taps.
+    "convolve_kernel": 2 * 3,
+    "contexts_kernel": 2,
 }
 """What an engine compiles, however many requests and rows a step has."""
 
@@ -45,7 +45,7 @@ def launches(program: str, environment: Mapping[str, str]) -> list[list[object]]
 
 
 def test_specs_are_launches_and_steps_compile_nothing_more(compiler_environment: dict[str, str]) -> None:
-    programs = "gated_delta_launches.py", "mamba2_launches.py"
+    programs = "gated_delta_launches.py", "mamba2_launches.py", "short_conv_launches.py"
     found = [launch for program in programs for launch in launches(program, compiler_environment)]
     for spec in (spec for module in MODULES for spec in module.SPECS):
         wanted = as_launch(spec)

@@ -8,36 +8,42 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from mixed_batch import (
+    ALL,
+    BLOCK,
+    CPU,
+    DECODES,
+    LEFT_TO_STOCK,
+    SLOTS,
+    Lengths,
+    described,
+    metadata_of,
+    programs_of,
+    starts_of,
+    step_of,
+)
 from torch import Tensor, nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
-from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.linear.mamba2.cuda import HypicCUDAMamba2
 from vllm_hypic.backends.ops.mamba2 import Caches, reference
-from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
 from vllm_hypic.pool.geometry import PoolGeometry
-from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.states import DecayGeometry
-from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.step import StepContext
 from vllm_hypic.pool.tensors import DecayRecords, DevicePool
 
-CPU = torch.device("cpu")
 HEADS, GROUPS, P, N, TAPS = 2, 1, 16, 32, 4
 INNER, CHANNELS = HEADS * P, HEADS * P + 2 * GROUPS * N
 NAME = "model.layers.0.mixer"
-BLOCK = 8
-"""Tokens of a KV block: where stock code takes over again."""
 CHUNK = 8
 """Token rows of a chunk of vLLM's scan."""
 LIMIT = 2e-5
@@ -49,17 +55,6 @@ def geometry(slots: int) -> PoolGeometry:
     return PoolGeometry((), (layer,), page_tokens=8, pages=0, slots=slots)
 
 
-def scanned(layer: Any, projected: Tensor, slots: Tensor, bounds: list[int], resumed: list[bool]) -> Tensor:
-    """A batch by the reference, on the layer's caches: outputs [rows, H, P]."""
-    x, out = layer.by_head(layer_rows(projected), torch.zeros(len(projected), INNER, dtype=torch.float64))
-    ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
-    rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
-    program = pack(rows, ComposeRow), pack(ops, ComposeOp)
-    records = DevicePool(geometry(slots=1), CPU).records(NAME, DecayRecords)
-    reference.mamba2_compose(x, layer.weights(), layer.caches(slots), out, records, *program)
-    return out
-
-
 def layer_rows(projected: Tensor) -> Any:
     return SimpleNamespace(projected=projected)
 
@@ -67,63 +62,44 @@ def layer_rows(projected: Tensor) -> Any:
 def stock_core(layer: Any, projected_states: Tensor, output: Tensor) -> None:
     """What vLLM computes for the batch that the metadata describes, and checks of that description."""
     m: Mamba2AttentionMetadata = get_forward_context().attn_metadata[NAME]
-    decodes, tokens = m.num_decodes, m.num_decode_tokens + m.num_prefill_tokens
-    assert m.num_reqs == decodes + m.num_prefills == len(m.seq_lens) and m.num_decode_tokens == decodes
-    assert m.chunk_size == CHUNK and m.query_start_loc_d is m.num_accepted_tokens is None
-    assert m.checkpoint_chunk_idx is m.checkpoint_meta is None
-    assert m.state_indices_tensor_d is not None and m.state_indices_tensor_p is not None
-    assert m.state_indices_tensor_d.shape == (decodes, 1)
-    slots = torch.cat([m.state_indices_tensor_d[:, 0], m.state_indices_tensor_p])
-    assert slots.dtype == torch.int32 and slots.tolist() == [layer.slot_of[n] for n in m.seq_lens.tolist()]
-    bounds, resumed = [*range(decodes + 1)], [True] * decodes
+    slots, program = described(m, layer.lengths)
+    assert m.chunk_size == CHUNK and m.checkpoint_chunk_idx is m.checkpoint_meta is None
     if m.num_prefills:
-        assert m.query_start_loc_p is not None and m.has_initial_states_p is not None
-        assert m.query_start_loc_p.dtype == torch.int32 and m.has_initial_states_p.dtype == torch.bool
-        starts, started = m.query_start_loc_p.tolist(), m.has_initial_states_p.tolist()
-        assert m.prep_initial_states == any(started)
-        bounds += [decodes + at for at in starts[1:]]
-        resumed += started
-        check_chunks(m, starts, m.seq_lens.tolist()[decodes:])
+        assert m.has_initial_states_p is not None
+        assert m.prep_initial_states == bool(m.has_initial_states_p.any())
+        check_chunks(m)
     else:
-        assert m.query_start_loc_p is m.has_initial_states_p is m.cu_chunk_seqlen_p is m.nums_dict is None
-    assert bounds[-1] == tokens <= len(projected_states)
-    out = scanned(layer, projected_states, slots, bounds, resumed)
-    output[:tokens] = out[:tokens].flatten(1).to(output.dtype)
+        assert m.cu_chunk_seqlen_p is m.seq_idx_p is m.last_chunk_indices_p is None
+    tokens = m.num_decode_tokens + m.num_prefill_tokens
+    out = torch.zeros(len(projected_states), INNER, dtype=torch.float64)
+    x, heads = layer.by_head(layer_rows(projected_states), out)
+    records = DevicePool(geometry(slots=1), CPU).records(NAME, DecayRecords)
+    reference.mamba2_compose(x, layer.weights(), layer.caches(slots), heads, records, *program)
+    output[:tokens] = out[:tokens].to(output.dtype)
     layer.stock_rows += tokens
 
 
-def check_chunks(m: Mamba2AttentionMetadata, starts: list[int], ends: list[int]) -> None:
+def check_chunks(m: Mamba2AttentionMetadata) -> None:
     """Chunks end where those of the whole request do: at multiples of their size."""
-    assert m.cu_chunk_seqlen_p is not None and m.seq_idx_p is not None and m.last_chunk_indices_p is not None
-    wanted, owners, last = [0], [], []
+    parts = m.cu_chunk_seqlen_p, m.seq_idx_p, m.last_chunk_indices_p
+    assert m.query_start_loc_p is not None and all(p is not None and p.dtype == torch.int32 for p in parts)
+    starts, ends = m.query_start_loc_p.tolist(), m.seq_lens.tolist()[m.num_decodes :]
+    wanted: tuple[list[int], list[int], list[int]] = ([0], [], [])
     for i, (first, stop) in enumerate(itertools.pairwise(starts)):
         behind = ends[i] - (stop - first)
         for at in range(behind, ends[i]):
             if (at + 1) % CHUNK == 0 or at + 1 == ends[i]:
-                wanted.append(first + at + 1 - behind)
-                owners.append(i)
-        last.append(len(owners) - 1)
-    assert m.cu_chunk_seqlen_p.tolist() == wanted and m.seq_idx_p.tolist() == owners
-    assert m.last_chunk_indices_p.tolist() == last
-    parts = m.cu_chunk_seqlen_p, m.seq_idx_p, m.last_chunk_indices_p
-    assert all(part.dtype == torch.int32 for part in parts)
-    pieces = [i for i, (lo, hi) in enumerate(itertools.pairwise(starts)) for _ in range(-(-(hi - lo) // 8))]
-    assert m.nums_dict is not None and m.batch_ptr is not None and m.token_chunk_offset_ptr is not None
-    assert m.batch_ptr[: len(pieces)].tolist() == pieces
-
-
-ALL = ((5, 1), (9, 1), (3, 20), (2, 11), (0, 14))
-"""Of each request: tokens behind it, tokens in this pass; decodes first, as vLLM orders a batch."""
-DECODES = ((5, 1), (9, 1), (3, 8), (2, 11))
-"""Nothing is left to stock code but decodes: the composed request stays before the next block boundary."""
-SLOTS = 4, 1, 7, 2, 5
+                wanted[0].append(first + at + 1 - behind)
+                wanted[1].append(i)
+        wanted[2].append(len(wanted[1]) - 1)
+    assert tuple(p.tolist() for p in parts if p is not None) == wanted
 
 
 class World:
     """One layer and a batch: two decodes, a composed prefill that passes a block boundary, a segment request
     whose interior ends, a plain prefill, and poisoned padding."""
 
-    def __init__(self, lengths: Sequence[tuple[int, int]] = ALL) -> None:
+    def __init__(self, lengths: Lengths = ALL) -> None:
         gen = torch.Generator().manual_seed(3)
 
         def normal(*size: int) -> Tensor:
@@ -142,15 +118,9 @@ class World:
         layer.dt_bias, layer.D = nn.Parameter(normal(HEADS) - 1), nn.Parameter(normal(HEADS))
         self.layer = layer
 
-        self.lengths = lengths
-        computed, scheduled = (np.array(part) for part in zip(*lengths, strict=True))
-        self.starts = [0, *np.cumsum(scheduled).tolist()]
-        self.tokens = self.starts[-1]
+        self.lengths = layer.lengths = lengths
+        self.tokens = starts_of(lengths)[-1]
         self.slots = torch.tensor(SLOTS[: len(lengths)], dtype=torch.int32)
-        seq_lens = (computed + scheduled).tolist()
-        layer.slot_of = dict(zip(seq_lens, SLOTS, strict=False))
-        assert len(layer.slot_of) == len(lengths), "requests are told apart by their lengths"
-
         self.projected = torch.full((self.tokens + 2, INNER + CHANNELS + HEADS), math.nan)
         self.projected[: self.tokens] = normal(self.tokens, INNER + CHANNELS + HEADS)
         conv, state = torch.full((9, TAPS - 1, CHANNELS), math.nan), torch.full((9, HEADS, P, N), math.nan)
@@ -168,36 +138,9 @@ class World:
             records.log_transition[slot] = -torch.rand(HEADS, generator=gen)
         self.runtime = HypicRuntime(self.pool, dead_transition=2.0**-25)
 
-        points = (ComposePoint(5, 0, 4, False), ComposePoint(9, 1, 4, False))
-        plan = StreamPlan(np.arange(23), 23, points, np.arange(8), np.arange(8), use_transition=True)
-        capture = CapturePlan(4, 12, 2, np.arange(8), None, leading=False)
-        at = [
-            BatchRow(i, self.starts[i], self.starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(lengths)
-        ]
-        self.step = StepContext(
-            [composed_row(at[2], StreamTensors.of(plan, CPU))],
-            [capture_row("segment", at[3], capture)],
-            CPU,
-            Batch.of(computed, scheduled),
-        )
+        self.step = step_of(lengths)
         layer.connect(self.runtime)
-        # Columns of a block table.
-        table = torch.stack([self.slots, self.slots * 0], 1)
-        self.metadata = Mamba2AttentionMetadata(
-            num_prefills=len(lengths) - 2,
-            num_prefill_tokens=self.tokens - 2,
-            num_decodes=2,
-            num_decode_tokens=2,
-            num_reqs=len(lengths),
-            has_initial_states_p=torch.tensor([s0 > 0 for s0, _ in lengths[2:]]),
-            query_start_loc_p=torch.tensor(self.starts[2:], dtype=torch.int32) - 2,
-            state_indices_tensor_p=table[2:, 0],
-            state_indices_tensor_d=table[:2, :1],
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            chunk_size=CHUNK,
-        )
+        self.metadata = metadata_of(Mamba2AttentionMetadata, lengths, chunk_size=CHUNK)
 
     def run(self, step: StepContext | None) -> Tensor:
         """vLLM's operator, as the compiled graph calls it; the rows that count."""
@@ -223,22 +166,9 @@ class World:
         )
         out = torch.zeros(self.tokens, INNER, dtype=torch.float64)
         x, out = self.layer.by_head(layer_rows(self.projected[: self.tokens]), out)
-        # The composed request as one walk, whatever block boundary it passes.
-        first, stop = self.starts[2], self.starts[3]
-        ops = [
-            ComposeOp(first, 2, 0, Mode.TRANSITION),
-            ComposeOp(first + 2, 4, 1, Mode.TRANSITION),
-            ComposeOp(first + 6, stop - first - 6, -1, Mode.NONE),
-        ]
-        rows = [ComposeRow(2, 1, 0, 3)]
-        for i in (0, 1, 4)[: len(self.lengths) - 2]:
-            rows.append(ComposeRow(i, int(self.lengths[i][0] > 0), len(ops), len(ops) + 1))
-            ops.append(ComposeOp(self.starts[i], self.lengths[i][1], -1, Mode.NONE))
-        program, weights = (pack(rows, ComposeRow), pack(ops, ComposeOp)), self.layer.weights()
-        reference.mamba2_compose(x, weights, caches, out, records, *program)
-        segments = linear_step(self.step, BLOCK).segments
-        assert segments is not None
-        reference.mamba2_segments(x, weights, caches, out, records, segments.rows, [])
+        (composed, segments), weights = programs_of(self.lengths), self.layer.weights()
+        reference.mamba2_compose(x, weights, caches, out, records, *composed)
+        reference.mamba2_segments(x, weights, caches, out, records, segments, [])
         return out, caches, records
 
 
@@ -248,7 +178,7 @@ def _stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lengths", [ALL, DECODES], ids=["prefills", "decodes"])
-def test_a_mixed_batch_is_computed_as_its_programs_say(lengths: Sequence[tuple[int, int]]) -> None:
+def test_a_mixed_batch_is_computed_as_its_programs_say(lengths: Lengths) -> None:
     world = World(lengths)
     out, caches, exact = world.expected()
     ours = world.run(world.step)
@@ -270,8 +200,7 @@ def test_stock_code_runs_its_own_rows_only() -> None:
     """The decodes, the plain prefill, and what the composed request runs after the next block boundary."""
     world = World()
     world.run(world.step)
-    # Stream tokens [16, 23) of the composed request lie behind the boundary after its last point, 9.
-    assert world.layer.stock_rows == 2 + 14 + 7
+    assert world.layer.stock_rows == LEFT_TO_STOCK
     assert world.runtime.calls == {"capture_linear": 1, "compose": 1}
     assert world.layer.hypic_reached
 

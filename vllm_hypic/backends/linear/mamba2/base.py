@@ -12,7 +12,6 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from ....pool.families import MAMBA2
 from ....pool.runtime import HypicRuntime
@@ -78,9 +77,3 @@ class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
         return mamba2.Weights.prepare(
             self.conv_weights, self.conv1d.bias, self.A, self.dt_bias, self.D, groups
         )
-
-
-def slots_of(metadata: Mamba2AttentionMetadata) -> torch.Tensor:
-    """Cache slots by batch row, contiguous: decodes come first."""
-    parts = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
-    return torch.cat([part.flatten() for part in parts if part is not None])

@@ -10,7 +10,8 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, comp
 
 from ...ops import mamba2
 from ..layout import Composed, Segments, StockRows
-from .base import HypicMamba2, ProjectedRows, slots_of
+from ..mamba_rows import slots_of
+from .base import HypicMamba2, ProjectedRows
 
 if TYPE_CHECKING:
     from ....pool.runtime import HypicRuntime

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, Mamba2AttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from ....pool.shared import Once
 from ...ops import mamba2
 from ..base import Scratch
 from ..cuda import SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
-from .base import HypicMamba2, ProjectedRows, slots_of
+from ..mamba_rows import MambaRows, prefill_starts, slots_of
+from .base import HypicMamba2, ProjectedRows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,31 +72,16 @@ class HypicCUDAMamba2(HypicMamba2):
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba2AttentionMetadata:
         """Metadata as vLLM's builder would make it of these rows alone."""
-        parts = step.shared.of(_SharedParts).sub_batch(lambda: _SubBatch.of(step, rows, metadata.chunk_size))
-        slots = step.shared.of(SharedPlans).slots(metadata, slots_of).index_select(0, parts.batch_rows)
-        decodes, prefills = rows.decodes, len(rows.batch_rows) - rows.decodes
-        first, tokens = rows.starts[decodes], rows.starts[-1]
+        shared = step.shared.of(_SharedParts)
+        common = shared.rows(lambda: MambaRows.of(step, rows))
+        chunks = shared.chunks(lambda: _Chunks.of(step, rows, metadata.chunk_size))
         return Mamba2AttentionMetadata(
-            num_prefills=prefills,
-            num_prefill_tokens=tokens - first,
-            num_decodes=decodes,
-            num_decode_tokens=first,
-            num_reqs=len(rows.batch_rows),
-            has_initial_states_p=parts.resumed,
-            query_start_loc_p=parts.starts,
-            state_indices_tensor_p=slots[decodes:],
-            state_indices_tensor_d=slots[:decodes, None],
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
-            seq_lens=metadata.seq_lens.index_select(0, parts.batch_rows),
-            prep_initial_states=any(rows.resumed[decodes:]),
+            **common.fields(metadata, step.shared.of(SharedPlans).slots(metadata, slots_of)),
+            prep_initial_states=any(rows.resumed[rows.decodes :]),
             chunk_size=metadata.chunk_size,
-            seq_idx_p=parts.chunk_requests,
-            cu_chunk_seqlen_p=parts.chunk_starts,
-            last_chunk_indices_p=parts.last_chunks,
-            nums_dict=parts.nums_dict,
-            batch_ptr=parts.batch_ptr,
-            token_chunk_offset_ptr=parts.token_chunk_offset_ptr,
+            seq_idx_p=chunks.requests,
+            cu_chunk_seqlen_p=chunks.starts,
+            last_chunk_indices_p=chunks.last,
         )
 
     def kernel_refusal(self) -> str | None:
@@ -140,46 +124,28 @@ class HypicCUDAMamba2(HypicMamba2):
 
 @dataclass
 class _SharedParts:
-    sub_batch: Once[_SubBatch] = field(default_factory=Once)
+    """What the layers share of one pass beside their plans."""
+
+    rows: Once[MambaRows] = field(default_factory=Once)
+    chunks: Once[_Chunks] = field(default_factory=Once)
 
 
 @dataclass(frozen=True)
-class _SubBatch:
-    """The parts of a sub-batch's metadata that no cache has a say in; tensors on the device.
+class _Chunks:
+    """Chunks of vLLM's scan over prefills, int32 on the device, ``None`` without any: ``starts [chunks +
+    1]``, the request of each ``[chunks]``, and of each request the ``last [prefills]``."""
 
-    ``batch_rows [requests]`` int64; what concerns prefills alone is ``None`` without any: ``starts [prefills
-    + 1]`` int32, ``resumed [prefills]``, ``chunk_starts [chunks + 1]`` int32, ``chunk_requests [chunks]``
-    int32 and ``last_chunks [prefills]`` int32, and what vLLM's convolution takes.
-    """
-
-    batch_rows: torch.Tensor
     starts: torch.Tensor | None = None
-    resumed: torch.Tensor | None = None
-    chunk_starts: torch.Tensor | None = None
-    chunk_requests: torch.Tensor | None = None
-    last_chunks: torch.Tensor | None = None
-    nums_dict: dict[int, dict[str, Any]] | None = None
-    batch_ptr: torch.Tensor | None = None
-    token_chunk_offset_ptr: torch.Tensor | None = None
+    requests: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
     @staticmethod
-    def of(step: StepContext, rows: StockRows, chunk_size: int) -> _SubBatch:
-        prefills = len(rows.batch_rows) - rows.decodes
-        if not prefills:
-            return _SubBatch(*step.on_device(np.array(rows.batch_rows)))
-        starts = torch.tensor(rows.starts[rows.decodes :], dtype=torch.int32) - rows.starts[rows.decodes]
+    def of(step: StepContext, rows: StockRows, size: int) -> _Chunks:
+        """They end at multiples of their size in the request, as in the whole batch: that decides bits."""
         computed = rows.computed[rows.decodes :]
-        # Chunks end at multiples of their size in the request, as in the whole batch: that decides bits.
-        *chunks, _ = Mamba2AttentionMetadataBuilder._compute_chunk_metadata(
-            chunk_size, prefills, torch.tensor(computed), starts
+        if not computed:
+            return _Chunks()
+        *parts, _ = Mamba2AttentionMetadataBuilder._compute_chunk_metadata(
+            size, len(computed), torch.tensor(computed), prefill_starts(rows)
         )
-        batch_rows, starts_there, resumed = step.on_device(
-            np.array(rows.batch_rows), starts.numpy(), np.array(computed) > 0
-        )
-        return _SubBatch(
-            batch_rows,
-            starts_there.int(),
-            resumed.bool(),
-            *(async_tensor_h2d(part, dtype=torch.int32, device=step.device) for part in chunks),
-            *compute_causal_conv1d_metadata(starts, device=step.device),
-        )
+        return _Chunks(*(async_tensor_h2d(part, dtype=torch.int32, device=step.device) for part in parts))

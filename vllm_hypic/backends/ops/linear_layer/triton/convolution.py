@@ -1,4 +1,4 @@
-"""Causal convolution with SiLU of a plan's rows, and the contexts that it leaves.
+"""Causal convolution of a plan's rows, with SiLU or a gate, and the contexts that it leaves.
 
 Kernels of a run's first rows look behind it, into a conv cache or a record's conv tail, as its chunks say.
 `update_contexts` overwrites those, so it comes last.
@@ -89,11 +89,14 @@ def convolve_kernel(
     out_ptr,
     weight_ptr,
     bias_ptr,
+    gate_ptr,
     chunks_ptr,
     slots_ptr,
     cache_ptr,
     tail_ptr,
     x_row,
+    gate_row,
+    out_row,
     cache_slot,
     cache_row,
     cache_channel,
@@ -142,9 +145,14 @@ def convolve_kernel(
                 tail_row,
             )
         total += x * tl.load(weight_ptr + tap * channels + channel, mask=real, other=0.0)[None, :]
-    total *= tl.sigmoid(total)
     row = (first + t).to(tl.int64)
-    to = out_ptr + row[:, None] * channels + channel[None, :]
+    if gate_ptr is None:
+        total *= tl.sigmoid(total)
+    else:
+        # As stock code: what is convolved is rounded before it is multiplied.
+        gate = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=inside, other=0.0)
+        total = total.to(x_ptr.dtype.element_ty).to(tl.float32) * gate.to(tl.float32)
+    to = out_ptr + row[:, None] * out_row + channel[None, :]
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -272,23 +280,35 @@ def contexts_kernel(
 
 
 def convolve(
-    plan: SegmentPlan | ComposePlan, mixed: Tensor, weights: Weights, caches: Caches, records: Records
+    plan: SegmentPlan | ComposePlan,
+    mixed: Tensor,
+    weights: Weights,
+    caches: Caches,
+    records: Records,
+    gate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The plan's rows of `mixed` [rows, channels], convolved, in its dtype; other rows hold nothing."""
+    """The plan's rows of `mixed` [rows, channels], convolved, then SiLU of that or the product with `gate`
+    [rows, channels]. Written to `out` [rows, channels], or in the dtype of `mixed` to a tensor whose other
+    rows hold nothing."""
     conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
-    out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
+    if out is None:
+        out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     if len(plan.chunks):
         convolve_kernel[len(plan.chunks) * (plan.chunk // ROWS), triton.cdiv(channels, CHANNELS)](
             mixed,
             out,
             weights.weight,
             weights.bias,
+            gate,
             plan.chunks,
             caches.slots,
             conv,
             tail,
             mixed.stride(0),
+            mixed.stride(0) if gate is None else gate.stride(0),
+            out.stride(0),
             *conv.stride(),
             tail.stride(0),
             tail.stride(1),
@@ -332,28 +352,36 @@ _ALIGNED = {
     **dict.fromkeys(("x_ptr", "cache_ptr", "tail_ptr"), "*bf16"),
     **dict.fromkeys(("x_row", "cache_slot", "cache_row", "tail_slot", "tail_row", "channels"), "i32"),
 }
-_CONVOLVED = {**_ALIGNED, "out_ptr": "*bf16", "weight_ptr": "*fp32", "chunks_ptr": "*i32"}
+_CONVOLVED = {
+    **_ALIGNED,
+    **{"out_ptr": "*bf16", "weight_ptr": "*fp32", "chunks_ptr": "*i32", "gate_row": "i32", "out_row": "i32"},
+}
 _UPDATED = {**_ALIGNED, "contexts_ptr": "*i32"}
 
-_CONSTANTS = {"cache_channel": 1, "TAPS": 4, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS}
+_CONSTANTS = {"cache_channel": 1, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS}
+_GIVEN = {"bias_ptr": "*fp32", "gate_ptr": "*bf16"}
+
+
+def _convolution(name: str, taps: int, *given: str) -> KernelSpec:
+    """With these of bias and gate."""
+    aligned = {**_CONVOLVED, **{pointer: _GIVEN[pointer] for pointer in given}}
+    left_out = {pointer: None for pointer in _GIVEN if pointer not in given}
+    return KernelSpec(
+        f"linear_layer convolve {name}",
+        convolve_kernel,
+        {**aligned, "slots_ptr": "*i32"},
+        {**_CONSTANTS, **left_out, "TAPS": taps},
+        warps=8,
+        stages=3,
+        aligned=tuple(aligned),
+        limit=Limits(registers=96),
+    )
+
 
 SPECS = (
-    *(
-        KernelSpec(
-            name,
-            convolve_kernel,
-            {**_CONVOLVED, **bias, "slots_ptr": "*i32"},
-            _CONSTANTS if bias else {**_CONSTANTS, "bias_ptr": None},
-            warps=8,
-            stages=3,
-            aligned=(*_CONVOLVED, *bias),
-            limit=Limits(registers=96),
-        )
-        for name, bias in (
-            ("linear_layer convolve", dict[str, str]()),
-            ("linear_layer convolve with bias", {"bias_ptr": "*fp32"}),
-        )
-    ),
+    _convolution("gated_delta", 4),
+    _convolution("mamba2", 4, "bias_ptr"),
+    _convolution("short_conv", 3, "gate_ptr"),
     KernelSpec(
         "linear_layer contexts",
         contexts_kernel,
