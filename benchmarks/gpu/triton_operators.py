@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from vllm_hypic.backends.ops.gated_delta.triton import operators as delta_triton
-from vllm_hypic.backends.ops.gated_delta.triton.plan import (
+from vllm_hypic.backends.ops.linear_layer.triton.plan import (
     ComposePlan,
     SegmentPlan,
     plan_compose,

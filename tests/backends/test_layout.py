@@ -171,7 +171,7 @@ def check_captures(work: LinearStep, captures: list[CaptureRow]) -> list[int]:
 def check_stock(
     work: LinearStep, batch: list[Request], rows: list[BatchRow], bounds: list[int], decodes: int
 ) -> list[int]:
-    stock = stock_rows(work, bounds, [r.s0 > 0 for r in rows], decodes)
+    stock = stock_rows(work, bounds, [r.s0 for r in rows], decodes)
     if stock is None:
         assert not work.rest and work.special == set(range(len(batch)))
         return []
@@ -185,9 +185,10 @@ def check_stock(
         part = tokens[first:stop]
         assert part == list(range(part[0], rows[index].q1))
         if index in rests:
-            assert stock.resumed[number] and number >= stock.decodes
+            behind = rows[index].s0 + part[0] - rows[index].q0
+            assert stock.computed[number] == behind > rows[index].s0 and number >= stock.decodes
         else:
-            assert part[0] == rows[index].q0 and stock.resumed[number] == (rows[index].s0 > 0)
+            assert part[0] == rows[index].q0 and stock.computed[number] == rows[index].s0
             assert (number < stock.decodes) == (index < decodes)
     return tokens
 
@@ -215,10 +216,10 @@ def test_neighbours_are_taken_as_a_slice() -> None:
     """Decodes stand first, so that in a batch of decodes and segments stock code gets views."""
     plan = CapturePlan(0, 9, 0, np.arange(9), None, False)
     work = linear_step(StepContext([], [capture_row("segment", BatchRow(2, 2, 11, 0, 9), plan)], CPU), 64)
-    stock = stock_rows(work, [0, 1, 2, 11], [True, True, False], 2)
+    stock = stock_rows(work, [0, 1, 2, 11], [1, 1, 0], 2)
     assert stock is not None and stock.tokens == slice(0, 2)
     between = linear_step(StepContext([], [capture_row("segment", BatchRow(1, 2, 11, 0, 9), plan)], CPU), 64)
-    stock = stock_rows(between, [0, 2, 11, 13], [True, False, True], 0)
+    stock = stock_rows(between, [0, 2, 11, 13], [1, 0, 1], 0)
     assert stock is not None and isinstance(stock.tokens, torch.Tensor)
     assert stock.tokens.tolist() == [0, 1, 11, 12]
 

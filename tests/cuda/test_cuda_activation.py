@@ -193,16 +193,6 @@ def test_what_is_not_supported_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        (
-            "architecture",
-            "Lfm2ForCausalLM",
-            "short convolution layers (Lfm2ForCausalLM) are not supported on CUDA",
-        ),
-        (
-            "architecture",
-            "NemotronHForCausalLM",
-            "Mamba2 layers (NemotronHForCausalLM) are not supported on CUDA",
-        ),
         ("use_mla", True, "multi-head latent attention"),
         ("is_encoder_decoder", True, "encoder-decoder"),
         ("is_mm_prefix_lm", True, "bidirectional attention"),
@@ -213,14 +203,23 @@ def test_what_is_not_supported_is_refused_with_the_reason(
 def test_models_that_are_not_supported(
     cuda: CUDA, config: VllmConfig, name: str, value: object, says: str
 ) -> None:
+    reason = support.refusal(saying(config, name, value))
+    assert reason is not None and says in reason
+
+
+@pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Lfm2ForCausalLM"])
+def test_families_of_linear_layers_are_served(cuda: CUDA, config: VllmConfig, architecture: str) -> None:
+    assert support.refusal(saying(config, "architecture", architecture)) is None
+
+
+def saying(config: VllmConfig, name: str, value: object) -> VllmConfig:
     """What vLLM derives from a model cannot be set: a model that says so stands in."""
     model = config.model_config
     assert hasattr(model, name)
     fields = ("use_mla", "is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "dtype", "enable_sleep_mode")
     said = {field: getattr(model, field) for field in (*fields, "multimodal_config", "architecture")}
     config.model_config = SimpleNamespace(**{**said, name: value})  # type: ignore[assignment]
-    reason = support.refusal(config)
-    assert reason is not None and says in reason
+    return config
 
 
 def test_kept_memory_sizes_are_refused(

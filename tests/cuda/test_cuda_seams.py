@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -23,14 +27,21 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_hypic.backends.attention.base import PublicAttention
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend, HypicCUDAAttentionImpl
-from vllm_hypic.backends.linear.gdn import _layer_class
+from vllm_hypic.backends.linear import gdn, mamba2, short_conv
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.linear.mamba2.cuda import HypicCUDAMamba2, _Chunks
+from vllm_hypic.backends.linear.mamba_rows import MambaRows
+from vllm_hypic.backends.linear.short_conv.cuda import HypicCUDAShortConv
 from vllm_hypic.backends.ops import gated_delta
+from vllm_hypic.backends.ops import mamba2 as mamba2_operators
 from vllm_hypic.engine.activation import CUDA_WORKER
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner, HypicGPUWorker
 
@@ -57,6 +68,9 @@ def test_overridden_methods_keep_their_parameters() -> None:
     for ours, stock, name in (
         (HypicCUDAAttentionImpl, FlashAttentionImpl, "forward"),
         (HypicCUDAGatedDeltaNet, QwenGatedDeltaNetAttention, "_forward_core"),
+        (HypicCUDAMamba2, MambaMixer2, "conv_ssm_forward"),
+        (HypicCUDAMamba2, MambaMixer2, "get_kv_cache_spec"),
+        (HypicCUDAShortConv, ShortConv, "forward_cuda"),
         (HypicCUDAAttentionBackend, FlashAttentionBackend, "supports_head_size"),
     ):
         found, wanted = (list(inspect.signature(getattr(c, name)).parameters) for c in (ours, stock))
@@ -74,6 +88,33 @@ def test_metadata_has_what_is_read_and_replaced() -> None:
     assert not left_out, f"stale in a sub-batch: {left_out}"
 
 
+def test_metadata_of_mamba2_and_short_convolutions_is_made_whole() -> None:
+    """All fields that the stock layer looks at without replayed states and checkpoints, which never are."""
+    replayed = {"write_pos_d", "is_flush_d", "bc_pre_scratch", "replayssm_scratch"}
+    replayed |= {"replayssm_state_indices_d"}
+    common, chunked = (inspect.getsource(f) for f in (MambaRows.fields, HypicCUDAMamba2.sub_batch))
+    fields = Mamba2AttentionMetadata.__dataclass_fields__
+    left_out = {name for name in fields if f"{name}=" not in common + chunked}
+    assert left_out == replayed | {"checkpoint_chunk_idx", "checkpoint_meta"}
+    fields = ShortConvAttentionMetadata.__dataclass_fields__
+    of_scans = {"cu_chunk_seqlen_p", "last_chunk_indices_p"}
+    assert {name for name in fields if f"{name}=" not in common} == replayed | of_scans
+    chunks = inspect.signature(Mamba2AttentionMetadataBuilder._compute_chunk_metadata).parameters
+    given = ["chunk_size", "num_prefills", "num_computed_tokens_p_cpu", "query_start_loc_p_cpu"]
+    assert list(chunks)[:4] == given and "_compute_chunk_metadata" in inspect.getsource(_Chunks.of)
+
+
+def test_mamba2_promises_no_states_inside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock code does; whoever reads the promise would find nothing there of composed requests."""
+    spec = MambaSpec(block_size=8, shapes=((3, 8), (1, 4, 4)), dtypes=(torch.float32,) * 2)
+    monkeypatch.setattr(MambaBase, "get_kv_cache_spec", lambda self, config: spec)
+    layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
+    config: Any = None
+    stock = MambaMixer2.get_kv_cache_spec(layer, config)
+    assert isinstance(stock, MambaSpec) and stock.num_prefill_checkpoint_blocks == 1
+    assert layer.get_kv_cache_spec(config).num_prefill_checkpoint_blocks == 0
+
+
 def test_our_implementation_stands_before_the_stock_one() -> None:
     order = HypicCUDAAttentionImpl.__mro__
     assert order.index(PublicAttention) < order.index(FlashAttentionImpl)
@@ -83,8 +124,13 @@ def test_our_implementation_stands_before_the_stock_one() -> None:
 
 
 def test_the_layer_of_each_platform() -> None:
-    assert _layer_class(cuda=True) is HypicCUDAGatedDeltaNet
-    assert _layer_class(cuda=False).__name__ == "HypicCPUGatedDeltaNet"
+    assert gdn._layer_class(cuda=True) is HypicCUDAGatedDeltaNet
+    assert gdn._layer_class(cuda=False).__name__ == "HypicCPUGatedDeltaNet"
+    assert mamba2._layer_class(cuda=True) is HypicCUDAMamba2
+    assert mamba2._layer_class(cuda=False).__name__ == "HypicCPUMamba2"
+    assert short_conv._layer_class(cuda=True) is HypicCUDAShortConv
+    assert short_conv._layer_class(cuda=False).__name__ == "HypicCPUShortConv"
+    assert {"vllm::mamba_mixer2", "vllm::short_conv"} <= set(CompilationConfig._attention_ops)
 
 
 def test_the_stock_operator_calls_the_method_that_is_ours() -> None:
@@ -100,6 +146,20 @@ def test_the_stock_operator_calls_the_method_that_is_ours() -> None:
     with override_forward_context(context):
         qwen_gdn_linear_attn.qwen_gdn_attention_core(mixed, b, a, core, "layer")
     assert [id(x) for x in given[0]] == [id(x) for x in (mixed, b, a, core)]
+
+
+def test_mamba2s_stock_operator_calls_the_method_that_is_ours() -> None:
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
+    torch.nn.Module.__init__(layer)
+    given: list[tuple[Any, torch.Tensor]] = []
+    layer.run = lambda x, out: given.append((x, out))
+    context = ForwardContext(no_compile_layers={"layer": layer}, attn_metadata={}, slot_mapping={})
+    projected, output = torch.zeros(2, 8), torch.ones(2, 4)
+    with override_forward_context(context):
+        mamba_mixer2.mamba_mixer2(projected, output, "layer")
+    assert given[0][0].projected is projected and given[0][1] is output and output.all()
 
 
 @pytest.mark.parametrize(
@@ -142,6 +202,25 @@ def test_linear_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked[0][0] == "weights" and asked[0][1][0] == "caches"  # type: ignore[index]
     monkeypatch.setattr(gated_delta, "refuses", lambda *given: "head sizes 96 and 128")
     assert layer.kernel_refusal() == "gated delta net with head sizes 96 and 128"
+
+
+def test_mamba2_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
+    torch.nn.Module.__init__(layer)
+    layer._constants, layer.kv_cache = "weights", (torch.empty(1, 3, 8), torch.empty(1, 2, 64, 96))
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(mamba2_operators, "refuses", lambda *given: asked.append(given))
+    assert layer.kernel_refusal() is None
+    assert asked[0][0] == "weights" and asked[0][1].state is layer.kv_cache[1]
+    monkeypatch.setattr(mamba2_operators, "refuses", lambda *given: "states of size 96")
+    assert layer.kernel_refusal() == "Mamba2 with states of size 96"
+
+
+def test_short_convolutions_ask_what_is_served() -> None:
+    layer: Any = HypicCUDAShortConv.__new__(HypicCUDAShortConv)
+    torch.nn.Module.__init__(layer)
+    layer._constants, layer.kv_cache = SimpleNamespace(weight=torch.empty(3, 8)), (torch.empty(1, 2, 8),)
+    assert layer.kernel_refusal() == "short convolution with cpu tensors"
 
 
 @pytest.mark.parametrize(

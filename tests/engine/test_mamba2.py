@@ -159,7 +159,7 @@ def rows_apart(llm: Any) -> list[bool]:
     config = llm.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     layer = next(found for found in layers if isinstance(found, HypicCPUMamba2))
-    starts, resumed = [0, 1, 2, 72, 77, 107], [True, True, False, True, False]
+    starts, computed = [0, 1, 2, 72, 77, 107], [130, 7, 0, 64, 0]
     width = layer.tped_intermediate_size + layer.tped_conv_size + layer.tped_dt_size
     rng = torch.Generator().manual_seed(0)
     dtype = layer.conv_weights.dtype
@@ -177,7 +177,7 @@ def rows_apart(llm: Any) -> list[bool]:
         spans = [torch.arange(starts[i], starts[i + 1]) for i in requests]
         ends = torch.tensor([0, *map(len, spans)]).cumsum(0).tolist()
         rows = StockRows(
-            sum(i < 2 for i in requests), torch.cat(spans), ends, requests, [resumed[i] for i in requests]
+            sum(i < 2 for i in requests), torch.cat(spans), ends, requests, [computed[i] for i in requests]
         )
         out = torch.zeros(ends[-1], layer.tped_intermediate_size, dtype=dtype)
         metadata = layer.sub_batch(NotImplemented, Whole, rows)

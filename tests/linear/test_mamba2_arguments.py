@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from vllm_hypic.backends.ops.mamba2 import choose, native
+from vllm_hypic.backends.ops.linear_layer import limits as shared
+from vllm_hypic.backends.ops.mamba2 import choose, limits, native
 from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
@@ -118,3 +120,30 @@ def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:
     assert "width 5" in str(native.refuses(wide.weights, wide.caches))
     inputs = replace(layer.caches, conv=layer.caches.conv.half())
     assert "float16" in str(native.refuses(layer.weights, inputs))
+
+
+def test_what_triton_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device stands in."""
+    layer = Layer.make(SMALL, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+    def reason(
+        P: int = 80, N: int = 256, heads: int = 4, dtype: torch.dtype = torch.float32, kind: str = "cuda"
+    ) -> str | None:
+        state: Any = SimpleNamespace(
+            device=SimpleNamespace(type=kind), dtype=dtype, shape=torch.Size([1, heads, P, N])
+        )
+        weights = replace(layer.weights, groups=2)
+        return limits.refuses(weights, replace(layer.caches, state=state))
+
+    monkeypatch.setattr(shared, "find_spec", lambda name: name)
+    assert reason() is None
+    assert reason(kind="cpu") == "cpu tensors"
+    assert reason(N=96) == "states of size 96, not among 16, 32, 64, 128, 256"
+    assert reason(P=24) == "head size 24, not a multiple of 16"
+    assert reason(heads=3) == "3 heads, not a multiple of 2 groups"
+    assert reason(dtype=torch.float64) == "states in torch.float64"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert reason() == "a GPU of compute capability 7.5, below 8.0"
+    monkeypatch.setattr(shared, "find_spec", lambda name: None)
+    assert reason() == "no Triton in this installation"

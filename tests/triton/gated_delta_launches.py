@@ -7,8 +7,6 @@ compiled or computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from record_launches import H100, record
 from triton.runtime import driver
@@ -16,10 +14,14 @@ from triton.runtime.jit import JITFunction
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
 from vllm_hypic.backends.ops.gated_delta.triton import operators
+from vllm_hypic.backends.ops.linear_layer.triton.plan import plan_compose, plan_segments
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 KEY_HEADS, HEADS, K, V, TAPS = 16, 32, 128, 128, 4
 CHANNELS = 2 * KEY_HEADS * K + HEADS * V
+CPU = torch.device("cpu")
+STEPS = (1, 16), (1, 40), (3, 16), (3, 50), (16, 16), (16, 64)
+"""Requests and rows of each."""
 
 
 class Records:
@@ -44,24 +46,27 @@ def step(requests: int, rows: int) -> None:
     slots = torch.zeros(requests + 1, dtype=torch.int32)[requests % 2 :]
     caches = Caches(slots, torch.empty(1, TAPS - 1, CHANNELS, dtype=bf16), state)
     out, records = torch.empty(tokens, HEADS, V, dtype=bf16), Records()
+    segments, *composing = programs(requests, rows)
+    carries = [Carry.beside(records.state) for _ in range(requests)]
+    operators.run_segments(plan_segments(segments, CPU), x, weights, caches, out, records, carries)
+    operators.run_compose(plan_compose(*composing, CPU), x, weights, caches, out, records)
+
+
+def programs(requests: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of segment requests, every other cut; rows and operations of composed ones, a record behind each."""
     segments, rows_of, ops = [], [], []
-    carries: Sequence[Carry] = [Carry.beside(records.state) for _ in range(requests)]
     for i in range(requests):
         first, stop, cut = i * rows, (i + 1) * rows, i % 2
         segments.append(SegmentRow(i, cut, first, stop, first, stop, 0, 0, 1 - cut, 1, 0, i if cut else -1))
         ops.append(ComposeOp(first, rows, 0, Mode.TRANSITION))
         rows_of.append(ComposeRow(i, cut, i, i + 1))
-    cpu = torch.device("cpu")
-    plan = operators.plan_segments(pack(segments, SegmentRow), cpu)
-    operators.run_segments(plan, x, weights, caches, out, records, carries)
-    composing = operators.plan_compose(pack(rows_of, ComposeRow), pack(ops, ComposeOp), cpu)
-    operators.run_compose(composing, x, weights, caches, out, records)
+    return pack(segments, SegmentRow), pack(rows_of, ComposeRow), pack(ops, ComposeOp)
 
 
 def main() -> None:
     driver.set_active(H100())
     JITFunction._do_compile = record
-    for requests, rows in ((1, 16), (1, 40), (3, 16), (3, 50), (16, 16), (16, 64)):
+    for requests, rows in STEPS:
         step(requests, rows)
 
 

@@ -14,8 +14,8 @@ from linear.layer_inputs import SLOTS, Layer, Segment, Shape, compose_program, s
 from linear.test_layer_operators import run_compose, run_segments
 
 from vllm_hypic.backends.ops.gated_delta.triton import operators
-from vllm_hypic.backends.ops.gated_delta.triton.plan import Source, plan_compose, plan_segments
-from vllm_hypic.backends.ops.gated_delta.triton.products import add_times, add_times_few
+from vllm_hypic.backends.ops.linear_layer.triton.plan import Source, plan_compose, plan_segments
+from vllm_hypic.backends.ops.linear_layer.triton.products import add_times, add_times_few
 from vllm_hypic.backends.ops.program import Mode, SegmentRow, pack
 
 CPU = torch.device("cpu")

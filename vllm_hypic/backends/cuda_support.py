@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import vllm.envs as envs
 
-from ..pool.families import family_in
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -59,9 +57,6 @@ def _model(config: VllmConfig) -> Iterator[str]:
     model = config.model_config
     if config.speculative_config is not None:
         yield "speculative decoding is not supported; drop --speculative-config"
-    family = family_in(model.architecture)
-    if family is not None and not family.on_cuda:
-        yield f"{family.name} layers ({model.architecture}) are not supported on CUDA yet, only on CPU"
     if model.use_mla:
         yield "multi-head latent attention (MLA) is not supported"
     if model.is_encoder_decoder:

@@ -22,7 +22,7 @@ class LinearFamily:
     replaces that class by ours; ``architectures``: vLLM's model classes that were served with these layers.
     Others may use the very class and keep more beside it that nobody composes (Qwen4Exp: convolutions over
     n-grams, sparse attention), so they are refused.  No class is in two rows: a model's layers are of one
-    family.  ``on_cuda``: there are layers for CUDA, too.
+    family.
     """
 
     name: str
@@ -31,7 +31,6 @@ class LinearFamily:
     stock: str
     module: str
     architectures: frozenset[str]
-    on_cuda: bool = True
 
 
 GATED_DELTA_NET = LinearFamily(
@@ -55,7 +54,6 @@ SHORT_CONVOLUTION = LinearFamily(
     stock="ShortConv",
     module="vllm_hypic.backends.linear.short_conv",
     architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}),
-    on_cuda=False,
 )
 MAMBA2 = LinearFamily(
     name="Mamba2",
@@ -69,7 +67,6 @@ MAMBA2 = LinearFamily(
             *("FalconH1ForCausalLM", "Zamba2ForCausalLM", "Mamba2ForCausalLM"),
         }
     ),
-    on_cuda=False,
 )
 FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2)
 

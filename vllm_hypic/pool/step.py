@@ -181,16 +181,16 @@ class CapturedRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """All requests of a pass, ours or not: ``starts [requests + 1]``, first token row of each, and whether
-    each is ``resumed [requests]``, having tokens behind it.  On the host."""
+    """All requests of a pass, ours or not: ``starts [requests + 1]``, first token row of each, and
+    ``computed [requests]``, tokens behind it.  On the host."""
 
     starts: list[int]
-    resumed: list[bool]
+    computed: list[int]
 
     @staticmethod
     def of(computed: np.ndarray, scheduled: np.ndarray) -> Batch:
         """``computed`` and ``scheduled [requests]``: tokens behind each, and in this pass."""
-        return Batch([0, *np.cumsum(scheduled).tolist()], (computed > 0).tolist())
+        return Batch([0, *np.cumsum(scheduled).tolist()], computed.tolist())
 
 
 @dataclass

@@ -329,7 +329,7 @@ def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
         case "slots":
             world.metadata.non_spec_state_indices_tensor = world.slots.roll(1, 0)
         case "resumed":
-            world.step.batch.resumed[4] = True
+            world.step.batch.computed[4] = 1
         case "record":
             world.pool.linear[NAME].conv_tail[0] += 1
     assert not (world.run(world.step).double() - out).abs().max() < 10 * LIMIT

@@ -150,7 +150,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
         batch = whole[self.prefix]
         requests = batch.num_decodes + batch.num_prefills
         rows = stock_rows(
-            work, step.batch.starts[: requests + 1], step.batch.resumed[:requests], batch.num_decodes
+            work, step.batch.starts[: requests + 1], step.batch.computed[:requests], batch.num_decodes
         )
         if rows is None:
             return None

@@ -86,14 +86,19 @@ class StockRows:
     """A sub-batch for stock code, decodes first, as it expects.
 
     ``tokens``: token rows in the batch, a slice where they are neighbours; ``starts [requests + 1]``: first
-    row of each request in the sub-batch; ``batch_rows``; ``resumed``: whether a request has a state.
+    row of each request in the sub-batch; ``batch_rows``; ``computed``: tokens behind that first row.
     """
 
     decodes: int
     tokens: slice | torch.Tensor
     starts: list[int]
     batch_rows: list[int]
-    resumed: list[bool]
+    computed: list[int]
+
+    @property
+    def resumed(self) -> list[bool]:
+        """Whether a request has a state."""
+        return [n > 0 for n in self.computed]
 
 
 @dataclass
@@ -117,25 +122,26 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
 
 
 def stock_rows(
-    work: LinearStep, bounds: Sequence[int], resumed: Sequence[bool], decodes: int
+    work: LinearStep, bounds: Sequence[int], computed: Sequence[int], decodes: int
 ) -> StockRows | None:
-    """What is left to stock code of a batch with token rows ``bounds [requests + 1]``, its first ``decodes``
-    requests being decodes; ``None``: nothing."""
+    """What is left to stock code of a batch with token rows ``bounds [requests + 1]`` and so many tokens
+    ``computed [requests]`` before, its first ``decodes`` requests being decodes; ``None``: nothing."""
     rows = range(len(bounds) - 1)
-    runs = [(i, bounds[i], bounds[i + 1], resumed[i]) for i in rows if i not in work.special]
+    runs = [(i, bounds[i], bounds[i + 1]) for i in rows if i not in work.special]
     before = sum(i < decodes for i, *_ in runs)
-    runs += [(r.batch_row, r.first, r.stop, True) for r in work.rest]
+    runs += [(r.batch_row, r.first, r.stop) for r in work.rest]
     if not runs:
         return None
     starts = [0]
-    for _, first, stop, _ in runs:
+    for _, first, stop in runs:
         starts.append(starts[-1] + stop - first)
     tokens: slice | torch.Tensor
     if all(a[2] == b[1] for a, b in pairwise(runs)):
         tokens = slice(runs[0][1], runs[-1][2])
     else:
-        tokens = torch.cat([torch.arange(first, stop) for _, first, stop, _ in runs])
-    return StockRows(before, tokens, starts, [i for i, *_ in runs], [bool(r) for *_, r in runs])
+        tokens = torch.cat([torch.arange(first, stop) for _, first, stop in runs])
+    behind = [computed[i] + first - bounds[i] for i, first, _ in runs]
+    return StockRows(before, tokens, starts, [i for i, *_ in runs], behind)
 
 
 def _segments(captures: Sequence[CaptureRow]) -> Segments | None:

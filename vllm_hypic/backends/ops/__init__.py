@@ -1,1 +1,2 @@
-"""Numerical operators: one folder per operator, a plain `reference` beside every fast implementation."""
+"""Numerical operators: one folder per operator, a plain `reference` beside every fast implementation; what
+operators of linear layers share is in `linear_layer`."""

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from ....pool.shared import Once
 from ...ops import gated_delta
-from ...ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from ..cuda import SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
 from .base import HypicGatedDeltaNet
 
@@ -30,19 +30,13 @@ if TYPE_CHECKING:
 
     from ....pool.runtime import HypicRuntime
     from ....pool.step import StepContext
-    from ...ops.gated_delta.triton.plan import ComposePlan, SegmentPlan
 
 
 @dataclass
-class _SharedPlans:
-    """Plans and index tensors that the layers share of one pass."""
+class _SharedParts:
+    """What the layers share of one pass beside their plans."""
 
-    segments: Once[SegmentPlan] = field(default_factory=Once)
-    compose: dict[int, tuple[Composed, ComposePlan]] = field(default_factory=dict)
-    """Plans, by the identity of the program that they are of."""
     sub_batch: Once[_SubBatch] = field(default_factory=Once)
-    slots: dict[int, tuple[GDNAttentionMetadata, torch.Tensor]] = field(default_factory=dict)
-    """Cache slots, by the identity of the metadata that they are of."""
 
 
 class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
@@ -71,8 +65,7 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        shared = step.shared.of(_SharedPlans)
-        plan = shared.segments(lambda: operators.plan_segments(segments.rows, x.mixed.device))
+        plan = step.shared.of(SharedPlans).segments(segments, step.device)
         views, records = self._current_views(), self.records(runtime)
         caches, carries = views.caches(self._slots(step)), self.cut(runtime, segments)
         operators.run_segments(plan, x, views.weights, caches, out, records, carries, runtime.dead_transition)
@@ -87,30 +80,22 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        made = step.shared.of(_SharedPlans).compose
-        if id(composed) not in made:
-            # The program is kept beside, so that no other can have its address.
-            made[id(composed)] = (
-                composed,
-                operators.plan_compose(composed.rows, composed.ops, x.mixed.device),
-            )
-        plan = made[id(composed)][1]
+        plan = step.shared.of(SharedPlans).compose(composed, step.device)
         views, records = self._current_views(), self.records(runtime)
         operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), out, records)
 
     def _slots(self, step: StepContext) -> torch.Tensor:
         """Cache slots by batch row, contiguous: vLLM gives a column of a table where it copies nothing."""
-        metadata, made = get_forward_context().attn_metadata[self.prefix], step.shared.of(_SharedPlans).slots
-        if id(metadata) not in made:
-            # The metadata is kept beside, so that no other can have its address.
-            made[id(metadata)] = metadata, metadata.non_spec_state_indices_tensor.contiguous()
-        return made[id(metadata)][1]
+        metadata = get_forward_context().attn_metadata[self.prefix]
+        return step.shared.of(SharedPlans).slots(
+            metadata, lambda made: made.non_spec_state_indices_tensor.contiguous()
+        )
 
     def sub_batch(
         self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
     ) -> GDNAttentionMetadata:
         """Metadata as vLLM's builder would make it of these rows alone."""
-        shared = step.shared.of(_SharedPlans).sub_batch(lambda: _SubBatch.of(step, rows))
+        shared = step.shared.of(_SharedParts).sub_batch(lambda: _SubBatch.of(step, rows))
         slots = metadata.non_spec_state_indices_tensor
         assert slots is not None
         own = slots.index_select(0, shared.batch_rows)
@@ -149,36 +134,18 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
         holds nothing yet.
         """
         from ...ops.gated_delta.triton import operators
-        from ...ops.gated_delta.triton.plan import CHUNKS
 
         views, records = self._current_views(), self.records(runtime)
         weight, device = self.conv1d.weight, views.state.device
         caches = views.caches(torch.zeros(1, dtype=torch.int32, device=device))
         heads, V = views.state.size(1), views.state.size(3)
-        for n in CHUNKS:
-            mixed = weight.new_zeros(2 * n, views.conv.size(2))
-            gates = weight.new_zeros(2 * n, heads)
-            x, out = gated_delta.Inputs(mixed, gates, gates), weight.new_empty(2 * n, heads, V)
-            segment = SegmentRow(
-                batch_row=0,
-                resumed=0,
-                first=0,
-                stop=n,
-                begin=0,
-                end=n,
-                slot=0,
-                leading=0,
-                begins=1,
-                ends=1,
-                has_head=0,
-                carry=-1,
-            )
+        for n, segments, composing in warm_up_plans(device):
+            mixed, gates = weight.new_zeros(n, views.conv.size(2)), weight.new_zeros(n, heads)
+            x, out = gated_delta.Inputs(mixed, gates, gates), weight.new_empty(n, heads, V)
             runtime.pool.transition_blocks.offer(0)
-            plan = operators.plan_segments(pack([segment], SegmentRow), device)
-            operators.run_segments(plan, x, views.weights, caches, out, records, [], runtime.dead_transition)
-            rows = pack([ComposeRow(0, 0, 0, 2)], ComposeRow)
-            ops = pack([ComposeOp(0, n, 0, Mode.TRANSITION), ComposeOp(n, n, -1, Mode.NONE)], ComposeOp)
-            composing = operators.plan_compose(rows, ops, device)
+            operators.run_segments(
+                segments, x, views.weights, caches, out, records, [], runtime.dead_transition
+            )
             operators.run_compose(composing, x, views.weights, caches, out, records)
         runtime.pool.transition_blocks.release([0])
 

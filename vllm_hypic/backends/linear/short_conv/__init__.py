@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .base import HypicShortConv
+
 
 def register() -> None:
-    """Replace vLLM's layer by ours on CPU.  May run any number of times."""
+    """Replace vLLM's layer by ours for this platform.  May run any number of times."""
     from vllm.model_executor.layers.mamba.short_conv import ShortConv
     from vllm.platforms import current_platform
 
     from ..base import replace_layer
+
+    replace_layer(ShortConv, lambda: _layer_class(cuda=current_platform.is_cuda()))
+
+
+def _layer_class(*, cuda: bool) -> type[HypicShortConv]:
+    if cuda:
+        from .cuda import HypicCUDAShortConv
+
+        return HypicCUDAShortConv
     from .cpu import HypicCPUShortConv
 
-    if current_platform.is_cpu():
-        replace_layer(ShortConv, lambda: HypicCPUShortConv)
+    return HypicCPUShortConv

@@ -12,8 +12,8 @@ S_after = T S_before + S_zero with T [K, K] the product of the per-token factors
 causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b).
 
 Two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
-`triton.operators` (CUDA); `arguments` and `ops.program` say what they take, `triton.plan` how CUDA layers
-share a step's planning.
+`triton.operators` (CUDA); `arguments` and `ops.program` say what they take, `linear_layer.triton.plan` how
+CUDA layers share a step's planning.
 Both read and write vLLM's caches as the stock operator does, so a request may go on from one to the other, in
 any number of passes.
 

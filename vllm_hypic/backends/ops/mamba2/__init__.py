@@ -10,9 +10,10 @@ with one A < 0 and one D a head, B_t and C_t [N] those of the head's group. A ru
 affine map S_after = T S_before + S_zero with one number T = e^{A (d_1 + ... + d_n)} a head. T underflows in
 long runs, so log T is what is kept. x, B and C are SiLU of a causal convolution over token rows.
 
-Two operators, each with one signature in `reference` (float64), `torch` and `native` (C++); `arguments` and
-`ops.program` say what they take. Both read and write vLLM's caches as the stock operator does, so a request
-may go on from one to the other, in any number of passes.
+Two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
+`triton.operators` (CUDA); `arguments` and `ops.program` say what they take, `linear_layer.triton.plan` how
+CUDA layers share a step's planning. Both read and write vLLM's caches as the stock operator does, so a
+request may go on from one to the other, in any number of passes.
 
 `mamba2_segments(x, weights, caches, out, records, rows, carries)`
     Rows of segment requests: one scan gives outputs, running state and, of the interior, T and the record.
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import native
+from . import limits, native
 from . import torch as torch_ops
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
@@ -41,9 +42,17 @@ __all__ = ["Caches", "Carry", "Inputs", "Records", "Weights", "choose", "refuses
 
 def choose(weights: Weights, caches: Caches) -> ModuleType:
     """The fastest module of the two operators that serves this layer."""
-    return torch_ops if refuses(weights, caches) else native
+    if refuses(weights, caches):
+        return torch_ops
+    if caches.state.device.type == "cpu":
+        return native
+    # Only where it serves: CPU installations have no Triton.
+    from .triton import operators
+
+    return operators
 
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
-    """Why the C++ operators do not serve this layer, or `None`: they do."""
-    return native.refuses(weights, caches)
+    """Why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or `None`."""
+    on_cuda = caches.state.device.type == "cuda"
+    return limits.refuses(weights, caches) if on_cuda else native.refuses(weights, caches)

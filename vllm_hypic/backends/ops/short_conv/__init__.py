@@ -9,9 +9,9 @@ The state is the last taps - 1 inputs x. A run of at least so many tokens overwr
 S_after = T S_before + S_zero it has T = 0, and S_zero, the inputs of its last tokens, is all that a record
 holds. Whatever stood before a segment is seen by its first taps - 1 rows alone, which a seam recomputes.
 
-Two operators, each with one signature in `reference` (float64) and `torch`; `arguments` and `ops.program` say
-what they take. Both read and write vLLM's cache as the stock operator does, so a request may go on from one
-to the other, in any number of passes.
+Two operators, each with one signature in `reference` (float64), `torch` and `triton.operators` (CUDA);
+`arguments` and `ops.program` say what they take. Both read and write vLLM's cache as the stock operator does,
+so a request may go on from one to the other, in any number of passes.
 
 `short_conv_segments(x, weights, caches, out, records, rows)`
     Rows of segment requests, which leave the record behind the interior's last row.

@@ -25,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
+from ...linear_layer.triton.columns import Shape, load_columns, store_columns
+from ...linear_layer.triton.plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
 from ..arguments import DEAD_BELOW, Caches, Carry, Records, Weights
-from .plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
-from .scan import Shape, constants, load_columns, scan_chunk, store_columns, zeros_like_columns
+from .scan import constants, scan_chunk, zeros_like_columns
 
 RECORD_COLUMNS = 32
 """Columns of S that a program of `records_kernel` makes."""

@@ -20,11 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import SM100, KernelSpec, Limits
+from ...linear_layer.triton.columns import Shape, load_columns, store_columns
+from ...linear_layer.triton.plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
+from ...linear_layer.triton.products import add_times
 from ...program import Mode
 from ..arguments import Caches, Records, Weights
-from .plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
-from .products import add_times
-from .scan import Shape, constants, load_columns, scan_chunk, store_columns
+from .scan import constants, scan_chunk
 
 _SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
 _STEP_FIELDS = tl.constexpr(len(ComposeStep._fields))

@@ -1,6 +1,7 @@
 """The layer operators in Triton: see the package for what they compute.
 
-A step has one plan per operator (`plan`), made on the host and shared by its layers. A layer launches
+A step has one plan per operator (`linear_layer.triton.plan`), made on the host and shared by its layers. A
+layer launches
 
     run_segments   convolution, chunk terms, scan of [S | T], records, conv contexts      5 kernels
     run_compose    convolution, chunk terms, walk, conv contexts                          4 kernels
@@ -20,11 +21,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...linear_layer.triton.convolution import convolve, update_contexts
+from ...linear_layer.triton.plan import ComposePlan, SegmentPlan, plan_compose, plan_segments
 from ..arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 from .capture import Summaries, capture, write_records
 from .compose import compose
-from .convolution import convolve, update_contexts
-from .plan import ComposePlan, SegmentPlan, plan_compose, plan_segments
 from .terms import chunk_terms
 
 __all__ = [
@@ -53,32 +54,32 @@ def run_segments(
 
     A head that is alive and has no transition block (`block_of` is -1) gets NaN for its record's state.
     """
-    plan.reach.check(x, caches, out, records, carries)
+    plan.reach.check(_rows(x, out), caches.slots, records.conv_tail, len(carries))
     if not len(plan.scans):
         return
     heads, K, V = caches.state.shape[1:]
-    conv = convolve(plan, x, weights, caches, records)
+    conv = convolve(plan, x.mixed, weights, caches, records)
     terms = chunk_terms(plan, conv, x, weights, K, V)
     summaries = Summaries.of(plan, heads, K, V)
     summaries.take(plan, carries)
     capture(plan, conv, terms, weights, caches, out, summaries, dead_below)
     write_records(plan, summaries, records, dead_below)
     summaries.leave(plan, carries)
-    update_contexts(plan, x, weights, caches, records)
+    update_contexts(plan, x.mixed, weights, caches, records)
 
 
 def run_compose(
     plan: ComposePlan, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records
 ) -> None:
     """`gdn_compose` of a plan. Raises `IndexError` where it leaves the layer's tensors."""
-    plan.reach.check(x, caches, out, records)
+    plan.reach.check(_rows(x, out), caches.slots, records.conv_tail)
     if not len(plan.scans):
         return
     K, V = caches.state.shape[2:]
-    conv = convolve(plan, x, weights, caches, records)
+    conv = convolve(plan, x.mixed, weights, caches, records)
     terms = chunk_terms(plan, conv, x, weights, K, V)
     compose(plan, conv, terms, weights, caches, out, records)
-    update_contexts(plan, x, weights, caches, records)
+    update_contexts(plan, x.mixed, weights, caches, records)
 
 
 def gdn_segments(
@@ -101,3 +102,7 @@ def gdn_compose(
 ) -> None:
     """See the package. `rows` and `ops` in CPU memory."""
     run_compose(plan_compose(rows, ops, x.mixed.device), x, weights, caches, out, records)
+
+
+def _rows(x: Inputs, out: Tensor) -> dict[str, Tensor]:
+    return {"mixed": x.mixed, "a": x.a, "b": x.b, "out": out}

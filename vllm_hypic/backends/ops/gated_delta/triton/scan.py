@@ -6,8 +6,7 @@ A block of columns of S, or of T, stays in registers while its program goes from
     o   =  e^G q S + A D              T has no outputs
     S'  =  e^{G_C} S + Kd^T D
 
-`terms` prepares all but S; the products that feed states are as exact as float32's. S is a tuple of
-slices of rows: a product's operands must be in registers as a whole, in two parts each.
+`terms` prepares all but S; the products that feed states are as exact as float32's.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -16,36 +15,15 @@ slices of rows: a product's operands must be in registers as a whole, in two par
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-from .plan import ChunkRow
-from .products import add_times, add_times_roughly
+from ...linear_layer.triton.columns import Shape
+from ...linear_layer.triton.plan import ChunkRow
+from ...linear_layer.triton.products import add_times, add_times_roughly
 from .terms import block_floats
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a program holds its columns: how many, in slices of `slice` rows, by so many warps."""
-
-    columns: int
-    slice: int
-    warps: int
-
-    @staticmethod
-    def of(chunk: int, K: int, V: int) -> Shape:
-        """The shape of launches for chunks of so many rows.
-
-        Slices as tall as chunks make all products of one height. Triton gives warps rows where a product is
-        taken of another, 16 to each, and columns where there are no more than 16 rows; so no warp does what
-        another does, and there are enough programs for one request to fill a GPU.
-        """
-        columns, warps = (32, 4) if chunk == 16 else (16, 2)
-        return Shape(min(columns, K, V), min(chunk, K), warps)
 
 
 def constants(chunk: int, K: int, V: int, key_heads: int, heads: int) -> dict[str, int]:
@@ -62,26 +40,6 @@ def constants(chunk: int, K: int, V: int, key_heads: int, heads: int) -> dict[st
         "SLICES": K // shape.slice,
         "SLICE": shape.slice,
     }
-
-
-@triton.jit
-def load_columns(pointer, row_stride, mask_rows, SLICES: tl.constexpr, SLICE: tl.constexpr):
-    """Slices of rows of a matrix; `pointer` [1, columns] to its first row; rows from `mask_rows` on are 0."""
-    row = tl.arange(0, SLICE)[:, None]
-    matrix = ()
-    for i in tl.static_range(SLICES):
-        at = pointer + (i * SLICE + row) * row_stride
-        matrix = matrix + (tl.load(at, mask=i * SLICE + row < mask_rows, other=0.0).to(tl.float32),)
-    return matrix
-
-
-@triton.jit
-def store_columns(matrix, pointer, row_stride, SLICES: tl.constexpr, SLICE: tl.constexpr):
-    """What `load_columns` takes, in the type of the memory."""
-    row = tl.arange(0, SLICE)[:, None]
-    for i in tl.static_range(SLICES):
-        at = pointer + (i * SLICE + row) * row_stride
-        tl.store(at, matrix[i].to(pointer.dtype.element_ty))
 
 
 @triton.jit

@@ -28,9 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
+from ...linear_layer.triton.gates import decay, softplus
+from ...linear_layer.triton.plan import CHUNKS, ChunkRow, ComposePlan, SegmentPlan
+from ...linear_layer.triton.products import add_times_few
 from ..arguments import Inputs, Weights
-from .plan import CHUNKS, ChunkRow, ComposePlan, SegmentPlan
-from .products import add_times_few
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _EXTRA = 16
@@ -40,24 +41,6 @@ _EXTRA = 16
 def block_floats(C: int, K: int, V: int) -> int:
     """Floats of a block; `scan.scan` knows the order of its parts."""
     return C * (K + V + C + 2) + _EXTRA
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + e^x), to a few units in the last place; NaN stays NaN."""
-    # With u = e^-|x| in (0, 1], log(1 + u) = 2 atanh(s) for s = u / (2 + u) <= 1/3: eight terms of its
-    # series. A logarithm of 1 + u would lose what u has below 1's last place, most of it for a small u.
-    u = tl.exp(-tl.abs(x))
-    s = u / (u + 2.0)
-    t = s * s
-    p = 2.0 / 15
-    p = p * t + 2.0 / 13
-    p = p * t + 2.0 / 11
-    p = p * t + 2.0 / 9
-    p = p * t + 2.0 / 7
-    p = p * t + 2.0 / 5
-    p = p * t + 2.0 / 3
-    return tl.where(x < 0.0, 0.0, x) + (p * t * s + s + s)
 
 
 @triton.jit
@@ -86,17 +69,6 @@ def unit_lower_inverse(L, N: tl.constexpr):
 @triton.jit
 def _product(a, b):
     return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _decay(later, earlier):
-    """e^{later - earlier} of sums of gates in float64, at most 1; NaN stays NaN."""
-    # Differences of float32 parts: float64 arithmetic is for the C sums, not for their C^2 differences.
-    later_high, earlier_high = later.to(tl.float32), earlier.to(tl.float32)
-    later_low = (later - later_high.to(tl.float64)).to(tl.float32)
-    earlier_low = (earlier - earlier_high.to(tl.float64)).to(tl.float32)
-    between = (later_high - earlier_high) + (later_low - earlier_low)
-    return tl.exp(tl.where(between > 0.0, 0.0, between))
 
 
 @triton.jit
@@ -156,14 +128,14 @@ def terms_kernel(
     beta = tl.where(real, tl.sigmoid(b), 0.0)
     G, end = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
     from_start = tl.exp(G.to(tl.float32))
-    tl.store(factors + t, key * _decay(end, G))
+    tl.store(factors + t, key * decay(end, G))
     tl.store(factors + C + t, query * from_start)
     tl.store(factors + 2 * C, tl.exp(end.to(tl.float32)))
 
-    decay = _decay(G[:, None], G[None, :]) * key[None, :]
-    A = tl.where(t[:, None] >= t[None, :], A * decay * query[:, None], 0.0)
+    decays = decay(G[:, None], G[None, :]) * key[None, :]
+    A = tl.where(t[:, None] >= t[None, :], A * decays * query[:, None], 0.0)
     tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
-    L = tl.where(t[:, None] > t[None, :], gram * decay * (beta * key)[:, None], 0.0)
+    L = tl.where(t[:, None] > t[None, :], gram * decays * (beta * key)[:, None], 0.0)
     inverse = unit_lower_inverse(L, C) * beta[None, :]
     for at in range(0, V, SLICE):
         v = tl.load(values + at, mask=real[:, None], other=0.0)

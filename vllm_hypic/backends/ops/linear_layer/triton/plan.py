@@ -5,7 +5,7 @@ A step's programs (`program.SegmentRow`, `ComposeRow`, `ComposeOp`) are host dat
 wait, and keep on the host what sizes of grids and checks need:
 
     plan = plan_segments(rows, device)                  # rows: int64 on the CPU; once per step
-    operators.run_segments(plan, x, weights, caches, out, records, carries, dead_below)    # in each layer
+    operators.run_segments(plan, x, weights, caches, out, records, carries)    # in each layer
     plan = plan_compose(rows, ops, device)
     operators.run_compose(plan, x, weights, caches, out, records)
 
@@ -18,7 +18,7 @@ A run is cut into *chunks* of at most `chunk` rows, and at the edges of an inter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from ...program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
-from ..arguments import Caches, Carry, Inputs, Records
 
 CHUNKS = (16, 32)
 """Rows of a chunk: what a step may choose. To be as exact as float32, products hold operands in two parts:
@@ -67,13 +66,17 @@ class SegmentScan(NamedTuple):
 
 
 class SummaryRow(NamedTuple):
-    """What becomes of an interior's S and T: see `program.SegmentRow` for the fields."""
+    """What becomes of an interior's summary: see `program.SegmentRow` for the fields.
+
+    `carry` may be anything where the interior begins and ends here.
+    """
 
     slot: int
     leading: int
     begins: int
     ends: int
     has_head: int
+    carry: int
 
 
 class ComposeScan(NamedTuple):
@@ -117,20 +120,21 @@ class Reach:
     slots: int
     carries: int
 
-    def check(
-        self, x: Inputs, caches: Caches, out: Tensor, records: Records, carries: Sequence[Carry] = ()
-    ) -> None:
+    def check(self, rows: Mapping[str, Tensor], slots: Tensor, conv_tail: Tensor, carries: int = 0) -> None:
         """Raises `IndexError` where a program leaves the tensors of a layer, `ValueError` where these have
-        elements apart that the kernels take for neighbours."""
-        for what, tensor in (("mixed", x.mixed), ("a", x.a), ("b", x.b), ("out", out)):
+        elements apart that the kernels take for neighbours.
+
+        `rows`: the layer's inputs and outputs by name, a token a row; `slots` [batch rows] of its caches;
+        `conv_tail` [record slots, ...]; how many `carries` there are.
+        """
+        for name, tensor in rows.items():
             if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-                raise ValueError(f"{what} has strides {tensor.stride()}: the last must be 1")
+                raise ValueError(f"{name} has strides {tensor.stride()}: the last must be 1")
         for what, needed, given in (
-            ("token rows of the inputs", self.rows, min(len(x.mixed), len(x.a), len(x.b))),
-            ("token rows of the outputs", self.rows, len(out)),
-            ("batch rows of the caches", self.batch_rows, len(caches.slots)),
-            ("record slots", self.slots, len(records.state)),
-            ("carries", self.carries, len(carries)),
+            *((f"token rows of {name}", self.rows, len(tensor)) for name, tensor in rows.items()),
+            ("batch rows of the caches", self.batch_rows, len(slots)),
+            ("record slots", self.slots, len(conv_tail)),
+            ("carries", self.carries, carries),
         ):
             if needed > given:
                 raise IndexError(f"the program needs {needed} {what}, there are {given}")
@@ -138,7 +142,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A step's plan of `gdn_segments`. Tables are int32 on the device, a row per entry with the fields of
+    """A step's plan of segment requests. Tables are int32 on the device, a row per entry with the fields of
     the named type.
 
     chunk                     rows of a chunk: 16 or 32
@@ -162,7 +166,7 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class ComposePlan:
-    """A step's plan of `gdn_compose`. Tables as in `SegmentPlan`: of `ChunkRow`, `ComposeScan` (one per
+    """A step's plan of composed requests. Tables as in `SegmentPlan`: of `ChunkRow`, `ComposeScan` (one per
     request), `ComposeStep` and `ContextRow` (one per request)."""
 
     chunk: int
@@ -190,7 +194,7 @@ def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
         number = -1
         if r.begin < r.end and (r.ends or not r.leading):
             number = len(summaries)
-            summaries.append(SummaryRow(r.slot, r.leading, r.begins, r.ends, r.has_head))
+            summaries.append(SummaryRow(r.slot, r.leading, r.begins, r.ends, r.has_head, r.carry))
             if not r.leading:
                 if r.carry < 0 and not (r.begins and r.ends):
                     raise ValueError(f"{r}: a part of an interior needs a carry")

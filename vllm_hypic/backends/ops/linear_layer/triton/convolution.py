@@ -1,4 +1,4 @@
-"""Causal convolution with SiLU of a plan's rows, and the contexts that it leaves.
+"""Causal convolution of a plan's rows, with SiLU or a gate, and the contexts that it leaves.
 
 Kernels of a run's first rows look behind it, into a conv cache or a record's conv tail, as its chunks say.
 `update_contexts` overwrites those, so it comes last.
@@ -9,13 +9,14 @@ Kernels of a run's first rows look behind it, into a conv cache or a record's co
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
-from ..arguments import Caches, Inputs, Records, Weights
 from .plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
 ROWS, CHANNELS = 16, 128
@@ -25,6 +26,33 @@ _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _CONTEXT_FIELDS = tl.constexpr(len(ContextRow._fields))
 _CACHE = tl.constexpr(int(Source.CACHE))
 _RECORD = tl.constexpr(int(Source.RECORD))
+
+
+class Weights(Protocol):
+    """A depthwise convolution: `weight` [taps, channels] and `bias` [channels] or None, float32."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Caches(Protocol):
+    """vLLM's: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs."""
+
+    @property
+    def slots(self) -> Tensor: ...
+
+    @property
+    def conv(self) -> Tensor: ...
+
+
+class Records(Protocol):
+    """`conv_tail` [slots, taps - 1, channels]: the last inputs by slot of the pool."""
+
+    @property
+    def conv_tail(self) -> Tensor: ...
 
 
 @triton.jit
@@ -61,11 +89,14 @@ def convolve_kernel(
     out_ptr,
     weight_ptr,
     bias_ptr,
+    gate_ptr,
     chunks_ptr,
     slots_ptr,
     cache_ptr,
     tail_ptr,
     x_row,
+    gate_row,
+    out_row,
     cache_slot,
     cache_row,
     cache_channel,
@@ -114,9 +145,14 @@ def convolve_kernel(
                 tail_row,
             )
         total += x * tl.load(weight_ptr + tap * channels + channel, mask=real, other=0.0)[None, :]
-    total *= tl.sigmoid(total)
     row = (first + t).to(tl.int64)
-    to = out_ptr + row[:, None] * channels + channel[None, :]
+    if gate_ptr is None:
+        total *= tl.sigmoid(total)
+    else:
+        # As stock code: what is convolved is rounded before it is multiplied.
+        gate = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=inside, other=0.0)
+        total = total.to(x_ptr.dtype.element_ty).to(tl.float32) * gate.to(tl.float32)
+    to = out_ptr + row[:, None] * out_row + channel[None, :]
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -244,23 +280,35 @@ def contexts_kernel(
 
 
 def convolve(
-    plan: SegmentPlan | ComposePlan, x: Inputs, weights: Weights, caches: Caches, records: Records
+    plan: SegmentPlan | ComposePlan,
+    mixed: Tensor,
+    weights: Weights,
+    caches: Caches,
+    records: Records,
+    gate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """q, k and v of the plan's rows [rows, channels], in the inputs' dtype; other rows hold nothing."""
-    mixed, conv, tail = x.mixed, caches.conv, records.conv_tail
+    """The plan's rows of `mixed` [rows, channels], convolved, then SiLU of that or the product with `gate`
+    [rows, channels]. Written to `out` [rows, channels], or in the dtype of `mixed` to a tensor whose other
+    rows hold nothing."""
+    conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
-    out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
+    if out is None:
+        out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     if len(plan.chunks):
         convolve_kernel[len(plan.chunks) * (plan.chunk // ROWS), triton.cdiv(channels, CHANNELS)](
             mixed,
             out,
             weights.weight,
             weights.bias,
+            gate,
             plan.chunks,
             caches.slots,
             conv,
             tail,
             mixed.stride(0),
+            mixed.stride(0) if gate is None else gate.stride(0),
+            out.stride(0),
             *conv.stride(),
             tail.stride(0),
             tail.stride(1),
@@ -275,10 +323,10 @@ def convolve(
 
 
 def update_contexts(
-    plan: SegmentPlan | ComposePlan, x: Inputs, weights: Weights, caches: Caches, records: Records
+    plan: SegmentPlan | ComposePlan, mixed: Tensor, weights: Weights, caches: Caches, records: Records
 ) -> None:
     """Write the conv caches of the plan's requests and the conv tails of interiors that end."""
-    mixed, conv, tail = x.mixed, caches.conv, records.conv_tail
+    conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
     if len(plan.contexts):
         contexts_kernel[len(plan.contexts), triton.cdiv(channels, _CONTEXT_CHANNELS)](
@@ -304,22 +352,38 @@ _ALIGNED = {
     **dict.fromkeys(("x_ptr", "cache_ptr", "tail_ptr"), "*bf16"),
     **dict.fromkeys(("x_row", "cache_slot", "cache_row", "tail_slot", "tail_row", "channels"), "i32"),
 }
-_CONVOLVED = {**_ALIGNED, "out_ptr": "*bf16", "weight_ptr": "*fp32", "chunks_ptr": "*i32"}
+_CONVOLVED = {
+    **_ALIGNED,
+    **{"out_ptr": "*bf16", "weight_ptr": "*fp32", "chunks_ptr": "*i32", "gate_row": "i32", "out_row": "i32"},
+}
 _UPDATED = {**_ALIGNED, "contexts_ptr": "*i32"}
 
-SPECS = (
-    KernelSpec(
-        "gated_delta convolve",
+_CONSTANTS = {"cache_channel": 1, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS}
+_GIVEN = {"bias_ptr": "*fp32", "gate_ptr": "*bf16"}
+
+
+def _convolution(name: str, taps: int, *given: str) -> KernelSpec:
+    """With these of bias and gate."""
+    aligned = {**_CONVOLVED, **{pointer: _GIVEN[pointer] for pointer in given}}
+    left_out = {pointer: None for pointer in _GIVEN if pointer not in given}
+    return KernelSpec(
+        f"linear_layer convolve {name}",
         convolve_kernel,
-        {**_CONVOLVED, "slots_ptr": "*i32"},
-        {"bias_ptr": None, "cache_channel": 1, "TAPS": 4, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS},
+        {**aligned, "slots_ptr": "*i32"},
+        {**_CONSTANTS, **left_out, "TAPS": taps},
         warps=8,
         stages=3,
-        aligned=tuple(_CONVOLVED),
+        aligned=tuple(aligned),
         limit=Limits(registers=96),
-    ),
+    )
+
+
+SPECS = (
+    _convolution("gated_delta", 4),
+    _convolution("mamba2", 4, "bias_ptr"),
+    _convolution("short_conv", 3, "gate_ptr"),
     KernelSpec(
-        "gated_delta contexts",
+        "linear_layer contexts",
         contexts_kernel,
         {**_UPDATED, "slots_ptr": "*i32"},
         {"cache_channel": 1, "TAPS": 4, "BLOCK": _CONTEXT_CHANNELS},

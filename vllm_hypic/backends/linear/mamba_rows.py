@@ -1,0 +1,76 @@
+"""Metadata that vLLM's Mamba2 and short convolution layers have in common: their slots, and of a sub-batch on
+CUDA what the builder would make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
+from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+from ...pool.step import StepContext
+from .layout import StockRows
+
+
+def slots_of(metadata: BaseMambaAttentionMetadata) -> torch.Tensor:
+    """Cache slots by batch row, contiguous: decodes come first."""
+    parts = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
+    return torch.cat([part.flatten() for part in parts if part is not None])
+
+
+@dataclass(frozen=True)
+class MambaRows:
+    """What no cache has a say in; tensors on the device.
+
+    ``batch_rows [requests]`` int64; what concerns prefills alone is ``None`` without any: ``starts [prefills
+    + 1]`` int32, ``resumed [prefills]``, and what vLLM's convolution takes.
+    """
+
+    rows: StockRows
+    batch_rows: torch.Tensor
+    starts: torch.Tensor | None = None
+    resumed: torch.Tensor | None = None
+    nums_dict: dict[int, dict[str, Any]] | None = None
+    batch_ptr: torch.Tensor | None = None
+    token_chunk_offset_ptr: torch.Tensor | None = None
+
+    @staticmethod
+    def of(step: StepContext, rows: StockRows) -> MambaRows:
+        if rows.decodes == len(rows.batch_rows):
+            return MambaRows(rows, *step.on_device(np.array(rows.batch_rows)))
+        starts = prefill_starts(rows)
+        batch_rows, starts_there, resumed = step.on_device(
+            np.array(rows.batch_rows), starts.numpy(), np.array(rows.resumed[rows.decodes :])
+        )
+        convolution = compute_causal_conv1d_metadata(starts, device=step.device)
+        return MambaRows(rows, batch_rows, starts_there.int(), resumed.bool(), *convolution)
+
+    def fields(self, metadata: BaseMambaAttentionMetadata, slots: torch.Tensor) -> dict[str, Any]:
+        """Of the sub-batch's metadata; ``slots``: ``slots_of(metadata)``, the whole batch's."""
+        rows, decodes = self.rows, self.rows.decodes
+        own, first = slots.index_select(0, self.batch_rows), rows.starts[decodes]
+        return dict(
+            num_prefills=len(rows.batch_rows) - decodes,
+            num_prefill_tokens=rows.starts[-1] - first,
+            num_decodes=decodes,
+            num_decode_tokens=first,
+            num_reqs=len(rows.batch_rows),
+            has_initial_states_p=self.resumed,
+            query_start_loc_p=self.starts,
+            state_indices_tensor_p=own[decodes:],
+            state_indices_tensor_d=own[:decodes, None],
+            query_start_loc_d=None,
+            num_accepted_tokens=None,
+            seq_lens=metadata.seq_lens.index_select(0, self.batch_rows),
+            nums_dict=self.nums_dict,
+            batch_ptr=self.batch_ptr,
+            token_chunk_offset_ptr=self.token_chunk_offset_ptr,
+        )
+
+
+def prefill_starts(rows: StockRows) -> torch.Tensor:
+    """First row of each prefill among theirs, and behind the last, int32 on the host."""
+    return torch.tensor(rows.starts[rows.decodes :], dtype=torch.int32) - rows.starts[rows.decodes]

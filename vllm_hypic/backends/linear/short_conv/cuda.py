@@ -1,0 +1,140 @@
+"""Gated short convolutions under PIC on CUDA: Triton operators beside vLLM's own kernels.
+
+vLLM's custom operator looks the layer up by name and calls its ``forward_cuda``, so the compiled graph is
+stock vLLM's and only that method is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
+
+from ....pool.shared import Once
+from ...ops import short_conv
+from ...ops.linear_layer import limits
+from ..base import Scratch
+from ..cuda import SharedPlans, warm_up_plans
+from ..layout import Composed, Segments, StockRows
+from ..mamba_rows import MambaRows, slots_of
+from .base import HiddenRows, HypicShortConv
+
+if TYPE_CHECKING:
+    from ....pool.runtime import HypicRuntime
+    from ....pool.step import StepContext
+    from ...ops.linear_layer.triton.plan import ComposePlan, SegmentPlan
+
+
+class HypicCUDAShortConv(HypicShortConv):
+    """vLLM's CUDA layer plus capture and composition."""
+
+    _constants: short_conv.Weights | None = None
+
+    def forward_cuda(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        """Same contract as the stock method."""
+        if get_forward_context().attn_metadata is None:
+            # A profile run or a probe: stock code leaves what happens to stand there, which may be NaN.
+            output.zero_()
+        self.run(HiddenRows(hidden_states), output)
+
+    def run_stock(self, x: HiddenRows, out: torch.Tensor) -> None:
+        ShortConv.forward_cuda(self, x.hidden, out)
+
+    def run_segments(
+        self,
+        runtime: HypicRuntime,
+        step: StepContext,
+        segments: Segments,
+        x: HiddenRows,
+        out: torch.Tensor,
+    ) -> None:
+        plan = step.shared.of(SharedPlans).segments(segments, step.device)
+        self._run(plan, runtime, step, segments, x, out)
+
+    def run_composed(
+        self,
+        runtime: HypicRuntime,
+        step: StepContext,
+        composed: Composed,
+        x: HiddenRows,
+        out: torch.Tensor,
+    ) -> None:
+        plan = step.shared.of(SharedPlans).compose(composed, step.device)
+        self._run(plan, runtime, step, composed, x, out)
+
+    def _run(
+        self,
+        plan: SegmentPlan | ComposePlan,
+        runtime: HypicRuntime,
+        step: StepContext,
+        program: Segments | Composed,
+        x: HiddenRows,
+        out: torch.Tensor,
+    ) -> None:
+        from ...ops.short_conv.triton import operators
+
+        metadata = get_forward_context().attn_metadata[self.prefix]
+        caches = self.caches(step.shared.of(SharedPlans).slots(metadata, slots_of))
+        records, weights = self.records(runtime), self._weights()
+
+        def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
+            operators.run(plan, inputs, weights, caches, convolved, records)
+
+        self.projected(x, out, step.shared.of(_SharedParts).tokens_of(program, step), run)
+
+    def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> ShortConvAttentionMetadata:
+        """Metadata as vLLM's builder would make it of these rows alone."""
+        common = step.shared.of(_SharedParts).rows(lambda: MambaRows.of(step, rows))
+        slots = step.shared.of(SharedPlans).slots(metadata, slots_of)
+        return ShortConvAttentionMetadata(**common.fields(metadata, slots))
+
+    def kernel_refusal(self) -> str | None:
+        """Why the Triton operators do not serve this layer, or ``None``."""
+        (conv,) = self.kv_cache
+        reason = limits.refuses(len(self._weights().weight), conv, conv)
+        return None if reason is None else f"short convolution with {reason}"
+
+    def warm_up(self, runtime: HypicRuntime) -> None:
+        """Compile the operators for every length of chunk.
+
+        Runs on the cache's block 0, which vLLM keeps for padding, and on the record slot 0 of a pool that
+        holds nothing yet.
+        """
+        from ...ops.short_conv.triton import operators
+
+        weight, weights, records = self.conv.weight, self._weights(), self.records(runtime)
+        caches = self.caches(torch.zeros(1, dtype=torch.int32, device=weight.device))
+        for n, segments, composing in warm_up_plans(weight.device):
+            rows, out = weight.new_zeros(n, weight.size(0)), weight.new_empty(n, weight.size(0))
+            x = short_conv.Inputs(rows, rows)
+            operators.run(segments, x, weights, caches, out, records)
+            operators.run(composing, x, weights, caches, out, records)
+
+    def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
+        # A row as it came, its projection in three parts, what is convolved of these, and two results.
+        return Scratch(rows * 9 * self.conv.weight.size(0) * dtype.itemsize, 0)
+
+    def _weights(self) -> short_conv.Weights:
+        if self._constants is None:
+            self._constants = self.weights()
+        return self._constants
+
+
+@dataclass
+class _SharedParts:
+    """What the layers share of one pass beside their plans."""
+
+    rows: Once[MambaRows] = field(default_factory=Once)
+    _tokens: dict[int, tuple[Segments | Composed, torch.Tensor]] = field(default_factory=dict)
+    """By the identity of what they are of, which is kept beside, so that no other can have its address."""
+
+    def tokens_of(self, program: Segments | Composed, step: StepContext) -> torch.Tensor:
+        """The program's token rows, on the device."""
+        if id(program) not in self._tokens:
+            (tokens,) = step.on_device(program.tokens.numpy())
+            self._tokens[id(program)] = program, tokens
+        return self._tokens[id(program)][1]

@@ -1,0 +1,1 @@
+"""What the operators of linear layers share for CUDA: `limits`, and `triton`, which imports Triton."""

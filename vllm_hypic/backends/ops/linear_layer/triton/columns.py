@@ -1,0 +1,56 @@
+"""A block of columns of a state in registers, while its program goes from chunk to chunk.
+
+It is a tuple of slices of rows: a product's operands must be in registers as a whole, in two parts each.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: RUF005
+# Kernels are in Triton's language: no types of arguments, tuples grow by adding, no unpacking.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a program holds its columns: how many, in slices of `slice` rows, by so many warps."""
+
+    columns: int
+    slice: int
+    warps: int
+
+    @staticmethod
+    def of(chunk: int, rows: int, columns: int) -> Shape:
+        """The shape of launches for chunks of so many token rows and states [rows, columns].
+
+        Slices as tall as chunks make all products of one height. Triton gives warps rows where a product is
+        taken of another, 16 to each, and columns where there are no more than 16 rows; so no warp does what
+        another does, and there are enough programs for one request to fill a GPU.
+        """
+        most, warps = (32, 4) if chunk == 16 else (16, 2)
+        return Shape(gcd(most, rows, columns), min(chunk, rows), warps)
+
+
+@triton.jit
+def load_columns(pointer, row_stride, mask_rows, SLICES: tl.constexpr, SLICE: tl.constexpr):
+    """Slices of rows of a matrix; `pointer` [1, columns] to its first row; rows from `mask_rows` on are 0."""
+    row = tl.arange(0, SLICE)[:, None]
+    matrix = ()
+    for i in tl.static_range(SLICES):
+        at = pointer + (i * SLICE + row) * row_stride
+        matrix = matrix + (tl.load(at, mask=i * SLICE + row < mask_rows, other=0.0).to(tl.float32),)
+    return matrix
+
+
+@triton.jit
+def store_columns(matrix, pointer, row_stride, SLICES: tl.constexpr, SLICE: tl.constexpr):
+    """What `load_columns` takes, in the type of the memory."""
+    row = tl.arange(0, SLICE)[:, None]
+    for i in tl.static_range(SLICES):
+        at = pointer + (i * SLICE + row) * row_stride
+        tl.store(at, matrix[i].to(pointer.dtype.element_ty))

@@ -1,0 +1,25 @@
+"""Which layers the Triton kernels serve. Imports no Triton: CPU installations have none."""
+
+from __future__ import annotations
+
+from ..linear_layer import limits
+from .arguments import Caches, Weights
+
+STATE_SIZES = (16, 32, 64, 128, 256)
+"""N: kernels hold it as a whole."""
+HEAD_MULTIPLE = 16
+"""P is cut into blocks of so many columns."""
+
+
+def refuses(weights: Weights, caches: Caches) -> str | None:
+    """Why the Triton operators do not serve such a layer, or `None`: they do."""
+    if reason := limits.refuses(len(weights.weight), caches.conv, caches.state):
+        return reason
+    heads, P, N = caches.state.shape[1:]
+    if N not in STATE_SIZES:
+        return f"states of size {N}, not among {', '.join(map(str, STATE_SIZES))}"
+    if P % HEAD_MULTIPLE:
+        return f"head size {P}, not a multiple of {HEAD_MULTIPLE}"
+    if heads % weights.groups:
+        return f"{heads} heads, not a multiple of {weights.groups} groups"
+    return None

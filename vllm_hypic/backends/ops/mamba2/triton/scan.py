@@ -1,0 +1,145 @@
+"""One chunk of the scan over states: what segment and composed requests have in common.
+
+A block of columns of S^T [N, P] stays in registers while its program goes from chunk to chunk. With G_t the
+sum of A d up to row t, G_C that of the chunk, and rows s <= t:
+
+    y_t  =  e^{G_t} S C_t + sum_s e^{G_t - G_s} (C_t . B_s) d_s x_s + D x_t
+    S'   =  e^{G_C} S + sum_s e^{G_C - G_s} d_s x_s B_s^T
+
+The products that feed states are as exact as float32's, and so are those that feed outputs in float32. Each
+program finds C . B and the gates anew: beside its products with S that is little, and it needs no memory.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: RUF005
+# Kernels are in Triton's language: no types of arguments, tuples grow by adding, no unpacking.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ...kernel_spec import KernelSpec, Limits
+from ...linear_layer.triton.columns import Shape
+from ...linear_layer.triton.gates import decay, softplus
+from ...linear_layer.triton.plan import ChunkRow
+from ...linear_layer.triton.products import add_times, add_times_roughly
+
+_CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
+
+
+def shape_of(chunk: int, P: int, N: int) -> Shape:
+    """How programs hold their columns: with four warps, for C . B beside S takes registers."""
+    return replace(Shape.of(chunk, N, P), warps=4)
+
+
+def launch(chunk: int, heads: int, groups: int, P: int, N: int) -> dict[str, int]:
+    """Constants and options of the kernels that go from chunk to chunk."""
+    shape = shape_of(chunk, P, N)
+    return {
+        "GROUPS": groups,
+        "HEADS": heads,
+        "P": P,
+        "N": N,
+        "C": chunk,
+        "COLUMNS": shape.columns,
+        "SLICES": N // shape.slice,
+        "SLICE": shape.slice,
+        "num_warps": shape.warps,
+        # What is loaded ahead takes registers, which the longest states leave none of.
+        "num_stages": 2 if N <= 128 else 1,
+    }
+
+
+def spec(name: str, kernel: Any, types: Mapping[str, str], chunk: int, N: int) -> KernelSpec:
+    """Of a launch for 64 heads of 64 columns in 8 groups; all of `types` are aligned, slots are not."""
+    given = launch(chunk, 64, 8, 64, N)
+    warps, stages = given.pop("num_warps"), given.pop("num_stages")
+    # At most 12 spilled words per thread.
+    aligned, limit = tuple(types), Limits(mma=1, stack=48)
+    name, types = f"mamba2 {name} C={chunk} N={N}", {**types, "slots_ptr": "*i32"}
+    return KernelSpec(name, kernel, types, given, warps, stages, aligned, limit)
+
+
+SIZES = (128, 256)
+"""States that kernels are compiled for where no GPU is."""
+
+
+@triton.jit
+def step_sizes(chunk, head, dt_ptr, dt_row, dt_bias_ptr, chunks_ptr, C: tl.constexpr):
+    """d [C] of a chunk's rows, 0 behind its last."""
+    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
+    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
+    t = tl.arange(0, C)
+    at = dt_ptr + (first + t).to(tl.int64) * dt_row + head
+    dt = tl.load(at, mask=t < tokens, other=0.0).to(tl.float32)
+    return tl.where(t < tokens, softplus(dt + tl.load(dt_bias_ptr + head)), 0.0)
+
+
+@triton.jit
+def scan_chunk(
+    S,
+    d,
+    chunk,
+    head,
+    column,
+    conv_ptr,
+    channels,
+    rate_ptr,
+    D_ptr,
+    chunks_ptr,
+    out_ptr,
+    out_row,
+    out_head,
+    OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """Columns `column` of S^T behind a chunk with step sizes d [C], as slices of rows; writes the outputs in
+    these columns, if asked to."""
+    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
+    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
+    t, s, in_slice = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, SLICE)[None, :]
+    real = t < tokens
+    row = (first + t).to(tl.int64)
+    conv = conv_ptr + row * channels
+    B_ptr = conv + HEADS * P + head // (HEADS // GROUPS) * N + in_slice
+    C_ptr = B_ptr + GROUPS * N
+
+    # Sums of gates in float64: only their differences count, and a sum may reach -3000 in a chunk.
+    g = (tl.load(rate_ptr + head) * d).to(tl.float64)
+    G, end = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
+    x = tl.load(conv + head * P + column[None, :], mask=real, other=0.0).to(tl.float32)
+    written = x * d[:, None]
+    if OUTPUTS:
+        out = tl.zeros([C, column.shape[0]], tl.float32)
+        scores = tl.zeros([C, C], tl.float32)
+        for i in tl.static_range(SLICES):
+            b = tl.load(B_ptr + i * SLICE, mask=real, other=0.0)
+            c = tl.load(C_ptr + i * SLICE, mask=real, other=0.0)
+            scores = tl.dot(c, tl.trans(b), acc=scores, input_precision="tf32x3")
+            out = add_times_roughly(c, S[i], out)
+        out *= tl.exp(G.to(tl.float32))[:, None]
+        scores = tl.where(t >= s, scores * decay(G[:, None], G[None, :]), 0.0)
+        precision: tl.constexpr = "tf32x3" if conv_ptr.dtype.element_ty == tl.float32 else "tf32"
+        out = tl.dot(scores, written, acc=out, input_precision=precision)
+        out += tl.load(D_ptr + head) * x
+        to = out_ptr + row * out_row + head * out_head + column[None, :]
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=real)
+
+    written *= decay(end, G)[:, None]
+    kept = tl.exp(end.to(tl.float32))
+    after = ()
+    for i in tl.static_range(SLICES):
+        b = tl.load(B_ptr + i * SLICE, mask=real, other=0.0)
+        after = after + (add_times(tl.trans(b), written, S[i] * kept),)
+    return after

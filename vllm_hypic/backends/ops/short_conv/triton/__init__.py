@@ -1,0 +1,1 @@
+"""The layer operators in Triton; importing any module of these imports Triton."""
