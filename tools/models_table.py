@@ -28,6 +28,8 @@ TESTED = {
     "FalconH1ForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "Gemma2ForCausalLM": "tests/engine/test_soft_caps.py",
     "Gemma3ForCausalLM": "tests/engine/test_families.py",
+    "Gemma3nForCausalLM": "tests/engine/test_shared_kv.py",
+    "Gemma4ForCausalLM": "tests/engine/test_shared_kv.py",
     "GptOssForCausalLM": "tests/engine/test_families.py",
     "GraniteMoeHybridForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "Lfm2ForCausalLM": "tests/engine/test_short_conv.py",
@@ -75,8 +77,8 @@ Below, the same for {architectures} architectures: all of text generation that v
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
 vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's must say,
 and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
-class differ, a window is on in one and off in another: ask about yours. Soft-caps are served on CPUs
-only: on GPUs models that have them are refused.
+class differ, a window is on in one and off in another: ask about yours. Soft-caps and shared KV are served
+on CPUs only: on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""

@@ -121,6 +121,26 @@ def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
     assert done.returncode == 2 and "transformers does not read its header" in done.stderr
 
 
+def test_layers_that_read_the_kv_of_others_take_nothing(tmp_path: Path) -> None:
+    full, sliding = "full_attention", "sliding_attention"
+    config = {
+        **{"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text", "num_hidden_layers": 5},
+        **{"layer_types": [sliding, sliding, full, sliding, full], "num_kv_shared_layers": 2},
+        **{"sliding_window": 64, "hidden_size": 256, "intermediate_size": 256},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000},
+        **{"vocab_size_per_layer_input": 1000, "hidden_size_per_layer_input": 16, "dtype": "bfloat16"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = checked(tmp_path)
+    kinds = {kind["what"]: (kind["layers"], kind["segment_bytes"]) for kind in found["kinds"]}
+    each = found["segment_tokens"] * 2 * 2 * 64 * 2
+    assert kinds == {
+        "attention in a window of 64, 2 KV heads of 64": (2, 2 * each),
+        "full attention, 2 KV heads of 64": (1, each),
+        "attention over the KV of another layer": (2, 0),
+    }
+
+
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     """And vLLM's own errors are told apart from ours."""
     config = {

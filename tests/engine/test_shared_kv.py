@@ -40,8 +40,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(name: str, tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
-    path = tmp_path_factory.mktemp(name) / "model"
-    return run_apart(partial(save_shared_kv_model, name=name, window=40), path, log=engine_logs / "models.log")
+    save = partial(save_shared_kv_model, name=name, window=40)
+    return run_apart(save, tmp_path_factory.mktemp(name) / "model", log=engine_logs / "models.log")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The oracle of any model whose tokens meet in attention alone: transformers' own forward, and a mask.
 
-Everything that a prompt needs stands in one sequence: the text of every record, at the logical positions that it
-has in the prompt, then the stream. A mask says which rows see which columns, and nothing else is ours:
+Everything that a prompt needs stands in one sequence: the text of every record, at the logical positions that
+it has in the prompt, then the stream. A mask says which rows see which columns, and nothing else is ours:
 
 - a record's rows see the record's own past;
 - a stream row sees the stream's past, and of each record the interior, once its compose point is passed;
@@ -73,6 +73,10 @@ class MaskedOracle:
         tokens, at = (torch.tensor([x for part in parts for x in part]) for parts in (texts, places))
         text = torch.cat([torch.full((len(part),), i) for i, part in enumerate(texts)])
         row, own = torch.arange(len(tokens)), begins[-1]
+        if fault == "stream_positions":
+            at[own:] = torch.arange(len(stream.tokens))
+        elif fault == "wrong_rotation":
+            at[:own] = torch.tensor([i for part in texts[:-1] for i in range(len(part))])
 
         visible = (text[:, None] == text) & (row[:, None] >= row)
         public = torch.zeros_like(visible)
@@ -87,10 +91,6 @@ class MaskedOracle:
         full, sliding = visible | public, (visible | public) & near
         if fault == "public_without_windows":
             sliding = (visible & near) | public
-        if fault == "stream_positions":
-            at[own:] = torch.arange(len(stream.tokens))
-        elif fault == "wrong_rotation":
-            at[:own] = torch.tensor([i for part in texts[:-1] for i in range(len(part))])
 
         masks = {"full_attention": full, "sliding_attention": sliding}
         hooks = []

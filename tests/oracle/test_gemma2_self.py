@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from .faults import SHARED_KV_FAULTS
 from .gemma2 import Gemma2Oracle
+from .masked import FAULTS, MaskedOracle
 from .models import random_segments, save_soft_capped_model
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([13, 28, 40, 22, 6])
@@ -14,10 +18,19 @@ WHOLE = [*LEAD, *FIRST, *SECOND, *THIRD, *QUERY]
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Gemma2Oracle:
-    path = tmp_path_factory.mktemp("gemma2")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-    return Gemma2Oracle(save_soft_capped_model(path, window=24, layer_types=layer_types))
+    return save_soft_capped_model(tmp_path_factory.mktemp("gemma2"), window=24, layer_types=layer_types)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Gemma2Oracle:
+    return Gemma2Oracle(model)
+
+
+@pytest.fixture(scope="module")
+def masked(model: Path) -> MaskedOracle:
+    return MaskedOracle(model)
 
 
 def by_transformers(oracle: Gemma2Oracle, **changed: float | None) -> torch.Tensor:
@@ -44,6 +57,14 @@ def test_full_recompute_is_transformers(oracle: Gemma2Oracle) -> None:
 def test_a_leading_segment_is_exact(oracle: Gemma2Oracle) -> None:
     composed = oracle.next_token_logprobs(WHOLE[:-6], [], QUERY)
     assert (composed - oracle.full_logprobs(WHOLE)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("fault", [None, *(FAULTS - {*SHARED_KV_FAULTS, "separator_positions"})])
+def test_two_oracles_agree(fault: str | None, oracle: Gemma2Oracle, masked: MaskedOracle) -> None:
+    """The one by formulas and the one by a mask, in faults, too."""
+    ours = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, fault=fault)
+    theirs = masked.next_token_logprobs(LEAD, SEGMENTS, QUERY, fault=fault)
+    assert (ours - theirs).abs().max() < 1e-4
 
 
 def test_every_fault_shows(oracle: Gemma2Oracle) -> None:

@@ -163,6 +163,16 @@ def test_prefill_is_linear_plus_quadratic():
     assert third == pytest.approx(2 * 4 * 4 * 16 * (300 * 301 - 3 * 100 * 101) / 2)
 
 
+def test_a_head_size_that_differs_between_layers_is_missing():
+    """Transformers raises where it is asked of Gemma 4."""
+    import transformers
+
+    config = transformers.Gemma4TextConfig(hidden_size=96, num_attention_heads=4, num_hidden_layers=6)
+    with pytest.raises(RuntimeError, match="per-layer"):
+        config.head_dim  # noqa: B018
+    assert FlopModel.from_hf_config(config, 6, 0).attention.head_size == 24
+
+
 def test_missing_fields_fall_back_as_documented():
     nothing = FlopModel.from_hf_config(SimpleNamespace(), 1, 1)
     assert nothing.hidden == 4096

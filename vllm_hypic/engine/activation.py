@@ -67,7 +67,7 @@ def complete(config: VllmConfig) -> None:
         )
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError(
-            "--attention-backend hypic: --kv-sharing-fast-prefill passes over rows of composed prompts; drop it"
+            "--attention-backend hypic: --kv-sharing-fast-prefill passes over rows that are needed; drop it"
         )
     _refuse_on_cuda(config)
     _use_tokenizer(config)
