@@ -260,7 +260,7 @@ def test_the_compiler_knows_the_operators() -> None:
 
 
 class Cached:
-    """Requests in a paged cache whose K elements lie anywhere in a block, or ``in_lines``; the rest is NaN."""
+    """Requests in a paged cache whose K elements lie anywhere in a block, or in lines; the rest is NaN."""
 
     def __init__(
         self,
@@ -276,7 +276,8 @@ class Cached:
         kv_heads = 2
         elements = block * kv_heads * size
         if in_lines:
-            self.index = torch.arange(elements).int().view(kv_heads, size, block).permute(2, 0, 1).contiguous()
+            places = torch.arange(elements).int().view(kv_heads, size, block)
+            self.index = places.permute(2, 0, 1).contiguous()
         else:
             places = torch.randperm(2 * elements, generator=rng)[:elements].int()
             self.index = places.view(block, kv_heads, size)
@@ -303,7 +304,9 @@ class Cached:
         return kernels.cache_lse(self.query, *cache, self.query_ranges, self.scale, in_lines=self.in_lines)
 
 
-LINES = pytest.mark.parametrize(("in_lines", "block", "size"), [(False, 16, 32), (True, 16, 32), (True, 48, 80)])
+LINES = pytest.mark.parametrize(
+    ("in_lines", "block", "size"), [(False, 16, 32), (True, 16, 32), (True, 48, 80)]
+)
 
 
 @KERNELS
