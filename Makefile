@@ -24,6 +24,9 @@ LMCACHE := lmcache==0.5.6
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 # What examples/frameworks and its tests use beside the extra `integrations`.
 LLAMA_INDEX := llama-index-core==0.14.25 llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1
+# flash-linear-attention's operators, whose naive recurrences tests read; in a folder of their own, since transformers would
+# run their Triton kernels where it can import them, on a CPU, too.
+FLA := fla-core==0.6.0
 
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1
@@ -46,6 +49,7 @@ $(INSTALLED): setup.py pyproject.toml $(filter-out tools/fetch_model.py,$(wildca
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache,integrations]'
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(LMCACHE) $(NIXL) $(LLAMA_INDEX)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/fla $(FLA)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python tools/prepare_env.py
 	$(BIN)/python tools/fetch_redis.py $(VENV)

@@ -130,7 +130,6 @@ setup(
         ],
         "docs": ["furo", "myst-parser", "sphinx>=9,<10", "sphinx-autoapi", "sphinxcontrib-mermaid"],
         "dev": [
-            "flash-linear-attention==0.6.0",  # its naive recurrences, beside our references
             "gguf",
             "hypothesis",
             "matplotlib",
