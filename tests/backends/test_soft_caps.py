@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_hypic.backends.ops.span_attention import native, reference
+from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 
 from .test_span_attention import DTYPES, KERNELS, Cached, Case
 from .test_windows import close
@@ -39,6 +40,22 @@ def test_public_columns(
         free = run(kernels, 0.0)[1]
         seen = ~free.isinf()
         assert float((free - wanted[1])[seen].abs().max()) > 0.1
+
+
+def test_scores_in_pieces_are_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's version holds so many scores at a time: rows in pieces of one, of three, all."""
+    found = []
+    for most in (1, 3 * 2 * 70, 1 << 22):
+        monkeypatch.setattr(torch_ops, "_CAPPED_SCORES", most)
+        case = Case((7, 70))
+        found.append(
+            torch_ops.span_attention(
+                *(case.query, case.key, case.value, case.slots, case.positions, case.table, case.neox),
+                *(case.visible_kv_lens, case.query_ranges, case.scale, None, 0.5),
+            )
+        )
+    for out, lse in found[:2]:
+        torch.testing.assert_close((out, lse), found[2], rtol=1e-5, atol=1e-6)
 
 
 @KERNELS
