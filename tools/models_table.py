@@ -67,9 +67,10 @@ INTRODUCTION = """\
 
     vllm-hypic check MODEL
 
-reads the configuration of a folder, or of a name in the hub's cache, and says of each kind of layer whether
-it is served and what a segment takes in it, and how many a pool holds. Exit code: 0 served, 1 refused, 3
-vLLM itself makes nothing of it on this machine. No weights are read and nothing is started: vLLM builds its
+reads the configuration of a folder, of a name in the hub's cache, or of a GGUF file (`pip install gguf`; vLLM
+itself reads these with a plugin of its own), and says of each kind of layer whether it is served and what a
+segment takes in it, and how many a pool holds. Exit code: 0 served, 1 refused, 3 vLLM itself makes nothing
+of it on this machine. No weights are read and nothing is started: vLLM builds its
 model class without numbers, and the engine's own code is asked about each layer. Rotary embeddings are
 looked at when the engine starts, which refuses those that it cannot undo.
 
