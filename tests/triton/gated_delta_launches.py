@@ -8,9 +8,7 @@ compiled or computed.
 from __future__ import annotations
 
 import torch
-from record_launches import H100, record
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from record_launches import RECORDED, install
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
 from vllm_hypic.backends.ops.gated_delta.triton import operators
@@ -64,10 +62,10 @@ def programs(requests: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def main() -> None:
-    driver.set_active(H100())
-    JITFunction._do_compile = record
+    install()
     for requests, rows in STEPS:
         step(requests, rows)
+    print(*RECORDED, sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 from gated_delta_launches import CPU, STEPS, programs
 from linear.mamba2_inputs import Records
-from record_launches import H100, record
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from record_launches import RECORDED, install
 
 from vllm_hypic.backends.ops.linear_layer.triton.plan import plan_compose, plan_segments
 from vllm_hypic.backends.ops.mamba2 import Caches, Carry, Inputs, Weights
@@ -41,11 +39,11 @@ def step(requests: int, rows: int, N: int) -> None:
 
 
 def main() -> None:
-    driver.set_active(H100())
-    JITFunction._do_compile = record
+    install()
     for N in (128, 256):
         for requests, rows in STEPS:
             step(requests, rows, N)
+    print(*RECORDED, sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 from gated_delta_launches import CPU, STEPS, programs
 from linear.test_short_conv import Records
-from record_launches import H100, record
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from record_launches import RECORDED, install
 
 from vllm_hypic.backends.ops.linear_layer.triton.plan import plan_compose, plan_segments
 from vllm_hypic.backends.ops.short_conv import Caches, Inputs, Weights
@@ -22,8 +20,7 @@ CHANNELS, TAPS = 2048, 3
 
 
 def main() -> None:
-    driver.set_active(H100())
-    JITFunction._do_compile = record
+    install()
     weights = Weights(torch.zeros(TAPS, CHANNELS), None)
     conv = torch.empty(1, TAPS - 1, CHANNELS, dtype=torch.bfloat16)
     for requests, rows in STEPS:
@@ -33,6 +30,7 @@ def main() -> None:
         segments, *composing = programs(requests, rows)
         operators.run(plan_segments(segments, CPU), *layer)
         operators.run(plan_compose(*composing, CPU), *layer)
+    print(*RECORDED, sep="\n")
 
 
 if __name__ == "__main__":
