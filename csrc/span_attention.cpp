@@ -19,8 +19,10 @@ namespace {
 
 using at::Tensor;
 
-// Columns of one part. Fixed, so that a row's result depends neither on threads nor on who else is in the batch.
-constexpr int64_t PART_COLUMNS = 4096;
+// Columns of one part. Fixed, so that a row's result depends neither on threads nor on who else is in the batch. Few
+// rows wait for memory: theirs are short, so that what one kv head read is still near when the next one comes.
+constexpr int64_t PART_COLUMNS = 4096, PART_COLUMNS_OF_FEW = 512;
+constexpr int64_t FEW_ROWS = 8;  // times query heads per kv head
 // Rows of one part, times query heads per kv head: bounds the scratch memory.
 constexpr int64_t PART_ROWS = 1024;
 
@@ -107,7 +109,9 @@ void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
     const int64_t columns = *std::max_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
     const int64_t rows = std::max<int64_t>(1, PART_ROWS / group);
     // Many rows: one part for all columns, so that partial results stay small.
-    const int64_t width = s.rows > 2 * rows ? std::max<int64_t>(columns, 1) : PART_COLUMNS;
+    const int64_t width = s.rows > 2 * rows            ? std::max<int64_t>(columns, 1)
+                          : s.rows * group <= FEW_ROWS ? PART_COLUMNS_OF_FEW
+                                                       : PART_COLUMNS;
     splits[i] = std::max<int64_t>(1, (columns + width - 1) / width);
     first_job[i] = int64_t(jobs.size());
     // Per split and kv head, the parts of rows follow each other: see `merge` below.
@@ -134,9 +138,11 @@ void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
   char* buffer = keep(kept.scratch, threads * scratch + 64);
   buffer += (64 - reinterpret_cast<uintptr_t>(buffer) % 64) % 64;
 
+  // A thread takes all kv heads of a split, where there are enough: they read neighbouring memory, and the same rotations.
+  const int chunk = jobs.size() >= size_t(2 * threads * spans[0].kv_heads) ? spans[0].kv_heads : 1;
 #pragma omp parallel num_threads(threads)
   {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, chunk)
     for (int64_t j = 0; j < int64_t(jobs.size()); ++j) {
       const Job& job = jobs[j];
       const SpanPart part{job.kv_head,
