@@ -22,7 +22,6 @@ using at::Tensor;
 // Columns of one part. Fixed, so that a row's result depends neither on threads nor on who else is in the batch. Few
 // rows wait for memory: theirs are short, so that what one kv head read is still near when the next one comes.
 constexpr int64_t PART_COLUMNS = 4096, PART_COLUMNS_OF_FEW = 512;
-constexpr int64_t FEW_ROWS = 8;  // times query heads per kv head
 // Rows of one part, times query heads per kv head: bounds the scratch memory.
 constexpr int64_t PART_ROWS = 1024;
 

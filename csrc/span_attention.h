@@ -50,6 +50,9 @@ struct Span {
   CacheColumns cache;
 };
 
+// Rows of a part, times query heads per kv head, that count as few: they wait for memory, not for products.
+constexpr int FEW_ROWS = 8;
+
 // Part of a span: one kv head, rows [row0, row1), columns [column0, column1).  The rows of its query heads are laid
 // out row major: part row = (row - row0) * group + head in group.
 struct SpanPart {

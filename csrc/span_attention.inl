@@ -409,8 +409,6 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
 // Packing a tile pays only when many rows use it. For a few rows K rows are used as they lie (after rotation): scores are
 // dot products whose partial sums are added up for 16 columns at once, and pairs of V rows are interleaved in registers.
 
-constexpr int FEW_ROWS = 8;
-
 HYPIC_INLINE __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
 // Lane i of the result is the sum of all lanes of x[i].

@@ -128,23 +128,23 @@ def test_caches(spec: KVCacheSpec, says: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("sliding_window", 64, "sliding window of 64 tokens"),
+        ("sliding_window", 64, None),
         ("logits_soft_cap", 30.0, "logits soft-cap 30.0"),
-        ("sinks", torch.zeros(4), "learned attention sinks"),
+        ("sinks", torch.zeros(4), None),
         ("alibi_slopes", torch.ones(4), "ALiBi"),
         ("kv_sharing_target_layer_name", "layers.3", "KV shared with layer layers.3"),
         ("is_fp8_kv_cache", True, "quantised KV cache (fp8)"),
     ],
 )
-def test_attention_layers(field: str, value: object, says: str) -> None:
+def test_attention_layers(field: str, value: object, says: str | None) -> None:
     impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
     for name, usual in USUAL.items():
         setattr(impl, name, usual)
     assert impl.refusal() is None
     setattr(impl, field, value)
-    if field not in ("alibi_slopes", "is_fp8_kv_cache"):  # served on CPU
+    if field in ("logits_soft_cap", "kv_sharing_target_layer_name"):  # served on CPU
         assert impl.refusal() is None
-        impl.serves_windows = impl.serves_sinks = impl.serves_soft_caps = impl.serves_shared_kv = False
+        impl.serves_soft_caps = impl.serves_shared_kv = False
     assert impl.refusal() == says
 
 
@@ -169,6 +169,12 @@ def test_a_layer_that_has_no_cache_of_its_own_is_not_passed_over() -> None:
     )
     with pytest.raises(Unsupported, match=r"^hypic: layer layers.1: ALiBi is not"):
         attach.attach(runner, geometry(FULL), NotImplemented)
+
+
+def test_a_backend_that_the_model_chooses_is_named() -> None:
+    layer = stock_layer(Attention, impl=object(), attn_backend=SimpleNamespace(get_name=lambda: "OTHER"))
+    assert attach.layer_refusal(layer, "") == "Attention by OTHER, which the model chooses itself"
+    assert attach.layer_refusal(stock_layer(Attention), "") == "Attention without the hypic backend"
 
 
 @pytest.mark.parametrize("kind", [HypicCPUGatedDeltaNet, MambaMixer])

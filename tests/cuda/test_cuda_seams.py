@@ -165,9 +165,7 @@ def test_mamba2s_stock_operator_calls_the_method_that_is_ours() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("sliding_window", (63, 0), "sliding window of 64 tokens"),
         ("logits_soft_cap", 30.0, "logits soft-cap 30.0"),
-        ("sinks", torch.zeros(4), "learned attention sinks"),
         ("alibi_slopes", torch.ones(4), "ALiBi"),
         ("kv_sharing_target_layer_name", "layers.3", "KV shared with layer layers.3"),
         ("kv_cache_dtype", "fp8_e4m3", "quantised KV cache (fp8_e4m3)"),
@@ -180,10 +178,14 @@ def test_layers_are_refused(field: str, value: object, says: str) -> None:
     impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
     assert impl.refusal() is None
     setattr(impl, field, value)
-    if field in ("sliding_window", "sinks"):  # served
-        assert impl.refusal() is None
-        impl.serves_windows = impl.serves_sinks = False
     assert (reason := impl.refusal()) is not None and says in reason
+
+
+@pytest.mark.parametrize(("field", "value"), [("sliding_window", (63, 0)), ("sinks", torch.zeros(4))])
+def test_windows_and_sinks_are_served(field: str, value: object) -> None:
+    impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
+    setattr(impl, field, value)
+    assert impl.refusal() is None
 
 
 def test_a_sliding_window_is_seen_as_vllm_stores_it() -> None:

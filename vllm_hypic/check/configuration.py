@@ -38,5 +38,10 @@ def _write_gguf_configuration(file: Path, folder: Path) -> None:
         raise click.UsageError(f"{file}: to read GGUF files, pip install gguf") from e
     except Exception as e:  # what a broken file raises is numpy's, struct's or transformers' own
         raise click.UsageError(f"{file}: transformers does not read its header: {e}") from e
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if architecture is None:
+        raise click.UsageError(
+            f"{file}: a {config.model_type}: transformers has no causal model of that type"
+        )
+    config.architectures = [architecture]
     config.save_pretrained(folder)

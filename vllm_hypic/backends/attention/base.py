@@ -67,23 +67,15 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
     def has_quantised_cache(self) -> bool:
         raise NotImplementedError
 
-    serves_windows = False
-    """Whether layers with a sliding window take part."""
-    serves_sinks = False
-    """Whether layers with learned sinks do."""
     serves_soft_caps = False
-    """Whether layers whose scores have a soft-cap do."""
+    """Whether layers whose scores have a soft-cap take part."""
     serves_shared_kv = False
     """Whether layers that read another layer's cache, with no K and V of their own, do."""
 
     def refusal(self) -> str | None:
         """Why this layer cannot take part in PIC, or ``None``."""
-        if (window := self.window()) is not None and not self.serves_windows:
-            return f"sliding window of {window} tokens"
         if self.logits_soft_cap and not self.serves_soft_caps:
             return f"logits soft-cap {self.logits_soft_cap}"
-        if self.sinks is not None and not self.serves_sinks:
-            return "learned attention sinks"
         if self.alibi_slopes is not None:
             return "ALiBi"
         if self.kv_sharing_target_layer_name is not None and not self.serves_shared_kv:

@@ -49,8 +49,6 @@ class CPUAttentionLink(AttentionLink):
 class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBackendImpl):
     """Stock CPU attention; with a link, also captures segments and reads public K and V."""
 
-    serves_windows = True
-    serves_sinks = True
     serves_soft_caps = True
     serves_shared_kv = True
 

@@ -94,9 +94,6 @@ class CUDAAttentionLink(AttentionLink):
 class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionImpl):
     """Stock FlashAttention; with a link, also captures segments and reads public K and V."""
 
-    serves_windows = True
-    serves_sinks = True
-
     def connect(self, layer: Any, link: AttentionLink) -> None:
         from ..ops.span_attention.triton import operators
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...pool.step import PublicRows, StepContext, WindowedRows
 
 Heads = tuple[int, int, int, torch.dtype]
-"""Of a layer: query heads, KV heads, head size, dtype."""
+"""A layer's query heads, KV heads, head size and dtype: what plans of span attention depend on."""
 
 PARTIAL_BYTES = 512 << 20
 """Partial results of span attention that one call may allocate."""
@@ -114,7 +114,7 @@ class _KeptColumns:
     """Columns of the pass before, kept while the same requests see them in the same order, as in decoding."""
 
     kept: dict[Hashable, tuple[tuple[torch.Tensor, ...], SpanColumns]] = field(default_factory=dict)
-    """By kind of rows: the requests' very tensors of slots, and their columns."""
+    """For each kind of rows, the requests' very tensors of slots and the columns that were made of them."""
 
     def get(self, public: PublicRows, kind: Hashable) -> SpanColumns:
         of = tuple(public.slot_mapping)

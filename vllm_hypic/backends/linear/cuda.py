@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...pool.shared import Once
+from ...pool.shared import OncePer
 from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from .layout import Composed, Segments
 
@@ -18,32 +17,22 @@ if TYPE_CHECKING:
 # The planning module imports Triton, which CPU installations lack: it is imported when a pass needs it.
 
 
-@dataclass
-class SharedPlans:
-    """Of one pass, made by the first layer that asks."""
-
-    _segments: Once[SegmentPlan] = field(default_factory=Once)
-    _compose: dict[int, tuple[Composed, ComposePlan]] = field(default_factory=dict)
-    _slots: dict[int, tuple[object, torch.Tensor]] = field(default_factory=dict)
-    """By the identity of what they are of, which is kept beside, so that no other can have its address."""
+class SharedPlans(OncePer):
+    """Plans and index tensors of one pass, made by the first layer that asks."""
 
     def segments(self, segments: Segments, device: torch.device) -> SegmentPlan:
         from ..ops.linear_layer.triton.plan import plan_segments
 
-        return self._segments(lambda: plan_segments(segments.rows, device))
+        return self(segments, "plan", lambda: plan_segments(segments.rows, device))
 
     def compose(self, composed: Composed, device: torch.device) -> ComposePlan:
         from ..ops.linear_layer.triton.plan import plan_compose
 
-        if id(composed) not in self._compose:
-            self._compose[id(composed)] = composed, plan_compose(composed.rows, composed.ops, device)
-        return self._compose[id(composed)][1]
+        return self(composed, "plan", lambda: plan_compose(composed.rows, composed.ops, device))
 
     def slots(self, metadata: Any, slots: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """``slots(metadata)``: cache slots by batch row, contiguous."""
-        if id(metadata) not in self._slots:
-            self._slots[id(metadata)] = metadata, slots(metadata)
-        return self._slots[id(metadata)][1]
+        return self(metadata, "slots", lambda: slots(metadata))
 
 
 def warm_up_plans(device: torch.device) -> Iterator[tuple[int, SegmentPlan, ComposePlan]]:

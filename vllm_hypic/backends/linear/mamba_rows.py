@@ -49,7 +49,7 @@ class MambaRows:
         return MambaRows(rows, batch_rows, starts_there.int(), resumed.bool(), *convolution)
 
     def fields(self, metadata: BaseMambaAttentionMetadata, slots: torch.Tensor) -> dict[str, Any]:
-        """Of the sub-batch's metadata; ``slots``: ``slots_of(metadata)``, the whole batch's."""
+        """Fields of the sub-batch's metadata by name.  ``slots``: ``slots_of(metadata)`` of the batch."""
         rows, decodes = self.rows, self.rows.decodes
         own, first = slots.index_select(0, self.batch_rows), rows.starts[decodes]
         return dict(

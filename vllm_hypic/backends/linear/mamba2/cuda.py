@@ -141,7 +141,8 @@ class _Chunks:
 
     @staticmethod
     def of(step: StepContext, rows: StockRows, size: int) -> _Chunks:
-        """They end at multiples of their size in the request, as in the whole batch: that decides bits."""
+        """The chunks of ``rows``, which end at multiples of ``size`` in each request, as in the whole batch:
+        where they end decides bits."""
         computed = rows.computed[rows.decodes :]
         if not computed:
             return _Chunks()

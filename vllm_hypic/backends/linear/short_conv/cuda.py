@@ -6,7 +6,6 @@ stock vLLM's and only that method is ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,11 +83,14 @@ class HypicCUDAShortConv(HypicShortConv):
         def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
             operators.run(plan, inputs, weights, caches, convolved, records)
 
-        self.projected(x, out, step.shared.of(_SharedParts).tokens_of(program, step), run)
+        (tokens,) = step.shared.of(SharedPlans)(
+            program, "tokens", lambda: step.on_device(program.tokens.numpy())
+        )
+        self.projected(x, out, tokens, run)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> ShortConvAttentionMetadata:
         """Metadata as vLLM's builder would make it of these rows alone."""
-        common = step.shared.of(_SharedParts).rows(lambda: MambaRows.of(step, rows))
+        common = step.shared.of(_SharedRows)(lambda: MambaRows.of(step, rows))
         slots = step.shared.of(SharedPlans).slots(metadata, slots_of)
         return ShortConvAttentionMetadata(**common.fields(metadata, slots))
 
@@ -124,17 +126,5 @@ class HypicCUDAShortConv(HypicShortConv):
         return self._constants
 
 
-@dataclass
-class _SharedParts:
-    """What the layers share of one pass beside their plans."""
-
-    rows: Once[MambaRows] = field(default_factory=Once)
-    _tokens: dict[int, tuple[Segments | Composed, torch.Tensor]] = field(default_factory=dict)
-    """By the identity of what they are of, which is kept beside, so that no other can have its address."""
-
-    def tokens_of(self, program: Segments | Composed, step: StepContext) -> torch.Tensor:
-        """The program's token rows, on the device."""
-        if id(program) not in self._tokens:
-            (tokens,) = step.on_device(program.tokens.numpy())
-            self._tokens[id(program)] = program, tokens
-        return self._tokens[id(program)][1]
+class _SharedRows(Once[MambaRows]):
+    """The rows of one pass's sub-batch, made by the first layer that asks."""

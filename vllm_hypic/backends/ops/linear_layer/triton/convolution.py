@@ -363,7 +363,7 @@ _GIVEN = {"bias_ptr": "*fp32", "gate_ptr": "*bf16"}
 
 
 def _convolution(name: str, taps: int, *given: str) -> KernelSpec:
-    """With these of bias and gate."""
+    """A launch of a convolution of so many taps, with those pointers of `_GIVEN` that are named."""
     aligned = {**_CONVOLVED, **{pointer: _GIVEN[pointer] for pointer in given}}
     left_out = {pointer: None for pointer in _GIVEN if pointer not in given}
     return KernelSpec(
