@@ -67,7 +67,7 @@ COPY = (
 RULES: tuple[Rule, ...] = (
     # Our C++ operators, by what their names say.
     Rule(Stage.CONVOLUTION, r"vllm_hypic::\w*conv"),
-    Rule(Stage.PUBLIC_ATTENTION, r"vllm_hypic::\w*(span|attention|attn|lse|merge|rotate|rope)"),
+    Rule(Stage.PUBLIC_ATTENTION, r"vllm_hypic::\w*(span|attention|attn|join|rotate|rope)"),
     Rule(Stage.DELTA_RULE, r"vllm_hypic::\w*(gdn|delta|compose|capture|seam|summar|transition|state)"),
     Rule(Stage.COPIES, r"vllm_hypic::\w*(copy|gather|page|write|store)"),
     # vLLM's kernels.

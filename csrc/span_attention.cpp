@@ -63,6 +63,11 @@ struct Job {
   int64_t partial;  // first of its rows in the buffers of partial results
 };
 
+// The jobs of a span: per split and kv head, its parts of rows follow each other.
+struct Division {
+  int64_t first_job, splits, rows_of_part, row_parts;
+};
+
 void check_rows(const Tensor& query, const Tensor& query_ranges) {
   TORCH_CHECK_VALUE(query.dim() == 3 && query.stride(2) == 1 && query.stride(1) == query.size(2),
                     "query must be [rows, heads, size] with contiguous heads");
@@ -91,130 +96,141 @@ Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads,
   return s;
 }
 
-void check_hidden(const Tensor& hidden_kv_lens, int64_t rows) {
-  TORCH_CHECK_VALUE(hidden_kv_lens.scalar_type() == at::kLong && hidden_kv_lens.is_contiguous() &&
-                        hidden_kv_lens.numel() == rows,
-                    "hidden_kv_lens must be int64 [", rows, "]");
+void check_lens(const Tensor& lens, int64_t rows, const char* name) {
+  TORCH_CHECK_VALUE(lens.scalar_type() == at::kLong && lens.is_contiguous() && lens.numel() == rows, name,
+                    " must be int64 [", rows, "], contiguous");
 }
 
-// Runs all spans. out (may be undefined) [rows, heads, size] and lse [rows, heads], float, rows of all spans in order.
-void run(const std::vector<Span>& spans, const Tensor& out, const Tensor& lse) {
-  std::vector<Job> jobs;
-  int64_t partial_rows = 0, most_rows = 0;
-  std::vector<int64_t> splits(spans.size()), first_job(spans.size());
-  for (size_t i = 0; i < spans.size(); ++i) {
-    const Span& s = spans[i];
+// Partial results of spans: of every part its largest scores, the sums of its weights and, where wanted, of weighted V.
+// They lie in buffers of this thread, until the next call.
+class Partials {
+ public:
+  explicit Partials(const std::vector<Span>& spans) : spans_(spans), size_(spans.empty() ? 0 : spans[0].size) {
+    int64_t rows = 0, most_rows = 0;
+    for (size_t i = 0; i < spans.size(); ++i) divide(int(i), rows, most_rows);
+    if (!jobs_.empty()) compute(rows, most_rows);
+  }
+
+  // Calls found(top, total, sum [size]) for each part of a query head of a row of a span.
+  template <class F>
+  void each(int span, int row, int head, const F& found) const {
+    const Span& s = spans_[span];
+    const Division& by = divisions_[span];
+    const int64_t group = s.heads / s.kv_heads;
+    const int64_t inside = (row % by.rows_of_part) * group + head % group;
+    const Job* job = jobs_.data() + by.first_job + (head / group) * by.row_parts + row / by.rows_of_part;
+    for (int64_t k = 0; k < by.splits; ++k, job += by.row_parts * s.kv_heads) {
+      const int64_t at = job->partial + inside;
+      found(tops_[at], totals_[at], sums_ + at * size_);
+    }
+  }
+
+ private:
+  void divide(int span, int64_t& partial_rows, int64_t& most_rows) {
+    const Span& s = spans_[span];
     const int64_t group = s.heads / s.kv_heads;
     const int64_t columns = *std::max_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
+    const int64_t hidden = s.hidden_kv_lens ? *std::min_element(s.hidden_kv_lens, s.hidden_kv_lens + s.rows) : 0;
     const int64_t rows = std::max<int64_t>(1, PART_ROWS / group);
     // Many rows: one part for all columns, so that partial results stay small.
     const int64_t width = s.rows > 2 * rows            ? std::max<int64_t>(columns, 1)
                           : s.rows * group <= FEW_ROWS ? PART_COLUMNS_OF_FEW
                                                        : PART_COLUMNS;
-    splits[i] = std::max<int64_t>(1, (columns + width - 1) / width);
-    first_job[i] = int64_t(jobs.size());
-    // Per split and kv head, the parts of rows follow each other: see `merge` below.
-    for (int64_t split = 0; split < splits[i]; ++split)
+    Division by{int64_t(jobs_.size()), 0, rows, (s.rows + rows - 1) / rows};
+    for (int64_t first = hidden / width * width; first < columns; first += width, ++by.splits)
       for (int h = 0; h < s.kv_heads; ++h)
         for (int64_t r = 0; r < s.rows; r += rows) {
           const int64_t stop = std::min<int64_t>(s.rows, r + rows);
-          jobs.push_back({int(i), h, int(r), int(stop), split * width, std::min(columns, (split + 1) * width),
-                          partial_rows});
+          jobs_.push_back({span, h, int(r), int(stop), first, std::min(columns, first + width), partial_rows});
           partial_rows += (stop - r) * group;
           most_rows = std::max(most_rows, stop - r);
         }
+    divisions_.push_back(by);
   }
-  if (jobs.empty()) return;
-  const SpanKernels& kernel = kernels().span;
-  size_t scratch = 0;
-  for (const Span& s : spans) scratch = std::max(scratch, kernel.scratch(s, int(std::min<int64_t>(s.rows, most_rows))));
-  const int64_t size = spans[0].size;
-  const bool want = out.defined();
-  static thread_local Buffers kept;
-  float* sums = want ? keep(kept.sum, partial_rows * size) : nullptr;
-  float *tops = keep(kept.top, partial_rows), *totals = keep(kept.total, partial_rows);
-  const int threads = int(std::min<int64_t>(at::get_num_threads(), int64_t(jobs.size())));
-  char* buffer = keep(kept.scratch, threads * scratch + 64);
-  buffer += (64 - reinterpret_cast<uintptr_t>(buffer) % 64) % 64;
 
-  // A thread takes all kv heads of a split, where there are enough: they read neighbouring memory, and the same rotations.
-  const int chunk = jobs.size() >= size_t(2 * threads * spans[0].kv_heads) ? spans[0].kv_heads : 1;
+  void compute(int64_t partial_rows, int64_t most_rows) {
+    const SpanKernels& kernel = kernels().span;
+    size_t scratch = 0;
+    for (const Span& s : spans_)
+      scratch = std::max(scratch, kernel.scratch(s, int(std::min<int64_t>(s.rows, most_rows))));
+    static thread_local Buffers kept;
+    sums_ = keep(kept.sum, partial_rows * size_);
+    tops_ = keep(kept.top, partial_rows);
+    totals_ = keep(kept.total, partial_rows);
+    const int threads = int(std::min<int64_t>(at::get_num_threads(), int64_t(jobs_.size())));
+    char* buffer = keep(kept.scratch, threads * scratch + 64);
+    buffer += (64 - reinterpret_cast<uintptr_t>(buffer) % 64) % 64;
+    // A thread takes all kv heads of a split, where there are enough: they read neighbouring memory, and the same
+    // rotations.
+    const int chunk = jobs_.size() >= size_t(2 * threads * spans_[0].kv_heads) ? spans_[0].kv_heads : 1;
 #pragma omp parallel num_threads(threads)
-  {
+    {
 #pragma omp for schedule(dynamic, chunk)
-    for (int64_t j = 0; j < int64_t(jobs.size()); ++j) {
-      const Job& job = jobs[j];
-      const SpanPart part{job.kv_head,
-                          job.row0,
-                          job.row1,
-                          job.column0,
-                          job.column1,
-                          want ? sums + job.partial * size : nullptr,
-                          tops + job.partial,
-                          totals + job.partial};
-      kernel.part(spans[job.span], part, buffer + omp_get_thread_num() * scratch);
+      for (int64_t j = 0; j < int64_t(jobs_.size()); ++j) {
+        const Job& job = jobs_[j];
+        const Span& s = spans_[job.span];
+        const SpanPart part{job.kv_head,
+                            job.row0,
+                            job.row1,
+                            job.column0,
+                            job.column1,
+                            s.weighs ? sums_ + job.partial * size_ : nullptr,
+                            tops_ + job.partial,
+                            totals_ + job.partial};
+        kernel.part(s, part, buffer + omp_get_thread_num() * scratch);
+      }
+      if (spans_[0].gemm) at::native::cpublas::brgemm_release();
     }
-    if (spans[0].gemm) at::native::cpublas::brgemm_release();
   }
 
-  // Merge the splits: the part of a row in split k lies (jobs per split) further on than that in split k - 1.
+  const std::vector<Span>& spans_;
+  const int64_t size_;
+  std::vector<Job> jobs_;
+  std::vector<Division> divisions_;
+  float *sums_ = nullptr, *tops_ = nullptr, *totals_ = nullptr;
+};
+
+// Calls body(span, row of the span, row of all) for the rows of spans [0, n).
+template <class F>
+void each_row(const std::vector<Span>& spans, size_t n, const F& body) {
   std::vector<std::pair<int, int>> rows;
-  for (size_t i = 0; i < spans.size(); ++i)
+  for (size_t i = 0; i < n; ++i)
     for (int r = 0; r < spans[i].rows; ++r) rows.emplace_back(int(i), r);
-  float* outs = want ? out.data_ptr<float>() : nullptr;
-  float* lses = lse.data_ptr<float>();
   at::parallel_for(0, int64_t(rows.size()), 64, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) {
-      const auto [i, r] = rows[n];
-      const Span& s = spans[i];
-      const int64_t group = s.heads / s.kv_heads, per = std::max<int64_t>(1, PART_ROWS / group);
-      const int64_t row_parts = (s.rows + per - 1) / per, stride = row_parts * s.kv_heads;
-      for (int h = 0; h < s.heads; ++h) {
-        const int64_t job = first_job[i] + (h / group) * row_parts + r / per, inside = (r % per) * group + h % group;
-        float highest = -std::numeric_limits<float>::infinity(), all = 0;
-        for (int64_t k = 0; k < splits[i]; ++k)
-          highest = std::max(highest, tops[jobs[job + k * stride].partial + inside]);
-        float* to = want ? outs + (n * s.heads + h) * size : nullptr;
-        if (to) std::fill(to, to + size, 0.0f);
-        if (highest == -std::numeric_limits<float>::infinity()) {
-          lses[n * s.heads + h] = highest;
-          continue;
-        }
-        for (int64_t k = 0; k < splits[i]; ++k) {
-          const int64_t at = jobs[job + k * stride].partial + inside;
-          const float weight = std::exp(tops[at] - highest);
-          all += totals[at] * weight;
-          if (to && weight > 0)
-            for (int64_t d = 0; d < size; ++d) to[d] += weight * sums[at * size + d];
-        }
-        if (to)
-          for (int64_t d = 0; d < size; ++d) to[d] /= all;
-        lses[n * s.heads + h] = highest + std::log(all);
-      }
-    }
+    for (int64_t k = begin; k < end; ++k) body(rows[k].first, rows[k].second, k);
   });
 }
 
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
 // See vllm_hypic/backends/ops/span_attention/__init__.py for what these compute.
 
-std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
-                                          at::TensorList slot_mapping, at::TensorList kv_positions,
-                                          const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
-                                          const Tensor& query_ranges, double scale,
-                                          const std::optional<Tensor>& hidden_kv_lens, double soft_cap) {
+// Of values [first, last), none may lie outside of [0, limit).
+void check_inside(const int64_t* values, int64_t first, int64_t last, int64_t limit, const char* what) {
+  int64_t outside = 0;
+  for (int64_t c = first; c < last; ++c) outside |= values[c] | (limit - 1 - values[c]);
+  if (outside >= 0) return;
+  for (int64_t c = first; c < last; ++c)
+    TORCH_CHECK_INDEX(0 <= values[c] && values[c] < limit, "column ", c, what, values[c], " of ", limit);
+}
+
+// A span over the pool for each request.
+std::vector<Span> pool_spans(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
+                             at::TensorList slot_mapping, at::TensorList kv_positions,
+                             const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
+                             const Tensor& query_ranges, double scale, const std::optional<Tensor>& hidden_kv_lens,
+                             double soft_cap) {
   check_rows(query, query_ranges);
-  if (hidden_kv_lens) check_hidden(*hidden_kv_lens, visible_kv_lens.numel());
   const int64_t requests = query_ranges.size(0), kv_heads = pool_key.size(1), size = query.size(2);
-  TORCH_CHECK_VALUE(query_ranges.size(1) == 2, "query_ranges must be [requests, 2]");
   TORCH_CHECK_VALUE(int64_t(slot_mapping.size()) == requests && int64_t(kv_positions.size()) == requests,
                     "one tensor of slots and one of positions per request");
+  std::vector<Span> spans;
   for (const Tensor* t : {&pool_key, &pool_value}) {
     TORCH_CHECK_VALUE(t->dim() == 3 && t->size(1) == kv_heads && t->size(2) == size && t->stride(2) == 1 &&
                           t->stride(1) == size && t->size(0) == pool_key.size(0),
                       "pool tensors must be [slots, kv heads, ", size, "] with contiguous heads");
     TORCH_CHECK_TYPE(t->scalar_type() == query.scalar_type(), "pool and query must have one dtype");
   }
-  TORCH_CHECK_VALUE(visible_kv_lens.scalar_type() == at::kLong && visible_kv_lens.is_contiguous(), "visible_kv_lens must be int64");
   PoolColumns pool{};
   pool.key = pool_key.data_ptr();
   pool.value = pool_value.data_ptr();
@@ -229,46 +245,81 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
     pool.table_stride = table->stride(0);
     pool.rotary = int(table->size(1));
   }
-  const int64_t* row_bounds = query_ranges.data_ptr<int64_t>();
-  std::vector<Span> spans;
+  const int64_t *bounds = query_ranges.data_ptr<int64_t>(), per_request = query_ranges.size(1);
   int64_t rows = 0;
+  for (int64_t i = 0; i < requests; ++i, bounds += per_request) {
+    spans.push_back(span_of(query, bounds[0], bounds[1], kv_heads, scale, soft_cap));
+    rows += spans.back().rows;
+  }
+  check_lens(visible_kv_lens, rows, "visible_kv_lens");
+  if (hidden_kv_lens) check_lens(*hidden_kv_lens, rows, "hidden_kv_lens");
+  rows = 0;
   for (int64_t i = 0; i < requests; ++i) {
-    Span s = span_of(query, row_bounds[2 * i], row_bounds[2 * i + 1], kv_heads, scale, soft_cap);
+    Span& s = spans[i];
+    s.weighs = true;
     s.pool = pool;
     for (const Tensor* t : {&slot_mapping[i], &kv_positions[i]})
       TORCH_CHECK_VALUE(t->scalar_type() == at::kLong && t->is_contiguous() && t->numel() == slot_mapping[i].numel(),
                         "column slots and positions must be int64 and of one length");
     s.pool.slots = slot_mapping[i].data_ptr<int64_t>();
     s.pool.positions = kv_positions[i].data_ptr<int64_t>();
-    TORCH_CHECK_VALUE(rows + s.rows <= visible_kv_lens.numel(), "visible_kv_lens has ", visible_kv_lens.numel(), " rows");
     s.visible_kv_lens = visible_kv_lens.data_ptr<int64_t>() + rows;
-    if (hidden_kv_lens) s.hidden_kv_lens = hidden_kv_lens->data_ptr<int64_t>() + rows;
+    int64_t hidden = 0;
+    if (hidden_kv_lens) {
+      s.hidden_kv_lens = hidden_kv_lens->data_ptr<int64_t>() + rows;
+      hidden = *std::min_element(s.hidden_kv_lens, s.hidden_kv_lens + s.rows);
+      TORCH_CHECK_VALUE(hidden >= 0, "a row of request ", i, " hides ", hidden, " columns");
+    }
     const auto [least, most] = std::minmax_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
     TORCH_CHECK_VALUE(*least >= 0 && *most <= slot_mapping[i].numel(), "a row of request ", i, " sees ", *most, " of ",
                       slot_mapping[i].numel(), " columns");
-    for (int64_t c = 0; c < *most; ++c) {
-      const int64_t slot = s.pool.slots[c], position = s.pool.positions[c];
-      TORCH_CHECK_INDEX(0 <= slot && slot < pool_key.size(0), "column ", c, " in slot ", slot, " of ",
-                        pool_key.size(0));
-      TORCH_CHECK_INDEX(!table || (0 <= position && position < table->size(0)), "column ", c, " at position ",
-                        position, " of ", table ? table->size(0) : 0);
-    }
+    hidden = first_read(hidden);
+    check_inside(s.pool.slots, hidden, *most, pool_key.size(0), " in slot ");
+    if (table) check_inside(s.pool.positions, hidden, *most, table->size(0), " at position ");
     rows += s.rows;
-    spans.push_back(s);
   }
+  return spans;
+}
+
+std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
+                                          at::TensorList slot_mapping, at::TensorList kv_positions,
+                                          const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
+                                          const Tensor& query_ranges, double scale,
+                                          const std::optional<Tensor>& hidden_kv_lens, double soft_cap) {
+  TORCH_CHECK_VALUE(query_ranges.dim() == 2 && query_ranges.size(1) == 2, "query_ranges must be [requests, 2]");
+  const auto spans = pool_spans(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
+                                query_ranges, scale, hidden_kv_lens, soft_cap);
   const auto floats = query.options().dtype(at::kFloat);
-  Tensor out = at::empty({rows, query.size(1), size}, floats), lse = at::empty({rows, query.size(1)}, floats);
-  run(spans, out, lse);
+  const int64_t rows = visible_kv_lens.numel(), heads = query.size(1), size = query.size(2);
+  Tensor out = at::empty({rows, heads, size}, floats), lse = at::empty({rows, heads}, floats);
+  const Partials parts(spans);
+  float *outs = out.data_ptr<float>(), *lses = lse.data_ptr<float>();
+  each_row(spans, spans.size(), [&](int span, int row, int64_t n) {
+    for (int64_t h = 0; h < heads; ++h) {
+      float highest = NOTHING, all = 0;
+      parts.each(span, row, h, [&](float top, float, const float*) { highest = std::max(highest, top); });
+      float* to = outs + (n * heads + h) * size;
+      std::fill(to, to + size, 0.0f);
+      lses[n * heads + h] = highest;
+      if (highest == NOTHING) continue;
+      parts.each(span, row, h, [&](float top, float total, const float* sum) {
+        const float weight = std::exp(top - highest);
+        if (weight == 0) return;
+        all += total * weight;
+        for (int64_t d = 0; d < size; ++d) to[d] += weight * sum[d];
+      });
+      for (int64_t d = 0; d < size; ++d) to[d] /= all;
+      lses[n * heads + h] = highest + std::log(all);
+    }
+  });
   return {out, lse};
 }
 
-// Spans over vLLM's cache: see `cache_attention`. `seen` has room for what each row sees, and must outlive them.
-std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
-                              const std::optional<Tensor>& value_index, const Tensor& block_table,
-                              const Tensor& query_ranges, double scale, const std::optional<Tensor>& hidden_kv_lens,
-                              double soft_cap, bool in_lines, std::vector<int64_t>& seen) {
-  check_rows(query, query_ranges);
-  TORCH_CHECK_VALUE(query_ranges.size(1) == 4, "query_ranges must be [requests, 4]: first row, last row, batch row, tokens");
+// Adds a span over vLLM's cache for each request. `seen` gets room for what each row sees, and must outlive them.
+void add_cache_spans(std::vector<Span>& spans, const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
+                     const std::optional<Tensor>& value_index, const Tensor& block_table, const Tensor& query_ranges,
+                     double scale, const std::optional<Tensor>& hidden_kv_lens, double soft_cap, int64_t layout,
+                     std::vector<int64_t>& seen) {
   for (const Tensor* index : {&key_index, value_index ? &*value_index : &key_index})
     TORCH_CHECK_VALUE(index->scalar_type() == at::kInt && index->is_contiguous() && index->dim() == 3 &&
                           index->sizes() == key_index.sizes() && index->size(2) == query.size(2),
@@ -282,18 +333,19 @@ std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const
   cache.block_size = int(key_index.size(0));
   cache.key = key_index.data_ptr<int32_t>();
   if (value_index) cache.value = value_index->data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(!in_lines || cache.block_size % 16 == 0, "blocks of ", cache.block_size,
+  TORCH_CHECK_VALUE(0 <= layout && layout <= 2, "layout ", layout, ": expected 0, 1 or 2");
+  TORCH_CHECK_VALUE(layout == 0 || cache.block_size % 16 == 0, "blocks of ", cache.block_size,
                     " tokens: lines need a multiple of 16");
-  cache.in_lines = in_lines;
+  cache.layout = Layout(layout);
   const int64_t* b = query_ranges.data_ptr<int64_t>();
   int64_t rows = 0;
   for (int64_t i = 0; i < query_ranges.size(0); ++i) rows += b[4 * i + 1] - b[4 * i];
-  if (hidden_kv_lens) check_hidden(*hidden_kv_lens, rows);
+  if (hidden_kv_lens) check_lens(*hidden_kv_lens, rows, "hidden_kv_lens");
   seen.resize(rows);
-  std::vector<Span> spans;
   rows = 0;
   for (int64_t i = 0; i < query_ranges.size(0); ++i, b += 4) {
     Span s = span_of(query, b[0], b[1], key_index.size(1), scale, soft_cap);
+    s.weighs = value_index.has_value();
     const int64_t row = b[2], tokens = b[3];
     TORCH_CHECK_VALUE(tokens >= s.rows, s.rows, " rows of ", tokens, " tokens");
     const int64_t blocks = (tokens + cache.block_size - 1) / cache.block_size;
@@ -306,75 +358,79 @@ std::vector<Span> cache_spans(const Tensor& query, const Tensor& kv_cache, const
                         " of ", kv_cache.size(0));
     s.visible_kv_lens = seen.data() + rows;
     if (hidden_kv_lens) s.hidden_kv_lens = hidden_kv_lens->data_ptr<int64_t>() + rows;
-    for (int r = 0; r < s.rows; ++r) seen[rows + r] = tokens - s.rows + r + 1;
+    for (int r = 0; r < s.rows; ++r) {
+      seen[rows + r] = tokens - s.rows + r + 1;
+      // Else nothing need be left to divide by.
+      TORCH_CHECK_VALUE(!s.hidden_kv_lens || (0 <= s.hidden_kv_lens[r] && s.hidden_kv_lens[r] < seen[rows + r]), "row ",
+                        r, " of request ", i, " hides ", s.hidden_kv_lens[r], " of ", seen[rows + r], " tokens");
+    }
     rows += s.rows;
     spans.push_back(s);
   }
-  return spans;
 }
 
-Tensor cache_lse(const Tensor& query, const Tensor& kv_cache, const Tensor& index, const Tensor& block_table,
-                 const Tensor& query_ranges, double scale, double soft_cap, bool in_lines) {
-  std::vector<int64_t> seen;
-  const auto spans = cache_spans(query, kv_cache, index, {}, block_table, query_ranges, scale, {}, soft_cap, in_lines,
-                                 seen);
-  Tensor lse = at::empty({int64_t(seen.size()), query.size(1)}, query.options().dtype(at::kFloat));
-  run(spans, Tensor(), lse);
-  return lse;
-}
-
-std::tuple<Tensor, Tensor> cache_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
-                                           const Tensor& value_index, const Tensor& block_table,
-                                           const Tensor& query_ranges, double scale, const Tensor& hidden_kv_lens,
-                                           double soft_cap, bool in_lines) {
-  std::vector<int64_t> seen;
-  const auto spans = cache_spans(query, kv_cache, key_index, value_index, block_table, query_ranges, scale,
-                                 hidden_kv_lens, soft_cap, in_lines, seen);
-  const auto floats = query.options().dtype(at::kFloat);
-  const int64_t rows = int64_t(seen.size());
-  Tensor out = at::empty({rows, query.size(1), query.size(2)}, floats), lse = at::empty({rows, query.size(1)}, floats);
-  run(spans, out, lse);
-  return {out, lse};
-}
-
+// Rows of spans [0, n) over the pool joined with those of spans [n, 2n) over the cache.
 template <class T>
-void merge_rows(Tensor& output, const Tensor& output_lse, const Tensor& other, const Tensor& other_lse,
-                const Tensor& query_ranges) {
-  const int64_t heads = output.size(1), size = output.size(2), stride = output.stride(0);
-  T* out = output.data_ptr<T>();
-  const float *a = output_lse.data_ptr<float>(), *b = other_lse.data_ptr<float>(), *more = other.data_ptr<float>();
-  const int64_t* rows = query_ranges.data_ptr<int64_t>();
-  std::vector<int64_t> where;
-  for (int64_t i = 0; i < query_ranges.size(0); ++i)
-    for (int64_t r = rows[i * query_ranges.size(1)]; r < rows[i * query_ranges.size(1) + 1]; ++r) where.push_back(r);
-  TORCH_CHECK_VALUE(int64_t(where.size()) == other.size(0), "query_ranges name ", where.size(), " rows, other has ",
-                    other.size(0));
-  at::parallel_for(0, int64_t(where.size()) * heads, 512, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n) {
-      const float top = std::max(a[n], b[n]);
-      const float x = std::exp(a[n] - top), y = std::exp(b[n] - top), ours = x / (x + y), theirs = y / (x + y);
-      T* to = out + where[n / heads] * stride + (n % heads) * size;
-      const float* from = more + n * size;
-      for (int64_t d = 0; d < size; ++d) to[d] = T(float(to[d]) * ours + from[d] * theirs);
+void join_rows(Tensor& output, const Tensor& query_ranges, const std::vector<Span>& spans, const float* sinks) {
+  const int64_t heads = output.size(1), size = output.size(2), stride = output.stride(0), n = query_ranges.size(0);
+  const int64_t* ranges = query_ranges.data_ptr<int64_t>();
+  T* outputs = output.data_ptr<T>();
+  const Partials parts(spans);
+  each_row(spans, n, [&](int span, int row, int64_t) {
+    const bool given = !spans[n + span].weighs;
+    std::vector<float> sums(size);
+    for (int64_t h = 0; h < heads; ++h) {
+      float highest = sinks ? sinks[h] : NOTHING;
+      for (int64_t side : {int64_t(span), n + span})
+        parts.each(side, row, h, [&](float top, float, const float*) { highest = std::max(highest, top); });
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      // What stands in `output` counts as much as all that it was made of.
+      float all = 0, stands = sinks ? std::exp(sinks[h] - highest) : 0;
+      const auto weigh = [&](float top, float total, const float* sum) {
+        const float weight = std::exp(top - highest);
+        if (weight == 0) return;
+        all += total * weight;
+        for (int64_t d = 0; d < size; ++d) sums[d] += weight * sum[d];
+      };
+      parts.each(span, row, h, weigh);
+      if (given)
+        parts.each(n + span, row, h,
+                   [&](float top, float total, const float*) { stands += total * std::exp(top - highest); });
+      else
+        parts.each(n + span, row, h, weigh);
+      T* to = outputs + (ranges[4 * span] + row) * stride + h * size;
+      const float before = given ? stands / (all + stands) : 0, by = 1 / (all + stands);
+      for (int64_t d = 0; d < size; ++d) to[d] = T(sums[d] * by + (given ? float(to[d]) * before : 0));
     }
   });
 }
 
-void merge_(Tensor output, const Tensor& output_lse, const Tensor& other, const Tensor& other_lse,
-            const Tensor& query_ranges) {
+void join_(Tensor output, const Tensor& query, const Tensor& query_ranges, const Tensor& pool_key,
+           const Tensor& pool_value, at::TensorList slot_mapping, at::TensorList kv_positions,
+           const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
+           const std::optional<Tensor>& hidden_columns, const Tensor& kv_cache, const Tensor& key_index,
+           const std::optional<Tensor>& value_index, const Tensor& block_table,
+           const std::optional<Tensor>& hidden_tokens, int64_t layout, double scale,
+           const std::optional<Tensor>& sinks, double soft_cap) {
   check_rows(output, query_ranges);
-  const int64_t heads = output.size(1);
-  for (const Tensor* t : {&output_lse, &other_lse})
-    TORCH_CHECK_VALUE(t->scalar_type() == at::kFloat && t->is_contiguous() && t->dim() == 2 &&
-                          t->size(0) == other.size(0) && t->size(1) == heads,
-                      "log-sum-exps must be float32 [rows, ", heads, "]");
-  TORCH_CHECK_VALUE(other.scalar_type() == at::kFloat && other.is_contiguous() && other.dim() == 3 &&
-                        other.size(1) == heads && other.size(2) == output.size(2),
-                    "the other result must be float32 [rows, heads, size]");
+  TORCH_CHECK_VALUE(query_ranges.size(1) == 4,
+                    "query_ranges must be [requests, 4]: first row, last row, batch row, tokens");
+  TORCH_CHECK_VALUE(output.sizes() == query.sizes() && output.scalar_type() == query.scalar_type(),
+                    "output must be of the query's shape and dtype");
+  TORCH_CHECK_VALUE(key_index.dim() == 3 && key_index.size(1) == pool_key.size(1), "pool and cache must have as many kv heads");
+  if (sinks)
+    TORCH_CHECK_VALUE(sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == query.size(1),
+                      "sinks must be float32 [", query.size(1), "]");
+  std::vector<int64_t> seen;
+  auto spans = pool_spans(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
+                          query_ranges, scale, hidden_columns, soft_cap);
+  add_cache_spans(spans, query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_tokens,
+                  soft_cap, layout, seen);
+  const float* sink = sinks ? sinks->data_ptr<float>() : nullptr;
   switch (dtype_of(output, "output")) {
-    case DType::f32: return merge_rows<float>(output, output_lse, other, other_lse, query_ranges);
-    case DType::bf16: return merge_rows<at::BFloat16>(output, output_lse, other, other_lse, query_ranges);
-    case DType::f16: return merge_rows<at::Half>(output, output_lse, other, other_lse, query_ranges);
+    case DType::f32: return join_rows<float>(output, query_ranges, spans, sink);
+    case DType::bf16: return join_rows<at::BFloat16>(output, query_ranges, spans, sink);
+    case DType::f16: return join_rows<at::Half>(output, query_ranges, spans, sink);
   }
 }
 
@@ -384,20 +440,15 @@ TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
       "Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, Tensor query_ranges, float scale, "
       "Tensor? hidden_kv_lens=None, float soft_cap=0) -> (Tensor, Tensor)");
   m.def(
-      "cache_lse(Tensor query, Tensor kv_cache, Tensor index, Tensor block_table, Tensor query_ranges, float scale, "
-      "float soft_cap=0, bool in_lines=False) -> Tensor");
-  m.def(
-      "cache_attention(Tensor query, Tensor kv_cache, Tensor key_index, Tensor value_index, Tensor block_table, "
-      "Tensor query_ranges, float scale, Tensor hidden_kv_lens, float soft_cap=0, bool in_lines=False) -> "
-      "(Tensor, Tensor)");
-  m.def("merge_(Tensor(a!) output, Tensor output_lse, Tensor other, Tensor other_lse, Tensor query_ranges) -> ()");
+      "join_(Tensor(a!) output, Tensor query, Tensor query_ranges, Tensor pool_key, Tensor pool_value, "
+      "Tensor[] slot_mapping, Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, "
+      "Tensor? hidden_columns, Tensor kv_cache, Tensor key_index, Tensor? value_index, Tensor block_table, "
+      "Tensor? hidden_tokens, int layout, float scale, Tensor? sinks=None, float soft_cap=0) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
   m.impl("span_attention", span_attention);
-  m.impl("cache_lse", cache_lse);
-  m.impl("cache_attention", cache_attention);
-  m.impl("merge_", merge_);
+  m.impl("join_", join_);
 }
 
 }  // namespace

@@ -24,6 +24,10 @@ struct PoolColumns {
   bool neox;
 };
 
+// How K and V lie in a block of vLLM's cache.  lines: K of neighbouring tokens, V of neighbouring dimensions lie side by
+// side.  pairs: two dimensions of K, then the next of 16 tokens; two tokens of V, then the next of 16 dimensions.
+enum class Layout : int { anywhere, lines, pairs };
+
 // Columns in vLLM's paged cache, rotated already, in whatever layout the stock kernel packs K and V.
 struct CacheColumns {
   const void* cache;
@@ -32,7 +36,7 @@ struct CacheColumns {
   int block_size;
   const int32_t* key;       // [block_size, kv_heads, size]: where an element of a block lies in it
   const int32_t* value;     // the same for V; null: not read
-  bool in_lines;            // K of neighbouring tokens, V of neighbouring dimensions lie side by side
+  Layout layout;            // what `key` and `value` say
 };
 
 // One request's rows.  `pool` or `cache` is set.
@@ -45,6 +49,7 @@ struct Span {
   const int64_t* hidden_kv_lens;   // [rows]: of these, those >= hidden_kv_lens; null: all
   float scale;
   float soft_cap;           // scores are soft_cap * tanh(scale q.k / soft_cap); 0: scale q.k
+  bool weighs;              // whether V is wanted, or the weights alone
   GemmBf16 gemm;            // null: compute in float
   PoolColumns pool;
   CacheColumns cache;
@@ -52,6 +57,10 @@ struct Span {
 
 // Rows of a part, times query heads per kv head, that count as few: they wait for memory, not for products.
 constexpr int FEW_ROWS = 8;
+
+// Columns that are hidden from all rows are skipped in whole vectors of so many, so a few at a window's edge are read in
+// vain: the first column that is read where so many are hidden.
+constexpr int64_t first_read(int64_t hidden) { return hidden / 32 * 32; }
 
 // Part of a span: one kv head, rows [row0, row1), columns [column0, column1).  The rows of its query heads are laid
 // out row major: part row = (row - row0) * group + head in group.

@@ -155,6 +155,26 @@ HYPIC_INLINE void transpose_rows(const int32_t* rows, int words, int32_t* out, p
     for (int j = 0; j < 16; ++j) out[w * stride + j] = rows[j * words + w];
 }
 
+// As `pack_keys`, of a cache that lies as the packed keys do: c0 and blocks are multiples of 16.
+static void pack_pairs(const Span& s, int kv_head, int64_t c0, int n, int padded, bf16* out) {
+  const CacheColumns& c = s.cache;
+  for (int j = 0; j < padded; j += 16) {
+    const size_t here = j < n ? at_most(16, n - j) * sizeof(uint32_t) : 0;
+    const int64_t column = here ? c0 + j : c0;
+    const bf16* from = (const bf16*)c.cache + c.blocks[column / c.block_size] * c.block_stride;
+    const int32_t* index = c.key + ((column % c.block_size) * s.kv_heads + kv_head) * s.size;
+    for (int d = 0; d < s.size; d += 2) {
+      char* to = (char*)(out + (ptrdiff_t)d * padded + 2 * j);
+      if (here == 64) {
+        __builtin_memcpy(to, from + index[d], 64);
+      } else {
+        __builtin_memcpy(to, from + index[d], here);
+        __builtin_memset(to + here, 0, 64 - here);
+      }
+    }
+  }
+}
+
 // As `pack_keys`, of a cache in which K of neighbouring tokens lies side by side: c0 and blocks are multiples of 16.
 template <DType dtype, class E>
 static void pack_lines(const Span& s, int kv_head, int64_t c0, int n, int padded, E* out) {
@@ -188,7 +208,9 @@ static void pack_lines(const Span& s, int kv_head, int64_t c0, int n, int padded
 // K of columns [c0, c0 + n) as [size(/2), padded(, 2)]; columns n..padded are 0.
 template <DType dtype, class E>
 static void pack_keys(const Span& s, int kv_head, int64_t c0, int n, int padded, E* row, E* out) {
-  if (s.cache.cache && s.cache.in_lines) return pack_lines<dtype>(s, kv_head, c0, n, padded, out);
+  if (s.cache.cache && s.cache.layout == Layout::lines) return pack_lines<dtype>(s, kv_head, c0, n, padded, out);
+  if constexpr (sizeof(E) == 2)
+    if (s.cache.cache && s.cache.layout == Layout::pairs) return pack_pairs(s, kv_head, c0, n, padded, out);
   const int words = s.size * (int)sizeof(E) / 4;
   for (int j = 0; j < padded; j += 16) {
     const int here = (int)at_most(16, n - j);
@@ -224,7 +246,20 @@ HYPIC_INLINE const void* values_of(const Span& s) { return s.cache.cache ? s.cac
 // and vLLM may have given their blocks away.
 static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int hidden, int n, int padded, bf16* out) {
   const int size = s.size;
-  if (s.cache.cache && !s.cache.in_lines) {
+  if (s.cache.cache && s.cache.layout == Layout::pairs) {
+    const CacheColumns& c = s.cache;
+    for (int j = 0; j < padded; j += 2) {
+      uint32_t* to = (uint32_t*)out + (ptrdiff_t)(j / 2) * size;
+      const uint32_t mask = (hidden <= j && j < n ? 0xffffu : 0u) | (hidden <= j + 1 && j + 1 < n ? 0xffff0000u : 0u);
+      const int64_t column = mask ? c0 + j : c0;
+      const bf16* from = (const bf16*)c.cache + c.blocks[column / c.block_size] * c.block_stride;
+      const int32_t* index = c.value + ((column % c.block_size) * s.kv_heads + kv_head) * size;
+      for (int d = 0; d < size; d += 16)
+        for (int i = 0; i < 16; ++i) to[d + i] = mask & ((const uint32_t*)(from + index[d]))[i];
+    }
+    return;
+  }
+  if (s.cache.cache && s.cache.layout == Layout::anywhere) {
     float row[size];
     for (int j = 0; j < padded; ++j) {
       const bool there = hidden <= j && j < n;
@@ -261,7 +296,7 @@ static void pack_values_float(const Span& s, int kv_head, int64_t c0, int hidden
       __builtin_memset(to, 0, size * sizeof(float));
       continue;
     }
-    if (s.cache.cache && !s.cache.in_lines) {
+    if (s.cache.cache && s.cache.layout != Layout::lines) {
       fetch_value<dtype>(s, c0 + j, kv_head, to);
       continue;
     }
@@ -343,10 +378,9 @@ HYPIC_INLINE int hidden_of(const Span& s, int row, int64_t c0, int n) {
   return s.hidden_kv_lens ? (int)at_most(n, s.hidden_kv_lens[row] - c0) : 0;
 }
 
-// The column that a part begins at: those before it are hidden from all of its rows. In whole vectors, so that few
-// columns of a window's edge are read in vain.
+// The column that a part begins at: those before it are hidden from all of its rows.
 HYPIC_INLINE int64_t first_column(const SpanPart& p, int64_t hidden) {
-  return hidden <= p.column0 ? p.column0 : p.column0 + (hidden - p.column0) / 32 * 32;
+  return hidden <= p.column0 ? p.column0 : first_read(hidden);
 }
 
 template <DType dtype, class E>
@@ -403,147 +437,15 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
   }
 }
 
+}  // namespace HYPIC_ISA
+}  // namespace hypic
+
 #if HYPIC_BF16
-// ------------------------------------------------------------------------------------------- few rows: decode
-//
-// Packing a tile pays only when many rows use it. For a few rows K rows are used as they lie (after rotation): scores are
-// dot products whose partial sums are added up for 16 columns at once, and pairs of V rows are interleaved in registers.
-
-HYPIC_INLINE __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-
-// Lane i of the result is the sum of all lanes of x[i].
-HYPIC_INLINE vf sum_each(vf* x) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
-    x[i] = vadd(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
-    x[i] = vadd(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    x[i] = vadd(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88), _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd));
-  return vadd(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
-}
-
-// scores[r * TILE + j] = query row r . keys[j] for 16 keys.
-HYPIC_INLINE void score_keys(const bf16* query, int rows, const bf16* keys, int size, float* scores) {
-  for (int r = 0; r < rows; ++r) {
-    vf sum[16];
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; ++j) sum[j] = vzero();
-    for (int d = 0; d < size; d += 32) {
-      const __m512bh q = load_pairs(query + r * size + d);
-#pragma GCC unroll 16
-      for (int j = 0; j < 16; ++j) sum[j] = _mm512_dpbf16_ps(sum[j], q, load_pairs(keys + j * size + d));
-    }
-    vstore(scores + r * TILE, sum_each(sum));
-  }
-}
-
-// sum[r, d .. d + 64) += weights[r, n] V[n, d .. d + 64), for `rows` rows from the first on.
-template <int rows>
-static void weigh_values(const Span& s, int kv_head, int64_t c0, int n, const bf16* weights, int d, float* sum) {
-  const PoolColumns& c = s.pool;
-  const bf16* value = (const bf16*)c.value + (ptrdiff_t)kv_head * s.size + d;
-  vf low[rows][2], high[rows][2];
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) low[r][h] = high[r][h] = vzero();
-  for (int j = 0; j < n; j += 2) {
-    // An odd last column meets itself with weight 0.
-    const bf16* a = value + c.slots[c0 + j] * c.value_stride;
-    const bf16* b = j + 1 < n ? value + c.slots[c0 + j + 1] * c.value_stride : a;
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const __m512i x = _mm512_loadu_si512(a + 32 * h), y = _mm512_loadu_si512(b + 32 * h);
-      const __m512bh first = (__m512bh)_mm512_unpacklo_epi16(x, y), second = (__m512bh)_mm512_unpackhi_epi16(x, y);
-#pragma GCC unroll 4
-      for (int r = 0; r < rows; ++r) {
-        int pair;
-        __builtin_memcpy(&pair, weights + r * TILE + j, 4);
-        const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
-        low[r][h] = _mm512_dpbf16_ps(low[r][h], w, first);
-        high[r][h] = _mm512_dpbf16_ps(high[r][h], w, second);
-      }
-    }
-  }
-  // Interleaving left elements 0-3, 8-11, ... of every 32 in `low` and 4-7, 12-15, ... in `high`.
-  const __m512i one = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i two = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      float* to = sum + (ptrdiff_t)r * s.size + d + 32 * h;
-      vstore(to, vadd(vload(to), _mm512_permutex2var_ps(low[r][h], one, high[r][h])));
-      vstore(to + 16, vadd(vload(to + 16), _mm512_permutex2var_ps(low[r][h], two, high[r][h])));
-    }
-}
-
-static bool serves_few(const Span& s, const SpanPart& p) {
-  const bool packs_well = s.cache.cache && (p.sum || s.cache.in_lines);
-  return (p.row1 - p.row0) * (s.heads / s.kv_heads) <= FEW_ROWS && s.dtype == DType::bf16 && s.gemm &&
-         s.size % 64 == 0 && !packs_well;
-}
-
-static void run_few(const Span& s, const SpanPart& p, char* scratch) {
-  Scratch x;
-  const int group = s.heads / s.kv_heads, size = s.size, rows = (p.row1 - p.row0) * group;
-  lay_out(s, p.row1 - p.row0, scratch, &x);
-  bf16 *query = (bf16*)x.query, *keys = (bf16*)x.row, *weights = (bf16*)x.weights;
-  for (int r = 0; r < rows; ++r) {
-    const bf16* from = (const bf16*)s.query + (p.row0 + r / group) * s.query_stride +
-                       (ptrdiff_t)(p.kv_head * group + r % group) * size;
-    __builtin_memcpy(query + (ptrdiff_t)r * size, from, size * sizeof(bf16));
-    p.top[r] = -__builtin_inff();
-    p.total[r] = 0.0f;
-  }
-  if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
-  const int64_t stop = at_most(p.column1, furthest_seen(s, p.row0, p.row1 - 1));
-  const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
-  for (int64_t c0 = first_column(p, hidden); c0 < stop; c0 += TILE) {
-    const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
-    for (int j = 0; j < n; j += 16) {
-      const int here = (int)at_most(16, n - j);
-      for (int i = 0; i < here; ++i) {
-        if (s.pool.key && c0 + j + i + 32 < stop) {
-          const int64_t slot = s.pool.slots[c0 + j + i + 32];
-          const char* k = (const char*)((const bf16*)s.pool.key + slot * s.pool.key_stride + p.kv_head * size);
-          const char* v = (const char*)((const bf16*)s.pool.value + slot * s.pool.value_stride + p.kv_head * size);
-          for (int b = 0; b < 2 * size; b += 64) {
-            _mm_prefetch(k + b, _MM_HINT_T0);
-            _mm_prefetch(v + b, _MM_HINT_T1);
-          }
-        }
-        fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head, keys + i * size);
-      }
-      if (here < 16) __builtin_memset(keys + here * size, 0, (16 - here) * size * sizeof(bf16));
-      score_keys(query, rows, keys, size, x.scores + j);
-    }
-    for (int r = 0; r < rows; ++r) {
-      const int row = p.row0 + r / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
-      const float shrink = softmax_row(s, x.scores + r * TILE, hidden_of(s, row, c0, n), seen, padded,
-                                       weights + r * TILE, p.top + r, p.total + r);
-      if (p.sum && shrink != 1.0f)
-        for (int d = 0; d < size; d += W) vstore(p.sum + r * size + d, vmul(vload(p.sum + r * size + d), vset(shrink)));
-    }
-    if (!p.sum) continue;
-    for (int d = 0; d < size; d += 64) {
-      int r = 0;
-      for (; r + 4 <= rows; r += 4)
-        weigh_values<4>(s, p.kv_head, c0, n, weights + r * TILE, d, p.sum + (ptrdiff_t)r * size);
-      const bf16* w = weights + r * TILE;
-      float* sum = p.sum + (ptrdiff_t)r * size;
-      if (rows - r == 3) weigh_values<3>(s, p.kv_head, c0, n, w, d, sum);
-      if (rows - r == 2) weigh_values<2>(s, p.kv_head, c0, n, w, d, sum);
-      if (rows - r == 1) weigh_values<1>(s, p.kv_head, c0, n, w, d, sum);
-    }
-  }
-}
+#include "span_attention_few.inl"
 #endif
+
+namespace hypic {
+namespace HYPIC_ISA {
 
 static void span_part(const Span& s, const SpanPart& p, char* scratch) {
 #if HYPIC_BF16

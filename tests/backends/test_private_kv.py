@@ -7,8 +7,12 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_hypic.backends.attention.private_kv import cache_index, in_lines
+from vllm_hypic.backends.attention.private_kv import cache_index, layout
+from vllm_hypic.backends.ops.span_attention import Layout
 from vllm_hypic.backends.ops.span_attention.torch import gather
+
+LAYOUTS = {"vec": Layout.LINES, "vec16": Layout.LINES, "amx": Layout.PAIRS}
+"""Of the kernels for x86."""
 
 
 def stored(
@@ -36,7 +40,7 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
         table = torch.randperm(6, generator=rng)[:3].int()
         cache = stored(key, value, block_size, isa, table, blocks=6)
         index, of_value = cache_index(cache, isa), cache_index(cache, isa, of_value=True)
-        assert in_lines(index, of_value) or isa != "vec"
+        assert layout(index, of_value) is LAYOUTS[isa]
         before = cache.clone()
         for tokens in (1, 31, block_size - 1, block_size, block_size + 1, 2 * block_size, longest):
             found = gather(cache, index, table, tokens)

@@ -10,7 +10,8 @@ import torch
 from vllm_hypic.backends.ops.span_attention import native, reference
 from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 
-from .test_span_attention import DTYPES, KERNELS, Cached, Case
+from .cached import Cached
+from .test_span_attention import DTYPES, KERNELS, Case
 from .test_windows import close
 
 CAPS = pytest.mark.parametrize("cap", [0.5, 50.0])
@@ -58,21 +59,13 @@ def test_scores_in_pieces_are_scores_at_once(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close((out, lse), found[2], rtol=1e-5, atol=1e-6)
 
 
-@KERNELS
 @CAPS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cached_tokens(dtype: torch.dtype, cap: float, kernels: ModuleType) -> None:
+def test_cached_tokens(dtype: torch.dtype, cap: float) -> None:
     case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype)
-    cache = (case.query, case.cache, case.index, case.table, case.query_ranges, 32**-0.5)
-    rows = int((case.query_ranges[:, 1] - case.query_ranges[:, 0]).sum())
-    hidden = torch.zeros(rows, dtype=torch.int64)
-
-    def run(ops: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.cache_attention(*cache[:3], *cache[2:], hidden, cap)
-
-    found, wanted = run(kernels), run(reference)
+    found, wanted = (ops.cache_attention(*case.attention_arguments, cap) for ops in (torch_ops, reference))
     close(found, wanted, dtype)
-    close((found[0], kernels.cache_lse(*cache, cap)), wanted, dtype)
+    close((found[0], torch_ops.cache_lse(*case.lse_arguments, cap)), wanted, dtype)
 
 
 def one_score(scores: torch.Tensor, cap: float, kernels: ModuleType) -> torch.Tensor:

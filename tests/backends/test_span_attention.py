@@ -15,6 +15,8 @@ from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.backends.ops.span_attention.reference import merge_reference
 from vllm_hypic.backends.ops.span_attention.torch import causal_lse, merge
 
+from .cached import Cached
+
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an output relative to the largest value, about four roundings of the dtype: K is
 rounded once after its rotation, probabilities once before they weigh V, the result once."""
@@ -259,76 +261,18 @@ def test_the_compiler_knows_the_operators() -> None:
     )
 
 
-class Cached:
-    """Requests in a paged cache whose K elements lie anywhere in a block, or in lines; the rest is NaN."""
-
-    def __init__(
-        self,
-        *requests: tuple[int, int],
-        dtype: torch.dtype = torch.float32,
-        group: int = 2,
-        block: int = 16,
-        size: int = 32,
-        in_lines: bool = False,
-    ) -> None:
-        """``requests``: rows and tokens of each."""
-        rng = torch.Generator().manual_seed(len(requests))
-        kv_heads = 2
-        elements = block * kv_heads * size
-        if in_lines:
-            places = torch.arange(elements).int().view(kv_heads, size, block)
-            self.index = places.permute(2, 0, 1).contiguous()
-        else:
-            places = torch.randperm(2 * elements, generator=rng)[:elements].int()
-            self.index = places.view(block, kv_heads, size)
-        self.in_lines, self.scale = in_lines, size**-0.5
-        blocks = [-(-tokens // block) for _, tokens in requests]
-        self.table = torch.full((len(requests) + 1, max(blocks)), 10**6, dtype=torch.int32)
-        order = torch.randperm(sum(blocks) + 2, generator=rng).int()
-        self.cache = torch.full((len(order), 2 * elements), float("nan"), dtype=dtype)
-        query_ranges, at = [], 0
-        for i, (rows, tokens) in enumerate(requests):
-            self.table[i + 1, : blocks[i]], order = order[: blocks[i]], order[blocks[i] :]
-            for token in range(tokens):
-                where = self.index[token % block].long()
-                self.cache[int(self.table[i + 1, token // block])][where] = torch.randn(
-                    kv_heads, size, generator=rng
-                ).to(dtype)
-            query_ranges.append((at + 1, at + 1 + rows, i + 1, tokens))
-            at += rows + 1
-        self.query_ranges = torch.tensor(query_ranges)
-        self.query = torch.randn(at + 1, group * kv_heads, size, generator=rng).to(dtype)
-
-    def run(self, kernels: ModuleType) -> torch.Tensor:
-        cache = self.cache, self.index, self.table
-        return kernels.cache_lse(self.query, *cache, self.query_ranges, self.scale, in_lines=self.in_lines)
-
-
-LINES = pytest.mark.parametrize(
-    ("in_lines", "block", "size"), [(False, 16, 32), (True, 16, 32), (True, 48, 80)]
-)
-
-
-@KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@LINES
-def test_cache_lse(in_lines: bool, block: int, size: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+@pytest.mark.parametrize(("block", "size"), [(16, 32), (48, 80)])
+def test_cache_lse(block: int, size: int, dtype: torch.dtype) -> None:
     requests = (1, 1), (1, 40), (7, 7), (5, 33), (60, 300), (2, 260)
-    case = Cached(*requests, dtype=dtype, block=block, size=size, in_lines=in_lines)
-    error = (case.run(kernels).double() - case.run(reference)).abs().max()
+    case = Cached(*requests, dtype=dtype, block=block, size=size)
+    ours = torch_ops.cache_lse(*case.lse_arguments)
+    error = (ours.double() - reference.cache_lse(*case.lse_arguments)).abs().max()
     assert float(error) <= LSE_TOLERANCE[dtype]
 
 
-def test_bad_blocks_are_refused() -> None:
-    case = Cached((1, 40))
-    case.table[1, 2] = 99
-    with pytest.raises(IndexError, match="block 99 of 5"):
-        case.run(native)
-
-
-@KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merge_in_place(dtype: torch.dtype, kernels: ModuleType) -> None:
+def test_merge_in_place(dtype: torch.dtype) -> None:
     """Rows between the named ones stay as they are, also where they are not numbers."""
     rng = torch.Generator().manual_seed(0)
     output = torch.randn(12, 4, 48, generator=rng).to(dtype)
@@ -339,7 +283,7 @@ def test_merge_in_place(dtype: torch.dtype, kernels: ModuleType) -> None:
     other = torch.randn(9, 4, 48, generator=rng)
     wanted = output.clone()
     reference.merge_(wanted, lse, other, other_lse, query_ranges)
-    kernels.merge_(output, lse, other, other_lse, query_ranges)
+    torch_ops.merge_(output, lse, other, other_lse, query_ranges)
     assert output[[0, 4, 11]].isnan().all()
     named = [*range(1, 4), *range(5, 11)]
     # One rounding of the result.

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.backends.ops.span_attention import reference
+from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
 from vllm_hypic.pool.step import BatchRow, InWindow, StreamTensors, composed_row
 
-from .test_span_attention import DTYPES, KERNELS, LINES, LSE_TOLERANCE, TOLERANCE, Cached, Case
+from .cached import Cached
+from .test_span_attention import DTYPES, KERNELS, LSE_TOLERANCE, TOLERANCE, Case
 
 WINDOWS = pytest.mark.parametrize("window", [1, 20, 255, 256, 3000])
 
@@ -64,38 +66,12 @@ def test_hiding_nothing_changes_nothing(kernels: ModuleType) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
 
 
-@KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WINDOWS
-@LINES
-def test_cached_tokens(
-    in_lines: bool, block: int, size: int, window: int, dtype: torch.dtype, kernels: ModuleType
-) -> None:
-    """What lies before every row's window may be anything: vLLM gives such blocks away."""
-    requests = (1, 1), (1, 600), (7, 7), (5, 33), (60, 900)
-    case = Cached(*requests, dtype=dtype, block=block, size=size, in_lines=in_lines)
-    # V lies where K does not: in lines, too, if K does.
-    elements = case.cache.shape[1]
-    free = torch.ones(elements, dtype=torch.bool)
-    free[case.index.flatten().long()] = False
-    value_index = free.nonzero()[:, 0].int().view(case.index.shape)
-    rng = torch.Generator().manual_seed(window)
-    hidden = []
-    for first, last, row, tokens in case.query_ranges.tolist():
-        hidden.append((torch.arange(tokens - (last - first), tokens) - window + 1).clamp(min=0))
-        for token in range(int(hidden[-1].min()), tokens):
-            values = torch.randn(value_index.shape[1:], generator=rng).to(dtype)
-            case.cache[int(case.table[row, token // block])][value_index[token % block].long()] = values
-        gone = int(hidden[-1].min()) // block
-        case.cache[case.table[row, :gone].long()] = float("nan")
-
-    def run(ops: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.cache_attention(
-            *(case.query, case.cache, case.index, value_index, case.table, case.query_ranges),
-            *(case.scale, torch.cat(hidden), 0.0, in_lines),
-        )
-
-    close(run(kernels), run(reference), dtype)
+def test_cached_tokens(window: int, dtype: torch.dtype) -> None:
+    case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype, window=window)
+    ours = torch_ops.cache_attention(*case.attention_arguments)
+    close(ours, reference.cache_attention(*case.attention_arguments), dtype)
 
 
 def test_what_a_plan_hides() -> None:
@@ -126,5 +102,8 @@ def test_rows_that_are_not_far_lose_nothing_in_the_stream(
     s1 = data.draw(st.integers(1, len(positions) + generated))
     s0 = data.draw(st.integers(0, s1 - 1))
     stream = StreamTensors.of(plan, torch.device("cpu"))
-    rows = InWindow.of([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], window)
+    composed = [composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)]
+    rows = InWindow.of(composed, window, s1 - s0)
     assert rows.far is not None or s1 <= window
+    assert rows.all_far == (rows.far is not None)
+    assert not InWindow.of(composed, window, s1 - s0 + 1).all_far, "somebody else's row would be left out"

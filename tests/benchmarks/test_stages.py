@@ -17,7 +17,7 @@ GDN, ATTENTION = "vllm::hypic_gdn_attention_core", "vllm::unified_attention_with
         ("aten::addmm", "", Stage.PROJECTIONS),
         ("mkldnn::_linear_pointwise", "", Stage.PROJECTIONS),
         ("vllm_hypic::span_attention", ATTENTION, Stage.PUBLIC_ATTENTION),
-        ("vllm_hypic::merge_", ATTENTION, Stage.PUBLIC_ATTENTION),
+        ("vllm_hypic::join_", ATTENTION, Stage.PUBLIC_ATTENTION),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", ATTENTION, Stage.PUBLIC_ATTENTION),
         ("aten::bmm", ATTENTION, Stage.PUBLIC_ATTENTION),
         ("_C::cpu_attention_with_kv_cache", ATTENTION, Stage.PRIVATE_ATTENTION),

@@ -140,14 +140,16 @@ class WindowedRows:
 @dataclass(frozen=True)
 class InWindow:
     """The rows of a pass in layers with a window: ``near`` ones see all that they would without one, ``far``
-    ones do not; ``None`` when there are none."""
+    ones do not; ``None`` when there are none.  ``all_far``: the pass has no other rows."""
 
     near: PublicRows | None
     far: WindowedRows | None
+    all_far: bool
 
     @staticmethod
-    def of(apart: Sequence[ComposedRow], window: int) -> InWindow:
-        """``apart``: requests with something missing in their streams.  Each is near or far as a whole."""
+    def of(apart: Sequence[ComposedRow], window: int, tokens: int) -> InWindow:
+        """``apart``: requests with something missing in their streams, of the pass's ``tokens`` rows.  Each
+        is near or far as a whole."""
         near, far, hidden = list[ComposedRow](), list[ComposedRow](), list[tuple[np.ndarray, np.ndarray]]()
         for c in apart:
             of_columns, of_tokens = c.stream.plan.hidden(c.row.s0, c.row.s1, window)
@@ -156,7 +158,11 @@ class InWindow:
                 hidden.append((of_columns, of_tokens))
             elif c.max_visible_kv_len:
                 near.append(c)
-        return InWindow(PublicRows.of(near) if near else None, WindowedRows.of(far, hidden) if far else None)
+        return InWindow(
+            PublicRows.of(near) if near else None,
+            WindowedRows.of(far, hidden) if far else None,
+            all_far=bool(far) and sum(c.row.q1 - c.row.q0 for c in far) == tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -242,7 +248,7 @@ class StepContext:
     def in_window(self, window: int) -> InWindow:
         """What layers with a window of so many tokens see of the pass; made once for all of them."""
         if window not in self._in_window:
-            self._in_window[window] = InWindow.of(self.apart, window)
+            self._in_window[window] = InWindow.of(self.apart, window, self.batch.starts[-1])
         return self._in_window[window]
 
     @cached_property

@@ -320,6 +320,20 @@ def test_windows_are_measured_in_the_prompt(window: int, dtype: torch.dtype, sin
     assert (rows.near is None, rows.far is None) == (window < 30, window == 64)
 
 
+def test_where_all_rows_are_replaced_stock_does_not_run() -> None:
+    world = World(torch.float32, angles(128), window=3, sinks=True)
+    expected = world.expected()
+    far = world.step.in_window(3).far
+    assert far is not None and 0 not in far.rows
+    # A batch that has no other rows: that of the plain request is left out.
+    world.step = replace(world.step, batch=Batch([0, len(far.rows)], [0]), _in_window={})
+    world.runtime.step = world.step
+    output = world.forward()
+    assert output[0].isnan().all()
+    error = (output.double() - expected)[far.rows].abs().max()
+    assert error < LIMITS[torch.float32], error
+
+
 def test_sinks_without_a_window() -> None:
     world = World(torch.float32, angles(128), sinks=True)
     error = (world.forward().double() - world.expected()).abs().max()
@@ -345,7 +359,9 @@ def test_a_fault_of_windows_would_show(fault: str, monkeypatch: pytest.MonkeyPat
             own = torch.from_numpy(causal_kv_lens(far.public.cache_ranges.numpy())) - 1
             nothing = torch.zeros_like(own)
             far = replace(far, hidden_columns=nothing, hidden_tokens=(own - 19).clamp(min=0))
-            monkeypatch.setattr(StepContext, "in_window", lambda self, window: InWindow(None, far))
+            monkeypatch.setattr(
+                StepContext, "in_window", lambda self, window: InWindow(None, far, all_far=False)
+            )
         case "sinks forgotten":
             world.impl.sinks = None
         case "sinks counted twice":

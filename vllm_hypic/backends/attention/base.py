@@ -1,8 +1,9 @@
 """Attention of a layer under PIC: what the backends of all platforms share.
 
-The stock kernel runs over the whole batch, unchanged.  For a composed row its result is the private
-part; the public part comes from the pool and both merge by log-sum-exp.  Segment requests run stock
-and have their V, and their K with its rotation undone, copied into the pool.
+The stock kernel runs over the whole batch, unchanged, but where a layer's window has every row replaced.
+For a composed row its result is the private part; the public part comes from the pool and both merge by
+log-sum-exp.  Segment requests run stock and have their V, and their K with its rotation undone, copied into
+the pool.
 """
 
 from __future__ import annotations
@@ -100,19 +101,22 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
         if attn_metadata is None and self.hypic_probe is not None:
             self.hypic_probe(None if key is None else key.clone())
             return output.zero_()
-        super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-        )
         link = self.link
-        if link is None or (step := link.runtime.step) is None or attn_metadata is None:
+        step = None if link is None or attn_metadata is None else link.runtime.step
+        window = self.window()
+        rows = None if step is None or window is None else step.in_window(window)
+        if rows is None or not rows.all_far:
+            super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if link is None or step is None:
             return output
         if step.captured is not None and self.kv_sharing_target_layer_name is None:
             assert key is not None and value is not None
             link.runtime.calls["capture_kv"] += 1
             self.capture(link, step.captured, key, value)
         public = step.public
-        if (window := self.window()) is not None:
-            rows = step.in_window(window)
+        if rows is not None:
             public = rows.near
             if rows.far is not None:
                 link.runtime.calls["span_attention"] += 1

@@ -14,9 +14,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from ..ops import span_attention
+from ..ops.span_attention import CacheColumns, Layout, PoolColumns
 from ..ops.span_attention.torch import unrotate
 from .base import AttentionLink, PublicAttention
-from .private_kv import cache_index, in_lines
+from .private_kv import cache_index, layout
 
 if TYPE_CHECKING:
     from ...pool.step import CapturedRows, PublicRows, StepContext, WindowedRows
@@ -37,12 +38,12 @@ class HypicCPUAttentionBackend(CPUAttentionBackend):
 @dataclass(frozen=True)
 class CPUAttentionLink(AttentionLink):
     """``key_index``, ``value_index [block_size, kv_heads, head_size]`` int32: where K and V lie in a block of
-    vLLM's cache, ``in_lines`` or not; ``ops``: the operators of ``ops.span_attention`` that serve this
-    layer."""
+    vLLM's cache; ``layout``: what they say of it; ``ops``: the operators of ``ops.span_attention`` that serve
+    this layer."""
 
     key_index: torch.Tensor
     value_index: torch.Tensor
-    in_lines: bool
+    layout: Layout
     ops: ModuleType
 
 
@@ -55,8 +56,9 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
     def connect(self, layer: Any, link: AttentionLink) -> None:
         key, value = (cache_index(layer.kv_cache, layer.isa, of_value=v) for v in (False, True))
         ops = span_attention.choose(self.head_size, link.public.key.device.type)
-        lines = in_lines(key, value)
-        self.link = CPUAttentionLink(link.runtime, link.public, link.rope, key, value, lines, ops)
+        self.link = CPUAttentionLink(
+            link.runtime, link.public, link.rope, key, value, layout(key, value), ops
+        )
 
     def window(self) -> int | None:
         return None if self.sliding_window == -1 else self.sliding_window
@@ -82,31 +84,15 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
         metadata: CPUAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        out, lse = link.ops.span_attention(
+        self._join(
+            link,
+            public,
             query,
-            link.public.key,
-            link.public.value,
-            public.slot_mapping,
-            public.kv_positions,
-            link.table(),
-            link.neox,
-            public.visible_kv_lens,
-            public.query_ranges,
-            self.scale,
-            soft_cap=self.logits_soft_cap,
+            # Stock, which returns no log-sum-exp, has weighed V.
+            CacheColumns(kv_cache, link.key_index, None, metadata.block_table, None, link.layout),
+            None,
+            output,
         )
-        private_lse = link.ops.cache_lse(
-            query,
-            kv_cache,
-            link.key_index,
-            metadata.block_table,
-            public.cache_ranges,
-            self.scale,
-            self.logits_soft_cap,
-            link.in_lines,
-        )
-        # Stock counted the sinks in the private part: there they stay, once.
-        link.ops.merge_(output, self._with_sinks(private_lse), out, lse, public.query_ranges)
 
     def attend_within(
         self,
@@ -117,9 +103,26 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
         metadata: CPUAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        public = windowed.public
-        out, lse = link.ops.span_attention(
+        index = link.key_index, link.value_index
+        self._join(
+            link,
+            windowed.public,
             query,
+            CacheColumns(kv_cache, *index, metadata.block_table, windowed.hidden_tokens, link.layout),
+            windowed.hidden_columns,
+            output,
+        )
+
+    def _join(
+        self,
+        link: CPUAttentionLink,
+        public: PublicRows,
+        query: torch.Tensor,
+        cache: CacheColumns,
+        hidden_columns: torch.Tensor | None,
+        output: torch.Tensor,
+    ) -> None:
+        pool = PoolColumns(
             link.public.key,
             link.public.value,
             public.slot_mapping,
@@ -127,29 +130,9 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             link.table(),
             link.neox,
             public.visible_kv_lens,
-            public.query_ranges,
-            self.scale,
-            windowed.hidden_columns,
-            self.logits_soft_cap,
+            hidden_columns,
         )
-        private, private_lse = link.ops.cache_attention(
-            query,
-            kv_cache,
-            link.key_index,
-            link.value_index,
-            metadata.block_table,
-            public.cache_ranges,
-            self.scale,
-            windowed.hidden_tokens,
-            self.logits_soft_cap,
-            link.in_lines,
+        sinks = None if self.sinks is None else self.sinks.float()
+        link.ops.join_(
+            output, query, public.cache_ranges, self.scale, pool, cache, sinks, self.logits_soft_cap
         )
-        total = self._with_sinks(private_lse)
-        if self.sinks is not None:
-            private *= (private_lse - total).exp()[..., None]
-        output.index_copy_(0, windowed.rows, private.to(output.dtype))
-        link.ops.merge_(output, total, out, lse, public.query_ranges)
-
-    def _with_sinks(self, lse: torch.Tensor) -> torch.Tensor:
-        """Log-sum-exp ``[rows, heads]`` with the layer's sinks among the scores."""
-        return lse if self.sinks is None else torch.logaddexp(lse, self.sinks.float())

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from vllm import _custom_ops as ops
 
+from ..ops.span_attention import Layout
+
 _DIGIT = 128
 """Element numbers are stored in base 128: exact in every supported dtype."""
 
@@ -59,8 +61,18 @@ def cache_index(kv_cache: torch.Tensor, isa: str, *, of_value: bool = False) -> 
     return index.view(shape)
 
 
-def in_lines(key_index: torch.Tensor, value_index: torch.Tensor) -> bool:
-    """Whether K of neighbouring tokens and V of neighbouring dimensions lie side by side, in blocks of whole
-    sixteens: what the C++ operators read fastest.  Indices as :func:`cache_index` gives them."""
-    neighbours = (key_index.diff(dim=0) == 1).all() and (value_index.diff(dim=2) == 1).all()
-    return len(key_index) % 16 == 0 and bool(neighbours)
+def layout(key_index: torch.Tensor, value_index: torch.Tensor) -> Layout:
+    """How K and V lie, by indices as :func:`cache_index` gives them."""
+    block, heads, size = key_index.shape
+    if block % 16 or size % 16:
+        return Layout.ANYWHERE
+    if (key_index.diff(dim=0) == 1).all() and (value_index.diff(dim=2) == 1).all():
+        return Layout.LINES
+    pair, place = torch.arange(2, dtype=torch.int32), 2 * torch.arange(16, dtype=torch.int32)
+    key = key_index.view(block // 16, 16, heads, size // 2, 2)
+    value = value_index.view(block // 2, 2, heads, size // 16, 16)
+    key_base, value_base = key[:, :1, :, :, :1], value[:, :1, :, :, :1]
+    pairs = (key - key_base == place.view(16, 1, 1, 1) + pair).all() and (
+        value - value_base == pair.view(2, 1, 1, 1) + place
+    ).all()
+    return Layout.PAIRS if pairs else Layout.ANYWHERE

@@ -1,8 +1,9 @@
 """Span attention: query rows over paged public K and V, rotated at logical positions while read.
 
-Four operators, each with one signature in ``reference`` (float64), ``torch``, ``native`` (C++) and, but for
-``cache_attention`` and soft-caps, ``triton.operators`` (CUDA, where layers use a prepared form instead, see
-``plan``).  A score is ``scale * q.k``, or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
+Operators of one signature in ``reference`` (float64) and ``torch``.  ``native`` (C++) has ``span_attention``
+and ``join_``, which is the others at once; ``triton.operators`` (CUDA, where layers use a prepared form
+instead, see ``plan``) has all but ``join_``, ``cache_attention`` and soft-caps.  A score is ``scale * q.k``,
+or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
 query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0)``
@@ -19,18 +20,16 @@ query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0)``
     Returns, for these rows in order, ``out [rows, heads, size]`` and log-sum-exp ``lse [rows, heads]``,
     float32; a row that sees nothing has ``out = 0`` and ``lse = -inf``.
 
-``cache_lse(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0, in_lines=False) -> lse
-[rows, heads]`` float32
+``cache_lse(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0) -> lse [rows, heads]``
+float32
     Log-sum-exp of causal attention over vLLM's own paged cache, whose kernel does not return it.
 
     ``kv_cache [blocks, ...]``; ``index [block_size, kv_heads, size]`` int32: where the elements of K lie in a
     block; ``block_table [requests, blocks]`` int32; ``query_ranges [requests, 4]`` int64: first and last row
-    of the query, row of the block table, and tokens in the cache: the last row sees all of them;
-    ``in_lines``: K of neighbouring tokens lies side by side, and V of neighbouring dimensions, which C++
-    reads many times faster; the index says so, and the caller looks once.
+    of the query, row of the block table, and tokens in the cache: the last row sees all of them.
 
 ``cache_attention(query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_kv_lens,
-soft_cap=0.0, in_lines=False) -> out [rows, heads, size], lse [rows, heads]`` float32
+soft_cap=0.0) -> out [rows, heads, size], lse [rows, heads]`` float32
     Causal attention over vLLM's own paged cache with a window of its own for each row: stock's is measured
     in the stream, where tokens that records serve are missing.
 
@@ -44,6 +43,15 @@ soft_cap=0.0, in_lines=False) -> out [rows, heads, size], lse [rows, heads]`` fl
     ``output [tokens, heads, size]``, of which rows ``[first, last)`` of ``query_ranges [requests, >= 2]``
     take part, with their ``output_lse [rows, heads]``; ``other [rows, heads, size]`` and ``other_lse``
     float32.  One of the two is not empty.
+
+``join_(output, query, query_ranges, scale, pool: PoolColumns, cache: CacheColumns, sinks=None,
+soft_cap=0.0)``
+    Attention of rows over both, public columns and the tokens of vLLM's cache, into ``output [tokens, heads,
+    size]`` of the query's dtype, in place.
+
+    ``query_ranges [requests, 4]`` as of ``cache_lse``.  With ``cache.value_index`` the rows are replaced;
+    without, they hold the attention over the cache already, sinks counted, which hides nothing.  ``sinks
+    [heads]`` float32: a score of each head that weighs no V.
 """
 
 from __future__ import annotations
@@ -52,8 +60,9 @@ from types import ModuleType
 
 from . import native
 from . import torch as torch_ops
+from .columns import CacheColumns, Layout, PoolColumns
 
-__all__ = ["choose", "refuses"]
+__all__ = ["CacheColumns", "Layout", "PoolColumns", "choose", "refuses"]
 
 
 def refuses(head_size: int, device: str) -> str | None:
@@ -62,7 +71,7 @@ def refuses(head_size: int, device: str) -> str | None:
 
 
 def choose(head_size: int, device: str) -> ModuleType:
-    """The fastest module of the three operators that serves this head size on this kind of device.
+    """The fastest module of these operators that serves this head size on this kind of device.
 
     Raises ``ValueError`` where there is none: without the kernels, PyTorch serves the CPU alone.
     """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import extension
+from .columns import CacheColumns, PoolColumns
 
 
 def refuses(head_size: int, device: str) -> str | None:
@@ -49,57 +50,17 @@ def span_attention(
     return out, lse
 
 
-def cache_lse(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    index: torch.Tensor,
-    block_table: torch.Tensor,
-    query_ranges: torch.Tensor,
-    scale: float,
-    soft_cap: float = 0.0,
-    in_lines: bool = False,
-) -> torch.Tensor:
-    lse: torch.Tensor = torch.ops.vllm_hypic.cache_lse(
-        query, kv_cache, index, block_table, query_ranges, scale, soft_cap, in_lines
-    )
-    return lse
-
-
-def cache_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    key_index: torch.Tensor,
-    value_index: torch.Tensor,
-    block_table: torch.Tensor,
-    query_ranges: torch.Tensor,
-    scale: float,
-    hidden_kv_lens: torch.Tensor,
-    soft_cap: float = 0.0,
-    in_lines: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.ops.vllm_hypic.cache_attention(
-        query,
-        kv_cache,
-        key_index,
-        value_index,
-        block_table,
-        query_ranges,
-        scale,
-        hidden_kv_lens,
-        soft_cap,
-        in_lines,
-    )
-    return out, lse
-
-
-def merge_(
+def join_(
     output: torch.Tensor,
-    output_lse: torch.Tensor,
-    other: torch.Tensor,
-    other_lse: torch.Tensor,
+    query: torch.Tensor,
     query_ranges: torch.Tensor,
+    scale: float,
+    pool: PoolColumns,
+    cache: CacheColumns,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
-    torch.ops.vllm_hypic.merge_(output, output_lse, other, other_lse, query_ranges)
+    torch.ops.vllm_hypic.join_(output, query, query_ranges, *pool, *cache, scale, sinks, soft_cap)
 
 
 def register_fakes() -> None:
@@ -113,22 +74,8 @@ def register_fakes() -> None:
             query.new_empty((rows, query.shape[1]), dtype=torch.float32),
         )
 
-    @torch.library.register_fake("vllm_hypic::cache_lse")
-    def _(query, kv_cache, index, block_table, query_ranges, scale, soft_cap=0.0, in_lines=False):  # type: ignore
-        # How many rows take part is data.
-        rows = torch.library.get_ctx().new_dynamic_size()
-        return query.new_empty((rows, query.shape[1]), dtype=torch.float32)
-
-    @torch.library.register_fake("vllm_hypic::cache_attention")
-    def _(query, *others):  # type: ignore
-        rows = others[6].shape[0]  # hidden_kv_lens
-        return (
-            query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
-            query.new_empty((rows, query.shape[1]), dtype=torch.float32),
-        )
-
-    @torch.library.register_fake("vllm_hypic::merge_")
-    def _(output, output_lse, other, other_lse, query_ranges):  # type: ignore
+    @torch.library.register_fake("vllm_hypic::join_")
+    def _(output, *others):  # type: ignore
         return None
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .columns import CacheColumns, PoolColumns
+
 
 def rotate_reference(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool) -> torch.Tensor:
     """Rotate ``x [n, heads, size]`` by ``rotation [n, rotary_dim]`` (cos, then sin); float64."""
@@ -81,7 +83,6 @@ def cache_lse(
     query_ranges: torch.Tensor,
     scale: float,
     soft_cap: float = 0.0,
-    in_lines: bool = False,
 ) -> torch.Tensor:
     """See the package's docstring; float64."""
     hidden = torch.zeros(int((query_ranges[:, 1] - query_ranges[:, 0]).sum()), dtype=torch.int64)
@@ -99,7 +100,6 @@ def cache_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor,
     soft_cap: float = 0.0,
-    in_lines: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; float64."""
     outs, lses = [], []
@@ -152,6 +152,31 @@ def merge_(
     """See the package's docstring; float64."""
     rows = torch.cat([torch.arange(first, last) for first, last in query_ranges[:, :2].tolist()])
     output[rows] = merge_reference(output[rows], output_lse, other, other_lse).to(output.dtype)
+
+
+def join_(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    query_ranges: torch.Tensor,
+    scale: float,
+    pool: PoolColumns,
+    cache: CacheColumns,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> None:
+    """See the package's docstring; float64."""
+    public = (*pool[:7], query_ranges[:, :2], scale, pool.hidden, soft_cap)
+    other, other_lse = span_attention(query, *public)
+    rows = torch.cat([torch.arange(first, last) for first, last in query_ranges[:, :2].tolist()])
+    hidden = torch.zeros(len(rows), dtype=torch.int64) if cache.hidden is None else cache.hidden
+    index = (cache.key_index, cache.key_index if cache.value_index is None else cache.value_index)
+    out, lse = cache_attention(
+        query, cache.cache, *index, cache.block_table, query_ranges, scale, hidden, soft_cap
+    )
+    sink = torch.full_like(lse, float("-inf")) if sinks is None else sinks.double().expand_as(lse)
+    total = torch.logaddexp(lse, sink)
+    private = output[rows].double() if cache.value_index is None else out * (lse - total).exp()[..., None]
+    output[rows] = merge_reference(private, total, other, other_lse).to(output.dtype)
 
 
 def merge_reference(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .columns import CacheColumns, PoolColumns
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 _UNROTATE_BLOCK = 512
@@ -138,7 +140,6 @@ def cache_lse(
     query_ranges: torch.Tensor,
     scale: float,
     soft_cap: float = 0.0,
-    in_lines: bool = False,
 ) -> torch.Tensor:
     """See the package's docstring."""
     lses = []
@@ -158,7 +159,6 @@ def cache_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor,
     soft_cap: float = 0.0,
-    in_lines: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring."""
     outs, lses = [], []
@@ -227,6 +227,32 @@ def merge_(
         done += last - first
         merged = merge(output[first:last], output_lse[part], other[part], other_lse[part])
         output[first:last] = merged.to(output.dtype)
+
+
+def join_(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    query_ranges: torch.Tensor,
+    scale: float,
+    pool: PoolColumns,
+    cache: CacheColumns,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> None:
+    """See the package's docstring."""
+    ranges = query_ranges[:, :2]
+    other, other_lse = span_attention(query, *pool[:7], ranges, scale, pool.hidden, soft_cap)
+    rows = torch.cat([torch.arange(first, last) for first, last in ranges.tolist()])
+    table, private = cache.block_table, output[rows]
+    if cache.value_index is None:
+        lse = cache_lse(query, cache.cache, cache.key_index, table, query_ranges, scale, soft_cap)
+        total = lse if sinks is None else torch.logaddexp(lse, sinks)
+    else:
+        hidden = torch.zeros_like(rows) if cache.hidden is None else cache.hidden
+        private, lse = cache_attention(query, *cache[:4], query_ranges, scale, hidden, soft_cap)
+        total = lse if sinks is None else torch.logaddexp(lse, sinks)
+        private *= (lse - total).exp()[..., None]
+    output[rows] = merge(private, total, other, other_lse).to(output.dtype)
 
 
 def _grouped_flash(
