@@ -315,6 +315,14 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
   return {out, lse};
 }
 
+// Where groups of `tokens` tokens and `dims` dimensions lie, as an index says of the first of them.
+Affine affine(const Tensor& index, int64_t tokens, int64_t dims) {
+  const int32_t* at = index.data_ptr<int32_t>();
+  const int64_t heads = index.size(1), size = index.size(2);
+  const auto step = [&](bool there, int64_t next) { return there ? at[next] - at[0] : 0; };
+  return {at[0], step(index.size(0) > tokens, tokens * heads * size), step(heads > 1, size), step(size > dims, dims)};
+}
+
 // Adds a span over vLLM's cache for each request. `seen` gets room for what each row sees, and must outlive them.
 void add_cache_spans(std::vector<Span>& spans, const Tensor& query, const Tensor& kv_cache, const Tensor& key_index,
                      const std::optional<Tensor>& value_index, const Tensor& block_table, const Tensor& query_ranges,
@@ -337,6 +345,9 @@ void add_cache_spans(std::vector<Span>& spans, const Tensor& query, const Tensor
   TORCH_CHECK_VALUE(layout == 0 || cache.block_size % 16 == 0, "blocks of ", cache.block_size,
                     " tokens: lines need a multiple of 16");
   cache.layout = Layout(layout);
+  const int64_t together = cache.layout == Layout::pairs ? 2 : 1;
+  cache.key_at = affine(key_index, 16, together);
+  if (value_index) cache.value_at = affine(*value_index, together, 16);
   const int64_t* b = query_ranges.data_ptr<int64_t>();
   int64_t rows = 0;
   for (int64_t i = 0; i < query_ranges.size(0); ++i) rows += b[4 * i + 1] - b[4 * i];

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace hypic {
 
@@ -24,9 +25,15 @@ struct PoolColumns {
   bool neox;
 };
 
-// How K and V lie in a block of vLLM's cache.  lines: K of neighbouring tokens, V of neighbouring dimensions lie side by
-// side.  pairs: two dimensions of K, then the next of 16 tokens; two tokens of V, then the next of 16 dimensions.
+// How K and V lie in a block of vLLM's cache.  lines: K of 16 tokens, V of all dimensions lie side by side.  pairs: two
+// dimensions of K, then the next of 16 tokens; two tokens of V, then the next of 16 dimensions.
 enum class Layout : int { anywhere, lines, pairs };
+
+// Where a group of K (16 tokens, one or two dimensions) or V (one or two tokens, 16 dimensions) lies in a block: at
+// base + group of tokens * token + head * head + group of dimensions * dim.
+struct Affine {
+  ptrdiff_t base, token, head, dim;
+};
 
 // Columns in vLLM's paged cache, rotated already, in whatever layout the stock kernel packs K and V.
 struct CacheColumns {
@@ -36,7 +43,8 @@ struct CacheColumns {
   int block_size;
   const int32_t* key;       // [block_size, kv_heads, size]: where an element of a block lies in it
   const int32_t* value;     // the same for V; null: not read
-  Layout layout;            // what `key` and `value` say
+  Layout layout;
+  Affine key_at, value_at;  // what `key` and `value` say, where the layout is not `anywhere`
 };
 
 // One request's rows.  `pool` or `cache` is set.

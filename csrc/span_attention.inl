@@ -155,22 +155,29 @@ HYPIC_INLINE void transpose_rows(const int32_t* rows, int words, int32_t* out, p
     for (int j = 0; j < 16; ++j) out[w * stride + j] = rows[j * words + w];
 }
 
+// Where K of 16 tokens, the first `column`, and V of a token (and the next) lie in vLLM's cache, in elements.
+HYPIC_INLINE ptrdiff_t key_group(const Span& s, int64_t column, int kv_head) {
+  const CacheColumns& c = s.cache;
+  return c.blocks[column / c.block_size] * c.block_stride + c.key_at.base + column % c.block_size / 16 * c.key_at.token +
+         kv_head * c.key_at.head;
+}
+
+HYPIC_INLINE ptrdiff_t value_group(const Span& s, int64_t column, int kv_head) {
+  const CacheColumns& c = s.cache;
+  const int tokens = c.layout == Layout::pairs ? 2 : 1;
+  return c.blocks[column / c.block_size] * c.block_stride + c.value_at.base +
+         column % c.block_size / tokens * c.value_at.token + kv_head * c.value_at.head;
+}
+
 // As `pack_keys`, of a cache that lies as the packed keys do: c0 and blocks are multiples of 16.
 static void pack_pairs(const Span& s, int kv_head, int64_t c0, int n, int padded, bf16* out) {
-  const CacheColumns& c = s.cache;
   for (int j = 0; j < padded; j += 16) {
     const size_t here = j < n ? at_most(16, n - j) * sizeof(uint32_t) : 0;
-    const int64_t column = here ? c0 + j : c0;
-    const bf16* from = (const bf16*)c.cache + c.blocks[column / c.block_size] * c.block_stride;
-    const int32_t* index = c.key + ((column % c.block_size) * s.kv_heads + kv_head) * s.size;
-    for (int d = 0; d < s.size; d += 2) {
+    const bf16* from = (const bf16*)s.cache.cache + key_group(s, here ? c0 + j : c0, kv_head);
+    for (int d = 0; d < s.size; d += 2, from += s.cache.key_at.dim) {
       char* to = (char*)(out + (ptrdiff_t)d * padded + 2 * j);
-      if (here == 64) {
-        __builtin_memcpy(to, from + index[d], 64);
-      } else {
-        __builtin_memcpy(to, from + index[d], here);
-        __builtin_memset(to + here, 0, 64 - here);
-      }
+      __builtin_memcpy(to, from, here);
+      if (here < 64) __builtin_memset(to + here, 0, 64 - here);
     }
   }
 }
@@ -178,16 +185,13 @@ static void pack_pairs(const Span& s, int kv_head, int64_t c0, int n, int padded
 // As `pack_keys`, of a cache in which K of neighbouring tokens lies side by side: c0 and blocks are multiples of 16.
 template <DType dtype, class E>
 static void pack_lines(const Span& s, int kv_head, int64_t c0, int n, int padded, E* out) {
-  const CacheColumns& c = s.cache;
+  const ptrdiff_t dim = s.cache.key_at.dim;
   for (int j = 0; j < padded; j += 16) {
     const int here = j < n ? (int)at_most(16, n - j) : 0;
-    const int64_t column = here ? c0 + j : c0;
-    const ptrdiff_t block = c.blocks[column / c.block_size] * c.block_stride;
-    const int32_t* index = c.key + ((column % c.block_size) * s.kv_heads + kv_head) * s.size;
+    const ptrdiff_t base = key_group(s, here ? c0 + j : c0, kv_head);
     if constexpr (sizeof(E) == 2) {
-      const bf16* from = (const bf16*)c.cache + block;
       for (int d = 0; d < s.size; d += 2) {
-        const bf16 *a = from + index[d], *b = from + index[d + 1];
+        const bf16 *a = (const bf16*)s.cache.cache + base + d * dim, *b = a + dim;
         uint32_t* to = (uint32_t*)out + (ptrdiff_t)(d / 2) * padded + j;
         if (here == 16)
           for (int i = 0; i < 16; ++i) to[i] = a[i] | (uint32_t)b[i] << 16;
@@ -198,8 +202,8 @@ static void pack_lines(const Span& s, int kv_head, int64_t c0, int n, int padded
       for (int d = 0; d < s.size; ++d) {
         float* to = out + (ptrdiff_t)d * padded + j;
         int i = 0;
-        for (; i + W <= here; i += W) vstore(to + i, read(c.cache, dtype, block + index[d] + i));
-        for (; i < 16; ++i) to[i] = i < here ? read_one(c.cache, dtype, block + index[d] + i) : 0;
+        for (; i + W <= here; i += W) vstore(to + i, read(s.cache.cache, dtype, base + d * dim + i));
+        for (; i < 16; ++i) to[i] = i < here ? read_one(s.cache.cache, dtype, base + d * dim + i) : 0;
       }
     }
   }
@@ -234,10 +238,13 @@ HYPIC_INLINE void fetch_value(const Span& s, int64_t column, int kv_head, float*
 
 // Where V of a column lies as a row, in elements: in the pool, or in a cache of lines.
 HYPIC_INLINE ptrdiff_t value_row(const Span& s, int64_t column, int kv_head) {
-  if (const CacheColumns& c = s.cache; c.cache)
-    return c.blocks[column / c.block_size] * c.block_stride +
-           c.value[((column % c.block_size) * s.kv_heads + kv_head) * s.size];
+  if (s.cache.cache) return value_group(s, column, kv_head);
   return s.pool.slots[column] * s.pool.value_stride + (ptrdiff_t)kv_head * s.size;
+}
+
+// Of columns j and j + 1 of n, which count: as a mask of a pair of bf16.
+HYPIC_INLINE uint32_t pair_mask(int j, int hidden, int n) {
+  return (hidden <= j && j < n ? 0xffffu : 0u) | (hidden <= j + 1 && j + 1 < n ? 0xffff0000u : 0u);
 }
 
 HYPIC_INLINE const void* values_of(const Span& s) { return s.cache.cache ? s.cache.cache : s.pool.value; }
@@ -247,15 +254,12 @@ HYPIC_INLINE const void* values_of(const Span& s) { return s.cache.cache ? s.cac
 static void pack_values_bf16(const Span& s, int kv_head, int64_t c0, int hidden, int n, int padded, bf16* out) {
   const int size = s.size;
   if (s.cache.cache && s.cache.layout == Layout::pairs) {
-    const CacheColumns& c = s.cache;
     for (int j = 0; j < padded; j += 2) {
       uint32_t* to = (uint32_t*)out + (ptrdiff_t)(j / 2) * size;
-      const uint32_t mask = (hidden <= j && j < n ? 0xffffu : 0u) | (hidden <= j + 1 && j + 1 < n ? 0xffff0000u : 0u);
-      const int64_t column = mask ? c0 + j : c0;
-      const bf16* from = (const bf16*)c.cache + c.blocks[column / c.block_size] * c.block_stride;
-      const int32_t* index = c.value + ((column % c.block_size) * s.kv_heads + kv_head) * size;
-      for (int d = 0; d < size; d += 16)
-        for (int i = 0; i < 16; ++i) to[d + i] = mask & ((const uint32_t*)(from + index[d]))[i];
+      const uint32_t mask = pair_mask(j, hidden, n);
+      const bf16* from = (const bf16*)s.cache.cache + value_group(s, mask ? c0 + j : c0, kv_head);
+      for (int d = 0; d < size; d += 16, from += s.cache.value_at.dim)
+        for (int i = 0; i < 16; ++i) to[d + i] = mask & ((const uint32_t*)from)[i];
     }
     return;
   }

@@ -80,10 +80,99 @@ static void weigh_values(const Span& s, int kv_head, int64_t c0, int n, const bf
     }
 }
 
+// The same for vLLM's cache in pairs, which lies as products want it.
+template <int rows>
+static void score_pairs(const bf16* query, const bf16* keys, ptrdiff_t dim, int size, float* scores) {
+  vf sum[rows][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) sum[r][0] = sum[r][1] = vzero();
+  for (int d = 0; d < size; d += 4, keys += 2 * dim) {
+    const __m512bh a = load_pairs(keys), b = load_pairs(keys + dim);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      int pair[2];
+      __builtin_memcpy(pair, query + (ptrdiff_t)r * size + d, 8);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], (__m512bh)_mm512_set1_epi32(pair[0]), a);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], (__m512bh)_mm512_set1_epi32(pair[1]), b);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) vstore(scores + r * TILE, vadd(sum[r][0], sum[r][1]));
+}
+
+template <int rows>
+static void weigh_pairs(const Span& s, int kv_head, int64_t c0, int hidden, int n, const bf16* weights, int d,
+                        float* sum) {
+  const ptrdiff_t token = s.cache.value_at.token, dim = s.cache.value_at.dim;
+  vf all[rows][4];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int h = 0; h < 4; ++h) all[r][h] = vzero();
+  for (int begin = 0; begin < n; begin += 16) {
+    const bf16* from = (const bf16*)s.cache.cache + value_group(s, c0 + begin, kv_head) + d / 16 * dim;
+    const int end = (int)at_most(n, begin + 16);
+    for (int j = begin; j < end; j += 2, from += token) {
+      // What is hidden or not there need not be a number.
+      const __m512i mask = _mm512_set1_epi32((int)pair_mask(j, hidden, n));
+      __m512bh value[4];
+#pragma GCC unroll 4
+      for (int h = 0; h < 4; ++h)
+        value[h] = (__m512bh)_mm512_and_si512(mask, _mm512_loadu_si512(from + h * dim));
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        int pair;
+        __builtin_memcpy(&pair, weights + r * TILE + j, 4);
+        const __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+        for (int h = 0; h < 4; ++h) all[r][h] = _mm512_dpbf16_ps(all[r][h], w, value[h]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int h = 0; h < 4; ++h) {
+      float* to = sum + (ptrdiff_t)r * s.size + d + 16 * h;
+      vstore(to, vadd(vload(to), all[r][h]));
+    }
+}
+
+// Calls body(rows, first) for four rows at a time, and for what is left.
+template <class F>
+HYPIC_INLINE void by_four(int rows, const F& body) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) body(std::integral_constant<int, 4>(), r);
+  if (rows - r == 3) body(std::integral_constant<int, 3>(), r);
+  if (rows - r == 2) body(std::integral_constant<int, 2>(), r);
+  if (rows - r == 1) body(std::integral_constant<int, 1>(), r);
+}
+
 static bool serves_few(const Span& s, const SpanPart& p) {
-  const bool packs_well = s.cache.cache && (p.sum || s.cache.layout != Layout::anywhere);
+  const CacheColumns& c = s.cache;
+  const bool packs_well = c.cache && c.layout != Layout::pairs && (p.sum || c.layout != Layout::anywhere);
   return (p.row1 - p.row0) * (s.heads / s.kv_heads) <= FEW_ROWS && s.dtype == DType::bf16 && s.gemm &&
          s.size % 64 == 0 && !packs_well;
+}
+
+// scores[r * TILE + j] = query row r . rotated K of column c0 + j for the up to 16 columns [0, here).
+HYPIC_INLINE void score_rotated(const Span& s, int kv_head, int64_t c0, int here, int64_t stop, const bf16* query,
+                                int rows, bf16* keys, float* scores) {
+  const int size = s.size;
+  for (int i = 0; i < here; ++i) {
+    if (s.pool.key && c0 + i + 32 < stop) {
+      const int64_t slot = s.pool.slots[c0 + i + 32];
+      const char* k = (const char*)((const bf16*)s.pool.key + slot * s.pool.key_stride + kv_head * size);
+      const char* v = (const char*)((const bf16*)s.pool.value + slot * s.pool.value_stride + kv_head * size);
+      for (int b = 0; b < 2 * size; b += 64) {
+        _mm_prefetch(k + b, _MM_HINT_T0);
+        _mm_prefetch(v + b, _MM_HINT_T1);
+      }
+    }
+    fetch_key<DType::bf16>(s, c0 + i, kv_head, keys + i * size);
+  }
+  if (here < 16) __builtin_memset(keys + here * size, 0, (16 - here) * size * sizeof(bf16));
+  score_keys(query, rows, keys, size, scores);
 }
 
 static void run_few(const Span& s, const SpanPart& p, char* scratch) {
@@ -99,26 +188,20 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
     p.total[r] = 0.0f;
   }
   if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
+  const bool pairs = s.cache.cache && s.cache.layout == Layout::pairs;
   const int64_t stop = at_most(p.column1, furthest_seen(s, p.row0, p.row1 - 1));
   const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
   for (int64_t c0 = first_column(p, hidden); c0 < stop; c0 += TILE) {
     const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
     for (int j = 0; j < n; j += 16) {
-      const int here = (int)at_most(16, n - j);
-      for (int i = 0; i < here; ++i) {
-        if (s.pool.key && c0 + j + i + 32 < stop) {
-          const int64_t slot = s.pool.slots[c0 + j + i + 32];
-          const char* k = (const char*)((const bf16*)s.pool.key + slot * s.pool.key_stride + p.kv_head * size);
-          const char* v = (const char*)((const bf16*)s.pool.value + slot * s.pool.value_stride + p.kv_head * size);
-          for (int b = 0; b < 2 * size; b += 64) {
-            _mm_prefetch(k + b, _MM_HINT_T0);
-            _mm_prefetch(v + b, _MM_HINT_T1);
-          }
-        }
-        fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head, keys + i * size);
+      if (!pairs) {
+        score_rotated(s, p.kv_head, c0 + j, (int)at_most(16, n - j), stop, query, rows, keys, x.scores + j);
+        continue;
       }
-      if (here < 16) __builtin_memset(keys + here * size, 0, (16 - here) * size * sizeof(bf16));
-      score_keys(query, rows, keys, size, x.scores + j);
+      const bf16* group = (const bf16*)s.cache.cache + key_group(s, c0 + j, p.kv_head);
+      by_four(rows, [&](auto count, int r) {
+        score_pairs<count>(query + r * size, group, s.cache.key_at.dim, size, x.scores + r * TILE + j);
+      });
     }
     for (int r = 0; r < rows; ++r) {
       const int row = p.row0 + r / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
@@ -128,16 +211,15 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
         for (int d = 0; d < size; d += W) vstore(p.sum + r * size + d, vmul(vload(p.sum + r * size + d), vset(shrink)));
     }
     if (!p.sum) continue;
-    for (int d = 0; d < size; d += 64) {
-      int r = 0;
-      for (; r + 4 <= rows; r += 4)
-        weigh_values<4>(s, p.kv_head, c0, n, weights + r * TILE, d, p.sum + (ptrdiff_t)r * size);
-      const bf16* w = weights + r * TILE;
-      float* sum = p.sum + (ptrdiff_t)r * size;
-      if (rows - r == 3) weigh_values<3>(s, p.kv_head, c0, n, w, d, sum);
-      if (rows - r == 2) weigh_values<2>(s, p.kv_head, c0, n, w, d, sum);
-      if (rows - r == 1) weigh_values<1>(s, p.kv_head, c0, n, w, d, sum);
-    }
+    for (int d = 0; d < size; d += 64)
+      by_four(rows, [&](auto count, int r) {
+        const bf16* w = weights + r * TILE;
+        float* sum = p.sum + (ptrdiff_t)r * size;
+        if (pairs)
+          weigh_pairs<count>(s, p.kv_head, c0, (int)at_most(n, hidden - c0), n, w, d, sum);
+        else
+          weigh_values<count>(s, p.kv_head, c0, n, w, d, sum);
+      });
   }
 }
 

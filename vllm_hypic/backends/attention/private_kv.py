@@ -63,16 +63,26 @@ def cache_index(kv_cache: torch.Tensor, isa: str, *, of_value: bool = False) -> 
 
 def layout(key_index: torch.Tensor, value_index: torch.Tensor) -> Layout:
     """How K and V lie, by indices as :func:`cache_index` gives them."""
-    block, heads, size = key_index.shape
-    if block % 16 or size % 16:
-        return Layout.ANYWHERE
-    if (key_index.diff(dim=0) == 1).all() and (value_index.diff(dim=2) == 1).all():
-        return Layout.LINES
-    pair, place = torch.arange(2, dtype=torch.int32), 2 * torch.arange(16, dtype=torch.int32)
-    key = key_index.view(block // 16, 16, heads, size // 2, 2)
-    value = value_index.view(block // 2, 2, heads, size // 16, 16)
-    key_base, value_base = key[:, :1, :, :, :1], value[:, :1, :, :, :1]
-    pairs = (key - key_base == place.view(16, 1, 1, 1) + pair).all() and (
-        value - value_base == pair.view(2, 1, 1, 1) + place
-    ).all()
-    return Layout.PAIRS if pairs else Layout.ANYWHERE
+    block, _, size = key_index.shape
+    if block % 16 == 0 and size % 16 == 0:
+        if _is_affine(key_index, 16, 1) and (value_index.diff(dim=2) == 1).all():
+            if _is_affine(value_index, 1, 16):
+                return Layout.LINES
+        elif _is_affine(key_index, 16, 2) and _is_affine(value_index, 2, 16):
+            return Layout.PAIRS
+    return Layout.ANYWHERE
+
+
+def _is_affine(index: torch.Tensor, tokens: int, dims: int) -> bool:
+    """Whether groups of so many tokens and dimensions lie in one piece, the smaller of the two numbers side
+    by side, and groups evenly apart: what the C++ operators compute instead of reading ``index [block_size,
+    kv_heads, head_size]``."""
+    block, heads, size = index.shape
+    groups = index.view(block // tokens, tokens, heads, size // dims, dims)
+    place = torch.arange(tokens * dims, dtype=index.dtype)
+    place = place.view(tokens, dims) if tokens > dims else place.view(dims, tokens).t()
+    if (groups - groups[:, :1, :, :, :1] != place.view(tokens, 1, 1, dims)).any():
+        return False
+    first = groups[:, 0, :, :, 0]
+    steps = [first.diff(dim=dim) for dim in range(3)]
+    return all(step.numel() == 0 or bool((step == step.flatten()[0]).all()) for step in steps)
