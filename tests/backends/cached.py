@@ -82,6 +82,12 @@ class Cached:
 
 LAYOUTS = pytest.mark.parametrize(
     ("layout", "block", "size"),
-    [(Layout.ANYWHERE, 16, 32), (Layout.LINES, 16, 32), (Layout.LINES, 48, 80), (Layout.PAIRS, 32, 80), (Layout.PAIRS, 16, 64)],
+    [
+        (Layout.ANYWHERE, 16, 32),
+        (Layout.LINES, 16, 32),
+        (Layout.LINES, 48, 80),
+        (Layout.PAIRS, 32, 80),
+        (Layout.PAIRS, 16, 64),
+    ],
     ids=["anywhere", "lines", "lines-48", "pairs", "pairs-64"],
 )

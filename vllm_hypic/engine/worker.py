@@ -19,6 +19,7 @@ from ..connector.connector import HypicConnector
 from ..connector.metadata import HypicMetadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
+from .frame_room import with_room
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,6 +114,10 @@ class HypicWorker(WorkerBase):
 
         register_families()
         register_rope_taps()
+
+    @with_room
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        return super().execute_model(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
