@@ -47,6 +47,7 @@ SHAPES = [
     Shape(1, 3, 64, 80),
     Shape(2, 2, 16, 128, taps=2),
     Shape(2, 4, 128, 128),
+    Shape(1, 2, 96, 192, bias=False, largest_beta=2.0),
 ]
 
 MODULES = pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
@@ -427,8 +428,20 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
 def test_the_operators_can_be_traced() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     w, c, r = layer.weights, layer.caches, layer.records
-    common = (layer.x.mixed, layer.x.a, layer.x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads, w.eps)
-    common = (*common, c.slots, c.conv, c.state, layer.out, r.state, r.conv_tail, r.transitions, r.block_of)
+    common = (layer.x.mixed, layer.x.a, layer.x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads)
+    common = (
+        *common,
+        w.eps,
+        w.largest_beta,
+        c.slots,
+        c.conv,
+        c.state,
+        layer.out,
+        r.state,
+        r.conv_tail,
+        r.transitions,
+        r.block_of,
+    )
     k = layer.carries[0]
     rows = segment_program([Segment(0, 0, 20, 8, 20, 1)])
     arguments = (*common, rows, [k.transition], [k.head], [k.alive], DEAD_BELOW)
