@@ -106,9 +106,9 @@ def save_olmo_model(
     silent: bool = False,
     seed: int = 0,
 ) -> Path:
-    """A random OLMo-Hybrid in float32, whose linear layers have two key heads and four value heads of 48 x 96.
+    """A random OLMo-Hybrid in float32: in linear layers two key heads and four value heads of 48 x 96.
 
-    `rope_theta=None`: without rotation; `silent`: its attention layers, of which it must have one, add nothing.
+    `rope_theta=None`: without rotation; `silent`: attention layers, of which it must have one, add nothing.
     """
     from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 

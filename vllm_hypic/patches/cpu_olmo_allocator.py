@@ -1,8 +1,8 @@
 """Patch: OLMo-Hybrid's layer can be built where there is no Triton.
 
 Target: ``set_triton_allocator`` as ``vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn`` calls it.
-Why: the layer gives Triton an allocator whatever the platform.  Where vLLM runs without Triton, as on CPU, its
-placeholder has no such function, and no model is built.
+Why: the layer gives Triton an allocator whatever the platform.  Where vLLM runs without Triton, as on CPU,
+its placeholder has no such function, and no model is built.
 Until: vLLM asks whether there is Triton before it does.
 """
 

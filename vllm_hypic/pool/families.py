@@ -19,10 +19,10 @@ class LinearFamily:
 
     ``name``: as messages call it; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
     ``geometry``: what records hold of a layer; ``stock``: vLLM's layer classes; ``module``: where
-    ``register`` replaces these by ours; ``architectures``: vLLM's model classes that were served with these layers.
-    Others may use the very class and keep more beside it that nobody composes (Qwen4Exp: convolutions over
-    n-grams, sparse attention), so they are refused.  No class is in two rows: a model's layers are of one
-    family.
+    ``register`` replaces these by ours; ``architectures``: vLLM's model classes that were served with these
+    layers.  Others may use the very class and keep more beside it that nobody composes (Qwen4Exp:
+    convolutions over n-grams, sparse attention), so they are refused.  No class is in two rows: a model's
+    layers are of one family.
     """
 
     name: str

@@ -22,10 +22,10 @@ _EPS = 1e-6
 
 
 class HypicOlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """What is no CPU's: refused by name."""
+    """Elsewhere than on CPU: refused by name."""
 
     def refusal(self) -> str | None:
-        return f"{type(self).__bases__[-1].__name__} off CPUs (no kernel of ours has its heads and its beta)"
+        return "OLMo-Hybrid's gated delta net on this platform (served: CPU)"
 
 
 class HypicCPUOlmoDeltaNet(CPUDeltaNet, OlmoHybridGatedDeltaNetAttention):
