@@ -1,5 +1,5 @@
-"""OLMo-Hybrid on CPU: a gated delta net with beta up to 2 and heads of K x V with K != V, and attention with or
-without rotation.
+"""OLMo-Hybrid on CPU: a gated delta net with beta up to 2 and heads of K x V with K != V, and attention
+with or without rotation.
 
 Behind one linear layer composing is exact, as in :mod:`test_families`.  Whole models are held against an
 oracle in float32, with the tests of :mod:`test_mamba2_oracle`.  Stock vLLM has no recurrence of this layer on
