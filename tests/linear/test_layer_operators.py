@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, native, reference
+from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, limits, native, reference
 from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
@@ -449,6 +449,14 @@ def test_the_operators_can_be_traced() -> None:
     torch.library.opcheck(torch.ops.vllm_hypic.gdn_segments, arguments, test_utils=tests)
     rows, ops = compose_program([(0, False, [(0, 5, 1, ADD), (5, 3, -1, NONE)])])
     torch.library.opcheck(torch.ops.vllm_hypic.gdn_compose, (*common, rows, ops), test_utils=tests)
+
+
+def test_triton_kernels_refuse_writes_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.limits, "refuses", lambda *_: None)  # as on a GPU that has all it takes
+    layer = Layer.make(Shape(1, 2, 16, 16), 4)
+    assert limits.refuses(layer.weights, layer.caches) is None
+    strong = replace(layer.weights, largest_beta=2.0)
+    assert limits.refuses(strong, layer.caches) == "write strengths up to 2, not 1"
 
 
 def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:
