@@ -17,7 +17,8 @@ using at::Tensor;
 
 GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                  double eps, const Tensor& slots, const Tensor& conv, const Tensor& state, const Tensor& out) {
+                  double eps, double largest_beta, const Tensor& slots, const Tensor& conv, const Tensor& state,
+                  const Tensor& out) {
   TORCH_CHECK_VALUE(state.dim() == 4 && packed_inside(state), "state must be [slots, Hv, K, V], contiguous inside");
   const int64_t Hv = state.size(1), K = state.size(2), V = state.size(3), rows = mixed.size(0);
   TORCH_CHECK_VALUE(key_heads > 0 && Hv % key_heads == 0, Hv, " value heads over ", key_heads, " key heads");
@@ -63,6 +64,7 @@ GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
   l.V = int(V);
   l.taps = int(taps);
   l.eps = float(eps);
+  l.largest_beta = float(largest_beta);
   l.channels = channels;
   l.weight = weight.data_ptr<float>();
   l.bias = bias ? bias->data_ptr<float>() : nullptr;
@@ -112,14 +114,14 @@ void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int,
 
 void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                  double eps, const Tensor& slots, Tensor conv, Tensor state, Tensor out, Tensor record_state,
-                  Tensor record_tail, Tensor transitions, Tensor block_of, const Tensor& rows,
+                  double eps, double largest_beta, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
+                  Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, const Tensor& rows,
                   at::TensorList carry_transition, at::TensorList carry_head, at::TensorList carry_alive,
                   double dead_below) {
   const Tensor dense_slots = slots.contiguous();
   GdnSegments s{};
   s.layer =
-      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, dense_slots, conv, state, out);
+      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, dense_slots, conv, state, out);
   s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
   s.rows = program_of<SegmentRow>(rows, "rows");
   s.dead_below = float(dead_below);
@@ -148,13 +150,13 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
 
 void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                  const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                 double eps, const Tensor& slots, Tensor conv, Tensor state, Tensor out, const Tensor& record_state,
-                 const Tensor& record_tail, const Tensor& transitions, const Tensor& block_of, const Tensor& rows,
+                 double eps, double largest_beta, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
+                 const Tensor& record_state, const Tensor& record_tail, const Tensor& transitions, const Tensor& block_of, const Tensor& rows,
                  const Tensor& ops) {
   const Tensor dense_slots = slots.contiguous();
   GdnCompose s{};
   s.layer =
-      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, dense_slots, conv, state, out);
+      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, dense_slots, conv, state, out);
   s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
   s.rows = program_of<ComposeRow>(rows, "rows");
   s.ops = program_of<ComposeOp>(ops, "ops");
@@ -174,12 +176,12 @@ void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Te
 TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
   m.def(
       "gdn_segments(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
+      "int key_heads, float eps, float largest_beta, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
       "Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) transitions, Tensor(g!) block_of, Tensor rows, "
       "Tensor(h!)[] carry_transition, Tensor(i!)[] carry_head, Tensor(j!)[] carry_alive, float dead_below) -> ()");
   m.def(
       "gdn_compose(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
+      "int key_heads, float eps, float largest_beta, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
       "Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, Tensor rows, Tensor ops) -> ()");
 }
 

@@ -19,6 +19,7 @@ struct GdnLayer {
 
   int key_heads, value_heads, K, V, taps;
   float eps;  // of the l2 norm
+  float largest_beta;  // beta = largest_beta sigmoid(b)
   ptrdiff_t channels;
   const float* weight;   // [taps, channels]
   const float* bias;     // [channels] or null

@@ -140,7 +140,7 @@ struct Task {
     const vf rate = vset(l.rate[head + h]), bias = vset(l.dt_bias[head + h]);
     for (int t = 0; t < n; t += W) {
       vstore(steps + t, vmul(rate, vsoftplus(vadd(vload(steps + t), bias))));
-      vstore(w.beta + t, vsigmoid(vload(w.beta + t)));
+      vstore(w.beta + t, vmul(vset(l.largest_beta), vsigmoid(vload(w.beta + t))));
     }
     double sum = 0;
     for (int t = 0; t < n; ++t) {

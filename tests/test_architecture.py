@@ -22,6 +22,7 @@ LAZILY = {
     ("store.tiers.lmcache_objects", "torch"): "LMCache's memory objects are tensors",
     ("pool.geometry", "vllm"): "what a layer caches is told by the classes of vLLM's cache specifications",
     ("patches", "engine"): "a patch of vLLM calls the engine where vLLM calls the patch",
+    ("patches", "backends.linear"): "a patch puts a layer of ours where vLLM's does not run",
     ("engine.activation", "eval.gate.startup"): "an engine that starts looks for its model's sign-off",
     (
         "harness.engine_calls",

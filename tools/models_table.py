@@ -38,6 +38,7 @@ TESTED = {
     "Mamba2ForCausalLM": "tests/engine/test_mamba2.py",
     "MistralForCausalLM": "tests/engine/test_families.py",
     "NemotronHForCausalLM": "tests/engine/test_mamba2_oracle.py",
+    "OlmoHybridForCausalLM": "tests/engine/test_olmo.py",
     "Qwen3ForCausalLM": "tests/engine/test_oracle_agreement.py",
     "Qwen3NextForCausalLM": "tests/engine/test_families.py",
     "Qwen3_5ForCausalLM": "tests/engine/test_oracle_agreement.py",

@@ -184,7 +184,7 @@ def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None
     says = attach.layer_refusal(layer, "Qwen4ExpForCausalLM")
     assert says is not None
     if kind is MambaMixer:
-        supported = "QwenGatedDeltaNetAttention, ShortConv, MambaMixer2"
+        supported = "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, ShortConv, MambaMixer2"
         assert says == f"linear attention MambaMixer (supported: {supported})"
     else:
         assert says.startswith("gated delta net in Qwen4ExpForCausalLM (what else that keeps is not known; ")

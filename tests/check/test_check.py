@@ -93,6 +93,20 @@ def test_mamba2_takes_its_states(tmp_path: Path) -> None:
     assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
 
 
+def test_olmo_hybrid_is_served_on_cpu(tmp_path: Path) -> None:
+    config = {
+        **{"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "hidden_size": 256},
+        **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 96},
+        **{"linear_value_head_dim": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"vocab_size": 1000, "intermediate_size": 512, "dtype": "bfloat16", "pad_token_id": 0},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
+    assert kinds["gated delta net, 4 heads of 96 x 192"]["layers"] == 2
+    assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
+
+
 def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
     """Its header alone: there are no tensors in this one."""
     from gguf import GGUFWriter

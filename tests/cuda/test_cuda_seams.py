@@ -133,6 +133,15 @@ def test_the_layer_of_each_platform() -> None:
     assert {"vllm::mamba_mixer2", "vllm::short_conv"} <= set(CompilationConfig._attention_ops)
 
 
+def test_olmo_hybrid_is_refused_by_name() -> None:
+    layer = gdn._olmo_class(cpu=False)
+    assert (
+        layer.refusal(layer.__new__(layer)) == "OLMo-Hybrid's gated delta net on this platform (served: CPU)"
+    )
+    assert gdn._olmo_class(cpu=True).__name__ == "HypicCPUOlmoDeltaNet"
+    assert "vllm::olmo_hybrid_gdn_full_forward" in CompilationConfig._attention_ops
+
+
 def test_the_stock_operator_calls_the_method_that_is_ours() -> None:
     """So a graph that stock vLLM compiled reaches our core, too."""
     from vllm.forward_context import ForwardContext, override_forward_context

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments, save_mamba2_model, save_short_conv_model
+from oracle import random_segments, save_mamba2_model, save_olmo_model, save_short_conv_model
 from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
+from vllm_hypic.patches import cpu_olmo_recurrence
 from vllm_hypic.segment_parallel.sender import Sender
 
 from . import test_transfer
@@ -29,15 +30,17 @@ pytestmark = pytest.mark.slow
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
 COMPOSED = Ask(prompt(FIRST, SECOND, THIRD, lead=LEAD, query=QUERY))
-FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
 class Family:
-    """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get."""
+    """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get;
+    ``mended``: a patch without which a stock engine does not run it."""
 
     save: Callable[[Path], Any]
     blocks: int
+    mended: Callable[[], None] | None = None
 
 
 FAMILIES = {
@@ -45,6 +48,9 @@ FAMILIES = {
         partial(save_short_conv_model, layer_types=["conv", "conv", FULL, "conv", FULL]), 26
     ),
     "mamba2": Family(partial(save_mamba2_model, name="NemotronH"), 26),
+    "olmo": Family(
+        partial(save_olmo_model, layer_types=[LINEAR, FULL, LINEAR, FULL]), 26, cpu_olmo_recurrence.apply
+    ),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),
     "shared-kv": Family(partial(save_shared_kv_model, name="Gemma3nText", window=40), 32),
 }
@@ -65,7 +71,7 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory, engine_logs:
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
     asks = mixed_asks(seed=3)
     args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": family.blocks}
-    with start_engine(model, hypic=False, **args) as engine:
+    with start_engine(model, hypic=False, mended=family.mended, **args) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
     with start_engine(model, dtype="float32") as engine:
         units = engine.call(pool_unit_bytes)

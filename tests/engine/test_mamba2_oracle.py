@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Mamba2Oracle, save_mamba2_model
+from oracle import Mamba2Oracle, Oracle, save_mamba2_model
 from oracle.mamba2_models import ARCHITECTURES
 
 from .conftest import EngineFactory
@@ -34,7 +34,7 @@ class Judged:
 
     name: str
     engine: Engine
-    oracle: Mamba2Oracle
+    oracle: Oracle
     bound: float
 
     def ours(self, ask: Ask) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from oracle import save_olmo_model
 
 from benchmarks.__main__ import main
 from vllm_hypic.harness import engine_calls, random_models
@@ -159,6 +160,15 @@ def test_stock_engines_are_mended(tmp_path: Path) -> None:
     engine = Engine(EngineSettings(model, threads=1, eager=True, kv_gib=0.25), 1024, hypic=False)
     with running(engine):
         assert engine.described["prefix_caching"]
+        assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
+
+
+@pytest.mark.slow
+def test_stock_engines_run_olmo_hybrid(tmp_path: Path) -> None:
+    """vLLM has no recurrence of its layers on CPU."""
+    save_olmo_model(tmp_path, layer_types=["linear_attention", "full_attention"])
+    settings = EngineSettings(tmp_path, threads=1, eager=True, kv_gib=0.25)
+    with running(engine := Engine(settings, 1024, hypic=False)):
         assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
 
 

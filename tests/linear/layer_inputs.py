@@ -26,6 +26,7 @@ class Shape:
     V: int
     taps: int = 4
     bias: bool = True
+    largest_beta: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -75,6 +76,7 @@ class Layer:
             step + torch.log(-torch.expm1(-step)),
             s.key_heads,
             1e-5,
+            s.largest_beta,
         )
         rows = tokens + 2 * PAD
         mixed, a, b = normal(rows, s.channels), 0.5 * normal(rows, s.heads), normal(rows, s.heads)

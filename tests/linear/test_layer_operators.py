@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, native, reference
+from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, choose, limits, native, reference
 from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
@@ -47,6 +47,7 @@ SHAPES = [
     Shape(1, 3, 64, 80),
     Shape(2, 2, 16, 128, taps=2),
     Shape(2, 4, 128, 128),
+    Shape(1, 2, 96, 192, bias=False, largest_beta=2.0),
 ]
 
 MODULES = pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
@@ -427,8 +428,20 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
 def test_the_operators_can_be_traced() -> None:
     layer = Layer.make(Shape(1, 2, 16, 16), 20)
     w, c, r = layer.weights, layer.caches, layer.records
-    common = (layer.x.mixed, layer.x.a, layer.x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads, w.eps)
-    common = (*common, c.slots, c.conv, c.state, layer.out, r.state, r.conv_tail, r.transitions, r.block_of)
+    common = (layer.x.mixed, layer.x.a, layer.x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads)
+    common = (
+        *common,
+        w.eps,
+        w.largest_beta,
+        c.slots,
+        c.conv,
+        c.state,
+        layer.out,
+        r.state,
+        r.conv_tail,
+        r.transitions,
+        r.block_of,
+    )
     k = layer.carries[0]
     rows = segment_program([Segment(0, 0, 20, 8, 20, 1)])
     arguments = (*common, rows, [k.transition], [k.head], [k.alive], DEAD_BELOW)
@@ -436,6 +449,14 @@ def test_the_operators_can_be_traced() -> None:
     torch.library.opcheck(torch.ops.vllm_hypic.gdn_segments, arguments, test_utils=tests)
     rows, ops = compose_program([(0, False, [(0, 5, 1, ADD), (5, 3, -1, NONE)])])
     torch.library.opcheck(torch.ops.vllm_hypic.gdn_compose, (*common, rows, ops), test_utils=tests)
+
+
+def test_triton_kernels_refuse_writes_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.limits, "refuses", lambda *_: None)  # as on a GPU that has all it takes
+    layer = Layer.make(Shape(1, 2, 16, 16), 4)
+    assert limits.refuses(layer.weights, layer.caches) is None
+    strong = replace(layer.weights, largest_beta=2.0)
+    assert limits.refuses(strong, layer.caches) == "write strengths up to 2, not 1"
 
 
 def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:

@@ -5,6 +5,7 @@ from .mamba2 import Mamba2Oracle
 from .mamba2_models import save_mamba2_model
 from .masked import MaskedOracle
 from .models import random_segments, save_attention_model, save_hybrid_model, save_short_conv_model
+from .olmo import OlmoOracle, save_olmo_model
 from .oracle import FAULTS, Oracle
 from .short_conv import ShortConvOracle
 
@@ -13,11 +14,13 @@ __all__ = [
     "Gemma2Oracle",
     "Mamba2Oracle",
     "MaskedOracle",
+    "OlmoOracle",
     "Oracle",
     "ShortConvOracle",
     "random_segments",
     "save_attention_model",
     "save_hybrid_model",
     "save_mamba2_model",
+    "save_olmo_model",
     "save_short_conv_model",
 ]

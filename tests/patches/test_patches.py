@@ -13,9 +13,11 @@ from vllm_hypic.patches.signature import PatchError, require_parameters
 APPLIED_TWICE = """
 import vllm_hypic
 from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba2_checkpoints, cpu_one_token_conv
+from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
 from vllm_hypic.patches import cpu_rope_heads, engine_args, engine_inbox, engine_stop, request_check
 plain = (backend_name, cpu_backend_choice, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads,
-         engine_args, engine_inbox, engine_stop, request_check)
+         cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_inbox, engine_stop,
+         request_check)
 for patch in 2 * plain:
     patch.apply()
 
@@ -103,6 +105,48 @@ cpu_mamba2_checkpoints.apply()
 assert promised() == 0
 """
 
+OLMO = """
+import torch
+import vllm._custom_ops
+from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
+from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
+
+def fails(call, kind):
+    try:
+        call()
+    except kind:
+        return True
+    return False
+
+def loaded():
+    # The second of two ranks: of parts with 2, 2 and 4 channels it has the second halves.
+    weight = torch.nn.Parameter(torch.zeros(4, 1, 3))
+    loader = olmo._make_fused_conv1d_weight_loader([2, 2, 4], 2, 1)
+    for part, channels in enumerate([2, 2, 4]):
+        given = (10 * part + torch.arange(channels)).float()[:, None].expand(channels, 3).clone()
+        given.shard_id = part
+        loader(weight, given)
+    return weight[:, 0, 0].tolist()
+
+def recurrence():
+    gate = torch.zeros(1, 2)
+    return olmo.fused_olmo_hybrid_gdn_gating(gate[0], gate, gate, gate[0])
+
+allocator = lambda: olmo.set_triton_allocator(torch.device("cpu"))
+told = "vLLM has mended it: drop the patch"
+assert fails(allocator, AttributeError), told
+cpu_olmo_allocator.apply()
+allocator()
+assert fails(loaded, TypeError), told
+olmo_conv_loader.apply()
+assert loaded() == [1, 11, 22, 23]
+assert fails(recurrence, TypeError), told
+cpu_olmo_recurrence.apply()
+from vllm.model_executor.custom_op import op_registry_oot
+ours = op_registry_oot["OlmoHybridGatedDeltaNetAttention"]
+assert ours._forward_core is not olmo.OlmoHybridGatedDeltaNetAttention._forward_core
+"""
+
 
 without_kernel = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM has this kernel for CPUs with AVX512-BF16 only"
@@ -115,6 +159,7 @@ without_kernel = pytest.mark.skipif(
         pytest.param(APPLIED_TWICE, id="applied-twice"),
         pytest.param(ROPE_HEADS, id="rope-by-heads"),
         pytest.param(CHECKPOINTS, id="mamba2-checkpoints"),
+        pytest.param(OLMO, id="olmo"),
         pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),
     ],
 )

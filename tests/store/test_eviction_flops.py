@@ -66,6 +66,15 @@ def test_gdn_and_gated_attention_are_those_of_qwen3_5():
     assert flops.per_token == pytest.approx(products(model.layers) + states, rel=1e-9)
 
 
+def test_olmo_hybrid_has_that_layer_beside_attention_without_a_gate():
+    fields: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": TYPES, "pad_token_id": 0}
+    config, model = meta("OlmoHybrid", intermediate_size=224, **fields, **LINEAR)
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
+    assert isinstance(flops.linear, GatedDelta) and not flops.attention.gated
+    states = 3 * 7 * 6 * 32 * 16
+    assert flops.per_token == pytest.approx(products(model.layers) + states, rel=1e-9)
+
+
 def test_experts_are_those_of_qwen3_5_moe():
     config, model = meta(
         "Qwen3_5MoeText",

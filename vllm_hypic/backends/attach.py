@@ -70,7 +70,7 @@ def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
             f"served: {', '.join(sorted(served))})"
         )
     if isinstance(layer, MambaBase):
-        return f"linear attention {kind} (supported: {', '.join(family.stock for family in FAMILIES)})"
+        return f"linear attention {kind} (supported: {', '.join(s for f in FAMILIES for s in f.stock)})"
     impl = getattr(layer, "impl", None)
     if isinstance(impl, PublicAttention):
         return impl.refusal()

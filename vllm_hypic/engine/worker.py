@@ -111,7 +111,10 @@ class HypicWorker(WorkerBase):
         """Replace vLLM's layers by ours, before the model is built."""
         from ..backends.linear.base import register_families
         from ..backends.rope import register_rope_taps
+        from ..patches import cpu_olmo_allocator, olmo_conv_loader
 
+        cpu_olmo_allocator.apply()
+        olmo_conv_loader.apply()
         register_families()
         register_rope_taps()
 

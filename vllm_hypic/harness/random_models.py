@@ -172,7 +172,8 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
         elif weight.dim() == 2:
             # Keep the variance, but let gates move by half as much, and damp the branches whose output is
             # normalised or local: attention averages its values, and would be drowned by them.
-            scale = {"in_proj_a": 0.5, "in_proj_b": 0.5, "down_proj": 0.4, "out_proj": 0.4}.get(owner, 1.0)
+            damped = {"in_proj_a": 0.5, "in_proj_b": 0.5, "a_proj": 0.5, "down_proj": 0.4, "out_proj": 0.4}
+            scale = damped.get(owner, 1.0)
             weight.normal_(0, scale / weight.shape[1] ** 0.5, generator=rng)
         else:  # norms: near identity, but for sharper attention scores
             center = 1.0 if owner == "norm" and "linear_attn" in name else norm_center

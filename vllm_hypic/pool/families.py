@@ -18,17 +18,17 @@ class LinearFamily:
     """A family as vLLM knows it, and where its layers are.
 
     ``name``: as messages call it; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
-    ``geometry``: what records hold of a layer; ``stock``: vLLM's layer class; ``module``: where ``register``
-    replaces that class by ours; ``architectures``: vLLM's model classes that were served with these layers.
-    Others may use the very class and keep more beside it that nobody composes (Qwen4Exp: convolutions over
-    n-grams, sparse attention), so they are refused.  No class is in two rows: a model's layers are of one
-    family.
+    ``geometry``: what records hold of a layer; ``stock``: vLLM's layer classes; ``module``: where
+    ``register`` replaces these by ours; ``architectures``: vLLM's model classes that were served with these
+    layers.  Others may use the very class and keep more beside it that nobody composes (Qwen4Exp:
+    convolutions over n-grams, sparse attention), so they are refused.  No class is in two rows: a model's
+    layers are of one family.
     """
 
     name: str
     mamba_type: str
     geometry: type[StateGeometry]
-    stock: str
+    stock: tuple[str, ...]
     module: str
     architectures: frozenset[str]
 
@@ -37,13 +37,14 @@ GATED_DELTA_NET = LinearFamily(
     name="gated delta net",
     mamba_type="GDN_ATTN",
     geometry=LinearGeometry,
-    stock="QwenGatedDeltaNetAttention",
+    stock=("QwenGatedDeltaNetAttention", "OlmoHybridGatedDeltaNetAttention"),
     module="vllm_hypic.backends.linear.gdn",
     architectures=frozenset(
         {
             "Qwen3NextForCausalLM",
             *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
             *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+            "OlmoHybridForCausalLM",
         }
     ),
 )
@@ -51,7 +52,7 @@ SHORT_CONVOLUTION = LinearFamily(
     name="short convolution",
     mamba_type="SHORT_CONV",
     geometry=ConvGeometry,
-    stock="ShortConv",
+    stock=("ShortConv",),
     module="vllm_hypic.backends.linear.short_conv",
     architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}),
 )
@@ -59,7 +60,7 @@ MAMBA2 = LinearFamily(
     name="Mamba2",
     mamba_type="MAMBA2",
     geometry=DecayGeometry,
-    stock="MambaMixer2",
+    stock=("MambaMixer2",),
     module="vllm_hypic.backends.linear.mamba2",
     architectures=frozenset(
         {

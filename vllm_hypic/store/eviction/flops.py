@@ -143,8 +143,8 @@ class FlopModel:
 
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
-        """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next, LFM2,
-        Nemotron-H, Granite 4, Falcon-H1 and Zamba2 use.
+        """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
+        OLMo-Hybrid, LFM2, Nemotron-H, Granite 4, Falcon-H1 and Zamba2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -154,12 +154,13 @@ class FlopModel:
         hidden = _number(text_config, 4096, "hidden_size", "d_model", "n_embd")
         heads = _number(text_config, max(1, hidden // 128), "num_attention_heads", "n_head")
         linear = _linear(text_config, hidden, max(1, hidden // heads))
+        olmo = hasattr(text_config, "linear_allow_neg_eigval")
         attention = Attention(
             heads=heads,
             kv_heads=_number(text_config, heads, "num_key_value_heads"),
             head_size=_number(text_config, max(1, hidden // heads), "head_dim", "attention_head_dim"),
-            # Qwen3-Next and Qwen3.5 gate the output and do not say so.
-            gated=bool(getattr(text_config, "attn_output_gate", isinstance(linear, GatedDelta))),
+            # Qwen3-Next and Qwen3.5 gate the output and do not say so; OLMo-Hybrid does not gate it.
+            gated=bool(getattr(text_config, "attn_output_gate", isinstance(linear, GatedDelta) and not olmo)),
         )
         mlp = _mlp(text_config, hidden)
         return cls(hidden, attention_layers, linear_layers, attention, linear, mlp)

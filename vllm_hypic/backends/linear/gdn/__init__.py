@@ -1,21 +1,32 @@
-"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms)."""
+"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms; on CPU OLMo-Hybrid)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .base import HypicGatedDeltaNet
+    from .base import DeltaNet, HypicGatedDeltaNet
 
 
 def register() -> None:
-    """Replace vLLM's GDN layer by ours for this platform.  May run any number of times."""
+    """Replace vLLM's GDN layers by ours for this platform.  May run any number of times."""
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.platforms import current_platform
 
     from ..base import replace_layer
 
     replace_layer(QwenGatedDeltaNetAttention, lambda: _layer_class(cuda=current_platform.is_cuda()))
+    register_olmo()
+
+
+def register_olmo() -> None:
+    """Replace OLMo-Hybrid's alone, of which vLLM has no recurrence on CPU."""
+    from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
+    from vllm.platforms import current_platform
+
+    from ..base import replace_layer
+
+    replace_layer(OlmoHybridGatedDeltaNetAttention, lambda: _olmo_class(cpu=current_platform.is_cpu()))
 
 
 def _layer_class(*, cuda: bool) -> type[HypicGatedDeltaNet]:
@@ -26,3 +37,9 @@ def _layer_class(*, cuda: bool) -> type[HypicGatedDeltaNet]:
     from .cpu import HypicCPUGatedDeltaNet
 
     return HypicCPUGatedDeltaNet
+
+
+def _olmo_class(*, cpu: bool) -> type[DeltaNet]:
+    from .olmo import HypicCPUOlmoDeltaNet, HypicOlmoDeltaNet
+
+    return HypicCPUOlmoDeltaNet if cpu else HypicOlmoDeltaNet

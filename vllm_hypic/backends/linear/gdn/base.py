@@ -1,6 +1,8 @@
-"""Gated DeltaNet under PIC (Qwen3-Next, Qwen3.5 and their MoE forms): what all platforms share."""
+"""Gated DeltaNet under PIC: what all platforms and both of vLLM's layers share."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -19,10 +21,22 @@ _CHUNK = 64
 _FLOAT = torch.float32.itemsize
 
 
-class HypicGatedDeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry], QwenGatedDeltaNetAttention):
-    """Stock layer plus capture and composition: ``gdn_segments`` and ``gdn_compose``."""
+class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
+    """Mixin before one of vLLM's layers: capture and composition by ``gdn_segments`` and ``gdn_compose``."""
 
     family = GATED_DELTA_NET
+
+    if TYPE_CHECKING:  # vLLM's
+        num_k_heads: int
+        num_v_heads: int
+        head_k_dim: int
+        head_v_dim: int
+        conv_dim: int
+        tp_size: int
+        conv1d: Any
+        A_log: torch.Tensor
+        dt_bias: torch.Tensor
+        kv_cache: tuple[torch.Tensor, torch.Tensor]
 
     def core(self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor) -> None:
         """Recurrence of the whole batch into ``core [n, Hv, V]``, captured and composed as the step says."""
@@ -50,3 +64,23 @@ class HypicGatedDeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry], Qwe
         """What the interiors that are cut here carry."""
         state = self.records(runtime).state
         return self.carried(segments, lambda: gated_delta.Carry.beside(state))
+
+    def weights(self) -> gated_delta.Weights:
+        """The layer's constants as the operators take them, made anew."""
+        return gated_delta.Weights.prepare(
+            self.conv_weight(),
+            self.conv1d.bias,
+            self.A_log,
+            self.dt_bias,
+            self.num_k_heads // self.tp_size,
+            gated_delta.l2_eps(self.A_log.device),
+        )
+
+    def conv_weight(self) -> torch.Tensor:
+        """Depthwise weights ``[conv_dim, k]``."""
+        weight: torch.Tensor = self.conv1d.weight
+        return weight.view(weight.size(0), weight.size(-1))
+
+
+class HypicGatedDeltaNet(DeltaNet, QwenGatedDeltaNetAttention):
+    """The layer of Qwen3-Next, Qwen3.5 and their MoE forms."""

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from ...ops import gated_delta
 from ..layout import Composed, Segments, StockRows
-from .base import HypicGatedDeltaNet
+from .base import DeltaNet, HypicGatedDeltaNet
 
 if TYPE_CHECKING:
     from ....pool.runtime import HypicRuntime
@@ -27,34 +27,10 @@ if TYPE_CHECKING:
     from ....pool.tensors import LinearRecords
 
 
-class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
-    """vLLM's CPU layer plus capture and composition."""
+class CPUDeltaNet(DeltaNet):
+    """Mixin before one of vLLM's layers: capture and composition on CPU."""
 
     _views: _Views | None = None
-
-    def refusal(self) -> str | None:
-        # Stock code says so only when the first plain request runs, and ends the engine.
-        dtype = self.conv1d.weight.dtype
-        if dtype == torch.bfloat16:
-            return None
-        return f"{dtype} (vLLM's CPU layer takes bfloat16 alone: choose another --dtype)"
-
-    def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The stock method, but for the core operator: opaque to the compiler, it looks at the step at run
-        time."""
-        mixed_qkv, z, b, a = self._project(hidden_states)
-        core = torch.zeros(
-            (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),
-            dtype=hidden_states.dtype,
-            device=hidden_states.device,
-        )
-        torch.ops.vllm.hypic_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
-        return self._output_projection(core, z)
-
-    def stock_core(
-        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
-    ) -> None:
-        cpu_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
 
     def run_segments(
         self,
@@ -115,6 +91,39 @@ class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
             self._views = _Views(self)
         return self._views
 
+    def conv_weight(self) -> torch.Tensor:
+        """Depthwise weights ``[conv_dim, k]``; vLLM packs its own copy in place on AVX512-BF16."""
+        unpacked: torch.Tensor | None = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
+        return super().conv_weight() if unpacked is None else unpacked
+
+
+class HypicCPUGatedDeltaNet(CPUDeltaNet, HypicGatedDeltaNet):
+    """vLLM's CPU layer of Qwen's models plus capture and composition."""
+
+    def refusal(self) -> str | None:
+        # Stock code says so only when the first plain request runs, and ends the engine.
+        dtype = self.conv1d.weight.dtype
+        if dtype == torch.bfloat16:
+            return None
+        return f"{dtype} (vLLM's CPU layer takes bfloat16 alone: choose another --dtype)"
+
+    def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The stock method, but for the core operator: opaque to the compiler, it looks at the step at run
+        time."""
+        mixed_qkv, z, b, a = self._project(hidden_states)
+        core = torch.zeros(
+            (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
+        )
+        torch.ops.vllm.hypic_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
+        return self._output_projection(core, z)
+
+    def stock_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
+    ) -> None:
+        cpu_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
+
     def _project(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,30 +139,17 @@ class HypicCPUGatedDeltaNet(HypicGatedDeltaNet):
         b, a = ba.chunk(2, dim=-1)
         return mixed_qkv, z.reshape(z.size(0), -1, self.head_v_dim), b, a
 
-    def conv_weight(self) -> torch.Tensor:
-        """Depthwise weights ``[conv_dim, k]``; vLLM packs its own copy in place on AVX512-BF16."""
-        unpacked = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
-        weight = self.conv1d.weight if unpacked is None else unpacked
-        return weight.view(weight.size(0), weight.size(-1))
-
 
 class _Views:
     """A layer's constants and caches as our operators take them, and the operators that serve it."""
 
-    def __init__(self, layer: HypicCPUGatedDeltaNet) -> None:
+    def __init__(self, layer: CPUDeltaNet) -> None:
         conv, state = layer.kv_cache
         self.of = conv
         self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
         # The CPU operator stores [Hv, K, V] in a buffer labelled [Hv, V, K].
         self.state = state.view(state.size(0), state.size(1), state.size(3), state.size(2))
-        self.weights = gated_delta.Weights.prepare(
-            layer.conv_weight(),
-            layer.conv1d.bias,
-            layer.A_log,
-            layer.dt_bias,
-            layer.num_k_heads // layer.tp_size,
-            gated_delta.l2_eps(conv.device),
-        )
+        self.weights = layer.weights()
         nowhere = torch.zeros(0, dtype=torch.int32, device=conv.device)
         self.ops = gated_delta.choose(self.weights, self.caches(nowhere))
         self.refusal = gated_delta.refuses(self.weights, self.caches(nowhere))

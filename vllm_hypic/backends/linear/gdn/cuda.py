@@ -163,15 +163,7 @@ class _Views:
         self.of = conv
         self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
         self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
-        weight = layer.conv1d.weight
-        self.weights = gated_delta.Weights.prepare(
-            weight.view(weight.size(0), weight.size(-1)),
-            layer.conv1d.bias,
-            layer.A_log,
-            layer.dt_bias,
-            layer.num_k_heads // layer.tp_size,
-            gated_delta.l2_eps(conv.device),
-        )
+        self.weights = layer.weights()
 
     def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
         return gated_delta.Caches(slots, self.conv, self.state)

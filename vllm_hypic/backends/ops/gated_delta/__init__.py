@@ -9,7 +9,8 @@ Per value head the state S [K, V] follows, token by token,
 
 with k_t and q_t l2-normalised over K and q_t scaled by K^-1/2. A run of tokens is therefore the affine map
 S_after = T S_before + S_zero with T [K, K] the product of the per-token factors. q, k and v are SiLU of a
-causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b).
+causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b), or
+twice that (`largest_beta`): up to 2 no factor's norm exceeds 1.
 
 Two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
 `triton.operators` (CUDA); `arguments` and `ops.program` say what they take, `linear_layer.triton.plan` how

@@ -21,6 +21,7 @@ class Weights:
     rate      [Hv]              -exp(A_log)
     dt_bias   [Hv]
     eps       of the l2 norm, see `l2_eps`
+    largest_beta    of sigmoid(b): beta is this times it, at most 2
     """
 
     weight: Tensor
@@ -29,10 +30,17 @@ class Weights:
     dt_bias: Tensor
     key_heads: int
     eps: float
+    largest_beta: float = 1.0
 
     @staticmethod
     def prepare(
-        weight: Tensor, bias: Tensor | None, A_log: Tensor, dt_bias: Tensor, key_heads: int, eps: float
+        weight: Tensor,
+        bias: Tensor | None,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        key_heads: int,
+        eps: float,
+        largest_beta: float = 1.0,
     ) -> Weights:
         """Weights from the model's parameters; its convolution's weight is [channels, taps]."""
         return Weights(
@@ -42,6 +50,7 @@ class Weights:
             dt_bias.detach().float().contiguous(),
             key_heads,
             eps,
+            largest_beta,
         )
 
 

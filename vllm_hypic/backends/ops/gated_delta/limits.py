@@ -12,6 +12,8 @@ def refuses(weights: Weights, caches: Caches) -> str | None:
     """Why the Triton operators do not serve such a layer, or `None`: they do."""
     if reason := limits.refuses(len(weights.weight), caches.conv, caches.state):
         return reason
+    if weights.largest_beta != 1:
+        return f"write strengths up to {weights.largest_beta:g}, not 1"
     heads, K, V = caches.state.shape[1:]
     if K not in HEAD_SIZES or V not in HEAD_SIZES:
         return f"head sizes {K} and {V}, not among {', '.join(map(str, HEAD_SIZES))}"

@@ -1,0 +1,145 @@
+"""The oracle of OLMo-Hybrid: Qwen3.5's delta net with `beta = 2 sigmoid(b)`, other norms, rotation or none.
+
+Linear layers are normalised before each branch, attention layers behind it; q and k are normalised over all
+heads together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_hypic.harness.random_models import SPECIAL_IDS, save_model
+
+from .faults import ATTENTION_FAULTS
+from .oracle import DeltaInputs, LinearState, Oracle, rms_norm
+from .stream import Stream
+
+ROTATION_FAULTS = {"wrong_rotation", "rotated_twice", "stream_positions", "separator_positions"}
+assert ATTENTION_FAULTS.keys() >= ROTATION_FAULTS
+FUSED = {"in_proj_qkv": ("q_proj", "k_proj", "v_proj"), "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d")}
+NAMES = {
+    "g_proj": "in_proj_z",
+    "b_proj": "in_proj_b",
+    "a_proj": "in_proj_a",
+    "o_norm": "norm",
+    "o_proj": "out_proj",
+}
+"""Of a linear layer's weights, as Qwen3.5 calls them."""
+
+
+class OlmoOracle(Oracle):
+    """Position-independent caching of an OLMo-Hybrid checkpoint, by definition.
+
+    `largest_beta`: 2 where the configuration allows negative eigenvalues.
+    """
+
+    model_types = ("olmo_hybrid",)
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
+        super().__init__(model_dir, dtype)
+        self.largest_beta = 2.0 if self.config["linear_allow_neg_eigval"] else 1.0
+        self.eps = 1e-5  # of the linear layers' gated norm
+        for index, kind in enumerate(self.layer_types):
+            name = f"layers.{index}.linear_attn"
+            if kind != "linear_attention":
+                continue
+            for fused, parts in FUSED.items():
+                weights = [self._weights.pop(f"{name}.{part}.weight") for part in parts]
+                self._weights[f"{name}.{fused}.weight"] = torch.cat(weights)
+            for theirs, ours in NAMES.items():
+                self._weights[f"{name}.{ours}.weight"] = self._weights.pop(f"{name}.{theirs}.weight")
+
+    def faults(self) -> list[str]:
+        """Without rotation, those of rotation do not show."""
+        unseen = set() if len(self.inv_freq) else ROTATION_FAULTS
+        return [fault for fault in super().faults() if fault not in unseen]
+
+    @staticmethod
+    def _understood(config: dict[str, Any]) -> dict[str, Any]:
+        return config | {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
+
+    def _inverse_frequencies(self) -> Tensor:
+        if self.config["rope_parameters"]["rope_theta"] is None:
+            return torch.zeros(0, dtype=torch.float64)
+        return super()._inverse_frequencies()
+
+    def _forward(
+        self, stream: Stream, fault: str | None = None, compose_T: bool = True, keep: list | None = None
+    ) -> tuple[Tensor, list[LinearState | None]]:
+        x = self._weights["embed_tokens.weight"][list(stream.tokens)]
+        states: list[LinearState | None] = []
+        for index, kind in enumerate(self.layer_types):
+            layer = f"layers.{index}"
+            if kind == "linear_attention":
+                y = self._norm(x, f"{layer}.input_layernorm")
+                y, rows, state = self._delta_net(index, y, stream, fault, compose_T)
+                x = x + y
+                x = x + self._mlp(index, self._norm(x, f"{layer}.post_attention_layernorm"))
+            else:
+                (y, rows), state = self._attention(index, x, stream, fault), None
+                x = x + self._norm(y, f"{layer}.post_attention_layernorm")
+                x = x + self._norm(self._mlp(index, x), f"{layer}.post_feedforward_layernorm")
+            states.append(state)
+            if keep is not None:
+                keep.append(rows)
+        return self._norm(x, "norm"), states
+
+    def _delta_inputs(self, qkv: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
+        return super()._delta_inputs(qkv, g, self.largest_beta * beta)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        """Of q and k `[n, H, D]` over all heads."""
+        weight, eps = self._weights[f"{name}.weight"], self.config["rms_norm_eps"]
+        return rms_norm(x.flatten(1), weight, eps).view_as(x)
+
+
+def save_olmo_model(
+    path: str | Path,
+    *,
+    layer_types: list[str],
+    rope_theta: float | None = 10000.0,
+    silent: bool = False,
+    seed: int = 0,
+) -> Path:
+    """A random OLMo-Hybrid in float32: in linear layers two key heads and four value heads of 48 x 96.
+
+    `rope_theta=None`: without rotation; `silent`: attention layers, of which it must have one, add nothing.
+    """
+    from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
+
+    key_heads, heads, K, V = 2, 4, 48, 96
+    config = OlmoHybridConfig(
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        hidden_size=256,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=K,
+        linear_value_head_dim=V,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        vocab_size=512,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        **SPECIAL_IDS,
+    )
+    model = OlmoHybridForCausalLM(config)
+    folder = save_model(model, Path(path), torch.float32, seed, norm_center=1.0)
+    # Under the names that vLLM's loader knows; transformers would cut a convolution into three equal parts.
+    weights = model.state_dict()
+    for index in [i for i, kind in enumerate(layer_types) if silent and kind == "full_attention"]:
+        for norm in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            weights[f"model.layers.{index}.{norm}.weight"].zero_()
+    for name in [name for name in weights if name.endswith(".conv1d.weight")]:
+        parts = weights.pop(name).split([key_heads * K, key_heads * K, heads * V])
+        for part, weight in zip("qkv", parts, strict=True):
+            weights[name.replace(".conv1d", f".{part}_conv1d")] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,44 @@
+"""Patch: OLMo-Hybrid's convolutions load.
+
+Target: ``vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn._make_fused_conv1d_weight_loader``.
+Why: a checkpoint has three convolutions and the layer one.  vLLM's loader says which part a tensor is by its
+attribute ``shard_id``; the loader that is made here waits for an argument instead and fails without.
+Until: vLLM's pull request 55858.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from .signature import require_parameters
+
+
+def apply() -> None:
+    """Idempotent."""
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+
+    stock = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "dims", "tp_size", "tp_rank")
+
+    @wraps(stock)
+    def make_loader(*args: Any) -> Callable[..., None]:
+        load = stock(*args)
+        require_parameters(load, "param", "loaded_weight", "loaded_shard_id")
+
+        def weight_loader(
+            param: Any, loaded_weight: torch.Tensor, loaded_shard_id: int | None = None
+        ) -> None:
+            if loaded_shard_id is None:
+                loaded_shard_id = loaded_weight.shard_id
+            load(param, loaded_weight, loaded_shard_id)
+
+        return weight_loader
+
+    make_loader._hypic = True  # type: ignore[attr-defined]
+    olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = make_loader
