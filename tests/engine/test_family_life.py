@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments, save_mamba2_model, save_short_conv_model
+from oracle import random_segments, save_mamba1_model, save_mamba2_model, save_short_conv_model
 from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
+from vllm_hypic.patches import cpu_mamba1
 from vllm_hypic.segment_parallel.sender import Sender
 
 from . import test_transfer
@@ -34,10 +35,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get."""
+    """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get;
+    ``mended``: without it stock vLLM does not run the model."""
 
     save: Callable[[Path], Any]
     blocks: int
+    mended: Callable[[], None] | None = None
 
 
 FAMILIES = {
@@ -45,6 +48,8 @@ FAMILIES = {
         partial(save_short_conv_model, layer_types=["conv", "conv", FULL, "conv", FULL]), 26
     ),
     "mamba2": Family(partial(save_mamba2_model, name="NemotronH"), 26),
+    "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
+    "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),
     "shared-kv": Family(partial(save_shared_kv_model, name="Gemma3nText", window=40), 32),
 }
@@ -65,7 +70,7 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory, engine_logs:
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
     asks = mixed_asks(seed=3)
     args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": family.blocks}
-    with start_engine(model, hypic=False, **args) as engine:
+    with start_engine(model, hypic=False, mended=family.mended, **args) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
     with start_engine(model, dtype="float32") as engine:
         units = engine.call(pool_unit_bytes)
