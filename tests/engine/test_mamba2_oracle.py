@@ -103,7 +103,8 @@ def test_islands(judged: Judged, seam: int) -> None:
     layout = {"head": seam, "tail": seam, "islands": islands, "island_runs": judged.engine.call(island_runs)}
     error = partial(judged.error, ours, query=query, **layout)
     assert error() <= judged.bound
-    for fault in ("island_counted_twice", "island_in_states"):
+    attends = "full_attention" in judged.oracle.layer_types
+    for fault in ("island_counted_twice", "island_in_states") if attends else ("island_in_states",):
         assert error(fault=fault) > 20 * judged.bound, fault
 
 

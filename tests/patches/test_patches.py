@@ -113,7 +113,7 @@ from vllm_hypic.patches import cpu_mamba1
 
 torch.manual_seed(0)
 rows, channels, N = 9, 32, 16
-x, dt, z = (torch.randn(channels, rows) for _ in range(3))
+x, dt, z = (torch.randn(rows, channels).t() for _ in range(3))  # as the layer has them
 B, C = (torch.randn(N, rows) for _ in range(2))
 A, D, bias = -torch.rand(channels, N), torch.randn(channels), torch.randn(channels)
 
