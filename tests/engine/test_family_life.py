@@ -36,11 +36,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 @dataclass(frozen=True)
 class Family:
     """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get;
-    ``mended``: without it stock vLLM does not run the model."""
+    ``mended``: without it stock vLLM does not run the model; ``grows``: requests take more blocks as they go
+    on, so some are preempted."""
 
     save: Callable[[Path], Any]
     blocks: int
     mended: Callable[[], None] | None = None
+    grows: bool = True
 
 
 FAMILIES = {
@@ -49,7 +51,7 @@ FAMILIES = {
     ),
     "mamba2": Family(partial(save_mamba2_model, name="NemotronH"), 26),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
-    "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply),
+    "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),
     "shared-kv": Family(partial(save_shared_kv_model, name="Gemma3nText", window=40), 32),
 }
@@ -77,7 +79,7 @@ def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, mode
     with start_engine(model, options=tight_options(units), **args) as engine:
         ours, counted = measure(engine, asks), engine.call(metrics)
         left = engine.call(audit)
-    assert counted["vllm:num_preemptions"] > 0 and counted["vllm:hypic_evictions"] > 0
+    assert (counted["vllm:num_preemptions"] > 0) == family.grows and counted["vllm:hypic_evictions"] > 0
     assert counted["vllm:hypic_segments_hit"] > 0 and left.clean
     assert ours.first_max <= NOISE_FACTOR * stock.first_max + MAX_FLOOR, (ours, stock)
 

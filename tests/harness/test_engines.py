@@ -158,7 +158,10 @@ GRANITE = SIZES["150m-mamba2"].shape["fields"]
     ("name", "fields"),
     [
         ("GraniteMoeHybrid", GRANITE | {"layer_types": GRANITE["layer_types"][:4]}),
-        ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}),
+        (
+            "Jamba",
+            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
+        ),
     ],
 )
 def test_stock_engines_are_mended(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
