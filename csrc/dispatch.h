@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gated_delta.h"
+#include "mamba1.h"
 #include "mamba2.h"
 #include "span_attention.h"
 
@@ -11,6 +12,7 @@ struct Kernels {
   const char* name;
   SpanKernels span;
   GdnKernels gdn;
+  Mamba1Kernels mamba1;
   Mamba2Kernels mamba2;
 };
 

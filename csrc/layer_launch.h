@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "program.h"
+#include "state_type.h"
 
 namespace hypic {
 
@@ -22,6 +23,15 @@ inline bool packed_inside(const Tensor& t) { return t.numel() == 0 || t[0].is_co
 inline void check_float(const Tensor& t, at::IntArrayRef shape, const char* name) {
   TORCH_CHECK_VALUE(t.sizes() == shape, name, " is ", t.sizes(), ", expected ", shape);
   TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat && t.is_contiguous(), name, " must be contiguous float32");
+}
+
+inline StateType state_type_of(const Tensor& state) {
+  switch (state.scalar_type()) {
+    case at::kFloat: return StateType::f32;
+    case at::kBFloat16: return StateType::bf16;
+    case at::kHalf: return StateType::f16;
+    default: TORCH_CHECK_TYPE(false, "state is ", state.scalar_type(), ": expected float32, bfloat16 or float16");
+  }
 }
 
 template <class Row>

@@ -13,15 +13,6 @@
 namespace hypic {
 namespace {
 
-StateType type_of(const Tensor& state) {
-  switch (state.scalar_type()) {
-    case at::kFloat: return StateType::f32;
-    case at::kBFloat16: return StateType::bf16;
-    case at::kHalf: return StateType::f16;
-    default: TORCH_CHECK_TYPE(false, "state is ", state.scalar_type(), ": expected float32, bfloat16 or float16");
-  }
-}
-
 Mamba2Layer layer_of(const Tensor& mixed, const Tensor& dt, const Tensor& weight, const std::optional<Tensor>& bias,
                      const Tensor& rate, const Tensor& dt_bias, const Tensor& D, int64_t groups, const Tensor& slots,
                      const Tensor& conv, const Tensor& state, const Tensor& out) {
@@ -77,7 +68,7 @@ Mamba2Layer layer_of(const Tensor& mixed, const Tensor& dt, const Tensor& weight
   l.conv_row = conv.stride(1);
   l.conv_channel = conv.stride(2);
   l.state = state.data_ptr();
-  l.state_type = type_of(state);
+  l.state_type = state_type_of(state);
   l.state_slot = state.stride(0);
   l.slots = slots.data_ptr<int32_t>();
   return l;

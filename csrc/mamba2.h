@@ -5,10 +5,9 @@
 #include <cstdint>
 
 #include "program.h"
+#include "state_type.h"
 
 namespace hypic {
-
-enum class StateType { f32, bf16, f16 };
 
 // One layer's inputs, weights and caches.  Strides count elements; heads and their elements are contiguous.
 struct Mamba2Layer {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.mamba.linear.minimax_linear_attn import MiniMaxText01LinearAttention
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -25,6 +25,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm_hypic.backends import attach
 from vllm_hypic.backends.attention.backend import HypicAttentionImpl
 from vllm_hypic.backends.linear.gdn.cpu import HypicCPUGatedDeltaNet
+from vllm_hypic.backends.linear.mamba1 import cpu
+from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
 from vllm_hypic.backends.ops import extension, span_attention
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.probe import Unsupported, _Call, _link
@@ -42,6 +44,7 @@ GDN = MambaSpec(
     mamba_type=Kind.GDN_ATTN,
 )
 CONV = replace(GDN, mamba_type=Kind.SHORT_CONV, shapes=((2, 64),), dtypes=(torch.bfloat16,))
+MAMBA1 = replace(GDN, mamba_type=Kind.MAMBA1, shapes=((3, 64), (64, 16)), dtypes=(torch.bfloat16,) * 2)
 MAMBA2 = replace(GDN, mamba_type=Kind.MAMBA2, shapes=((3, 640), (8, 64, 16)), dtypes=(torch.bfloat16,) * 2)
 
 
@@ -98,6 +101,26 @@ def test_mamba2_has_a_number_for_a_transition() -> None:
     assert found.slots and found.pages and found.nbytes <= 1 << 24
 
 
+def test_mamba1_has_a_number_a_channel_for_a_transition() -> None:
+    found = geometry(MAMBA1)
+    (linear,) = found.linear
+    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
+        ("state", (64, 16), torch.float32),
+        ("conv", (3, 64), torch.bfloat16),
+        ("elapsed", (64,), torch.float32),
+    ]
+    assert linear.shape == "64 channels of 16"
+    slot = 64 * 16 * 4 + 3 * 64 * 2 + 64 * 4
+    assert (found.slot_bytes, found.record_transition_blocks, found.attention) == (slot, 0, ())
+
+
+def test_mamba1_is_refused_on_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = stock_layer(HypicMamba1)
+    assert attach.layer_refusal(layer, "JambaForCausalLM") is None
+    monkeypatch.setattr(cpu.current_platform, "is_cuda", lambda: True)
+    assert attach.layer_refusal(layer, "JambaForCausalLM") == "Mamba1 on GPUs (served on CPUs)"
+
+
 def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
     """Else its state holds inputs of rows before the segment, which no record has."""
     assert geometry(CONV, min_segment_tokens=2).slots and geometry(GDN, min_segment_tokens=1).slots
@@ -112,7 +135,7 @@ def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
         (FullAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256 tokens"),
         (FullAttentionSpec(**SHAPE, head_size_v=128), "V of head size 128 beside K of 64"),
         (MLAAttentionSpec(**SHAPE), "KV cache of kind MLAAttentionSpec"),
-        (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention of kind MAMBA1"),
+        (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention with states of shapes"),
         (replace(GDN, mamba_type=Kind.LINEAR), "linear attention of kind LINEAR"),
         (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),
         (replace(MAMBA2, shapes=(*MAMBA2.shapes, (8, 16))), "linear attention with states of shapes"),
@@ -177,15 +200,17 @@ def test_a_backend_that_the_model_chooses_is_named() -> None:
     assert attach.layer_refusal(stock_layer(Attention), "") == "Attention without the hypic backend"
 
 
-@pytest.mark.parametrize("kind", [HypicCPUGatedDeltaNet, MambaMixer])
+@pytest.mark.parametrize("kind", [HypicCPUGatedDeltaNet, MiniMaxText01LinearAttention])
 def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None:
     """Qwen4Exp has the very layer that is replaced by ours, and convolutions over n-grams beside it."""
     layer = stock_layer(kind)
     says = attach.layer_refusal(layer, "Qwen4ExpForCausalLM")
     assert says is not None
-    if kind is MambaMixer:
-        supported = "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, ShortConv, MambaMixer2"
-        assert says == f"linear attention MambaMixer (supported: {supported})"
+    if kind is MiniMaxText01LinearAttention:
+        supported = (
+            "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, ShortConv, MambaMixer2, MambaMixer"
+        )
+        assert says == f"linear attention MiniMaxText01LinearAttention (supported: {supported})"
     else:
         assert says.startswith("gated delta net in Qwen4ExpForCausalLM (what else that keeps is not known; ")
         assert "Qwen3NextForCausalLM" in says

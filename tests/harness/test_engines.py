@@ -151,12 +151,25 @@ def test_engines_that_fail_say_so() -> None:
         one.log.unlink()
 
 
+GRANITE = SIZES["150m-mamba2"].shape["fields"]
+
+
 @pytest.mark.slow
-def test_stock_engines_are_mended(tmp_path: Path) -> None:
-    """vLLM's Mamba2 dies on CPUs where a prompt of an engine with prefix caching crosses a block."""
-    shape = SIZES["150m-mamba2"].shape
-    small = {"num_hidden_layers": 4, "layer_types": shape["fields"]["layer_types"][:4], "vocab_size": 512}
-    model = random_models.save_text_model(tmp_path, name=shape["name"], fields=shape["fields"] | small)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("GraniteMoeHybrid", GRANITE | {"layer_types": GRANITE["layer_types"][:4]}),
+        (
+            "Jamba",
+            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
+        ),
+    ],
+)
+def test_stock_engines_are_mended(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """vLLM's Mamba2 dies on CPUs where a prompt of an engine with prefix caching crosses a block, its Mamba1
+    at the first prompt."""
+    small = {"num_hidden_layers": 4, "hidden_size": 768, "intermediate_size": 768, "vocab_size": 512}
+    model = random_models.save_text_model(tmp_path, name=name, fields=fields | small)
     engine = Engine(EngineSettings(model, threads=1, eager=True, kv_gib=0.25), 1024, hypic=False)
     with running(engine):
         assert engine.described["prefix_caching"]

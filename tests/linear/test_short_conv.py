@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -120,6 +121,23 @@ def check(ours: Layer, exact: Layer) -> None:
         (ours.records.conv_tail, exact.records.conv_tail),
     ):
         assert torch.equal(mine.nan_to_num(nan=-99.0), theirs.nan_to_num(nan=-99.0))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_without_gates_silu_is_taken(dtype: torch.dtype) -> None:
+    """Mamba1's convolution, as transformers' Mamba has it."""
+    layer = Layer.make(20, 4, dtype, bias=True)
+    layer = replace(layer, x=replace(layer.x, gate=None))
+    exact = layer.copy(exact=True)
+    requests: list[Composed] = [(0, False, [(0, 20, -1, Mode.NONE)])]
+    run_compose(reference, exact, requests)
+    run_compose(torch_ops, layer, requests)
+    check(layer, exact)
+    rows, w = layer.x.value[PAD : PAD + 20].double(), layer.weights
+    assert w.bias is not None
+    padded = F.pad(rows.T, (3, 0))[None]
+    total = F.conv1d(padded, w.weight.double().T[:, None], w.bias.double(), groups=CHANNELS)[0].T
+    assert relative(exact.out[PAD : PAD + 20], F.silu(total.to(dtype).double())) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -1,6 +1,11 @@
 """The independent oracle: position-independent caching in plain torch, and tiny random models for it."""
 
+import json
+from pathlib import Path
+
 from .gemma2 import Gemma2Oracle
+from .mamba1 import Mamba1Oracle
+from .mamba1_models import save_mamba1_model
 from .mamba2 import Mamba2Oracle
 from .mamba2_models import save_mamba2_model
 from .masked import MaskedOracle
@@ -9,17 +14,27 @@ from .olmo import OlmoOracle, save_olmo_model
 from .oracle import FAULTS, Oracle
 from .short_conv import ShortConvOracle
 
+
+def mamba_oracle(model: Path) -> Oracle:
+    """Of a checkpoint with layers of Mamba1 or Mamba2."""
+    kind = json.loads((model / "config.json").read_text())["model_type"]
+    return Mamba1Oracle(model) if kind in Mamba1Oracle.model_types else Mamba2Oracle(model)
+
+
 __all__ = [
     "FAULTS",
     "Gemma2Oracle",
+    "Mamba1Oracle",
     "Mamba2Oracle",
     "MaskedOracle",
     "OlmoOracle",
     "Oracle",
     "ShortConvOracle",
+    "mamba_oracle",
     "random_segments",
     "save_attention_model",
     "save_hybrid_model",
+    "save_mamba1_model",
     "save_mamba2_model",
     "save_olmo_model",
     "save_short_conv_model",

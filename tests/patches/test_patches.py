@@ -12,10 +12,12 @@ from vllm_hypic.patches.signature import PatchError, require_parameters
 
 APPLIED_TWICE = """
 import vllm_hypic
-from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba2_checkpoints, cpu_one_token_conv
+from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints
 from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
-from vllm_hypic.patches import cpu_rope_heads, engine_args, engine_inbox, engine_stop, request_check
-plain = (backend_name, cpu_backend_choice, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads,
+from vllm_hypic.patches import cpu_one_token_conv, cpu_rope_heads
+from vllm_hypic.patches import engine_args, engine_inbox, engine_stop, request_check
+plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_one_token_conv,
+         cpu_rope_heads,
          cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_inbox, engine_stop,
          request_check)
 for patch in 2 * plain:
@@ -147,6 +149,49 @@ ours = op_registry_oot["OlmoHybridGatedDeltaNetAttention"]
 assert ours._forward_core is not olmo.OlmoHybridGatedDeltaNetAttention._forward_core
 """
 
+MAMBA1 = """
+import torch
+import torch.nn.functional as F
+import vllm._custom_ops
+from vllm.model_executor.layers.mamba import mamba_mixer
+from vllm_hypic.patches import cpu_mamba1
+
+torch.manual_seed(0)
+rows, channels, N = 9, 32, 16
+x, dt, z = (torch.randn(rows, channels).t() for _ in range(3))  # as the layer has them
+B, C = (torch.randn(N, rows) for _ in range(2))
+A, D, bias = -torch.rand(channels, N), torch.randn(channels), torch.randn(channels)
+
+S, truth = torch.zeros(channels, N), torch.zeros(channels, rows)
+for t in range(rows):
+    d = F.softplus(dt[:, t] + bias)
+    S = (A * d[:, None]).exp() * S + torch.outer(d * x[:, t], B[:, t])
+    truth[:, t] = (S @ C[:, t] + D * x[:, t]) * F.silu(z[:, t])
+
+def prefill(states, begin, end, resumed):
+    return mamba_mixer.selective_scan_fn(
+        x[:, begin:end], states, dt[:, begin:end], A, B[:, begin:end], C[:, begin:end], D, z[:, begin:end],
+        bias, delta_softplus=True, cache_indices=torch.tensor([1], dtype=torch.int32),
+        has_initial_state=torch.tensor([resumed]), query_start_loc=torch.tensor([0, end - begin]))
+
+states = torch.zeros(3, channels, N)
+try:
+    prefill(states, 0, rows, False)
+except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+    pass
+else:
+    assert False, "vLLM has mended it: drop the patch"
+
+cpu_mamba1.apply()
+found = [prefill(states, 0, 3, False), prefill(states, 3, 8, True)]
+last = torch.empty(1, channels)
+mamba_mixer.selective_state_update(
+    states, *(t[:, 8:].t() for t in (x, dt)), A, B[:, 8:].t(), C[:, 8:].t(), D, bias, z=z[:, 8:].t(),
+    dt_softplus=True, state_batch_indices=torch.tensor([[1]], dtype=torch.int32), out=last)
+assert (torch.cat([*found, last.t()], dim=1) - truth).abs().max() < 1e-5
+assert (states[1] - S).abs().max() < 1e-5 and not states[[0, 2]].any()
+"""
+
 
 without_kernel = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM has this kernel for CPUs with AVX512-BF16 only"
@@ -158,6 +203,7 @@ without_kernel = pytest.mark.skipif(
     [
         pytest.param(APPLIED_TWICE, id="applied-twice"),
         pytest.param(ROPE_HEADS, id="rope-by-heads"),
+        pytest.param(MAMBA1, id="mamba1"),
         pytest.param(CHECKPOINTS, id="mamba2-checkpoints"),
         pytest.param(OLMO, id="olmo"),
         pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),

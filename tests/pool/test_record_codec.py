@@ -15,7 +15,13 @@ from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
-from vllm_hypic.pool.states import ConvGeometry, DecayGeometry, LinearGeometry, StateGeometry
+from vllm_hypic.pool.states import (
+    ConvGeometry,
+    DecayGeometry,
+    DiagonalGeometry,
+    LinearGeometry,
+    StateGeometry,
+)
 from vllm_hypic.pool.tensors import DevicePool, LinearRecords
 from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
@@ -28,7 +34,8 @@ ATTENTION = tuple(AttentionGeometry(f"layers.{i}.attn", 2, 6, torch.bfloat16) fo
 LINEAR = tuple(LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat16) for i in (0, 2))
 CONV = ConvGeometry("layers.1.conv", 2, 9, torch.bfloat16)
 DECAY = DecayGeometry("layers.3.mamba", 4, 6, 5, 3, 8, torch.bfloat16)
-MIXED = (LINEAR[0], CONV, LINEAR[1], DECAY)
+DIAGONAL = DiagonalGeometry("layers.4.mamba", 6, 5, 3, torch.bfloat16)
+MIXED = (LINEAR[0], CONV, LINEAR[1], DECAY, DIAGONAL)
 """No model has them all, but nothing rests on that."""
 
 
@@ -152,6 +159,15 @@ def test_a_transition_of_one_number_has_no_blocks(leading: bool) -> None:
         ("layers.3.mamba.state", "float32", (4, 6, 5)),
         ("layers.3.mamba.conv", "bfloat16", (3, 8)),
         ("layers.3.mamba.log_transition", "float32", (4,)),
+    ]
+
+
+def test_a_diagonal_transition_is_what_elapsed() -> None:
+    header = codec_of(pool_of(False, (DIAGONAL,))).header(place(0, [0], 4))
+    assert [(s.name, s.dtype, s.shape) for s in header.sections] == [
+        ("layers.4.mamba.state", "float32", (6, 5)),
+        ("layers.4.mamba.conv", "bfloat16", (3, 6)),
+        ("layers.4.mamba.elapsed", "float32", (6,)),
     ]
 
 

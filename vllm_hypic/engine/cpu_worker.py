@@ -6,7 +6,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ..patches import cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads
+from ..patches import cpu_mamba1, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads
 from ..patches.cpu_seeded_chunks import SeededChunks
 from .worker import HypicModelRunner, HypicWorker
 
@@ -27,6 +27,7 @@ class HypicCPUWorker(HypicWorker, CPUWorker):
 
     def init_device(self) -> None:
         self._register_layers()
+        cpu_mamba1.apply()
         cpu_mamba2_checkpoints.apply()
         cpu_one_token_conv.apply()
         cpu_rope_heads.apply()

@@ -94,10 +94,17 @@ def _mend() -> None:
     to compare them with."""
     from vllm.platforms import current_platform
 
-    from ..patches import cpu_mamba2_checkpoints, cpu_olmo_recurrence, cpu_one_token_conv, cpu_rope_heads
+    from ..patches import (
+        cpu_mamba1,
+        cpu_mamba2_checkpoints,
+        cpu_olmo_recurrence,
+        cpu_one_token_conv,
+        cpu_rope_heads,
+    )
 
     if current_platform.is_cpu():
-        for patch in (cpu_mamba2_checkpoints, cpu_olmo_recurrence, cpu_one_token_conv, cpu_rope_heads):
+        patches = cpu_mamba1, cpu_mamba2_checkpoints, cpu_olmo_recurrence, cpu_one_token_conv, cpu_rope_heads
+        for patch in patches:
             patch.apply()
 
 

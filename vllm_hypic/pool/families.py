@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .states import ConvGeometry, DecayGeometry, LinearGeometry, StateGeometry
+from .states import ConvGeometry, DecayGeometry, DiagonalGeometry, LinearGeometry, StateGeometry
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,15 @@ MAMBA2 = LinearFamily(
         }
     ),
 )
-FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2)
+MAMBA1 = LinearFamily(
+    name="Mamba1",
+    mamba_type="MAMBA1",
+    geometry=DiagonalGeometry,
+    stock=("MambaMixer",),
+    module="vllm_hypic.backends.linear.mamba1",
+    architectures=frozenset({"JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"}),
+)
+FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1)
 
 
 def family_in(architecture: str) -> LinearFamily | None:

@@ -202,6 +202,44 @@ class DecayGeometry(StateGeometry):
         return f"{self.heads} heads of {self.head_dim} x {self.state_dim}"
 
 
+@dataclass(frozen=True)
+class DiagonalGeometry(StateGeometry):
+    """Records of one layer whose transition is diagonal (Mamba1).
+
+    ``S [slots, channels, state_dim]`` and what *elapsed* ``[slots, channels]`` fp32, the sum of the
+    interior's step sizes; the conv tail ``[slots, conv_rows, channels]`` in the engine's dtype.
+    ``T = e^{A elapsed}`` would take as much as S, and underflows where its logarithm is still exact.
+    """
+
+    state_ranks = (2, 2)
+    has_transition = True
+
+    channels: int
+    state_dim: int
+    conv_rows: int
+    conv_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, layer: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], conv_dim_first: bool
+    ) -> DiagonalGeometry:
+        channels, state_dim = shapes[1]
+        rows, _ = _conv(shapes[0], conv_dim_first)
+        return cls(layer, channels, state_dim, rows, dtypes[0])
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        return (
+            SlotPart("state", (self.channels, self.state_dim), STATE_DTYPE),
+            SlotPart("conv", (self.conv_rows, self.channels), self.conv_dtype),
+            SlotPart("elapsed", (self.channels,), STATE_DTYPE),
+        )
+
+    @property
+    def shape(self) -> str:
+        return f"{self.channels} channels of {self.state_dim}"
+
+
 def _conv(shape: Sequence[int], dim_first: bool) -> tuple[int, int]:
     """Rows and channels of a convolution's state."""
     return (shape[1], shape[0]) if dim_first else (shape[0], shape[1])

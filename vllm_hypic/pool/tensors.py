@@ -8,7 +8,14 @@ from typing import TypeVar
 import torch
 
 from .geometry import PoolGeometry
-from .states import TRANSITION_DTYPE, ConvGeometry, LinearGeometry, StateGeometry
+from .states import (
+    TRANSITION_DTYPE,
+    ConvGeometry,
+    DecayGeometry,
+    DiagonalGeometry,
+    LinearGeometry,
+    StateGeometry,
+)
 from .transition_blocks import TransitionBlocks
 
 
@@ -71,8 +78,30 @@ class DecayRecords:
         return self.state, self.conv_tail, self.log_transition
 
 
-StateRecords = LinearRecords | ConvRecords | DecayRecords
-RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords, DecayRecords)
+@dataclass(frozen=True)
+class DiagonalRecords:
+    """Records of one layer whose transition is diagonal, by slot: ``state [slots, channels, N]`` fp32,
+    ``conv_tail [slots, conv_rows, channels]``, and ``elapsed [slots, channels]`` fp32, the sum of step sizes,
+    infinite in leading records: T is zero."""
+
+    state: torch.Tensor
+    conv_tail: torch.Tensor
+    elapsed: torch.Tensor
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The record's tensors in the order of the geometry's parts."""
+        return self.state, self.conv_tail, self.elapsed
+
+
+StateRecords = LinearRecords | ConvRecords | DecayRecords | DiagonalRecords
+RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords, DecayRecords, DiagonalRecords)
+_OF_SLOTS: dict[type[StateGeometry], type[ConvRecords | DecayRecords | DiagonalRecords]] = {
+    ConvGeometry: ConvRecords,
+    DecayGeometry: DecayRecords,
+    DiagonalGeometry: DiagonalRecords,
+}
+"""Records that are their slots' parts and nothing else."""
 
 
 class DevicePool:
@@ -116,4 +145,4 @@ class DevicePool:
         if isinstance(g, LinearGeometry):
             state, conv_tail = parts
             return LinearRecords(state, conv_tail, self.transition_blocks.storage, block_of)
-        return ConvRecords(*parts) if isinstance(g, ConvGeometry) else DecayRecords(*parts)
+        return _OF_SLOTS[type(g)](*parts)

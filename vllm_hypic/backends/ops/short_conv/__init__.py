@@ -9,6 +9,9 @@ The state is the last taps - 1 inputs x. A run of at least so many tokens overwr
 S_after = T S_before + S_zero it has T = 0, and S_zero, the inputs of its last tokens, is all that a record
 holds. Whatever stood before a segment is seen by its first taps - 1 rows alone, which a seam recomputes.
 
+The convolution in front of Mamba1's scan is the same without gates: x is the projection's, and y is SiLU of
+the sum.
+
 Two operators, each with one signature in `reference` (float64), `torch` and `triton.operators` (CUDA);
 `arguments` and `ops.program` say what they take. Both read and write vLLM's cache as the stock operator does,
 so a request may go on from one to the other, in any number of passes.

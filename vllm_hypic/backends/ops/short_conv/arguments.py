@@ -26,10 +26,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token rows of a pass, [rows, channels] each: `value`, x, which is convolved, and `gate`, C."""
+    """Token rows of a pass, [rows, channels] each: `value`, x, which is convolved, and `gate`, C; `None`: the
+    layer goes on with SiLU of the convolution (Mamba1)."""
 
     value: Tensor
-    gate: Tensor
+    gate: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class _Layer:
             total = bias + (self.weights.weight.double() * window).sum(0)
             # The stock convolution hands its result on in its input's type.
             convolved = total.to(self.x.value.dtype).double()
-            out[row] = (self.x.gate[row].double() * convolved).to(out.dtype)
+            gate = convolved.sigmoid() if self.x.gate is None else self.x.gate[row].double()
+            out[row] = (gate * convolved).to(out.dtype)
             self.context = window[1:]
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
@@ -85,4 +86,5 @@ def _run(pieces: Sequence[_Piece], x: Inputs, weights: Weights, out: Tensor) -> 
     places = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, counts, strict=False)]).to(device)
     rows = torch.cat([torch.arange(p.first, p.stop) for p in pieces]).to(device)
     # The stock convolution hands its result on in its input's type.
-    out[rows] = (x.gate[rows] * total[places].to(dtype)).to(out.dtype)
+    convolved = total[places].to(dtype)
+    out[rows] = (F.silu(convolved) if x.gate is None else x.gate[rows] * convolved).to(out.dtype)

@@ -1,0 +1,147 @@
+"""Mamba1 under PIC on CPU (Jamba, Mamba, Falcon-Mamba): the convolution, then the scan.
+
+vLLM's custom operator looks the layer up by name and calls its ``forward_impl``, so the compiled graph is
+stock vLLM's and only that method is ours.  Stock code, which ``patches/cpu_mamba1.py`` mends, projects before
+the convolution, behind it and behind the scan in that one method, so rows of ours are projected apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadata
+
+from ....pool.families import MAMBA1
+from ....pool.tensors import DiagonalRecords
+from ...ops import mamba1, short_conv
+from ...ops.short_conv import torch as convolution
+from ..base import LinearLayer
+from ..layout import Composed, Segments, StockRows
+from ..mamba_rows import slots_of
+
+if TYPE_CHECKING:
+    from ....pool.runtime import HypicRuntime
+    from ....pool.step import StepContext
+
+Convolve = Callable[[short_conv.Inputs, short_conv.Weights, short_conv.Caches, torch.Tensor], None]
+Scan = Callable[[ModuleType, mamba1.Inputs, mamba1.Weights, mamba1.Caches, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """Token rows before the layer's projections: ``hidden [rows, hidden size]``."""
+
+    hidden: torch.Tensor
+
+    def part(self, tokens: slice | torch.Tensor) -> HiddenRows:
+        """These rows alone."""
+        return HiddenRows(self.hidden[tokens])
+
+
+class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
+    """Stock layer plus capture and composition: ``mamba1_segments`` and ``mamba1_compose``."""
+
+    family = MAMBA1
+
+    def forward_impl(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        """Same contract as the stock method."""
+        self.run(HiddenRows(hidden_states), output)
+
+    def run_stock(self, x: HiddenRows, out: torch.Tensor) -> None:
+        MambaMixer.forward_impl(self, x.hidden, out)
+
+    def run_segments(
+        self, runtime: HypicRuntime, step: StepContext, segments: Segments, x: HiddenRows, out: torch.Tensor
+    ) -> None:
+        records, carries = self._records(runtime), self._cut(runtime, segments)
+        convolve = partial(convolution.short_conv_segments, records=records, rows=segments.rows)
+
+        def scan(ops: ModuleType, *layer: Any) -> None:
+            ops.mamba1_segments(*layer, records, segments.rows, carries)
+
+        self._special(x, out, segments.tokens, convolve, scan)
+
+    def run_composed(
+        self, runtime: HypicRuntime, step: StepContext, composed: Composed, x: HiddenRows, out: torch.Tensor
+    ) -> None:
+        records, rows, operations = self._records(runtime), composed.rows, composed.ops
+        convolve = partial(convolution.short_conv_compose, records=records, rows=rows, ops=operations)
+
+        def scan(ops: ModuleType, *layer: Any) -> None:
+            ops.mamba1_compose(*layer, records, rows, operations)
+
+        self._special(x, out, composed.tokens, convolve, scan)
+
+    def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba1AttentionMetadata:
+        """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults."""
+        slots = slots_of(metadata)[torch.tensor(rows.batch_rows)]
+        decodes, tokens = rows.decodes, rows.starts[-1]
+        first = rows.starts[decodes]
+        return Mamba1AttentionMetadata(
+            num_prefills=len(rows.batch_rows) - decodes,
+            num_prefill_tokens=tokens - first,
+            num_decodes=decodes,
+            num_decode_tokens=first,
+            num_reqs=len(rows.batch_rows),
+            has_initial_states_p=torch.tensor(rows.resumed[decodes:], dtype=torch.bool),
+            query_start_loc_p=torch.tensor(rows.starts[decodes:], dtype=torch.int32) - first,
+            state_indices_tensor_p=slots[decodes:],
+            state_indices_tensor_d=slots[:decodes, None],
+            query_start_loc_d=None,
+            num_accepted_tokens=None,
+            seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
+        )
+
+    def refusal(self) -> str | None:
+        return "Mamba1 on GPUs (served on CPUs)" if current_platform.is_cuda() else None
+
+    def kernel_refusal(self) -> str | None:
+        """Why the C++ operators do not serve this layer, or ``None``."""
+        return mamba1.native.refuses(self.conv1d.weight.dtype, self.kv_cache[1])
+
+    def _special(
+        self, x: HiddenRows, out: torch.Tensor, tokens: torch.Tensor, convolve: Convolve, scan: Scan
+    ) -> None:
+        """The batch's token rows ``tokens [n]``, perhaps none, through projections, convolution and scan."""
+        rows, channels, N = len(x.hidden), self.D.size(0), self.ssm_state_size
+        value, gate, convolved, dt, scanned = (x.hidden.new_empty(rows, channels) for _ in range(5))
+        B, C = (x.hidden.new_empty(rows, N) for _ in range(2))
+        if len(tokens):
+            value[tokens], gate[tokens] = self.in_proj(x.hidden[tokens])[0].chunk(2, dim=-1)
+        slots = slots_of(get_forward_context().attn_metadata[self.prefix])
+        conv, state = self.kv_cache
+        conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
+        # vLLM packs some weights in place for another operator, and keeps these.
+        unpacked = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
+        taps = self.conv1d.weight if unpacked is None else unpacked
+        convolve(
+            short_conv.Inputs(value, None),
+            short_conv.Weights.prepare(taps.view(channels, -1), self.conv1d.bias),
+            short_conv.Caches(slots, conv),
+            convolved,
+        )
+        if len(tokens):
+            steps, B[tokens], C[tokens] = self._ssm_transform(convolved[tokens])
+            dt[tokens] = steps.transpose(-2, -1)
+        inputs, caches = mamba1.Inputs(convolved, dt, gate, B, C), mamba1.Caches(slots, state)
+        weights = mamba1.Weights.prepare(self.A, self._time_proj_bias(), self.D)
+        scan(mamba1.choose(inputs, caches), inputs, weights, caches, scanned)
+        if len(tokens):
+            out[tokens] = self.out_proj(scanned[tokens])[0]
+
+    def _records(self, runtime: HypicRuntime) -> DiagonalRecords:
+        return runtime.pool.records(self.prefix, DiagonalRecords)
+
+    def _cut(self, runtime: HypicRuntime, segments: Segments) -> list[mamba1.Carry]:
+        """What the interiors that are cut here carry."""
+        state = self._records(runtime).state
+        return self.carried(segments, lambda: mamba1.Carry.beside(state))

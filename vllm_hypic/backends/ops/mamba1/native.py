@@ -1,0 +1,68 @@
+"""The layer operators in C++ (`csrc/mamba1.inl`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import extension, native_layer
+from .arguments import Caches, Carry, Inputs, Records, Weights
+
+STATES = (torch.float32, torch.bfloat16, torch.float16)
+CHANNEL_MULTIPLE, STATE_MULTIPLE = 16, 4
+
+
+def refuses(inputs: torch.dtype, state: Tensor) -> str | None:
+    """Why the C++ operators do not serve a layer with inputs of this dtype and vLLM's `state` [slots,
+    channels, N], or `None`: they do."""
+    channels, N = state.shape[1:]
+    if state.device.type != "cpu":
+        return f"{state.device.type} tensors"
+    if state.dtype not in STATES:
+        return f"states in {state.dtype}"
+    if inputs not in native_layer.INPUTS:
+        return f"inputs in {inputs}"
+    if channels % CHANNEL_MULTIPLE or N % STATE_MULTIPLE:
+        multiples = f"{CHANNEL_MULTIPLE} and {STATE_MULTIPLE}"
+        return f"{channels} channels with states of {N}, not multiples of {multiples}"
+    return extension.missing()
+
+
+def mamba1_segments(
+    x: Inputs,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+    rows: Tensor,
+    carries: Sequence[Carry],
+) -> None:
+    """See the package."""
+    torch.ops.vllm_hypic.mamba1_segments(
+        *_layer(x, weights, caches, out),
+        records.state,
+        records.elapsed,
+        rows,
+        [c.elapsed for c in carries],
+        [c.state for c in carries],
+    )
+
+
+def mamba1_compose(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+) -> None:
+    """See the package."""
+    torch.ops.vllm_hypic.mamba1_compose(
+        *_layer(x, weights, caches, out), records.state, records.elapsed, rows, ops
+    )
+
+
+def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
+    # All channels read B and C: converted once, not by each block of them.
+    shared = x.B.float().contiguous(), x.C.float().contiguous()
+    return x.x, x.dt, x.gate, *shared, w.rate, w.dt_bias, w.D, caches.slots, caches.state, out
+
+
+native_layer.register_fakes("mamba1_segments", "mamba1_compose")

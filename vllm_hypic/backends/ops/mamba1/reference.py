@@ -1,0 +1,135 @@
+"""Mamba1 as a plain token loop in float64: what every other version is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
+from .arguments import Caches, Carry, Inputs, Records, Weights
+
+
+def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence over n tokens.
+
+    x, d   [n, channels]  d: step sizes, behind softplus
+    A      [channels, N]
+    B, C   [n, N]
+    state  [channels, N]  before the tokens
+
+    Returns (S . C [n, channels], state after them), in the state's dtype.
+    """
+    y, S = torch.zeros_like(d), state
+    for t in range(len(x)):
+        S = (A * d[t][:, None]).exp() * S + (d[t] * x[t])[:, None] * B[t]
+        y[t] = S @ C[t]
+    return y, S
+
+
+class Walk:
+    """One request's walk through a layer: its state; of its interior the state from zero and what elapsed.
+
+    Computes in `dtype` by `scan`.
+    """
+
+    scan = staticmethod(scan)
+
+    def __init__(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor) -> None:
+        self.x, self.weights, self.caches, self.out = x, weights, caches, out
+        self.A = weights.rate.to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64
+
+    def start(self, batch_row: int, resumed: int) -> None:
+        self.slot = int(self.caches.slots[batch_row])
+        state = self.caches.state[self.slot].to(self.dtype)
+        self.state = state if resumed else torch.zeros_like(state)
+
+    def begin(self, carry: Carry | None) -> None:
+        """`None`: the interior begins here."""
+        self.alone = torch.zeros_like(self.state) if carry is None else carry.state.to(self.dtype)
+        elapsed = torch.zeros(len(self.state), dtype=torch.float64)
+        self.elapsed = elapsed if carry is None else carry.elapsed
+
+    def run(self, first: int, stop: int, *, interior: bool = False) -> None:
+        """Writes the outputs of rows [first, stop)."""
+        w, rows = self.weights, slice(first, stop)
+        x, gate, B, C = (t[rows].to(self.dtype) for t in (self.x.x, self.x.gate, self.x.B, self.x.C))
+        d = F.softplus(self.x.dt[rows].to(self.dtype) + w.dt_bias.to(self.dtype))
+        y, self.state = self.scan(x, d, self.A, B, C, self.state)
+        self.out[rows] = ((y + w.D.to(self.dtype) * x) * F.silu(gate)).to(self.out.dtype)
+        if interior:
+            _, self.alone = self.scan(x, d, self.A, B, C, self.alone)
+            self.elapsed = self.elapsed + d.double().sum(0)
+
+    def apply(self, state: Tensor, elapsed: Tensor, mode: Mode) -> None:
+        """S <- T S + record, or as `mode` says."""
+        after = state.to(self.dtype)
+        if mode == Mode.ADD:
+            after = after + self.state
+        elif mode == Mode.TRANSITION:
+            after = after + (self.A * elapsed.to(self.dtype)[:, None]).exp() * self.state
+        self.state = after
+
+    def finish(self) -> None:
+        self.caches.state[self.slot] = self.state.to(self.caches.state.dtype)
+
+
+def mamba1_segments(
+    x: Inputs,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+    rows: Tensor,
+    carries: Sequence[Carry],
+    *,
+    kind: type[Walk] = Walk,
+) -> None:
+    """See the package."""
+    walk = kind(x, weights, caches, out)
+    for r in unpack(rows, SegmentRow):
+        walk.start(r.batch_row, r.resumed)
+        walk.run(r.first, r.begin)
+        summed = r.begin < r.end and not r.leading
+        if summed:
+            walk.begin(None if r.begins else carries[r.carry])
+        walk.run(r.begin, r.end, interior=summed)
+        if r.ends:
+            records.state[r.slot] = (walk.alone if summed else walk.state).to(records.state.dtype)
+            records.elapsed[r.slot] = walk.elapsed.to(records.elapsed.dtype) if summed else torch.inf
+        elif summed:
+            carries[r.carry].elapsed[:], carries[r.carry].state[:] = walk.elapsed, walk.alone
+        walk.run(r.end, r.stop)
+        walk.finish()
+
+
+def mamba1_compose(
+    x: Inputs,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+    rows: Tensor,
+    ops: Tensor,
+    *,
+    kind: type[Walk] = Walk,
+) -> None:
+    """See the package."""
+    walk = kind(x, weights, caches, out)
+    operations = unpack(ops, ComposeOp)
+    for r in unpack(rows, ComposeRow):
+        walk.start(r.batch_row, r.resumed)
+        for op in operations[r.first_op : r.stop_op]:
+            mode, before = Mode(op.mode), walk.state
+            walk.run(op.first, op.first + op.tokens)
+            if mode == Mode.RESTORE:
+                walk.state = before
+            if mode.applies:
+                walk.apply(records.state[op.slot], records.elapsed[op.slot], mode)
+        walk.finish()

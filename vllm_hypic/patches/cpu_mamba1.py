@@ -1,0 +1,126 @@
+"""Patch: Mamba1 models (Jamba, Mamba, Falcon-Mamba) run on CPU.
+
+Target: in ``vllm.model_executor.layers.mamba.mamba_mixer``, ``selective_scan_fn``, ``selective_state_update``
+and ``MambaMixer.forward_impl``.
+Why: the scan has a CUDA kernel only, and the CPU's update for decode is Mamba2's and wrong for Mamba1's
+shapes: both become the scan that composes records, over rows that have none.  The layer gives its projections
+rows that lie apart, which the CPU's products refuse: it lays them side by side where it serves LoRA, and now
+always.  And bfloat16 weights of a convolution of width 4 were packed for another operator on CPUs with
+AVX512-BF16.
+Until: vLLM has such operators for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+
+from ..backends.ops import mamba1
+from ..backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+from .signature import require_parameters
+
+
+def apply() -> None:
+    """Idempotent."""
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba import mamba_mixer
+
+    stock = mamba_mixer.MambaMixer.forward_impl
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "self", "hidden_states", "output")
+    require_parameters(mamba_mixer.selective_scan_fn, "u", "ssm_states", "delta", "A", "B", "C", "D", "z")
+    require_parameters(
+        mamba_mixer.selective_state_update, "state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z"
+    )
+
+    @wraps(stock)
+    def forward_impl(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        unpacked = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
+        if unpacked is not None:
+            self.conv1d.weight.data = unpacked.unsqueeze(1)
+        if get_forward_context().attn_metadata is None:
+            # A profile run: stock code projects to nowhere and leaves what happens to stand in the output.
+            output.zero_()
+            return
+        self.is_lora_enabled = True
+        stock(self, hidden_states, output)
+
+    forward_impl._hypic = True  # type: ignore[attr-defined]
+    mamba_mixer.MambaMixer.forward_impl = forward_impl
+    mamba_mixer.selective_scan_fn = _selective_scan
+    mamba_mixer.selective_state_update = _selective_state_update
+
+
+def _selective_scan(
+    u: torch.Tensor,
+    ssm_states: torch.Tensor,
+    delta: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    z: torch.Tensor,
+    delta_bias: torch.Tensor | None,
+    *,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Prefill: ``u, delta, z [channels, rows]``, ``B, C [N, rows]``; outputs ``[channels, rows]``."""
+    out = torch.empty_like(u.t(), memory_format=torch.contiguous_format)
+    inputs = mamba1.Inputs(u.t(), delta.t(), z.t(), B.t(), C.t())
+    weights = mamba1.Weights.prepare(A, delta_bias, D)
+    caches = mamba1.Caches(cache_indices.int(), ssm_states)
+    _scan(inputs, weights, caches, has_initial_state.tolist(), query_start_loc.tolist(), out)
+    return out.t()
+
+
+def _selective_state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    z: torch.Tensor,
+    *,
+    state_batch_indices: torch.Tensor,
+    out: torch.Tensor,
+    **_: Any,
+) -> None:
+    """Decode: one row a request, ``x, dt, z, out [rows, channels]``, ``B, C [rows, N]``."""
+    inputs, weights = mamba1.Inputs(x, dt, z, B, C), mamba1.Weights.prepare(A, dt_bias, D)
+    caches = mamba1.Caches(state_batch_indices.int().flatten(), state)
+    _scan(inputs, weights, caches, [True] * len(x), range(len(x) + 1), out)
+
+
+def _scan(
+    x: mamba1.Inputs,
+    weights: mamba1.Weights,
+    caches: mamba1.Caches,
+    resumed: Sequence[bool],
+    ends: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    """Requests of rows ``[ends[i], ends[i + 1])`` through the scan."""
+    requests = range(len(resumed))
+    ops = [ComposeOp(ends[i], ends[i + 1] - ends[i], -1, Mode.NONE) for i in requests]
+    rows = [ComposeRow(i, int(resumed[i]), i, i + 1) for i in requests]
+    nowhere = _NoRecords(caches.state)
+    run = mamba1.choose(x, caches).mamba1_compose
+    run(x, weights, caches, out, nowhere, pack(rows, ComposeRow), pack(ops, ComposeOp))
+
+
+class _NoRecords:
+    """Of a layer with such a cache ``[slots, channels, N]``."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state.new_empty(0, *state.shape[1:], dtype=torch.float32)
+        self.elapsed = self.state[..., 0].contiguous()
