@@ -4,7 +4,14 @@ from .gemma2 import Gemma2Oracle
 from .mamba2 import Mamba2Oracle
 from .mamba2_models import save_mamba2_model
 from .masked import MaskedOracle
-from .models import random_segments, save_attention_model, save_hybrid_model, save_short_conv_model
+from .mla import MLAOracle
+from .models import (
+    random_segments,
+    save_attention_model,
+    save_hybrid_model,
+    save_mla_model,
+    save_short_conv_model,
+)
 from .oracle import FAULTS, Oracle
 from .short_conv import ShortConvOracle
 
@@ -12,6 +19,7 @@ __all__ = [
     "FAULTS",
     "Gemma2Oracle",
     "Mamba2Oracle",
+    "MLAOracle",
     "MaskedOracle",
     "Oracle",
     "ShortConvOracle",
@@ -19,5 +27,6 @@ __all__ = [
     "save_attention_model",
     "save_hybrid_model",
     "save_mamba2_model",
+    "save_mla_model",
     "save_short_conv_model",
 ]
