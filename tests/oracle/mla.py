@@ -30,7 +30,7 @@ from .stream import Stream
 def rotate_pairs(x: Tensor, positions: Tensor, inv_freq: Tensor, length: float = 1.0) -> Tensor:
     """Rotary embedding of neighbouring pairs: `x [n, H, 2 * len(inv_freq)]`, `positions [n]`, times `length`."""
     turn = torch.polar(torch.full((), length, dtype=x.dtype), positions.to(inv_freq)[:, None] * inv_freq)
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], len(inv_freq), 2))
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2)
 
 

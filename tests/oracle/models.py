@@ -68,7 +68,8 @@ def save_mla_model(
 ) -> Path:
     """A random DeepSeek-V2 in float32 of two layers, the second with experts where asked for.
 
-    Latents of 512 and keys of 64, as published models have them: vLLM's CPU kernel knows no others.
+    Latents of 512 and keys of 64, as published models have them: vLLM's kernels for CPUs know no others, and
+    those with AMX want multiples of 32 elsewhere.
     """
     scaled = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     scaled |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5}
@@ -81,7 +82,7 @@ def save_mla_model(
         "q_lora_rank": 96 if q_lora else None,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 48,
+        "v_head_dim": 64,
         "rope_parameters": {"rope_theta": 10000.0, **(scaled if yarn else {"rope_type": "default"})},
         "first_k_dense_replace": 1 if experts else 2,
         "n_routed_experts": 8,

@@ -16,8 +16,6 @@ import torch
 from ..errors import ConfigError
 from .signature import require_parameters
 
-LATENT = "vllm_hypic.backends.attention.mla"
-
 
 def apply() -> None:
     """Idempotent; does nothing on other platforms."""
@@ -39,22 +37,22 @@ def apply() -> None:
         if selected_backend is not Backend.CUSTOM:
             return str(stock_choice(cls, selected_backend, asked, *args, **kwargs))
         if asked.use_sparse:
-            raise ConfigError("--attention-backend hypic: sparse attention is not supported")
+            raise ConfigError(
+                "--attention-backend hypic: sparse attention (an indexer, as DeepSeek-V3.2 has) is not "
+                "supported: records hold none of its keys"
+            )
         if not asked.use_mla:
             return str(Backend.CUSTOM.get_path())
         stock = None if asked.dtype == torch.bfloat16 else Backend.CPU_MLA
         path = stock_choice(cls, stock, asked, *args, **kwargs)
-        return f"{LATENT}.{'HypicAMXMLABackend' if path == Backend.AMX_MLA.get_path() else 'HypicCPUMLABackend'}"
+        name = "HypicAMXMLABackend" if path == Backend.AMX_MLA.get_path() else "HypicCPUMLABackend"
+        return f"vllm_hypic.backends.attention.mla.{name}"
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         attention, model = vllm_config.attention_config, vllm_config.model_config
         named = attention.backend
-        reference = (
-            named is Backend.CUSTOM
-            and model is not None
-            and model.use_mla
-            and model.dtype != torch.bfloat16
-        )
+        latent = named is Backend.CUSTOM and model is not None and model.use_mla
+        reference = latent and model.dtype != torch.bfloat16
         try:
             attention.backend = Backend.CPU_MLA if reference else named
             stock_check(cls, vllm_config)

@@ -108,7 +108,9 @@ class LatentAttention(LinkedAttention[LatentLink], MLAImpl):
 
     def refusal(self) -> str | None:
         if self.indexer is not None:
-            return "MLA with a sparse indexer"
+            return "sparse attention (MLA with an indexer)"
+        if self.head_size not in (sizes := CPUMLABackend.get_supported_head_sizes()):
+            return f"latent attention with rows of {self.head_size} (vLLM's kernels for CPUs have {sizes})"
         if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
             return f"quantised KV cache ({self.kv_cache_dtype})"
         return None
