@@ -25,11 +25,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TESTED = {
+    "DeepseekV2ForCausalLM": "tests/engine/test_mla.py",
+    "DeepseekV3ForCausalLM": "tests/engine/test_mla.py",
     "FalconH1ForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "Gemma2ForCausalLM": "tests/engine/test_soft_caps.py",
     "Gemma3ForCausalLM": "tests/engine/test_families.py",
     "Gemma3nForCausalLM": "tests/engine/test_shared_kv.py",
     "Gemma4ForCausalLM": "tests/engine/test_shared_kv.py",
+    "Glm4MoeLiteForCausalLM": "tests/engine/test_mla.py",
     "GptOssForCausalLM": "tests/engine/test_families.py",
     "GraniteMoeHybridForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "Lfm2ForCausalLM": "tests/engine/test_short_conv.py",
@@ -49,6 +52,8 @@ TESTED = {
 SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     # Without experts, of which vLLM has none for CPUs without a gate.
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 8},
 }

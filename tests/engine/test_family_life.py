@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments, save_mamba2_model, save_short_conv_model
+from oracle import random_segments, save_mamba2_model, save_mla_model, save_short_conv_model
 from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
@@ -46,6 +46,7 @@ FAMILIES = {
     ),
     "mamba2": Family(partial(save_mamba2_model, name="NemotronH"), 26),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),
+    "latents": Family(partial(save_mla_model, q_lora=True), 300),
     "shared-kv": Family(partial(save_shared_kv_model, name="Gemma3nText", window=40), 32),
 }
 

@@ -11,14 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import MLAOracle, save_mla_model
-from oracle.faults import CONTEXT_FAULTS, ISLAND_FAULTS
+from oracle.faults import CONTEXT_FAULTS
+
+from vllm_hypic.backends.attention.mla import LatentRows
+from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.pool.step import BatchRow, StepContext, StreamTensors, capture_row, composed_row
 
 from . import tiny_models
 from .conftest import EngineFactory
-from .engines import Ask, Engine, EngineError, audit, metrics, prompt, run_apart, same
+from .engines import Ask, Engine, EngineError, audit, prompt, run_apart, same
 from .test_contexts_and_islands import CONTEXT, ISLANDS, asking, islands_of
 from .test_oracle_agreement import NOISE_FACTOR
 from .test_short_conv import COMPOSED, DUMMY, LEAD, METHODS, QUERY, SEGMENTS, STOCK, THIRD, first_token
@@ -125,6 +130,76 @@ def test_beside_plain_requests(judged: Judged) -> None:
             assert max(abs(one[i] - other[i]) for i in range(512)) <= BOUND
 
 
+# -- one record at any position --------------------------------------------------------------------------
+
+PLANTED = ("rotated_twice", "not_rotated")
+
+
+def errors_at(llm: Any, position: int) -> dict[str | None, float]:
+    """A record of 40 tokens is captured and read by 9 rows behind it, the first at ``position + 40``: the largest
+    error of the first layer's output, of size 1, against heads projected up in float64; and, by name, how far faults
+    of :data:`PLANTED` in the reading are from it."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    layer = layers["model.layers.0.self_attn.attn"]
+    impl, link, rng = layer.impl, layer.impl.link, torch.Generator().manual_seed(position)
+    columns, rows, heads, rope = 40, 9, impl.num_heads, impl.qk_rope_head_dim
+    slots, own = np.arange(7, 7 + columns), np.arange(position + columns, position + columns + rows)
+
+    def rotated(x: torch.Tensor, at: np.ndarray) -> torch.Tensor:
+        """By the engine's table, whose angles are rounded to float32, in ``x``'s dtype."""
+        cos, sin = (part[:, None].to(x) for part in link.table()[torch.from_numpy(at)].chunk(2, -1))
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+    latent = torch.randn(columns + rows, impl.kv_lora_rank, generator=rng)
+    key = torch.randn(columns + rows, 1, rope, generator=rng)
+    query = torch.randn(rows, heads, impl.qk_nope_head_dim + rope, generator=rng)
+    cache = torch.zeros_like(layer.kv_cache[:2])
+    plan = CapturePlan(0, columns, 0, slots, None, leading=False)
+    captured = StepContext([], [capture_row("r", BatchRow(0, 0, columns, 0, columns), plan)], torch.device("cpu"))
+    link.runtime.step = captured
+    nowhere = torch.full((columns,), -1)
+    impl.do_kv_cache_update(
+        latent[:columns], rotated(key[:columns], np.arange(columns)), cache, nowhere, "auto", None
+    )
+    link.runtime.step = None
+    rotated_own = rotated(key[columns:], own)
+    impl.do_kv_cache_update(latent[columns:], rotated_own, cache, torch.arange(rows), "auto", None)
+    point = ComposePoint(0, 0, columns, replace_state=True)
+    stream = StreamPlan(own, int(own[-1]) + 1, (point,), slots, np.arange(position, position + columns), True)
+    composed = composed_row(BatchRow(0, 0, rows, 0, rows), StreamTensors.of(stream, torch.device("cpu")))
+    here = LatentRows.of([composed], 0, 0)
+    nope, pe = query.split([impl.qk_nope_head_dim, rope], -1)
+    absorbed = torch.cat([rotated(pe, own), impl.absorbed(layer, nope)], -1)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    ours = torch.empty(rows, heads * impl.v_head_dim)
+    layer._v_up_proj(impl._latent(link, here, absorbed, cache, table), out=ours)
+
+    def wanted(fault: str | None = None) -> torch.Tensor:
+        public, at = key[:columns].double(), np.arange(position, position + columns)
+        public = rotated(public, np.arange(columns)) if fault == "rotated_twice" else public
+        keys = [public if fault == "not_rotated" else rotated(public, at), rotated(key[columns:].double(), own)]
+        up = torch.einsum("tr,hpr->thp", latent.double(), layer.W_UK_T.double())
+        k = torch.cat([up, torch.cat(keys).expand(-1, heads, -1)], -1)
+        v = torch.einsum("tr,hrv->thv", latent.double(), layer.W_UV.double())
+        q = torch.cat([nope.double(), rotated(pe.double(), own)], -1)
+        seen = torch.arange(columns + rows) <= columns + torch.arange(rows)[:, None]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * impl.scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khv->qhv", weights, v).flatten(1)
+
+    return {fault: float((ours - wanted(fault)).abs().max()) for fault in (None, *PLANTED)}
+
+
+@pytest.mark.parametrize("position", [0, 1_000, 100_000])
+def test_a_record_at_any_position(judged: Judged, position: int) -> None:
+    judged.engine.reset()
+    found = judged.engine.call(errors_at, position)
+    assert found.pop(None) <= 1e-5, found
+    assert min(found[fault] for fault in PLANTED) > (0.1 if position else -1), found
+    judged.engine.reset()
+
+
 # -- plain requests, bfloat16 and its chunks -------------------------------------------------------------
 
 CPU_MLA = {"attention_backend": "CPU_MLA"}
@@ -164,6 +239,40 @@ def test_bfloat16(chunk: int, start_engine: EngineFactory, yarn: Path) -> None:
         for fault in ("rotated_twice", "not_rotated", "wrong_rotation", "no_public_kv"):
             assert judged.error(cold, fault=fault) > 4 * bound, fault
         assert engine.call(audit).clean
+
+
+# -- further models --------------------------------------------------------------------------------------
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "mlp_layer_types": ["sparse"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 2,
+    "topk_method": "noaux_tc",
+    "topk_group": 1,
+}
+"""One layer, whose experts are chosen in groups by sigmoids."""
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4MoeLite"])
+@pytest.mark.fast("DeepseekV3")
+def test_one_layer_is_full_recompute(
+    name: str, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """Nothing in a latent depends on what stands before its token: records are exact at any place."""
+    run_apart(tiny_models.save, tmp_path, name, SMALL, log=engine_logs / "models.log")
+    with start_engine(tmp_path, dtype="float32", max_logprobs=-1) as engine:
+        plain = first_token(engine, COMPOSED.plain())
+        for extra in ({}, {"hypic_seam_tokens": 0}):
+            ours = first_token(engine, replace(COMPOSED, extra=extra))
+            assert float((ours - plain).abs().max()) <= BOUND, extra
 
 
 # -- refusals --------------------------------------------------------------------------------------------
