@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from .conftest import EngineFactory, tight_args, tight_options
 from .engines import Ask, audit, metrics, pool_unit_bytes, prompt, run_apart, same, store_of
 from .staged_copies import staged
 from .test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
+from .test_mla import CPU_MLA
+from .test_short_conv import STOCK
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +36,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get."""
+    """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get; ``stock``:
+    what a stock engine needs to run it in float32."""
 
     save: Callable[[Path], Any]
     blocks: int
+    stock: dict[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -46,7 +50,8 @@ FAMILIES = {
     ),
     "mamba2": Family(partial(save_mamba2_model, name="NemotronH"), 26),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),
-    "latents": Family(partial(save_mla_model, q_lora=True), 300),
+    # Blocks of 16 tokens, and not of 128.
+    "latents": Family(partial(save_mla_model, q_lora=True), 256, CPU_MLA | STOCK),
     "shared-kv": Family(partial(save_shared_kv_model, name="Gemma3nText", window=40), 32),
 }
 
@@ -66,7 +71,7 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory, engine_logs:
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
     asks = mixed_asks(seed=3)
     args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": family.blocks}
-    with start_engine(model, hypic=False, **args) as engine:
+    with start_engine(model, hypic=False, **args, **family.stock) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
     with start_engine(model, dtype="float32") as engine:
         units = engine.call(pool_unit_bytes)

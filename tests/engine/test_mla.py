@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2) in real engines against the oracle: records hold latents.
 
-The oracle projects latents up for every head, as the papers define it; the engine never does for composed rows.
+The oracle projects latents up for every head, as the papers define it; the engine does not for composed rows.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .test_oracle_agreement import NOISE_FACTOR
 from .test_short_conv import COMPOSED, DUMMY, LEAD, METHODS, QUERY, SEGMENTS, STOCK, THIRD, first_token
 
 BOUND = 1e-4
-"""Of the engine in float32 from the oracle, on logprobs of the whole vocabulary, whose standard deviation is 2.6;
-measured: below 4e-5, as ordinary requests."""
+"""Of the engine in float32 from the oracle, on logprobs of the whole vocabulary, whose standard deviation is
+2.6; measured: below 4e-5, as ordinary requests."""
 MODELS: dict[str, dict[str, bool]] = {
     "dense": {},
     "experts": {"experts": True, "q_lora": True},
@@ -136,9 +136,9 @@ PLANTED = ("rotated_twice", "not_rotated")
 
 
 def errors_at(llm: Any, position: int) -> dict[str | None, float]:
-    """A record of 40 tokens is captured and read by 9 rows behind it, the first at ``position + 40``: the largest
-    error of the first layer's output, of size 1, against heads projected up in float64; and, by name, how far faults
-    of :data:`PLANTED` in the reading are from it."""
+    """A record of 40 tokens is captured and read by 9 rows behind it, the first at ``position + 40``: the
+    largest error of the first layer's output, of size 1, against heads projected up in float64; and, by name,
+    how far faults of :data:`PLANTED` in the reading are from it."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     layer = layers["model.layers.0.self_attn.attn"]
     impl, link, rng = layer.impl, layer.impl.link, torch.Generator().manual_seed(position)
@@ -156,7 +156,9 @@ def errors_at(llm: Any, position: int) -> dict[str | None, float]:
     query = torch.randn(rows, heads, impl.qk_nope_head_dim + rope, generator=rng)
     cache = torch.zeros_like(layer.kv_cache[:2])
     plan = CapturePlan(0, columns, 0, slots, None, leading=False)
-    captured = StepContext([], [capture_row("r", BatchRow(0, 0, columns, 0, columns), plan)], torch.device("cpu"))
+    captured = StepContext(
+        [], [capture_row("r", BatchRow(0, 0, columns, 0, columns), plan)], torch.device("cpu")
+    )
     link.runtime.step = captured
     nowhere = torch.full((columns,), -1)
     impl.do_kv_cache_update(
@@ -178,7 +180,10 @@ def errors_at(llm: Any, position: int) -> dict[str | None, float]:
     def wanted(fault: str | None = None) -> torch.Tensor:
         public, at = key[:columns].double(), np.arange(position, position + columns)
         public = rotated(public, np.arange(columns)) if fault == "rotated_twice" else public
-        keys = [public if fault == "not_rotated" else rotated(public, at), rotated(key[columns:].double(), own)]
+        keys = [
+            public if fault == "not_rotated" else rotated(public, at),
+            rotated(key[columns:].double(), own),
+        ]
         up = torch.einsum("tr,hpr->thp", latent.double(), layer.W_UK_T.double())
         k = torch.cat([up, torch.cat(keys).expand(-1, heads, -1)], -1)
         v = torch.einsum("tr,hrv->thv", latent.double(), layer.W_UV.double())
@@ -224,8 +229,8 @@ def test_plain_requests_are_stock_bit_for_bit(dtype: str, start_engine: EngineFa
 
 @pytest.mark.parametrize("chunk", [4096, 96])
 def test_bfloat16(chunk: int, start_engine: EngineFactory, yarn: Path) -> None:
-    """Composed requests are as far from the oracle as ordinary ones, which round as much; where the CPU has AMX
-    vLLM's other backend runs, which prefills in chunks and behind its prefix cache."""
+    """Composed requests are as far from the oracle as ordinary ones, which round as much; where the CPU has
+    AMX vLLM's other backend runs, which prefills in chunks and behind its prefix cache."""
     oracle = MLAOracle(yarn)
     with start_engine(yarn, max_logprobs=-1, max_num_batched_tokens=chunk) as engine:
         judged = Judged(engine, oracle)
@@ -287,9 +292,19 @@ def test_one_layer_is_full_recompute(
     ids=["rank", "indexer"],
 )
 def test_refused(
-    name: str, fields: dict[str, Any], says: str, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+    name: str,
+    fields: dict[str, Any],
+    says: str,
+    start_engine: EngineFactory,
+    tmp_path: Path,
+    engine_logs: Path,
 ) -> None:
-    fields = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "q_lora_rank": 64, "num_key_value_heads": 4} | fields
+    fields = {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 64,
+        "num_key_value_heads": 4,
+    } | fields
     run_apart(tiny_models.save, tmp_path, name, fields, log=engine_logs / "models.log")
     with pytest.raises(EngineError, match=rf"hypic: .*{says}"):
         start_engine(tmp_path, dtype="bfloat16", tokenizer_mode="hf")

@@ -18,8 +18,8 @@ from .short_conv import ShortConvOracle
 __all__ = [
     "FAULTS",
     "Gemma2Oracle",
-    "Mamba2Oracle",
     "MLAOracle",
+    "Mamba2Oracle",
     "MaskedOracle",
     "Oracle",
     "ShortConvOracle",

@@ -1,17 +1,18 @@
 """The oracle of multi-head latent attention, in the form in which the papers define it.
 
-DeepSeek-V2 (arXiv:2405.04434), section 2.1: a token's hidden state `x` leaves a latent `c = norm(W_DKV x)`, which
-has no position, and one key `k_R = RoPE(W_KR x)` that all heads share. Every head projects the latent up,
+DeepSeek-V2 (arXiv:2405.04434), section 2.1: a token's hidden state `x` leaves a latent `c = norm(W_DKV x)`,
+which has no position, and one key `k_R = RoPE(W_KR x)` that all heads share. Every head projects it up,
 
     K_h = [W_UK_h c | k_R]      V_h = W_UV_h c      Q_h = [q_C | RoPE(q_R)]
 
-and attends over these by `softmax(Q K^T / sqrt(d_C + d_R)) V`. Rotation turns neighbouring pairs. What a record keeps is
-`c` and `k_R` before its rotation.
+and attends over these by `softmax(Q K^T / sqrt(d_C + d_R)) V`. Rotation turns neighbouring pairs. What a
+record keeps is `c` and `k_R` before its rotation.
 
-YaRN (arXiv:2309.00071), as DeepSeek has it: frequencies are interpolated below a ramp, the table is multiplied by
-`m(mscale) / m(mscale_all_dim)`, scores by `m(mscale_all_dim)^2`, with `m(a) = 0.1 a ln(factor) + 1`.
+YaRN (arXiv:2309.00071), as DeepSeek has it: frequencies are interpolated below a ramp, the table is
+multiplied by `m(mscale) / m(mscale_all_dim)`, scores by `m(mscale_all_dim)^2`, with `m(a) = 0.1 a ln(factor) + 1`.
 
-Experts are DeepSeek-V2's: a softmax over all, the best few by their own weights, times a factor, and shared ones.
+Experts are DeepSeek-V2's: a softmax over all, the best few by their own weights, times a factor, beside
+shared ones.
 """
 
 import math
@@ -28,7 +29,7 @@ from .stream import Stream
 
 
 def rotate_pairs(x: Tensor, positions: Tensor, inv_freq: Tensor, length: float = 1.0) -> Tensor:
-    """Rotary embedding of neighbouring pairs: `x [n, H, 2 * len(inv_freq)]`, `positions [n]`, times `length`."""
+    """Rotation of neighbouring pairs, times `length`: `x [n, H, 2 * len(inv_freq)]`, `positions [n]`."""
     turn = torch.polar(torch.full((), length, dtype=x.dtype), positions.to(inv_freq)[:, None] * inv_freq)
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], len(inv_freq), 2))
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2)
@@ -54,8 +55,8 @@ class MLAOracle(Oracle):
         return config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
 
     def _inverse_frequencies(self) -> Tensor:
-        """YaRN's frequencies: those that turn more than `beta_fast` times in the original context stay, those that
-        turn less than `beta_slow` times are divided by `factor`, a ramp over their indices joins the two."""
+        """YaRN's frequencies: those that turn more than `beta_fast` times in the original context stay, those
+        that turn less than `beta_slow` times are divided by `factor`, a ramp over indices joins the two."""
         rope, dim = self.config["rope_parameters"], self.config["qk_rope_head_dim"]
         base = rope["rope_theta"]
         own = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -78,11 +79,11 @@ class MLAOracle(Oracle):
         if cfg["q_lora_rank"] is None:
             q = self._linear(x, f"{name}.q_proj")
         else:
-            compressed = self._latent_norm(self._linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm")
+            compressed = self._norm(self._linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm")
             q = self._linear(compressed, f"{name}.q_b_proj")
         q_content, q_rotary = q.view(n, heads, -1).split((cfg["qk_nope_head_dim"], rope), -1)
         latent, key = self._linear(x, f"{name}.kv_a_proj_with_mqa").split((rank, rope), -1)
-        latent, key = self._latent_norm(latent, f"{name}.kv_a_layernorm"), key[:, None]
+        latent, key = self._norm(latent, f"{name}.kv_a_layernorm"), key[:, None]
 
         row = torch.arange(n)
         own = row if fault == "stream_positions" else torch.tensor(stream.positions)
@@ -101,7 +102,9 @@ class MLAOracle(Oracle):
                 latents.append(record.v[offset - compose.lo])
                 visible.append((row >= first_row)[:, None].expand(n, len(offset)))
 
-        up = self._linear(torch.cat(latents), f"{name}.kv_b_proj").view(-1, heads, q_content.shape[-1] + cfg["v_head_dim"])
+        up = self._linear(torch.cat(latents), f"{name}.kv_b_proj").view(
+            -1, heads, q_content.shape[-1] + cfg["v_head_dim"]
+        )
         k_content, v = up.split((q_content.shape[-1], cfg["v_head_dim"]), -1)
         k = torch.cat((k_content, torch.cat(keys).expand(-1, heads, -1)), -1)
         q = torch.cat((q_content, self._rotated(q_rotary, own)), -1)
@@ -111,10 +114,6 @@ class MLAOracle(Oracle):
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate_pairs(x, positions, self.inv_freq, self.table_length)
-
-    def _latent_norm(self, x: Tensor, name: str) -> Tensor:
-        """Of latents, whose epsilon is not the model's in the original code, but the same number."""
-        return self._norm(x, name)
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
         """The gated MLP of a layer, or its experts."""
@@ -127,7 +126,9 @@ class MLAOracle(Oracle):
             best = best / best.sum(-1, keepdim=True)
         weights = torch.zeros_like(scores).scatter(-1, chosen, best * self.config["routed_scaling_factor"])
         experts = [self._gated(x, f"{name}.experts.{e}") for e in range(scores.shape[-1])]
-        return self._gated(x, f"{name}.shared_experts") + torch.einsum("ne,end->nd", weights, torch.stack(experts))
+        return self._gated(x, f"{name}.shared_experts") + torch.einsum(
+            "ne,end->nd", weights, torch.stack(experts)
+        )
 
     def _gated(self, x: Tensor, name: str) -> Tensor:
         inner = F.silu(self._linear(x, f"{name}.gate_proj")) * self._linear(x, f"{name}.up_proj")

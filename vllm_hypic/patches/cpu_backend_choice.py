@@ -1,9 +1,9 @@
 """Patch: the CPU platform honours ``--attention-backend hypic``.
 
 Target: ``vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls`` and ``check_and_update_config``.
-Why: the first ignores the named backend and returns CPU_ATTN, or one of its two backends for MLA; which of these
-is chosen by the CPU and the backend's name, without a look at the dtype.  AMX_MLA takes bf16 alone; in other dtypes a
-stock engine needs ``--attention-backend CPU_MLA``, by which the second chooses block size and scheduling, too.
+Why: the first ignores the named backend and returns CPU_ATTN, or one of its two backends for MLA.  Which of
+these is a matter of the CPU and the backend's name, not of the dtype, but AMX_MLA takes bf16 alone; in other
+dtypes a stock engine needs ``--attention-backend CPU_MLA``, by which the second chooses the block size.
 Until: the CPU platform selects registered backends.
 """
 

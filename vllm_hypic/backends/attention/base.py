@@ -51,6 +51,7 @@ else:
 class LinkedAttention(Generic[LinkT]):
     """Mixin before any stock implementation whose layers take part in PIC."""
 
+    head_size: int
     link: LinkT | None = None
     """Set at start-up; ``None``: stock.  A layer that reads another's cache has that layer's."""
 

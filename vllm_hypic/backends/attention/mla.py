@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) on CPU: stock kernels for everything private, span attention for composed rows.
+"""Multi-head latent attention (MLA) on CPU: stock kernels for plain rows, span attention for composed ones.
 
 MLA (DeepSeek-V2, arXiv:2405.04434) keeps of each token a latent ``c [rank]``, which has no position, and one
 rotated key ``k_pe [rope]`` that all heads share.  Head ``h`` has ``K = [W_UK c | k_pe]`` and ``V = W_UV c``.
@@ -6,13 +6,13 @@ With ``W_UK`` absorbed into the query that is attention over one KV head,
 
     q' = [q_pe | q_nope W_UK]      K' = [k_pe | c]      V' = c      out = W_UV (softmax(q' K'^T) V')
 
-and a record's row is ``K'`` with its leading ``rope`` elements not rotated: what span attention takes, V' being
-a part of K'.  The operators are given ``K'`` for V, and the part of their result that belongs to ``k_pe`` is
-left out.
+and a record's row is ``K'`` with its leading ``rope`` elements not rotated: what span attention takes, V'
+being a part of K'.  The operators are given ``K'`` for V, and the part of their result that belongs to
+``k_pe`` is left out.
 
 Stock code runs over the whole batch, so plain rows have stock bits.  It returns no log-sum-exp, and prefills
-with K and V of every head: rows that see public columns have their private part from vLLM's cache, too, in the
-absorbed form.
+with K and V of every head: rows that see public columns have their private part from vLLM's cache, too, in
+the absorbed form.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ else:
 
 @dataclass(frozen=True)
 class LatentLink(AttentionLink):
-    """``layer``: vLLM's module, which has the up-projections; ``index [block_size, 1, head_size]`` int32: where
-    ``[k_pe | c]`` lies in a block of vLLM's cache, whose rows are ``[c | k_pe]``; ``ops``: the operators of
-    ``ops.span_attention``."""
+    """``layer``: vLLM's module, which has the up-projections; ``index [block_size, 1, head_size]`` int32:
+    where ``[k_pe | c]`` lies in a block of vLLM's cache, whose rows are ``[c | k_pe]``; ``ops``: the
+    operators of ``ops.span_attention``."""
 
     layer: Any
     index: torch.Tensor

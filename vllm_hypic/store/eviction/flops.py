@@ -31,8 +31,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Latent:
-    """One MLA layer; ``query_rank`` 0: queries are projected at once; sizes of a head's K without rotation, of
-    its rotated part, and of V."""
+    """One MLA layer; ``query_rank`` 0: queries are projected at once; sizes of a head's K without rotation,
+    of its rotated part, and of V."""
 
     heads: int
     rank: int
