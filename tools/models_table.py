@@ -53,7 +53,6 @@ SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
-    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     # Without experts, of which vLLM has none for CPUs without a gate.
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 8},
 }
@@ -81,10 +80,10 @@ looked at when the engine starts, which refuses those that it cannot undo.
 
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
-vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's must say,
-and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
-class differ, a window is on in one and off in another: ask about yours. Soft-caps and shared KV are served
-on CPUs only: on GPUs models that have them are refused.
+vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's and
+GLM-4.7-Flash's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
+class differ, a window is on in one and off in another: ask about yours. Soft-caps, shared KV and latent
+attention are served on CPUs only: on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""

@@ -36,7 +36,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get; ``stock``:
+    """``save`` writes a tiny model; ``blocks``: KV blocks that some of 32 requests do not get; ``stock``:
     what a stock engine needs to run it in float32."""
 
     save: Callable[[Path], Any]

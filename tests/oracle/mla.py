@@ -8,8 +8,8 @@ which has no position, and one key `k_R = RoPE(W_KR x)` that all heads share. Ev
 and attends over these by `softmax(Q K^T / sqrt(d_C + d_R)) V`. Rotation turns neighbouring pairs. What a
 record keeps is `c` and `k_R` before its rotation.
 
-YaRN (arXiv:2309.00071), as DeepSeek has it: frequencies are interpolated below a ramp, the table is
-multiplied by `m(mscale) / m(mscale_all_dim)`, scores by `m(mscale_all_dim)^2`, with `m(a) = 0.1 a ln(factor) + 1`.
+YaRN (arXiv:2309.00071), as DeepSeek has it: frequencies are interpolated below a ramp, tables multiplied by
+`m(mscale) / m(mscale_all_dim)`, scores by `m(mscale_all_dim)^2`, `m(a) = 0.1 a ln(factor) + 1`.
 
 Experts are DeepSeek-V2's: a softmax over all, the best few by their own weights, times a factor, beside
 shared ones.
