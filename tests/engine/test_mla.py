@@ -75,6 +75,7 @@ def judged(
         yield Judged(started, MLAOracle(folder))
 
 
+@pytest.mark.fast("experts", "yarn")
 def test_composed_requests(judged: Judged) -> None:
     """Cold as warm; the leading segment is exact; what is generated goes on as the oracle does."""
     judged.engine.reset()
@@ -89,6 +90,7 @@ def test_composed_requests(judged: Judged) -> None:
     assert judged.engine.call(audit).clean
 
 
+@pytest.mark.fast("yarn")
 def test_planted_faults_are_seen(judged: Judged) -> None:
     """By orders of magnitude: among them keys that are rotated twice, and not at all."""
     ours = first_token(judged.engine, COMPOSED)
@@ -119,6 +121,7 @@ def test_islands(judged: Judged, seam: int) -> None:
     assert judged.error(ours, fault="island_counted_twice", **layout) > 200 * BOUND
 
 
+@pytest.mark.fast("yarn")
 def test_beside_plain_requests(judged: Judged) -> None:
     """One batch of prefills and decodes of both kinds: each answers as it does alone."""
     judged.engine.reset()
@@ -197,6 +200,7 @@ def errors_at(llm: Any, position: int) -> dict[str | None, float]:
 
 
 @pytest.mark.parametrize("position", [0, 1_000, 100_000])
+@pytest.mark.fast("yarn-0", "yarn-1000", "yarn-100000")
 def test_a_record_at_any_position(judged: Judged, position: int) -> None:
     judged.engine.reset()
     found = judged.engine.call(errors_at, position)
@@ -228,6 +232,7 @@ def test_plain_requests_are_stock_bit_for_bit(dtype: str, start_engine: EngineFa
 
 
 @pytest.mark.parametrize("chunk", [4096, 96])
+@pytest.mark.fast("96")
 def test_bfloat16(chunk: int, start_engine: EngineFactory, yarn: Path) -> None:
     """Composed requests are as far from the oracle as ordinary ones, which round as much; where the CPU has
     AMX vLLM's other backend runs, which prefills in chunks and behind its prefix cache."""
