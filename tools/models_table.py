@@ -25,12 +25,15 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TESTED = {
+    "DeepseekV2ForCausalLM": "tests/engine/test_mla.py",
+    "DeepseekV3ForCausalLM": "tests/engine/test_mla.py",
     "FalconH1ForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "FalconMambaForCausalLM": "tests/engine/test_mamba1.py",
     "Gemma2ForCausalLM": "tests/engine/test_soft_caps.py",
     "Gemma3ForCausalLM": "tests/engine/test_families.py",
     "Gemma3nForCausalLM": "tests/engine/test_shared_kv.py",
     "Gemma4ForCausalLM": "tests/engine/test_shared_kv.py",
+    "Glm4MoeLiteForCausalLM": "tests/engine/test_mla.py",
     "GptOssForCausalLM": "tests/engine/test_families.py",
     "GraniteMoeHybridForCausalLM": "tests/engine/test_mamba2_oracle.py",
     "JambaForCausalLM": "tests/engine/test_mamba1.py",
@@ -53,6 +56,7 @@ TESTED = {
 SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
     # Without experts, of which vLLM has none for CPUs without a gate.
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 8},
 }
@@ -80,10 +84,10 @@ looked at when the engine starts, which refuses those that it cannot undo.
 
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
-vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's must say,
-and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
-class differ, a window is on in one and off in another: ask about yours. Soft-caps and shared KV are served
-on CPUs only: on GPUs models that have them are refused.
+vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's and
+GLM-4.7-Flash's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
+class differ, a window is on in one and off in another: ask about yours. Soft-caps, shared KV and latent
+attention are served on CPUs only: on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""

@@ -33,7 +33,8 @@ from vllm_hypic.backends.probe import Unsupported, _Call, _link
 from vllm_hypic.backends.rope import RopeTap
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.pool.geometry import PoolGeometry, pool_geometry
+from vllm_hypic.pool.geometry import LatentGeometry, PoolGeometry, pool_geometry
+from vllm_hypic.pool.tensors import DevicePool
 
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SHAPE)
@@ -86,6 +87,16 @@ def test_short_convolutions_have_tails_alone() -> None:
     assert found.slots and found.pages and found.nbytes <= 1 << 24
 
 
+def test_latents_are_one_row_a_token() -> None:
+    found = geometry(MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576}))
+    (latent,) = found.attention
+    pool = DevicePool(found, torch.device("cpu"))
+    assert isinstance(latent, LatentGeometry)
+    assert latent.token_bytes == 576 * latent.dtype.itemsize
+    public = pool.kv["layers.0"]
+    assert public.value is public.key and [*public.parts] == [*latent.parts] == ["k"]
+
+
 def test_mamba2_has_a_number_for_a_transition() -> None:
     """States are kept in float32 whatever vLLM keeps them in."""
     found = geometry(FULL, MAMBA2)
@@ -134,7 +145,12 @@ def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
         (ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256"),
         (FullAttentionSpec(**SHAPE, attention_chunk_size=256), "local attention in chunks of 256 tokens"),
         (FullAttentionSpec(**SHAPE, head_size_v=128), "V of head size 128 beside K of 64"),
-        (MLAAttentionSpec(**SHAPE), "KV cache of kind MLAAttentionSpec"),
+        (
+            MLAAttentionSpec(**SHAPE, state_content_bytes=656, cache_dtype_str="fp8_ds_mla"),
+            "MLA with a packed",
+        ),
+        (MLAAttentionSpec(**SHAPE, model_version="deepseek_v4"), "MLA of 1 tokens a row"),
+        (MLAAttentionSpec(**SHAPE, non_causal_multi_token_decode=True), "MLA whose rows see later ones"),
         (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention with states of shapes"),
         (replace(GDN, mamba_type=Kind.LINEAR), "linear attention of kind LINEAR"),
         (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),

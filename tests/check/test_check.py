@@ -107,6 +107,19 @@ def test_olmo_hybrid_is_served_on_cpu(tmp_path: Path) -> None:
     assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
 
 
+def test_latents_take_one_row_a_token(tmp_path: Path) -> None:
+    config = {
+        **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 3},
+        **{"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000},
+        **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64},
+        **{"q_lora_rank": None, "first_k_dense_replace": 3, "dtype": "bfloat16"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = checked(tmp_path)
+    kinds = {kind["what"]: (kind["layers"], kind["segment_bytes"]) for kind in found["kinds"]}
+    assert kinds == {"latent attention, rows of 576": (3, 3 * found["segment_tokens"] * 576 * 2)}
+
+
 def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
     """Its header alone: there are no tensors in this one."""
     from gguf import GGUFWriter

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from oracle import (
     random_segments,
     save_mamba1_model,
     save_mamba2_model,
+    save_mla_model,
     save_olmo_model,
     save_short_conv_model,
 )
@@ -31,6 +32,8 @@ from .conftest import EngineFactory, tight_args, tight_options
 from .engines import Ask, audit, metrics, pool_unit_bytes, prompt, run_apart, same, store_of
 from .staged_copies import staged
 from .test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
+from .test_mla import CPU_MLA
+from .test_short_conv import STOCK
 
 pytestmark = pytest.mark.slow
 
@@ -43,12 +46,13 @@ LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention
 class Family:
     """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get;
     ``mended``: without it stock vLLM does not run the model; ``grows``: requests take more blocks as they go
-    on, so some are preempted."""
+    on, so some are preempted; ``stock``: what a stock engine needs to run it in float32."""
 
     save: Callable[[Path], Any]
     blocks: int
     mended: Callable[[], None] | None = None
     grows: bool = True
+    stock: dict[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -62,6 +66,8 @@ FAMILIES = {
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
     "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),
+    # Blocks of 16 tokens, and not of 128.
+    "latents": Family(partial(save_mla_model, q_lora=True), 256, stock=CPU_MLA | STOCK),
     "shared-kv": Family(partial(save_shared_kv_model, name="Gemma3nText", window=40), 32),
 }
 
@@ -81,7 +87,7 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory, engine_logs:
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
     asks = mixed_asks(seed=3)
     args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": family.blocks}
-    with start_engine(model, hypic=False, mended=family.mended, **args) as engine:
+    with start_engine(model, hypic=False, mended=family.mended, **args, **family.stock) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
     with start_engine(model, dtype="float32") as engine:
         units = engine.call(pool_unit_bytes)

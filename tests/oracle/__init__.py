@@ -9,7 +9,14 @@ from .mamba1_models import save_mamba1_model
 from .mamba2 import Mamba2Oracle
 from .mamba2_models import save_mamba2_model
 from .masked import MaskedOracle
-from .models import random_segments, save_attention_model, save_hybrid_model, save_short_conv_model
+from .mla import MLAOracle
+from .models import (
+    random_segments,
+    save_attention_model,
+    save_hybrid_model,
+    save_mla_model,
+    save_short_conv_model,
+)
 from .olmo import OlmoOracle, save_olmo_model
 from .oracle import FAULTS, Oracle
 from .short_conv import ShortConvOracle
@@ -24,6 +31,7 @@ def mamba_oracle(model: Path) -> Oracle:
 __all__ = [
     "FAULTS",
     "Gemma2Oracle",
+    "MLAOracle",
     "Mamba1Oracle",
     "Mamba2Oracle",
     "MaskedOracle",
@@ -36,6 +44,7 @@ __all__ = [
     "save_hybrid_model",
     "save_mamba1_model",
     "save_mamba2_model",
+    "save_mla_model",
     "save_olmo_model",
     "save_short_conv_model",
 ]

@@ -38,7 +38,12 @@ SOFT_CAP_FAULTS = {
 SHARED_KV_FAULTS = {
     "readers_without_public": "layers that read another's KV see nothing of records",
 }
+LATENT_FAULTS = {
+    "not_rotated": "the shared key of public latents is not rotated when read",
+}
 FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
 """Planted faults: name -> what goes wrong, in any prompt."""
-MORE_FAULTS = CONTEXT_FAULTS | ISLAND_FAULTS | WINDOW_FAULTS | SOFT_CAP_FAULTS | SHARED_KV_FAULTS
+MORE_FAULTS = (
+    CONTEXT_FAULTS | ISLAND_FAULTS | WINDOW_FAULTS | SOFT_CAP_FAULTS | SHARED_KV_FAULTS | LATENT_FAULTS
+)
 """Those that show where there is such."""

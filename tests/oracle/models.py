@@ -18,6 +18,7 @@ __all__ = [
     "random_segments",
     "save_attention_model",
     "save_hybrid_model",
+    "save_mla_model",
     "save_shared_kv_model",
     "save_short_conv_model",
     "save_soft_capped_model",
@@ -60,6 +61,44 @@ def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int 
         "vocab_size": 512,
     }
     return save_text_model(path, name=name, fields=fields | SHARED_KV[name], seed=seed)
+
+
+def save_mla_model(
+    path: str | Path, *, q_lora: bool = False, experts: bool = False, yarn: bool = False, seed: int = 0
+) -> Path:
+    """A random DeepSeek-V2 in float32 of two layers, the second with experts where asked for.
+
+    Latents of 512 and keys of 64, as published models have them: vLLM's kernels for CPUs know no others, and
+    those with AMX want multiples of 32 elsewhere.
+    """
+    scaled = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    scaled |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5}
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 96 if q_lora else None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "rope_parameters": {"rope_theta": 10000.0, **(scaled if yarn else {"rope_type": "default"})},
+        "first_k_dense_replace": 1 if experts else 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 2.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 512,
+        "tie_word_embeddings": False,
+    }
+    limit = 163840 if yarn else 131072
+    return save_text_model(
+        path, name="DeepseekV2", fields=fields, max_positions=limit, dtype=torch.float32, seed=seed
+    )
 
 
 def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int = 0) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,26 @@ def test_attention_counts_causal_pairs_only():
     with counter, torch.no_grad():
         model(torch.arange(tokens)[None])
     masked = 2 * 4 * 4 * 48 * tokens * (tokens - 1) / 2
+    assert flops.prefill(tokens) == pytest.approx(counter.get_total_flops() - masked, rel=1e-3)
+
+
+@pytest.mark.parametrize("query_rank", [None, 24])
+def test_latent_attention_is_that_of_a_real_layer(query_rank: int | None) -> None:
+    """Every product that a dense DeepSeek-V2 of two layers runs, but for masked pairs."""
+    import transformers
+
+    config = transformers.DeepseekV2Config(
+        **{"hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 224},
+        **{"kv_lora_rank": 40, "q_lora_rank": query_rank, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+        **{"v_head_dim": 24, "first_k_dense_replace": 2, "vocab_size": 64},
+    )
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    flops = FlopModel.from_hf_config(config, attention_layers=2, linear_layers=0)
+    flops = replace(flops, mlp=Mlp(224))  # the model's experts, of which these layers have none
+    tokens, counter = 40, FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(torch.arange(tokens)[None])
+    masked = 2 * 2 * 4 * (16 + 8 + 24) * tokens * (tokens - 1) / 2
     assert flops.prefill(tokens) == pytest.approx(counter.get_total_flops() - masked, rel=1e-3)
 
 

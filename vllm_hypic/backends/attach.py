@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from ..pool.families import FAMILIES
-from .attention.base import AttentionLink, PublicAttention
+from .attention.base import AttentionLink, LinkedAttention
 from .linear.base import LinearLayer
 from .ops import extension, span_attention
 from .probe import PROBE_TOKENS, Unsupported, link_ropes, run_model
@@ -72,7 +72,7 @@ def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
     if isinstance(layer, MambaBase):
         return f"linear attention {kind} (supported: {', '.join(s for f in FAMILIES for s in f.stock)})"
     impl = getattr(layer, "impl", None)
-    if isinstance(impl, PublicAttention):
+    if isinstance(impl, LinkedAttention):
         return impl.refusal()
     backend = getattr(layer, "attn_backend", None)
     if backend is not None:
@@ -99,7 +99,7 @@ def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
 def _link(
     runner: Any,
     layers: Any,
-    impls: dict[str, PublicAttention[Any]],
+    impls: dict[str, LinkedAttention[Any]],
     ropes: dict[str, RopeTap | None],
     runtime: HypicRuntime,
 ) -> None:

@@ -58,7 +58,7 @@ def _model(config: VllmConfig) -> Iterator[str]:
     if config.speculative_config is not None:
         yield "speculative decoding is not supported; drop --speculative-config"
     if model.use_mla:
-        yield "multi-head latent attention (MLA) is not supported"
+        yield "multi-head latent attention (MLA) is served on CPU only so far: no CUDA kernel reads its rows"
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:

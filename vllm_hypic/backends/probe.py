@@ -25,7 +25,7 @@ from .rope import RopeTap
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .attention.base import PublicAttention
+    from .attention.base import LinkedAttention
 
 PROBE_TOKENS = 8
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
@@ -47,7 +47,7 @@ class Unsupported(ConfigError):
 
 
 def link_ropes(
-    runner: Any, impls: Mapping[str, PublicAttention[Any]], readers: Mapping[str, PublicAttention[Any]]
+    runner: Any, impls: Mapping[str, LinkedAttention[Any]], readers: Mapping[str, LinkedAttention[Any]]
 ) -> dict[str, RopeTap | None]:
     """The rope of every attention layer of ``impls`` (``None``: NoPE).  Raises :class:`Unsupported`.
 
@@ -63,21 +63,21 @@ def link_ropes(
 
 
 def _observe(
-    runner: Any, impls: Mapping[str, PublicAttention[Any]], ropes: list[RopeTap], positions: torch.Tensor
+    runner: Any, impls: Mapping[str, LinkedAttention[Any]], ropes: list[RopeTap], positions: torch.Tensor
 ) -> dict[str, _Call]:
     """Run the model once and record what reached each attention layer."""
     observer = _Observer()
     for rope in ropes:
         rope.hypic_probe = observer.rope
-    for name, impl in impls.items():
-        impl.hypic_probe = partial(observer.attention, name)
+    layers = runner.compilation_config.static_forward_context
+    ends = [impl.watch(layers[name], partial(observer.attention, name)) for name, impl in impls.items()]
     try:
         run_model(runner, positions, skip_compiled=True)  # compiled graphs have no taps
     finally:
         for rope in ropes:
             rope.hypic_probe = None
-        for impl in impls.values():
-            impl.hypic_probe = None
+        for end in ends:
+            end()
     return observer.calls
 
 

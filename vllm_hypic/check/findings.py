@@ -40,6 +40,7 @@ from ..engine.worker import HypicWorker
 from ..errors import ConfigError
 from ..pool.geometry import (
     AttentionGeometry,
+    LatentGeometry,
     LayerGeometry,
     cache_refusal,
     divided,
@@ -210,6 +211,8 @@ def _judged(
 
 
 def _what(layer: AttentionLayerBase, spec: KVCacheSpec, geometry: LayerGeometry) -> str:
+    if isinstance(geometry, LatentGeometry):
+        return f"latent attention, rows of {geometry.head_size}"
     if isinstance(geometry, AttentionGeometry):
         window = getattr(spec, "sliding_window", None)
         reach = "full attention" if window is None else f"attention in a window of {window}"

@@ -169,6 +169,8 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
             weight.uniform_(-0.5, 0.5, generator=rng)
         elif owner == "embed_tokens" or owner == "lm_head":  # logits of standard deviation 2.5
             weight.normal_(0, 2.5 / weight.shape[1] ** 0.5, generator=rng)
+        elif weight.dim() == 3:  # experts [experts, out, in]
+            weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
         elif weight.dim() == 2:
             # Keep the variance, but let gates move by half as much, and damp the branches whose output is
             # normalised or local: attention averages its values, and would be drowned by them.

@@ -1,13 +1,17 @@
 """Patch: the CPU platform honours ``--attention-backend hypic``.
 
-Target: ``vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls``.
-Why: it ignores the named backend and always returns CPU_ATTN.
+Target: ``vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls`` and ``check_and_update_config``.
+Why: the first ignores the named backend and returns CPU_ATTN, or one of its two backends for MLA.  Which of
+these is a matter of the CPU and the backend's name, not of the dtype, but AMX_MLA takes bf16 alone; in other
+dtypes a stock engine needs ``--attention-backend CPU_MLA``, by which the second chooses the block size.
 Until: the CPU platform selects registered backends.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from ..errors import ConfigError
 from .signature import require_parameters
@@ -16,24 +20,45 @@ from .signature import require_parameters
 def apply() -> None:
     """Idempotent; does nothing on other platforms."""
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
 
     platform: Any = type(current_platform)
     if not current_platform.is_cpu() or getattr(platform.get_attn_backend_cls, "_hypic", False):
         return
-    stock = platform.get_attn_backend_cls.__func__
-    require_parameters(stock, "cls", "selected_backend", "attn_selector_config")
+    stock_choice = platform.get_attn_backend_cls.__func__
+    stock_check = platform.check_and_update_config.__func__
+    require_parameters(stock_choice, "cls", "selected_backend", "attn_selector_config")
+    require_parameters(stock_check, "cls", "vllm_config")
 
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
-        if selected_backend is AttentionBackendEnum.CUSTOM:
-            if attn_selector_config.use_mla or attn_selector_config.use_sparse:
-                raise ConfigError(
-                    "--attention-backend hypic: MLA and sparse attention are not supported on CPU"
-                )
-            return AttentionBackendEnum.CUSTOM.get_path()
-        return stock(cls, selected_backend, attn_selector_config, *args, **kwargs)
+        asked = attn_selector_config
+        if selected_backend is not Backend.CUSTOM:
+            return str(stock_choice(cls, selected_backend, asked, *args, **kwargs))
+        if asked.use_sparse:
+            raise ConfigError(
+                "--attention-backend hypic: sparse attention (an indexer, as DeepSeek-V3.2 has) is not "
+                "supported: records hold none of its keys"
+            )
+        if not asked.use_mla:
+            return str(Backend.CUSTOM.get_path())
+        stock = None if asked.dtype == torch.bfloat16 else Backend.CPU_MLA
+        path = stock_choice(cls, stock, asked, *args, **kwargs)
+        name = "HypicAMXMLABackend" if path == Backend.AMX_MLA.get_path() else "HypicCPUMLABackend"
+        return f"vllm_hypic.backends.attention.mla.{name}"
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        attention, model = vllm_config.attention_config, vllm_config.model_config
+        named = attention.backend
+        latent = named is Backend.CUSTOM and model is not None and model.use_mla
+        reference = latent and model.dtype != torch.bfloat16
+        try:
+            attention.backend = Backend.CPU_MLA if reference else named
+            stock_check(cls, vllm_config)
+        finally:
+            attention.backend = named
 
     get_attn_backend_cls._hypic = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    platform.check_and_update_config = classmethod(check_and_update_config)

@@ -113,7 +113,7 @@ class RecordCodec:
         return [
             Section(f"{a.layer}.{part}", _name(a.dtype), (columns, a.kv_heads, a.head_size))
             for a in self.pool.geometry.attention
-            for part in ("k", "v")
+            for part in a.parts
         ]
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ from .plans import Space
 from .states import TRANSITION_DTYPE, StateGeometry
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,20 @@ class AttentionGeometry:
     kv_heads: int
     head_size: int
     dtype: torch.dtype
+    parts: ClassVar[tuple[str, ...]] = ("k", "v")
+    """What a record holds of a token, each ``[kv_heads, head_size]``."""
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.kv_heads * self.head_size * self.dtype.itemsize
+        return len(self.parts) * self.kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LatentGeometry(AttentionGeometry):
+    """The public rows of one MLA layer: ``[pages * page_tokens, 1, head_size]``, first the part of K that is
+    rotated, then the latent, which is the rest of K and all of V."""
+
+    parts: ClassVar[tuple[str, ...]] = ("k",)
 
 
 LayerGeometry = AttentionGeometry | StateGeometry
@@ -177,7 +187,7 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]
 def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> LayerGeometry:
     """What records hold of a layer with this cache.  Raises :class:`ConfigError` where it has no place in
     the pool."""
-    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
     if reason := cache_refusal(spec):
         raise ConfigError(f"hypic: layer {layer}: {reason} is not supported; serve without hypic")
@@ -186,7 +196,8 @@ def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> La
         assert family is not None
         return family.geometry.of(layer, spec.shapes, spec.dtypes, conv_dim_first)
     assert isinstance(spec, AttentionSpec)
-    return AttentionGeometry(layer, spec.num_kv_heads, spec.head_size, spec.dtype)
+    kind = LatentGeometry if isinstance(spec, MLAAttentionSpec) else AttentionGeometry
+    return kind(layer, spec.num_kv_heads, spec.head_size, spec.dtype)
 
 
 def cache_refusal(spec: KVCacheSpec) -> str | None:
@@ -195,7 +206,12 @@ def cache_refusal(spec: KVCacheSpec) -> str | None:
     Layers are looked at once more when they are linked; what shapes the cache must be refused before
     sizes are worked out from it.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
 
     if isinstance(spec, MambaSpec):
         family = family_of(spec.mamba_type.name)
@@ -206,9 +222,22 @@ def cache_refusal(spec: KVCacheSpec) -> str | None:
         return None
     if chunk := getattr(spec, "attention_chunk_size", None):
         return f"local attention in chunks of {chunk} tokens"
-    # Not isinstance: latent, sink and sparse caches derive from it and hold something else.
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+    # Not isinstance: sink and sparse caches derive from it and hold something else.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec):
         return f"KV cache of kind {type(spec).__name__}"
+    if isinstance(spec, MLAAttentionSpec):
+        return _latent_refusal(spec)
     if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
         return f"V of head size {spec.head_size_v} beside K of {spec.head_size}"
+    return None
+
+
+def _latent_refusal(spec: MLAAttentionSpec) -> str | None:
+    """Why a cache of latents is not one row of ``head_size`` numbers a token, or ``None``."""
+    if spec.state_content_bytes is not None:
+        return f"MLA with a packed cache ({spec.cache_dtype_str})"
+    if spec.model_version is not None or spec.tokens_per_state != 1:
+        return f"MLA of {spec.tokens_per_state} tokens a row ({spec.model_version})"
+    if spec.non_causal_multi_token_decode:
+        return "MLA whose rows see later ones"
     return None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
-from .geometry import PoolGeometry
+from .geometry import LatentGeometry, PoolGeometry
 from .tensors import DevicePool
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class LearnedRows:
             raise ConfigError(
                 f"hypic config: context_file={str(context.path)!r}: learned contexts are for models without "
                 "linear-attention layers, as they have no states"
+            )
+        if any(isinstance(layer, LatentGeometry) for layer in layers):
+            raise ConfigError(
+                f"hypic config: context_file={str(context.path)!r}: learned contexts are K and V, and this "
+                "model's layers keep latents (MLA); give a context of text"
             )
         key, value = context.tensors()
         shapes = {(a.kv_heads, a.head_size) for a in layers}

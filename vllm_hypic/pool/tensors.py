@@ -21,10 +21,17 @@ from .transition_blocks import TransitionBlocks
 
 @dataclass(frozen=True)
 class PublicKV:
-    """Unrotated K and V of one full-attention layer, each ``[pages * page_tokens, kv_heads, head_size]``."""
+    """Unrotated K and V of one full-attention layer, each ``[pages * page_tokens, kv_heads, head_size]``.
+
+    ``value`` of an MLA layer is ``key``: see :class:`~.geometry.LatentGeometry`."""
 
     key: torch.Tensor
     value: torch.Tensor
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The tensors by the geometry's names of them."""
+        return {"k": self.key} if self.value is self.key else {"k": self.key, "v": self.value}
 
 
 @dataclass(frozen=True)
@@ -114,10 +121,8 @@ class DevicePool:
         self.kv: dict[str, PublicKV] = {}
         for a in geometry.attention:
             shape = (rows, a.kv_heads, a.head_size)
-            self.kv[a.layer] = PublicKV(
-                torch.zeros(shape, dtype=a.dtype, device=device),
-                torch.zeros(shape, dtype=a.dtype, device=device),
-            )
+            made = [torch.zeros(shape, dtype=a.dtype, device=device) for _ in a.parts]
+            self.kv[a.layer] = PublicKV(made[0], made[-1])
         blocks = self.transition_blocks = TransitionBlocks(
             geometry.transition_blocks,
             geometry.block_dim,

@@ -49,17 +49,40 @@ else:
     AttentionImpl = object
 
 
-class PublicAttention(Generic[LinkT], AttentionImpl):
-    """Mixin before a stock implementation; with a link, also captures segments and reads public K and V."""
+class LinkedAttention(Generic[LinkT]):
+    """Mixin before any stock implementation whose layers take part in PIC."""
 
+    head_size: int
     link: LinkT | None = None
     """Set at start-up; ``None``: stock.  A layer that reads another's cache has that layer's."""
-    hypic_probe: Callable[[torch.Tensor | None], None] | None = None
-    """While probing: told the K that reached this layer."""
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
         """Take part in PIC from now on.  ``layer``: the module whose cache, allocated, this serves."""
         raise NotImplementedError
+
+    def refusal(self) -> str | None:
+        """Why this layer cannot take part in PIC, or ``None``."""
+        raise NotImplementedError
+
+    def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
+        """Have ``tell`` told of the K that reaches ``layer`` in passes without attention metadata outside
+        compiled graphs; returns what ends that."""
+        raise NotImplementedError
+
+
+class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
+    """Mixin before a stock implementation; with a link, also captures segments and reads public K and V."""
+
+    hypic_probe: Callable[[torch.Tensor | None], None] | None = None
+    """While probing: told the K that reached this layer."""
+
+    def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
+        self.hypic_probe = tell
+
+        def end() -> None:
+            self.hypic_probe = None
+
+        return end
 
     def window(self) -> int | None:
         """Tokens of a sliding window; ``None``: all."""
@@ -74,7 +97,6 @@ class PublicAttention(Generic[LinkT], AttentionImpl):
     """Whether layers that read another layer's cache, with no K and V of their own, do."""
 
     def refusal(self) -> str | None:
-        """Why this layer cannot take part in PIC, or ``None``."""
         if self.logits_soft_cap and not self.serves_soft_caps:
             return f"logits soft-cap {self.logits_soft_cap}"
         if self.alibi_slopes is not None:

@@ -28,7 +28,11 @@ class HostMover:
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
-        self._kv = {name: (_bytes_of(kv.key), _bytes_of(kv.value)) for name, kv in pool.kv.items()}
+        self._kv = {
+            f"{name}.{part}": _bytes_of(tensor)
+            for name, kv in pool.kv.items()
+            for part, tensor in kv.parts.items()
+        }
         blocks, records = pool.transition_blocks, pool.linear.values()
         self._linear = [
             _LinearBytes.of(g, one.parts, block_of)
@@ -41,11 +45,10 @@ class HostMover:
     ) -> None:
         views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
         runs = _runs(place.slot_mapping)
-        for name, (k, v) in self._kv.items():
-            for part, rows in (("k", k), ("v", v)):
-                out = views[f"{name}.{part}"].reshape(-1, rows.shape[1])
-                for at, first, count in runs:
-                    out[at : at + count] = rows[first : first + count]
+        for section, rows in self._kv.items():
+            out = views[section].reshape(-1, rows.shape[1])
+            for at, first, count in runs:
+                out[at : at + count] = rows[first : first + count]
         for layer in self._linear:
             for section, slots in layer.parts.items():
                 views[section][:] = slots[place.slot]
@@ -64,11 +67,10 @@ class HostMover:
 
     def _scatter(self, place: RecordPlace, sections: Sections) -> None:
         runs = _runs(place.slot_mapping)
-        for name, (k, v) in self._kv.items():
-            for part, rows in (("k", k), ("v", v)):
-                given = sections[f"{name}.{part}"].reshape(-1, rows.shape[1])
-                for at, first, count in runs:
-                    rows[first : first + count] = given[at : at + count]
+        for section, rows in self._kv.items():
+            given = sections[section].reshape(-1, rows.shape[1])
+            for at, first, count in runs:
+                rows[first : first + count] = given[at : at + count]
         for layer in self._linear:
             for section, slots in layer.parts.items():
                 slots[place.slot] = sections[section]

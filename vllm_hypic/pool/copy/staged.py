@@ -302,7 +302,7 @@ class _Tables:
         self._kv = {
             f"{name}.{part}": as_table(tensor, tensor[0].numel())
             for name, kv in pool.kv.items()
-            for part, tensor in (("k", kv.key), ("v", kv.value))
+            for part, tensor in kv.parts.items()
         }
         self._linear = {
             g.layer: _Linear(

@@ -30,6 +30,30 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """One MLA layer; ``query_rank`` 0: queries are projected at once; sizes of a head's K without rotation,
+    of its rotated part, and of V."""
+
+    heads: int
+    rank: int
+    query_rank: int
+    plain_size: int
+    rotated_size: int
+    value_size: int
+
+    def per_token(self, hidden: int) -> float:
+        query = self.heads * (self.plain_size + self.rotated_size)
+        down = hidden * (self.rank + self.rotated_size + self.query_rank)
+        up = self.rank * self.heads * (self.plain_size + self.value_size)
+        return 2.0 * (down + up + (self.query_rank or hidden) * query + self.heads * self.value_size * hidden)
+
+    def pairs(self, tokens: int) -> float:
+        """As :meth:`Attention.pairs`; K and V of every head, as prefill has them."""
+        sizes = self.plain_size + self.rotated_size + self.value_size
+        return 2.0 * self.heads * sizes * tokens * (tokens + 1) / 2
+
+
+@dataclass(frozen=True)
 class GatedDelta:
     """One gated delta rule layer (GDN): projections (q, k, v, z, two gates a head), convolution, state."""
 
@@ -122,7 +146,7 @@ class FlopModel:
     hidden: int
     attention_layers: int
     linear_layers: int
-    attention: Attention
+    attention: Attention | Latent
     linear: Linear
     mlp: Mlp | Experts
     per_token: float = field(init=False)
@@ -144,7 +168,7 @@ class FlopModel:
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
-        OLMo-Hybrid, LFM2, Nemotron-H, Granite 4, Falcon-H1 and Zamba2 use.
+        OLMo-Hybrid, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2 and DeepSeek-V2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -155,7 +179,7 @@ class FlopModel:
         heads = _number(text_config, max(1, hidden // 128), "num_attention_heads", "n_head")
         linear = _linear(text_config, hidden, max(1, hidden // heads))
         olmo = hasattr(text_config, "linear_allow_neg_eigval")
-        attention = Attention(
+        attention = _latent(text_config, heads) or Attention(
             heads=heads,
             kv_heads=_number(text_config, heads, "num_key_value_heads"),
             head_size=_number(text_config, max(1, hidden // heads), "head_dim", "attention_head_dim"),
@@ -164,6 +188,19 @@ class FlopModel:
         )
         mlp = _mlp(text_config, hidden)
         return cls(hidden, attention_layers, linear_layers, attention, linear, mlp)
+
+
+def _latent(config: object, heads: int) -> Latent | None:
+    if not (rank := _number(config, 0, "kv_lora_rank")):
+        return None
+    return Latent(
+        heads,
+        rank,
+        query_rank=_number(config, 0, "q_lora_rank"),
+        plain_size=_number(config, 128, "qk_nope_head_dim"),
+        rotated_size=_number(config, 0, "qk_rope_head_dim"),
+        value_size=_number(config, 128, "v_head_dim"),
+    )
 
 
 def _linear(config: object, hidden: int, head_size: int) -> Linear:
