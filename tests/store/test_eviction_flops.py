@@ -16,6 +16,7 @@ from vllm_hypic.store.eviction.flops import (
     Experts,
     FlopModel,
     GatedDelta,
+    Mamba1,
     Mamba2,
     Mlp,
     ShortConv,
@@ -135,6 +136,21 @@ def test_every_model_of_mamba2_calls_its_sizes_otherwise(name: str, fields: dict
     config = getattr(transformers, f"{name}Config")(hidden_size=96, num_attention_heads=4, **fields)
     flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=1)
     assert flops.linear == Mamba2(heads=8, head_size=24, state_size=16, groups=2, conv_width=4)
+
+
+def test_mamba1_is_that_of_mamba():
+    config, model = meta("Mamba", num_hidden_layers=2, state_size=8, time_step_rank=5, conv_kernel=3)
+    flops = FlopModel.from_hf_config(config, attention_layers=0, linear_layers=2)
+    assert flops.linear == Mamba1(inner=192, state_size=8, step_rank=5, conv_width=3)
+    assert flops.per_token == pytest.approx(products(model.layers) + 2 * 5 * 192 * 8, rel=1e-9)
+
+
+def test_jamba_calls_the_sizes_of_mamba1_otherwise():
+    from transformers import JambaConfig
+
+    config = JambaConfig(hidden_size=96, mamba_d_state=8, mamba_dt_rank=5, mamba_d_conv=3)
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=7)
+    assert flops.linear == Mamba1(inner=192, state_size=8, step_rank=5, conv_width=3)
 
 
 def test_short_convolutions_are_those_of_lfm2():

@@ -92,6 +92,22 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
+class Mamba1:
+    """One Mamba1 layer: projections to x and z, convolution, projections to a step, B and C, and of the step
+    to the channels, update."""
+
+    inner: int
+    state_size: int
+    step_rank: int
+    conv_width: int = 4
+
+    def per_token(self, hidden: int) -> float:
+        inner, states = self.inner, self.state_size
+        projections = 2.0 * inner * (3 * hidden + 2 * self.step_rank + 2 * states)
+        return projections + 2.0 * self.conv_width * inner + (1 + 2 + 2) * inner * states
+
+
+@dataclass(frozen=True)
 class ShortConv:
     """One gated short convolution: projections in (two gates and what is convolved) and out, convolution."""
 
@@ -112,7 +128,7 @@ class UnknownLinear:
         return 2.0 * hidden * 5 * hidden + 5.0 * hidden * self.head_size
 
 
-Linear = GatedDelta | Mamba2 | ShortConv | UnknownLinear
+Linear = GatedDelta | Mamba1 | Mamba2 | ShortConv | UnknownLinear
 
 
 @dataclass(frozen=True)
@@ -168,7 +184,7 @@ class FlopModel:
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
-        OLMo-Hybrid, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2 and DeepSeek-V2 use.
+        OLMo-Hybrid, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba and DeepSeek-V2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -224,6 +240,13 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
             groups=_number(config, 1, "n_groups", "mamba_n_groups", "mamba_ngroups"),
             conv_width=_number(config, 4, "conv_kernel", "mamba_d_conv"),
         )
+    if rank := _number(config, 0, "mamba_dt_rank", "time_step_rank"):
+        return Mamba1(
+            inner=_number(config, 2, "mamba_expand", "expand") * hidden,
+            state_size=_number(config, 16, "mamba_d_state", "state_size"),
+            step_rank=rank,
+            conv_width=_number(config, 4, "mamba_d_conv", "conv_kernel"),
+        )
     if width := _number(config, 0, "conv_L_cache"):
         return ShortConv(width)
     return UnknownLinear(head_size)
@@ -232,6 +255,8 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
 def _mlp(config: object, hidden: int) -> Mlp | Experts:
     active = _number(config, 0, "num_experts_per_tok", "moe_topk")
     intermediate = _number(config, 0, "moe_intermediate_size")
+    if _number(config, 0, "time_step_rank"):
+        return Mlp(0)  # Mamba and Falcon-Mamba have none, and call their inner size the intermediate one
     if active and intermediate:
         return Experts(
             total=_number(config, 0, "num_experts", "num_local_experts", "n_routed_experts"),
