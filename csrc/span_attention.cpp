@@ -20,8 +20,8 @@ namespace {
 using at::Tensor;
 
 // Columns of one part. Fixed, so that a row's result depends neither on threads nor on who else is in the batch. Few
-// rows wait for memory: theirs are short, so that what one kv head read is still near when the next one comes.
-constexpr int64_t PART_COLUMNS = 4096, PART_COLUMNS_OF_FEW = 512;
+// rows wait for memory: all kv heads of a column, which lie side by side, are of one part.
+constexpr int64_t PART_COLUMNS = 4096, PART_COLUMNS_OF_FEW = 256;
 // Rows of one part, times query heads per kv head: bounds the scratch memory.
 constexpr int64_t PART_ROWS = 1024;
 
@@ -58,14 +58,14 @@ struct Buffers {
 };
 
 struct Job {
-  int span, kv_head, row0, row1;
+  int span, kv_head, kv_heads, row0, row1;
   int64_t column0, column1;
   int64_t partial;  // first of its rows in the buffers of partial results
 };
 
-// The jobs of a span: per split and kv head, its parts of rows follow each other.
+// The jobs of a span: per split and group of kv heads, its parts of rows follow each other.
 struct Division {
-  int64_t first_job, splits, rows_of_part, row_parts;
+  int64_t first_job, splits, rows_of_part, row_parts, heads_of_part;
 };
 
 void check_rows(const Tensor& query, const Tensor& query_ranges) {
@@ -117,10 +117,10 @@ class Partials {
     const Span& s = spans_[span];
     const Division& by = divisions_[span];
     const int64_t group = s.heads / s.kv_heads;
-    const int64_t inside = (row % by.rows_of_part) * group + head % group;
-    const Job* job = jobs_.data() + by.first_job + (head / group) * by.row_parts + row / by.rows_of_part;
-    for (int64_t k = 0; k < by.splits; ++k, job += by.row_parts * s.kv_heads) {
-      const int64_t at = job->partial + inside;
+    const int64_t kv_head = head / group, inside = (row % by.rows_of_part) * group + head % group;
+    const Job* job = jobs_.data() + by.first_job + kv_head / by.heads_of_part * by.row_parts + row / by.rows_of_part;
+    for (int64_t k = 0; k < by.splits; ++k, job += by.row_parts * (s.kv_heads / by.heads_of_part)) {
+      const int64_t at = job->partial + kv_head % by.heads_of_part * (job->row1 - job->row0) * group + inside;
       found(tops_[at], totals_[at], sums_ + at * size_);
     }
   }
@@ -132,17 +132,17 @@ class Partials {
     const int64_t columns = *std::max_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
     const int64_t hidden = s.hidden_kv_lens ? *std::min_element(s.hidden_kv_lens, s.hidden_kv_lens + s.rows) : 0;
     const int64_t rows = std::max<int64_t>(1, PART_ROWS / group);
+    const bool few = s.rows * group <= FEW_ROWS;
     // Many rows: one part for all columns, so that partial results stay small.
-    const int64_t width = s.rows > 2 * rows            ? std::max<int64_t>(columns, 1)
-                          : s.rows * group <= FEW_ROWS ? PART_COLUMNS_OF_FEW
-                                                       : PART_COLUMNS;
-    Division by{int64_t(jobs_.size()), 0, rows, (s.rows + rows - 1) / rows};
+    const int64_t width = s.rows > 2 * rows ? std::max<int64_t>(columns, 1) : few ? PART_COLUMNS_OF_FEW : PART_COLUMNS;
+    const int heads = few && s.rows * s.heads <= ROW_BLOCK ? s.kv_heads : 1;
+    Division by{int64_t(jobs_.size()), 0, rows, (s.rows + rows - 1) / rows, heads};
     for (int64_t first = hidden / width * width; first < columns; first += width, ++by.splits)
-      for (int h = 0; h < s.kv_heads; ++h)
+      for (int h = 0; h < s.kv_heads; h += heads)
         for (int64_t r = 0; r < s.rows; r += rows) {
           const int64_t stop = std::min<int64_t>(s.rows, r + rows);
-          jobs_.push_back({span, h, int(r), int(stop), first, std::min(columns, first + width), partial_rows});
-          partial_rows += (stop - r) * group;
+          jobs_.push_back({span, h, heads, int(r), int(stop), first, std::min(columns, first + width), partial_rows});
+          partial_rows += heads * (stop - r) * group;
           most_rows = std::max(most_rows, stop - r);
         }
     divisions_.push_back(by);
@@ -162,7 +162,7 @@ class Partials {
     buffer += (64 - reinterpret_cast<uintptr_t>(buffer) % 64) % 64;
     // A thread takes all kv heads of a split, where there are enough: they read neighbouring memory, and the same
     // rotations.
-    const int chunk = jobs_.size() >= size_t(2 * threads * spans_[0].kv_heads) ? spans_[0].kv_heads : 1;
+    const int apart = spans_[0].kv_heads / jobs_[0].kv_heads, chunk = jobs_.size() >= size_t(2 * threads * apart) ? apart : 1;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic, chunk)
@@ -170,6 +170,7 @@ class Partials {
         const Job& job = jobs_[j];
         const Span& s = spans_[job.span];
         const SpanPart part{job.kv_head,
+                            job.kv_heads,
                             job.row0,
                             job.row1,
                             job.column0,

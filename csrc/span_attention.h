@@ -65,15 +65,17 @@ struct Span {
 
 // Rows of a part, times query heads per kv head, that count as few: they wait for memory, not for products.
 constexpr int FEW_ROWS = 8;
+// Rows of a score block; so many of all kv heads are few together.
+constexpr int ROW_BLOCK = 48;
 
 // Columns that are hidden from all rows are skipped in whole vectors of so many, so a few at a window's edge are read in
 // vain: the first column that is read where so many are hidden.
 constexpr int64_t first_read(int64_t hidden) { return hidden / 32 * 32; }
 
-// Part of a span: one kv head, rows [row0, row1), columns [column0, column1).  The rows of its query heads are laid
-// out row major: part row = (row - row0) * group + head in group.
+// Part of a span: some kv heads, rows [row0, row1), columns [column0, column1).  Results are laid out by kv head, and for
+// each the rows of its query heads are row major: part row = (row - row0) * group + head in group.
 struct SpanPart {
-  int kv_head, row0, row1;
+  int kv_head, kv_heads, row0, row1;
   int64_t column0, column1;
   float* sum;   // [part rows, size] sum of weights times V, null: wanted are only the weights
   float* top;   // [part rows] largest score, -inf if nothing is seen

@@ -11,7 +11,6 @@ namespace hypic {
 namespace HYPIC_ISA {
 
 constexpr int TILE = 256;      // columns of a tile: packed K and V of one head stay in the second-level cache
-constexpr int ROW_BLOCK = 48;  // rows of a score block
 
 HYPIC_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 HYPIC_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
@@ -33,7 +32,7 @@ HYPIC_INLINE size_t lay_out(const Span& s, int max_rows, char* base, Scratch* ou
   x.query = take(element * s.size * round_up(max_rows * (s.heads / s.kv_heads), ROW_BLOCK));
   x.keys = take(element * s.size * TILE);
   x.values = take(element * s.size * TILE);
-  x.row = take(element * s.size * 16);
+  x.row = take(element * s.size * 16 * s.kv_heads);
   x.weights = take(element * ROW_BLOCK * TILE);
   x.scores = (float*)take(sizeof(float) * ROW_BLOCK * TILE);
   if (out) *out = x;
@@ -455,10 +454,23 @@ static void span_part(const Span& s, const SpanPart& p, char* scratch) {
 #if HYPIC_BF16
   if (serves_few(s, p)) return run_few(s, p, scratch);
 #endif
-  if (s.dtype == DType::bf16 && s.gemm) return run_part<DType::bf16, bf16>(s, p, scratch);
-  if (s.dtype == DType::bf16) return run_part<DType::bf16, float>(s, p, scratch);
-  if (s.dtype == DType::f16) return run_part<DType::f16, float>(s, p, scratch);
-  return run_part<DType::f32, float>(s, p, scratch);
+  const ptrdiff_t rows = (ptrdiff_t)(p.row1 - p.row0) * (s.heads / s.kv_heads);
+  SpanPart one = p;
+  one.kv_heads = 1;
+  for (int h = 0; h < p.kv_heads; ++h) {
+    if (s.dtype == DType::bf16 && s.gemm)
+      run_part<DType::bf16, bf16>(s, one, scratch);
+    else if (s.dtype == DType::bf16)
+      run_part<DType::bf16, float>(s, one, scratch);
+    else if (s.dtype == DType::f16)
+      run_part<DType::f16, float>(s, one, scratch);
+    else
+      run_part<DType::f32, float>(s, one, scratch);
+    ++one.kv_head;
+    if (one.sum) one.sum += rows * s.size;
+    one.top += rows;
+    one.total += rows;
+  }
 }
 
 }  // namespace HYPIC_ISA

@@ -155,71 +155,80 @@ static bool serves_few(const Span& s, const SpanPart& p) {
          s.size % 64 == 0 && !packs_well;
 }
 
-// scores[r * TILE + j] = query row r . rotated K of column c0 + j for the up to 16 columns [0, here).
-HYPIC_INLINE void score_rotated(const Span& s, int kv_head, int64_t c0, int here, int64_t stop, const bf16* query,
-                                int rows, bf16* keys, float* scores) {
-  const int size = s.size;
-  for (int i = 0; i < here; ++i) {
-    if (s.pool.key && c0 + i + 32 < stop) {
-      const int64_t slot = s.pool.slots[c0 + i + 32];
-      const char* k = (const char*)((const bf16*)s.pool.key + slot * s.pool.key_stride + kv_head * size);
-      const char* v = (const char*)((const bf16*)s.pool.value + slot * s.pool.value_stride + kv_head * size);
-      for (int b = 0; b < 2 * size; b += 64) {
-        _mm_prefetch(k + b, _MM_HINT_T0);
-        _mm_prefetch(v + b, _MM_HINT_T1);
-      }
-    }
-    fetch_key<DType::bf16>(s, c0 + i, kv_head, keys + i * size);
+// Fetches a column of the pool ahead of time: K and V of kv heads, which lie side by side.
+HYPIC_INLINE void fetch_ahead(const Span& s, int64_t column, int kv_head, int kv_heads) {
+  const int64_t slot = s.pool.slots[column];
+  const char* k = (const char*)((const bf16*)s.pool.key + slot * s.pool.key_stride + kv_head * s.size);
+  const char* v = (const char*)((const bf16*)s.pool.value + slot * s.pool.value_stride + kv_head * s.size);
+  for (int b = 0; b < 2 * s.size * kv_heads; b += 64) {
+    _mm_prefetch(k + b, _MM_HINT_T0);
+    _mm_prefetch(v + b, _MM_HINT_T1);
   }
-  if (here < 16) __builtin_memset(keys + here * size, 0, (16 - here) * size * sizeof(bf16));
-  score_keys(query, rows, keys, size, scores);
 }
 
 static void run_few(const Span& s, const SpanPart& p, char* scratch) {
   Scratch x;
-  const int group = s.heads / s.kv_heads, size = s.size, rows = (p.row1 - p.row0) * group;
+  const int group = s.heads / s.kv_heads, size = s.size, rows = (p.row1 - p.row0) * group, all = rows * p.kv_heads;
   lay_out(s, p.row1 - p.row0, scratch, &x);
   bf16 *query = (bf16*)x.query, *keys = (bf16*)x.row, *weights = (bf16*)x.weights;
-  for (int r = 0; r < rows; ++r) {
-    const bf16* from = (const bf16*)s.query + (p.row0 + r / group) * s.query_stride +
-                       (ptrdiff_t)(p.kv_head * group + r % group) * size;
-    __builtin_memcpy(query + (ptrdiff_t)r * size, from, size * sizeof(bf16));
+  for (int h = 0; h < p.kv_heads; ++h)
+    for (int r = 0; r < rows; ++r) {
+      const bf16* from = (const bf16*)s.query + (p.row0 + r / group) * s.query_stride +
+                         (ptrdiff_t)((p.kv_head + h) * group + r % group) * size;
+      __builtin_memcpy(query + (ptrdiff_t)(h * rows + r) * size, from, size * sizeof(bf16));
+    }
+  for (int r = 0; r < all; ++r) {
     p.top[r] = -__builtin_inff();
     p.total[r] = 0.0f;
   }
-  if (p.sum) __builtin_memset(p.sum, 0, (size_t)rows * size * sizeof(float));
+  if (p.sum) __builtin_memset(p.sum, 0, (size_t)all * size * sizeof(float));
   const bool pairs = s.cache.cache && s.cache.layout == Layout::pairs;
   const int64_t stop = at_most(p.column1, furthest_seen(s, p.row0, p.row1 - 1));
   const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
   for (int64_t c0 = first_column(p, hidden); c0 < stop; c0 += TILE) {
     const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
     for (int j = 0; j < n; j += 16) {
-      if (!pairs) {
-        score_rotated(s, p.kv_head, c0 + j, (int)at_most(16, n - j), stop, query, rows, keys, x.scores + j);
+      if (pairs) {
+        for (int h = 0; h < p.kv_heads; ++h) {
+          const bf16* group_of_16 = (const bf16*)s.cache.cache + key_group(s, c0 + j, p.kv_head + h);
+          by_four(rows, [&](auto count, int r) {
+            score_pairs<count>(query + (ptrdiff_t)(h * rows + r) * size, group_of_16, s.cache.key_at.dim, size,
+                               x.scores + (h * rows + r) * TILE + j);
+          });
+        }
         continue;
       }
-      const bf16* group = (const bf16*)s.cache.cache + key_group(s, c0 + j, p.kv_head);
-      by_four(rows, [&](auto count, int r) {
-        score_pairs<count>(query + r * size, group, s.cache.key_at.dim, size, x.scores + r * TILE + j);
-      });
+      const int here = (int)at_most(16, n - j);
+      for (int i = 0; i < here; ++i) {
+        if (const int64_t ahead = c0 + j + i + 32; s.pool.key && ahead < stop)
+          fetch_ahead(s, ahead, p.kv_head, p.kv_heads);
+        for (int h = 0; h < p.kv_heads; ++h)
+          fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head + h, keys + (16 * h + i) * size);
+      }
+      for (int h = 0; h < p.kv_heads; ++h) {
+        bf16* of_head = keys + 16 * h * size;
+        if (here < 16) __builtin_memset(of_head + here * size, 0, (16 - here) * size * sizeof(bf16));
+        score_keys(query + (ptrdiff_t)h * rows * size, rows, of_head, size, x.scores + h * rows * TILE + j);
+      }
     }
-    for (int r = 0; r < rows; ++r) {
-      const int row = p.row0 + r / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
+    for (int r = 0; r < all; ++r) {
+      const int row = p.row0 + r % rows / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
       const float shrink = softmax_row(s, x.scores + r * TILE, hidden_of(s, row, c0, n), seen, padded,
                                        weights + r * TILE, p.top + r, p.total + r);
       if (p.sum && shrink != 1.0f)
         for (int d = 0; d < size; d += W) vstore(p.sum + r * size + d, vmul(vload(p.sum + r * size + d), vset(shrink)));
     }
     if (!p.sum) continue;
-    for (int d = 0; d < size; d += 64)
-      by_four(rows, [&](auto count, int r) {
-        const bf16* w = weights + r * TILE;
-        float* sum = p.sum + (ptrdiff_t)r * size;
-        if (pairs)
-          weigh_pairs<count>(s, p.kv_head, c0, (int)at_most(n, hidden - c0), n, w, d, sum);
-        else
-          weigh_values<count>(s, p.kv_head, c0, n, w, d, sum);
-      });
+    for (int h = 0; h < p.kv_heads; ++h)
+      for (int d = 0; d < size; d += 64)
+        by_four(rows, [&](auto count, int r) {
+          const bf16* w = weights + (h * rows + r) * TILE;
+          float* sum = p.sum + (ptrdiff_t)(h * rows + r) * size;
+          if (pairs)
+            weigh_pairs<count>(s, p.kv_head + h, c0, (int)at_most(n, hidden - c0), n, w, d, sum);
+          else
+            weigh_values<count>(s, p.kv_head + h, c0, n, w, d, sum);
+        });
   }
 }
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from .geometry import PoolGeometry
+from .large_pages import zeros
 from .states import (
     TRANSITION_DTYPE,
     ConvGeometry,
@@ -121,7 +122,7 @@ class DevicePool:
         self.kv: dict[str, PublicKV] = {}
         for a in geometry.attention:
             shape = (rows, a.kv_heads, a.head_size)
-            made = [torch.zeros(shape, dtype=a.dtype, device=device) for _ in a.parts]
+            made = [zeros(shape, a.dtype, device) for _ in a.parts]
             self.kv[a.layer] = PublicKV(made[0], made[-1])
         blocks = self.transition_blocks = TransitionBlocks(
             geometry.transition_blocks,
@@ -143,10 +144,7 @@ class DevicePool:
         return found
 
     def _allocated(self, g: StateGeometry, block_of: torch.Tensor) -> StateRecords:
-        parts = [
-            torch.zeros(self.geometry.slots, *part.shape, dtype=part.dtype, device=self.device)
-            for part in g.parts
-        ]
+        parts = [zeros((self.geometry.slots, *part.shape), part.dtype, self.device) for part in g.parts]
         if isinstance(g, LinearGeometry):
             state, conv_tail = parts
             return LinearRecords(state, conv_tail, self.transition_blocks.storage, block_of)
