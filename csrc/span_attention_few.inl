@@ -138,14 +138,20 @@ static void weigh_pairs(const Span& s, int kv_head, int64_t c0, int hidden, int 
     }
 }
 
+// A number that is known to the compiler.
+template <int n>
+struct Count {
+  constexpr operator int() const { return n; }
+};
+
 // Calls body(rows, first) for four rows at a time, and for what is left.
 template <class F>
 HYPIC_INLINE void by_four(int rows, const F& body) {
   int r = 0;
-  for (; r + 4 <= rows; r += 4) body(std::integral_constant<int, 4>(), r);
-  if (rows - r == 3) body(std::integral_constant<int, 3>(), r);
-  if (rows - r == 2) body(std::integral_constant<int, 2>(), r);
-  if (rows - r == 1) body(std::integral_constant<int, 1>(), r);
+  for (; r + 4 <= rows; r += 4) body(Count<4>(), r);
+  if (rows - r == 3) body(Count<3>(), r);
+  if (rows - r == 2) body(Count<2>(), r);
+  if (rows - r == 1) body(Count<1>(), r);
 }
 
 static bool serves_few(const Span& s, const SpanPart& p) {
