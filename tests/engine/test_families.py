@@ -216,18 +216,11 @@ REFUSED = [
             not torch.cpu._is_avx512_supported(), reason="vLLM has none on CPUs without AVX512"
         ),
     ),
-    Refused(
-        "mamba",
-        "Mamba",
-        "layers.0.mixer: linear attention of kind MAMBA1",
-        {"state_size": 16, "expand": 2},
-        {"enable_prefix_caching": False},
-    ),
 ]
 
 
 @pytest.mark.parametrize("chosen", REFUSED, ids=str)
-@pytest.mark.fast("mamba")
+@pytest.mark.fast("alibi")
 def test_refused(chosen: Refused, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
     save = partial(tiny_models.save, dtype=torch.bfloat16)
     fields = {"num_hidden_layers": 2} | chosen.fields
