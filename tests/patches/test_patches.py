@@ -177,8 +177,8 @@ def prefill(states, begin, end, resumed):
 states = torch.zeros(3, channels, N)
 try:
     prefill(states, 0, rows, False)
-except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-    pass
+except AttributeError as error:
+    assert "selective_scan_fwd" in str(error)
 else:
     assert False, "vLLM has mended it: drop the patch"
 

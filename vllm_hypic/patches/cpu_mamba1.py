@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..backends.ops import mamba1
-from ..backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+from ..backends.ops.program import ordinary
 from .signature import require_parameters
 
 
@@ -110,12 +110,8 @@ def _scan(
     out: torch.Tensor,
 ) -> None:
     """Requests of rows ``[ends[i], ends[i + 1])`` through the scan."""
-    requests = range(len(resumed))
-    ops = [ComposeOp(ends[i], ends[i + 1] - ends[i], -1, Mode.NONE) for i in requests]
-    rows = [ComposeRow(i, int(resumed[i]), i, i + 1) for i in requests]
-    nowhere = _NoRecords(caches.state)
     run = mamba1.choose(x, caches).mamba1_compose
-    run(x, weights, caches, out, nowhere, pack(rows, ComposeRow), pack(ops, ComposeOp))
+    run(x, weights, caches, out, _NoRecords(caches.state), *ordinary(ends, resumed))
 
 
 class _NoRecords:

@@ -147,7 +147,11 @@ class LatentAttention(LinkedAttention[LatentLink], MLAImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """As stock, for requests of more than one row in this pass."""
+        """Stock's prefill; rows that see public columns are then computed again, in the absorbed form.
+
+        ``q [rows, heads, nope + rope]``, rotated; ``output [rows, heads * value size]``: of the pass's
+        requests of more than one row.
+        """
         super().forward_mha(
             q, kv_c_normed, k_pe, kv_cache, attn_metadata, k_scale, output=output, output_scale=output_scale
         )
@@ -170,7 +174,12 @@ class LatentAttention(LinkedAttention[LatentLink], MLAImpl):
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As stock, for requests of one row in this pass."""
+        """Stock's decode; rows that see public columns are then computed again.
+
+        ``q [rows, heads, rank + rope]``, absorbed and rotated, or its two parts: of the pass's requests of
+        one row.  Returns the latents ``[rows, heads, rank]`` and stock's log-sum-exp of the private part:
+        decode context parallelism alone reads that.
+        """
         output, lse = super().forward_mqa(q, kv_cache, attn_metadata, layer)
         decode = attn_metadata.decode
         assert decode is not None

@@ -78,5 +78,14 @@ def pack(rows: Sequence[tuple[int, ...]], kind: type[tuple], device: torch.devic
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, fields)
 
 
+def ordinary(ends: Sequence[int], resumed: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Rows and operations of requests without records: of batch row `i` rows [ends[i], ends[i + 1]), from a
+    state of its own where `resumed[i]`."""
+    requests = range(len(resumed))
+    rows = [ComposeRow(i, int(resumed[i]), i, i + 1) for i in requests]
+    ops = [ComposeOp(ends[i], ends[i + 1] - ends[i], -1, Mode.NONE) for i in requests]
+    return pack(rows, ComposeRow), pack(ops, ComposeOp)
+
+
 def unpack(program: Tensor, kind: type[Row]) -> list[Row]:
     return [kind(*row) for row in program.tolist()]

@@ -10,7 +10,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 
 from ...ops import gated_delta
-from ...ops.program import ComposeOp, ComposeRow, Mode, pack
+from ...ops.program import ordinary
 from .base import DeltaNet
 from .cpu import CPUDeltaNet
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 _EPS = 1e-6
-"""Of the l2 norm: that of the kernels for which vLLM wrote this layer, on every device."""
+"""Added to the squared lengths by which q and k are divided, as in the kernels that vLLM calls for this
+layer."""
 
 
 class HypicOlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
@@ -70,9 +71,7 @@ def _program(metadata: GDNAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor
     """Rows and operations that run the whole batch."""
     requests: int = metadata.num_decodes + metadata.num_prefills
     starts: Any = metadata.non_spec_query_start_loc
-    bounds: list[int] = starts[: requests + 1].tolist()
     resumed = metadata.has_initial_state
-    has_state: list[int] = [1] * requests if resumed is None else resumed[:requests].int().tolist()
-    rows = [ComposeRow(i, has_state[i], i, i + 1) for i in range(requests)]
-    ops = [ComposeOp(bounds[i], bounds[i + 1] - bounds[i], -1, Mode.NONE) for i in range(requests)]
-    return pack(rows, ComposeRow), pack(ops, ComposeOp)
+    return ordinary(
+        starts[: requests + 1].tolist(), [1] * requests if resumed is None else resumed[:requests].tolist()
+    )

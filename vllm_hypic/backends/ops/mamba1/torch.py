@@ -11,11 +11,12 @@ from torch import Tensor
 from . import reference
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Of a chunk's decays: what fits a CPU's caches."""
+"""Elements of the decays that are computed at once: 4 MB in float32, which a CPU's caches hold."""
 
 
 def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference's."""
+    """Outputs ``[rows, channels]`` of ``x``, steps ``d [rows, channels]``, ``A [channels, N]``, ``B``,
+    ``C [rows, N]`` from ``state [channels, N]``, and the state behind them; of one dtype."""
     y = torch.empty_like(d)
     length = max(1, _CHUNK_ELEMENTS // A.numel())
     for first in range(0, len(x), length):
@@ -29,7 +30,8 @@ def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -
 
 
 class _Walk(reference.Walk):
-    """In float32, or float64 where inputs are."""
+    """The reference's walk over rows and records, with :func:`scan`; in float32, or float64 where inputs
+    are."""
 
     scan = staticmethod(scan)
 
