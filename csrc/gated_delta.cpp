@@ -17,8 +17,8 @@ using at::Tensor;
 
 GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                  double eps, double largest_beta, const Tensor& slots, const Tensor& conv, const Tensor& state,
-                  const Tensor& out) {
+                  double eps, double largest_beta, double gate_bound, const Tensor& slots, const Tensor& conv,
+                  const Tensor& state, const Tensor& out) {
   TORCH_CHECK_VALUE(state.dim() == 4 && packed_inside(state), "state must be [slots, Hv, K, V], contiguous inside");
   const int64_t Hv = state.size(1), K = state.size(2), V = state.size(3), rows = mixed.size(0);
   TORCH_CHECK_VALUE(key_heads > 0 && Hv % key_heads == 0, Hv, " value heads over ", key_heads, " key heads");
@@ -33,9 +33,14 @@ GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
   TORCH_CHECK_TYPE(state.scalar_type() == at::kFloat, "state is ", state.scalar_type(), ": expected float32");
   TORCH_CHECK_VALUE(mixed.dim() == 2 && mixed.size(1) == channels && mixed.stride(1) == 1, "mixed must be [rows, ",
                     channels, "]");
-  for (const Tensor* t : {&a, &b})
-    TORCH_CHECK_VALUE(t->dim() == 2 && t->size(0) >= rows && t->size(1) == Hv && t->stride(1) == 1,
-                      "gates must be [rows, ", Hv, "]");
+  const bool channel_gates = a.dim() == 3;
+  TORCH_CHECK_VALUE(b.dim() == 2 && b.size(0) >= rows && b.size(1) == Hv && b.stride(1) == 1, "b must be [rows, ", Hv,
+                    "]");
+  TORCH_CHECK_VALUE((a.dim() == 2 || (channel_gates && a.size(2) == K)) && a.size(0) >= rows && a.size(1) == Hv &&
+                        packed_inside(a),
+                    "a must be [rows, ", Hv, "] or [rows, ", Hv, ", ", K, "], contiguous inside");
+  TORCH_CHECK_VALUE(gate_bound <= 0 && (channel_gates || gate_bound == 0), "gate_bound is ", gate_bound,
+                    ": expected 0 or, where channels have gates, less");
   TORCH_CHECK_VALUE(out.dim() == 3 && out.size(0) >= rows && out.size(1) == Hv && out.size(2) == V &&
                         packed_inside(out),
                     "out must be [rows, ", Hv, ", ", V, "], contiguous inside");
@@ -45,7 +50,7 @@ GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
   check_float(weight, {taps, channels}, "weight");
   if (bias) check_float(*bias, {channels}, "bias");
   check_float(rate, {Hv}, "rate");
-  check_float(dt_bias, {Hv}, "dt_bias");
+  channel_gates ? check_float(dt_bias, {Hv, K}, "dt_bias") : check_float(dt_bias, {Hv}, "dt_bias");
   TORCH_CHECK_VALUE(slots.scalar_type() == at::kInt && slots.dim() == 1 && slots.is_contiguous(),
                     "slots must be contiguous int32");
   GdnLayer l{};
@@ -65,6 +70,8 @@ GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
   l.taps = int(taps);
   l.eps = float(eps);
   l.largest_beta = float(largest_beta);
+  l.channel_gates = channel_gates;
+  l.gate_bound = float(gate_bound);
   l.channels = channels;
   l.weight = weight.data_ptr<float>();
   l.bias = bias ? bias->data_ptr<float>() : nullptr;
@@ -114,14 +121,14 @@ void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int,
 
 void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                  double eps, double largest_beta, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
+                  double eps, double largest_beta, double gate_bound, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
                   Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, const Tensor& rows,
                   at::TensorList carry_transition, at::TensorList carry_head, at::TensorList carry_alive,
                   double dead_below) {
   const Tensor dense_slots = slots.contiguous();
   GdnSegments s{};
   s.layer =
-      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, dense_slots, conv, state, out);
+      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, gate_bound, dense_slots, conv, state, out);
   s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
   s.rows = program_of<SegmentRow>(rows, "rows");
   s.dead_below = float(dead_below);
@@ -150,13 +157,13 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
 
 void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                  const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                 double eps, double largest_beta, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
+                 double eps, double largest_beta, double gate_bound, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
                  const Tensor& record_state, const Tensor& record_tail, const Tensor& transitions, const Tensor& block_of, const Tensor& rows,
                  const Tensor& ops) {
   const Tensor dense_slots = slots.contiguous();
   GdnCompose s{};
   s.layer =
-      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, dense_slots, conv, state, out);
+      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, gate_bound, dense_slots, conv, state, out);
   s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
   s.rows = program_of<ComposeRow>(rows, "rows");
   s.ops = program_of<ComposeOp>(ops, "ops");
@@ -176,12 +183,12 @@ void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Te
 TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
   m.def(
       "gdn_segments(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, float largest_beta, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
+      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
       "Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) transitions, Tensor(g!) block_of, Tensor rows, "
       "Tensor(h!)[] carry_transition, Tensor(i!)[] carry_head, Tensor(j!)[] carry_alive, float dead_below) -> ()");
   m.def(
       "gdn_compose(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, float largest_beta, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
+      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
       "Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, Tensor rows, Tensor ops) -> ()");
 }
 

@@ -10,7 +10,8 @@ namespace hypic {
 
 // One layer's inputs, weights and caches.  Strides count elements; heads and their elements are contiguous.
 struct GdnLayer {
-  // Rows of the batch, bf16 or float: q, k, v before the convolution [rows, 2 Hk K + Hv V], gates [rows, Hv].
+  // Rows of the batch, bf16 or float: q, k, v before the convolution [rows, 2 Hk K + Hv V], gates [rows, Hv], or
+  // `a` [rows, Hv, K], a gate for every channel of K.
   bool bf16;
   const void *mixed, *a, *b;
   ptrdiff_t mixed_stride, a_stride, b_stride;
@@ -20,11 +21,13 @@ struct GdnLayer {
   int key_heads, value_heads, K, V, taps;
   float eps;  // of the l2 norm
   float largest_beta;  // beta = largest_beta sigmoid(b)
+  bool channel_gates;
+  float gate_bound;  // of channels: g = gate_bound sigmoid(-rate (a + dt_bias)); 0: g = rate softplus(a + dt_bias)
   ptrdiff_t channels;
   const float* weight;   // [taps, channels]
   const float* bias;     // [channels] or null
   const float* rate;     // [Hv] -exp(A_log)
-  const float* dt_bias;  // [Hv]
+  const float* dt_bias;  // [Hv] or, of channels, [Hv, K]
 
   // vLLM's caches, by slot: the last taps - 1 inputs of the convolution (bf16 or float like the inputs), S [Hv, K, V].
   void* conv;

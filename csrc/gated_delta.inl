@@ -13,6 +13,13 @@
 // Gates enter as differences G_t - G_s <= 0 of sums taken in double: nothing overflows, and strong gates (G reaches
 // -3000 in a chunk) cost no accuracy.
 //
+// Gates of channels (Kimi delta attention): every row of S decays by itself, so G_t is a vector [K], e^G k, e^G q and
+// Kd are elementwise, and decays stand inside the products
+//
+//     L_ts = beta_t sum_c k_tc k_sc e^{G_tc - G_sc}          A_ts = sum_c q_tc k_sc e^{G_tc - G_sc}
+//
+// Keys decay token by token, so these are dot products of vectors that are there anyway (Kd, in the end).
+//
 // Convolution, SiLU, l2 norm and gates of a chunk are computed on the way.  q and k are those of a key head, so a task
 // treats value heads of one key head.
 
@@ -27,10 +34,10 @@ namespace HYPIC_ISA {
 
 // ------------------------------------------------------------------------------------------------ one request
 
-template <class X>
+template <class X, Gates gates>
 static void segments_of(const GdnSegments& s, int request, int head, int heads, void* scratch) {
   const SegmentRow& r = s.rows[request];
-  Task<X> task(s.layer, head, heads, scratch);
+  Task<X, gates> task(s.layer, head, heads, scratch);
   const int64_t slot = s.layer.slots[r.batch_row];
   task.start(slot, r.resumed);
   task.run(r.first, r.begin, 0);
@@ -47,11 +54,11 @@ static void segments_of(const GdnSegments& s, int request, int head, int heads, 
   task.finish(slot);
 }
 
-template <class X>
+template <class X, Gates gates>
 static void compose_of(const GdnCompose& s, int request, int head, int heads, void* scratch) {
   const GdnLayer& l = s.layer;
   const ComposeRow& r = s.rows[request];
-  Task<X> task(l, head, heads, scratch);
+  Task<X, gates> task(l, head, heads, scratch);
   const int64_t slot = l.slots[r.batch_row];
   task.start(slot, r.resumed);
   for (int64_t i = r.first_op; i < r.stop_op; ++i) {
@@ -68,8 +75,12 @@ static void compose_of(const GdnCompose& s, int request, int head, int heads, vo
 
 static void gdn_segments(const GdnSegments& s, int request, int head, int heads, void* scratch) {
   const FlushSubnormals flush;
-  s.layer.bf16 ? segments_of<bf16>(s, request, head, heads, scratch)
-               : segments_of<float>(s, request, head, heads, scratch);
+  if (s.layer.channel_gates)
+    s.layer.bf16 ? segments_of<bf16, Gates::channel>(s, request, head, heads, scratch)
+                 : segments_of<float, Gates::channel>(s, request, head, heads, scratch);
+  else
+    s.layer.bf16 ? segments_of<bf16, Gates::head>(s, request, head, heads, scratch)
+                 : segments_of<float, Gates::head>(s, request, head, heads, scratch);
 }
 
 static void gdn_segments_caches(const GdnSegments& s, int request) {
@@ -78,8 +89,12 @@ static void gdn_segments_caches(const GdnSegments& s, int request) {
 
 static void gdn_compose(const GdnCompose& s, int request, int head, int heads, void* scratch) {
   const FlushSubnormals flush;
-  s.layer.bf16 ? compose_of<bf16>(s, request, head, heads, scratch)
-               : compose_of<float>(s, request, head, heads, scratch);
+  if (s.layer.channel_gates)
+    s.layer.bf16 ? compose_of<bf16, Gates::channel>(s, request, head, heads, scratch)
+                 : compose_of<float, Gates::channel>(s, request, head, heads, scratch);
+  else
+    s.layer.bf16 ? compose_of<bf16, Gates::head>(s, request, head, heads, scratch)
+                 : compose_of<float, Gates::head>(s, request, head, heads, scratch);
 }
 
 static void gdn_compose_caches(const GdnCompose& s, int request) {

@@ -39,6 +39,30 @@ static float largest(const float* x, ptrdiff_t count) {
   return vtop(vmax(vmax(top[0], top[1]), vmax(top[2], top[3])));
 }
 
+// ------------------------------------------------------------------------------------------------ decays by channel
+
+// R rows [K] decay by one token more; then L_i = beta k . row_i and A_i = q . row_i.
+template <int R>
+static __attribute__((noinline)) void decay_rows(int K, const float* decay, float* rows, const float* k, const float* q,
+                                                 float beta, float* L, float* A) {
+  vf by_k[R], by_q[R];
+  for (int i = 0; i < R; ++i) by_k[i] = by_q[i] = vzero();
+  for (int c = 0; c < K; c += W) {
+    const vf d = vload(decay + c), kc = vload(k + c), qc = vload(q + c);
+#pragma GCC unroll 4
+    for (int i = 0; i < R; ++i) {
+      const vf x = vmul(d, vload(rows + i * K + c));
+      vstore(rows + i * K + c, x);
+      by_k[i] = vfma(kc, x, by_k[i]);
+      by_q[i] = vfma(qc, x, by_q[i]);
+    }
+  }
+  for (int i = 0; i < R; ++i) {
+    L[i] = beta * vsum(by_k[i]);
+    A[i] = vsum(by_q[i]);
+  }
+}
+
 // ------------------------------------------------------------------------------------------------ triangles
 
 template <int MR, int NV>

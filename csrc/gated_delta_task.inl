@@ -6,6 +6,8 @@ namespace HYPIC_ISA {
 
 // ------------------------------------------------------------------------------------------------ scratch memory
 
+enum class Gates { head, channel };  // what decays alike: all of a head's state, or a row of it
+
 enum class Transition { none, identity, full, dead };  // identity: nothing was multiplied in yet
 
 struct HeadState {
@@ -24,6 +26,9 @@ struct Work {
   float* Kd;       // [n, K]
   float* KQS;      // [2 n, panel] keys and queries times a panel of S, then D and outputs
   float *beta, *G, *Glow, *eG;  // [chunk]
+  // Of channels, which decay apart: decays of each token [chunk, K] and of all so far [K]; keys and queries times the
+  // latter [2 n, K].
+  float *decay, *end, *decayed;
   float* context;  // [taps - 1, channels of this task]
   float* spare;    // [K, max(K, V)]
   float* T;        // [K, K] a record's transition
@@ -49,6 +54,10 @@ static Work carve(const GdnLayer& l, int heads, char* memory, size_t* bytes) {
   w.G = arena.floats(C);
   w.Glow = arena.floats(C);
   w.eG = arena.floats(C);
+  const ptrdiff_t apart = l.channel_gates ? K : 0;
+  w.decay = arena.floats(C * apart);
+  w.end = arena.floats(apart);
+  w.decayed = arena.floats(2 * C * apart);
   w.context = arena.floats((MAX_TAPS - 1) * (2 * K + heads * V));
   w.spare = arena.floats(K * most);
   w.T = arena.floats(K * K);
@@ -69,7 +78,7 @@ static size_t gdn_scratch(const GdnLayer& l, int heads) {
 // ------------------------------------------------------------------------------------------------ chunk: q, k, v
 
 // A task: value heads [head, head + heads) of one key head.  Its channels are q, k and then v of every value head.
-template <class X>
+template <class X, Gates gates>
 struct Task {
   const GdnLayer& l;
   int head, heads, key_head;
@@ -120,6 +129,7 @@ struct Task {
     convolve(x, n, k_channel(), K, w.context + K, k);
     normalise(k, n, 1.0f);
     normalise(q, n, 1.0f / __builtin_sqrtf((float)K));
+    if (gates == Gates::channel) return;  // their products are each value head's own
     const int columns = (n + W - 1) / W * W;
     // What is read behind row n becomes zero below.
     transpose(k, K, n, K, w.keys_t, GDN_CHUNK);
@@ -129,19 +139,20 @@ struct Task {
     gemm<Into::set>(2 * n, columns, K, w.keys, K, 1, w.keys_t, GDN_CHUNK, w.gram, GDN_CHUNK);
   }
 
-  // beta, G (a float and what it lacks), e^G of value head h.
-  void gates(int64_t first, int n, int h) {
-    const X *a = (const X*)l.a + first * l.a_stride + head + h, *b = (const X*)l.b + first * l.b_stride + head + h;
+  // beta of value head h.
+  void write_strengths(int64_t first, int n, int h) {
+    const X* b = (const X*)l.b + first * l.b_stride + head + h;
+    for (int t = 0; t < GDN_CHUNK; ++t) w.beta[t] = t < n ? to_float(b[t * l.b_stride]) : 0.0f;
+    for (int t = 0; t < n; t += W) vstore(w.beta + t, vmul(vset(l.largest_beta), vsigmoid(vload(w.beta + t))));
+  }
+
+  // G (a float and what it lacks), e^G of value head h.
+  void head_gates(int64_t first, int n, int h) {
+    const X* a = (const X*)l.a + first * l.a_stride + head + h;
     float steps[GDN_CHUNK] __attribute__((aligned(64)));
-    for (int t = 0; t < GDN_CHUNK; ++t) {
-      steps[t] = t < n ? to_float(a[t * l.a_stride]) : 0.0f;
-      w.beta[t] = t < n ? to_float(b[t * l.b_stride]) : 0.0f;
-    }
+    for (int t = 0; t < GDN_CHUNK; ++t) steps[t] = t < n ? to_float(a[t * l.a_stride]) : 0.0f;
     const vf rate = vset(l.rate[head + h]), bias = vset(l.dt_bias[head + h]);
-    for (int t = 0; t < n; t += W) {
-      vstore(steps + t, vmul(rate, vsoftplus(vadd(vload(steps + t), bias))));
-      vstore(w.beta + t, vmul(vset(l.largest_beta), vsigmoid(vload(w.beta + t))));
-    }
+    for (int t = 0; t < n; t += W) vstore(steps + t, vmul(rate, vsoftplus(vadd(vload(steps + t), bias))));
     double sum = 0;
     for (int t = 0; t < n; ++t) {
       sum += steps[t];
@@ -159,7 +170,7 @@ struct Task {
   }
 
   // L, A and Kd of the value head whose gates are set.
-  void triangles(int n) {
+  void head_triangles(int n) {
     for (int t = 0; t < n; ++t) {
       const vf beta = vset(w.beta[t]);
       for (int s = 0; s < n; s += W) {
@@ -176,18 +187,75 @@ struct Task {
         vstore(w.Kd + t * l.K + c, vmul(vset(to_end[t]), vload(w.keys + t * l.K + c)));
   }
 
+  // Decays of each token of value head h's channels.
+  void channel_gates(int64_t first, int n, int h) {
+    const ptrdiff_t K = l.K, at = (head + h) * K;
+    const vf rate = vset(l.rate[head + h]), bound = vset(l.gate_bound);
+    const X* a = (const X*)l.a + first * l.a_stride + at;
+    for (int t = 0; t < n; ++t, a += l.a_stride)
+      for (int c = 0; c < K; c += W) {
+        const vf x = vadd(vload_as_float(a + c), vload(l.dt_bias + at + c));
+        const vf g =
+            l.gate_bound < 0 ? vmul(bound, vsigmoid(vsub(vzero(), vmul(rate, x)))) : vmul(rate, vsoftplus(x));
+        vstore(w.decay + t * K + c, vexp(g));
+      }
+  }
+
+  // L, A, Kd, and what stands for e^G, of the value head whose gates are set.  Row s of Kd is key s, which decays by the
+  // tokens behind it as they come: products of numbers up to 1, of which none is divided by another.
+  void channel_triangles(int n) {
+    const ptrdiff_t K = l.K;
+    for (int t = 0; t < n; ++t) {
+      const float *decay = w.decay + t * K, *k = w.keys + t * K, *q = w.keys + (n + t) * K;
+      float *L = w.L + t * GDN_CHUNK, *A = w.A + t * GDN_CHUNK;
+      for (int s = 0; s < GDN_CHUNK; s += W) vstore(A + s, vzero());
+      int s = 0;
+      for (; s + 4 <= t; s += 4) decay_rows<4>(K, decay, w.Kd + s * K, k, q, w.beta[t], L + s, A + s);
+      for (; s < t; ++s) decay_rows<1>(K, decay, w.Kd + s * K, k, q, w.beta[t], L + s, A + s);
+      vf by_q = vzero();
+      for (int c = 0; c < K; c += W) {
+        const vf kc = vload(k + c), qc = vload(q + c), d = vload(decay + c);
+        const vf end = t ? vmul(d, vload(w.end + c)) : d;
+        vstore(w.Kd + t * K + c, kc);
+        vstore(w.end + c, end);
+        vstore(w.decayed + t * K + c, vmul(end, kc));
+        vstore(w.decayed + (n + t) * K + c, vmul(end, qc));
+        by_q = vfma(qc, kc, by_q);
+      }
+      A[t] = vsum(by_q);
+      w.eG[t] = 1.0f;  // `decayed` has it
+    }
+  }
+
   // ---------------------------------------------------------------------------------------------- chunk: states
+
+  // Keys, then queries, of the chunk: where channels decay apart, times e^G.
+  const float* readers() const { return gates == Gates::channel ? w.decayed : w.keys; }
+
+  // e^G of channel c behind the chunk's n tokens.
+  float end_of(int n, int c) const { return gates == Gates::channel ? w.end[c] : w.eG[n - 1]; }
+
+  // A panel of S or T: e^G panel + Kd^T D.
+  void move_on(int n, int width, const float* D, float* panel) const {
+    const int K = l.K;
+    if (gates == Gates::head) return gemm<Into::decay>(K, width, n, w.Kd, 1, K, D, width, panel, width, w.eG[n - 1]);
+    for (int c = 0; c < K; ++c)
+      for (int j = 0; j < width; j += W) {
+        float* const at = panel + c * width + j;
+        vstore(at, vmul(vset(w.end[c]), vload(at)));
+      }
+    gemm<Into::add>(K, width, n, w.Kd, 1, K, D, width, panel, width);
+  }
 
   // Outputs of rows [first, first + n), and S moved on.
   void advance_state(int64_t first, int n, int h) {
     const int K = l.K, V = l.V;
     HeadState& state = w.heads[h];
-    const float end = w.eG[n - 1];
     float* S = state.S;
     for (int c = 0; c < V; c += GDN_PANEL) {
       const int width = panel_width(V, c);
       float *D = w.KQS, *o = w.KQS + n * width;
-      if (!state.zero) gemm<Into::set>(2 * n, width, K, w.keys, K, 1, S, width, w.KQS, width);
+      if (!state.zero) gemm<Into::set>(2 * n, width, K, readers(), K, 1, S, width, w.KQS, width);
       for (int t = 0; t < n; ++t) {
         const vf beta = vset(w.beta[t]), eG = vset(w.eG[t]);
         for (int j = 0; j < width; j += W) {
@@ -205,7 +273,7 @@ struct Task {
       if (state.zero)
         gemm<Into::set>(K, width, n, w.Kd, 1, K, D, width, S, width);
       else
-        gemm<Into::decay>(K, width, n, w.Kd, 1, K, D, width, S, width, end);
+        move_on(n, width, D, S);
       S += K * width;
     }
     state.zero = false;
@@ -215,24 +283,23 @@ struct Task {
   void advance_transition(int n, int h, float dead_below) {
     const int K = l.K;
     HeadState& state = w.heads[h];
-    const float end = w.eG[n - 1];
     const bool identity = state.transition == Transition::identity;
     float* T = state.T;
     for (int c = 0; c < K; c += GDN_PANEL) {
       const int width = panel_width(K, c);
       float* D = w.KQS;
-      if (!identity) gemm<Into::set>(n, width, K, w.keys, K, 1, T, width, D, width);
+      if (!identity) gemm<Into::set>(n, width, K, readers(), K, 1, T, width, D, width);
       for (int t = 0; t < n; ++t) {
         const vf factor = vset(-w.beta[t] * w.eG[t]);
-        const float* from = identity ? w.keys + t * K + c : D + t * width;
+        const float* from = identity ? readers() + t * K + c : D + t * width;
         for (int j = 0; j < width; j += W) vstore(D + t * width + j, vmul(factor, vload(from + j)));
       }
       solve(n, width, w.L, D, width);
       if (identity) {
         gemm<Into::set>(K, width, n, w.Kd, 1, K, D, width, T, width);
-        for (int j = 0; j < width; ++j) T[(c + j) * width + j] += end;
+        for (int j = 0; j < width; ++j) T[(c + j) * width + j] += end_of(n, c + j);
       } else {
-        gemm<Into::decay>(K, width, n, w.Kd, 1, K, D, width, T, width, end);
+        move_on(n, width, D, T);
       }
       T += K * width;
     }
@@ -248,8 +315,14 @@ struct Task {
       keys_and_queries(x, n);
       for (int h = 0; h < heads; ++h) {
         convolve(x, n, v_channel(h), l.V, w.context + 2 * l.K + h * l.V, w.v);
-        gates(first, n, h);
-        triangles(n);
+        write_strengths(first, n, h);
+        if (gates == Gates::channel) {
+          channel_gates(first, n, h);
+          channel_triangles(n);
+        } else {
+          head_gates(first, n, h);
+          head_triangles(n);
+        }
         advance_state(first, n, h);
         const Transition t = w.heads[h].transition;
         if (t == Transition::identity || t == Transition::full) advance_transition(n, h, dead_below);

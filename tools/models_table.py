@@ -39,6 +39,7 @@ TESTED = {
     "JambaForCausalLM": "tests/engine/test_mamba1.py",
     "Lfm2ForCausalLM": "tests/engine/test_short_conv.py",
     "Lfm2MoeForCausalLM": "tests/engine/test_short_conv.py",
+    "KimiLinearForCausalLM": "tests/engine/test_kimi.py",
     "LlamaForCausalLM": "tests/eval/test_gate_pretrained.py",
     "Mamba2ForCausalLM": "tests/engine/test_mamba2.py",
     "MambaForCausalLM": "tests/engine/test_mamba1.py",
@@ -57,6 +58,14 @@ SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "KimiLinearForCausalLM": {
+        **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        **{"mla_use_nope": True, "num_hidden_layers": 4, "dtype": "bfloat16"},
+        "linear_attn_config": {
+            **{"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4},
+            **{"kda_layers": [1, 2, 3], "full_attn_layers": [4]},
+        },
+    },
     # Without experts, of which vLLM has none for CPUs without a gate.
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 8},
 }
@@ -84,8 +93,8 @@ looked at when the engine starts, which refuses those that it cannot undo.
 
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
-vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's and
-GLM-4.7-Flash's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
+vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's,
+GLM-4.7-Flash's and Kimi-Linear's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
 class differ, a window is on in one and off in another: ask about yours. Soft-caps, shared KV and latent
 attention are served on CPUs only: on GPUs models that have them are refused.
 

@@ -224,7 +224,8 @@ def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None
     assert says is not None
     if kind is MiniMaxText01LinearAttention:
         supported = (
-            "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, ShortConv, MambaMixer2, MambaMixer"
+            "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, KimiGatedDeltaNetAttention, "
+            "ShortConv, MambaMixer2, MambaMixer"
         )
         assert says == f"linear attention MiniMaxText01LinearAttention (supported: {supported})"
     else:

@@ -107,6 +107,23 @@ def test_olmo_hybrid_is_served_on_cpu(tmp_path: Path) -> None:
     assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
 
 
+def test_kimi_linear_is_served_on_cpu(tmp_path: Path) -> None:
+    linear: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4}
+    config = {
+        **{"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 256},
+        **{
+            "num_hidden_layers": 3,
+            "linear_attn_config": {**linear, "kda_layers": [1, 2], "full_attn_layers": [3]},
+        },
+        **{"num_attention_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
+        **{"v_head_dim": 64, "mla_use_nope": True, "vocab_size": 1000, "intermediate_size": 512},
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kinds = {kind["what"]: kind["layers"] for kind in checked(tmp_path)["kinds"]}
+    assert kinds == {"gated delta net, 4 heads of 64 x 64": 2, "latent attention, rows of 576": 1}
+
+
 def test_latents_take_one_row_a_token(tmp_path: Path) -> None:
     config = {
         **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 3},

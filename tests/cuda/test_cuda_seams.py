@@ -142,6 +142,12 @@ def test_olmo_hybrid_is_refused_by_name() -> None:
     assert "vllm::olmo_hybrid_gdn_full_forward" in CompilationConfig._attention_ops
 
 
+def test_kimi_linear_is_refused_by_name() -> None:
+    layer = gdn._kimi_class(cpu=False)
+    assert layer.refusal(layer.__new__(layer)) == "Kimi delta attention on this platform (served: CPU)"
+    assert gdn._kimi_class(cpu=True).__name__ == "HypicCPUKimiDeltaNet"
+
+
 def test_the_stock_operator_calls_the_method_that_is_ours() -> None:
     """So a graph that stock vLLM compiled reaches our core, too."""
     from vllm.forward_context import ForwardContext, override_forward_context

@@ -24,7 +24,8 @@ from oracle import (
 from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
-from vllm_hypic.patches import cpu_mamba1, cpu_olmo_recurrence
+from vllm_hypic.harness.random_kimi import save_kimi_model
+from vllm_hypic.patches import cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
 from vllm_hypic.segment_parallel.sender import Sender
 
 from . import test_transfer
@@ -46,13 +47,14 @@ LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention
 class Family:
     """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get;
     ``mended``: without it stock vLLM does not run the model; ``grows``: requests take more blocks as they go
-    on, so some are preempted; ``stock``: what a stock engine needs to run it in float32."""
+    on, so some are preempted; ``stock``: what a stock engine needs to run it in float32, ``args``: any."""
 
     save: Callable[[Path], Any]
     blocks: int
     mended: Callable[[], None] | None = None
     grows: bool = True
     stock: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -62,6 +64,13 @@ FAMILIES = {
     "mamba2": Family(partial(save_mamba2_model, name="NemotronH"), 26),
     "olmo": Family(
         partial(save_olmo_model, layer_types=[LINEAR, FULL, LINEAR, FULL]), 26, cpu_olmo_recurrence.apply
+    ),
+    "kimi": Family(
+        partial(save_kimi_model, layer_types=[LINEAR, FULL, LINEAR, FULL]),
+        26,
+        cpu_kimi_recurrence.apply,
+        stock=CPU_MLA,
+        args={"enable_prefix_caching": False},
     ),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
     "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),
@@ -86,10 +95,10 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory, engine_logs:
 
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
     asks = mixed_asks(seed=3)
-    args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": family.blocks}
+    args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": family.blocks} | family.args
     with start_engine(model, hypic=False, mended=family.mended, **args, **family.stock) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
-    with start_engine(model, dtype="float32") as engine:
+    with start_engine(model, dtype="float32", **family.args) as engine:
         units = engine.call(pool_unit_bytes)
     with start_engine(model, options=tight_options(units), **args) as engine:
         ours, counted = measure(engine, asks), engine.call(metrics)

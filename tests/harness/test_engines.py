@@ -13,6 +13,7 @@ from benchmarks.__main__ import main
 from vllm_hypic.harness import engine_calls, random_models
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
+from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.harness.sizes import SIZES, random_model
 
@@ -179,8 +180,17 @@ def test_stock_engines_are_mended(name: str, fields: dict[str, Any], tmp_path: P
 @pytest.mark.slow
 def test_stock_engines_run_olmo_hybrid(tmp_path: Path) -> None:
     """vLLM has no recurrence of its layers on CPU."""
-    save_olmo_model(tmp_path, layer_types=["linear_attention", "full_attention"])
-    settings = EngineSettings(tmp_path, threads=1, eager=True, kv_gib=0.25)
+    _use_stock(save_olmo_model(tmp_path, layer_types=["linear_attention", "full_attention"]))
+
+
+@pytest.mark.slow
+def test_stock_engines_run_kimi_linear(tmp_path: Path) -> None:
+    """vLLM has neither a model class nor a recurrence of its layers for CPUs."""
+    _use_stock(save_kimi_model(tmp_path, layer_types=["linear_attention", "full_attention"]))
+
+
+def _use_stock(model: Path) -> None:
+    settings = EngineSettings(model, threads=1, eager=True, kv_gib=0.25)
     with running(engine := Engine(settings, 1024, hypic=False)):
         assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
 

@@ -28,16 +28,24 @@ class GatedDelta(NamedTuple):
 
 
 def gated_delta_inputs(
-    n: int, Hk: int, Hv: int, K: int, V: int, dtype: torch.dtype = torch.float32, seed: int = 0
+    n: int,
+    Hk: int,
+    Hv: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    channel_gates: bool = False,
 ) -> GatedDelta:
     """Gates as Mamba and GDN initialise them: A in [1, 16], step sizes log-uniform in [1e-3, 1e-1]."""
+    gates = (Hv, K) if channel_gates else (Hv,)
     gen = torch.Generator().manual_seed(seed)
     q, k = torch.randn(n, Hk, K, generator=gen), torch.randn(n, Hk, K, generator=gen)
     v, beta = torch.randn(n, Hv, V, generator=gen), torch.rand(n, Hv, generator=gen)
-    A = 1 + 15 * torch.rand(Hv, generator=gen)
-    step = torch.exp(math.log(1e-3) + math.log(1e2) * torch.rand(Hv, generator=gen))
+    A = 1 + 15 * torch.rand(gates, generator=gen)
+    step = torch.exp(math.log(1e-3) + math.log(1e2) * torch.rand(gates, generator=gen))
     bias = step + torch.log(-torch.expm1(-step))  # softplus(bias) = step
-    g = -A * F.softplus(bias + 0.5 * torch.randn(n, Hv, generator=gen))
+    g = -A * F.softplus(bias + 0.5 * torch.randn(n, *gates, generator=gen))
     return GatedDelta(q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype))
 
 

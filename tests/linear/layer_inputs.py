@@ -27,6 +27,13 @@ class Shape:
     taps: int = 4
     bias: bool = True
     largest_beta: float = 1.0
+    channel_gates: bool = False
+    gate_bound: float = 0.0
+
+    @property
+    def gates(self) -> tuple[int, ...]:
+        """What has a gate each."""
+        return (self.heads, self.K) if self.channel_gates else (self.heads,)
 
     @property
     def channels(self) -> int:
@@ -68,7 +75,7 @@ class Layer:
         def normal(*size: int) -> Tensor:
             return torch.randn(*size, generator=gen)
 
-        step = torch.exp(math.log(1e-3) + math.log(1e2) * torch.rand(s.heads, generator=gen))
+        step = torch.exp(math.log(1e-3) + math.log(1e2) * torch.rand(s.gates, generator=gen))
         weights = Weights.prepare(
             0.5 * normal(s.channels, s.taps),
             0.1 * normal(s.channels) if s.bias else None,
@@ -77,9 +84,10 @@ class Layer:
             s.key_heads,
             1e-5,
             s.largest_beta,
+            s.gate_bound,
         )
         rows = tokens + 2 * PAD
-        mixed, a, b = normal(rows, s.channels), 0.5 * normal(rows, s.heads), normal(rows, s.heads)
+        mixed, a, b = normal(rows, s.channels), 0.5 * normal(rows, *s.gates), normal(rows, s.heads)
         for t in (mixed, a, b):
             t[:PAD] = t[rows - PAD :] = torch.nan
         x = Inputs(mixed.to(dtype), a.to(dtype), b.to(dtype))
@@ -129,12 +137,13 @@ class Layer:
         )
 
     def with_gates(self, g: float | None = None) -> Layer:
-        """All tokens of all heads decay by e^g."""
+        """All tokens of all heads decay by e^g; not of shapes with a `gate_bound`."""
         if g is None:
             return self
         heads = self.shape.heads
         # softplus(x) = x to float32's precision for such x
-        weights = replace(self.weights, rate=torch.full((heads,), g / 40), dt_bias=torch.full((heads,), 40.0))
+        bias = torch.full_like(self.weights.dt_bias, 40.0)
+        weights = replace(self.weights, rate=torch.full((heads,), g / 40), dt_bias=bias)
         x = replace(self.x, a=torch.zeros_like(self.x.a))
         return replace(self, weights=weights, x=x)
 

@@ -42,6 +42,20 @@ def test_the_gated_delta_rule() -> None:
     assert relative(state, T @ before.double() + S) < FP32
 
 
+def test_kimi_delta_attention() -> None:
+    """The gated delta rule with a gate of every channel."""
+    x = gated_delta_inputs(TOKENS, 2, 4, 48, 80, channel_gates=True)
+    before = torch.randn(1, 4, 48, 80, generator=torch.Generator().manual_seed(1))
+    q, k = (F.normalize(heads, dim=-1)[None] for heads in (x.q, x.k))
+    out, state = naive("kda").naive_recurrent_kda(
+        q, k, x.v[None], x.g[None], x.beta[None], initial_state=before, output_final_state=True
+    )
+    ours, after = gated_delta.seam_outputs(*x, [0, TOKENS], before, eps=0.0)
+    assert relative(out[0], ours) < FP32 and relative(state, after) < FP32
+    T, S = gated_delta.segment_summary(*x.tail, [0, TOKENS], eps=0.0)
+    assert relative(state, T @ before.double() + S) < FP32
+
+
 def test_mamba2() -> None:
     """As linear attention with a decay a head: C reads what B wrote."""
     gen = torch.Generator().manual_seed(0)

@@ -17,6 +17,7 @@ from .inputs import GatedDelta, gated_delta_inputs, relative
 SHAPES = [(2, 4, 64, 64), (2, 2, 128, 128), (1, 3, 48, 80)]  # Hk, Hv, K, V
 SIZES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 200]
 FP32 = 1e-6
+GATES = pytest.mark.parametrize("channel_gates", [False, True], ids=["of-heads", "of-channels"])
 T_FP16 = 1.5e-4
 
 
@@ -25,10 +26,11 @@ def starts(B: int, x: GatedDelta, seed: int = 5) -> Tensor:
     return torch.randn(B, x.v.shape[1], x.k.shape[2], x.v.shape[2], generator=gen)
 
 
+@GATES
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", SIZES)
-def test_one_sequence(n: int, shape: tuple[int, int, int, int]) -> None:
-    x = gated_delta_inputs(n, *shape)
+def test_one_sequence(n: int, shape: tuple[int, int, int, int], channel_gates: bool) -> None:
+    x = gated_delta_inputs(n, *shape, channel_gates=channel_gates)
     S0 = starts(1, x)
     T, S = segment_summary(*x.tail, [0, n])
     T_exact, S_exact = reference.segment_summary(*x.tail, [0, n])
@@ -43,13 +45,14 @@ def test_one_sequence(n: int, shape: tuple[int, int, int, int]) -> None:
     assert {T.dtype, S.dtype, end.dtype, o.dtype} == {torch.float32}
 
 
+@GATES
 @pytest.mark.parametrize("shape", SHAPES)
-def test_many_sequences_amid_poison(shape: tuple[int, int, int, int]) -> None:
+def test_many_sequences_amid_poison(shape: tuple[int, int, int, int], channel_gates: bool) -> None:
     """All sizes packed in one call, empty ones among them, NaN before, behind and in what is padding."""
     lengths = [3, 200, 0, 1, 16, 65, 64, 2, 63, 17, 15, 0]
     pad = 7
     cu = [pad, *accumulate(lengths, initial=pad)][1:]
-    x = gated_delta_inputs(cu[-1] + pad, *shape)
+    x = gated_delta_inputs(cu[-1] + pad, *shape, channel_gates=channel_gates)
     for tensor in x:
         tensor[:pad] = torch.nan
         tensor[cu[-1] :] = torch.nan
@@ -250,10 +253,12 @@ def test_wrong_arguments_are_named() -> None:
 # --------------------------------------------------------------------------------------- the reference itself
 
 
+@GATES
 @pytest.mark.parametrize("lengths", [[1, 63, 64, 65], [2, 7], [65, 1, 64]])
-def test_the_references_summaries_compose_to_one_scan(lengths: list[int]) -> None:
+def test_the_references_summaries_compose_to_one_scan(lengths: list[int], channel_gates: bool) -> None:
     """In float64; the other way round, or without T, they do not."""
-    x = gated_delta_inputs(sum(lengths), 2, 4, 8, 6, torch.float64, seed=len(lengths))
+    total, seed = sum(lengths), len(lengths)
+    x = gated_delta_inputs(total, 2, 4, 8, 6, torch.float64, seed=seed, channel_gates=channel_gates)
     x = x._replace(g=x.g * 0.05)
     cu = [*accumulate(lengths, initial=0)]
     S0 = starts(1, x).double()
@@ -268,15 +273,19 @@ def test_the_references_summaries_compose_to_one_scan(lengths: list[int]) -> Non
     assert relative(S0[0] + S.sum(0), exact[0]) > 1e-6, "leaving T out must not go unnoticed"
 
 
-def test_one_token_acts_as_its_transition_says() -> None:
-    """The reference finds T by the recurrence itself; here it is written down."""
-    x = gated_delta_inputs(3, 2, 4, 8, 6, torch.float64)
+@GATES
+def test_one_token_acts_as_its_transition_says(channel_gates: bool) -> None:
+    """The reference finds T by the recurrence itself; here it is written down, and its factors do not commute
+    where channels have gates."""
+    x = gated_delta_inputs(3, 2, 4, 8, 6, torch.float64, channel_gates=channel_gates)
     T, _ = reference.segment_summary(*x.tail, [0, 1, 2, 3])
     eps = reference.l2_eps(x.k.device)
     k = x.k * torch.rsqrt((x.k * x.k).sum(-1, keepdim=True) + eps)
-    k, beta, g = k.repeat_interleave(2, 1), x.beta[..., None, None].double(), x.g[..., None, None].double()
+    k, beta = k.repeat_interleave(2, 1), x.beta[..., None, None].double()
+    decay = (x.g.double() if channel_gates else x.g.double()[..., None].expand(3, 4, 8)).exp().diag_embed()
     erase = torch.eye(8, dtype=torch.float64) - beta * k[..., :, None] * k[..., None, :]
-    assert relative(T, g.exp() * erase) < 1e-14
+    assert relative(T, erase @ decay) < 1e-14
+    assert (relative(T, decay @ erase) > 1e-3) == channel_gates
 
 
 def test_imports_no_vllm() -> None:

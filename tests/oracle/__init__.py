@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from .gemma2 import Gemma2Oracle
+from .kimi import KimiOracle
 from .mamba1 import Mamba1Oracle
 from .mamba1_models import save_mamba1_model
 from .mamba2 import Mamba2Oracle
@@ -31,6 +32,7 @@ def mamba_oracle(model: Path) -> Oracle:
 __all__ = [
     "FAULTS",
     "Gemma2Oracle",
+    "KimiOracle",
     "MLAOracle",
     "Mamba1Oracle",
     "Mamba2Oracle",

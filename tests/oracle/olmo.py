@@ -15,8 +15,9 @@ from torch import Tensor
 
 from vllm_hypic.harness.random_models import SPECIAL_IDS, save_model
 
+from .delta import DeltaInputs
 from .faults import ATTENTION_FAULTS
-from .oracle import DeltaInputs, LinearState, Oracle, rms_norm
+from .oracle import LinearState, Oracle, rms_norm
 from .stream import Stream
 
 ROTATION_FAULTS = {"wrong_rotation", "rotated_twice", "stream_positions", "separator_positions"}

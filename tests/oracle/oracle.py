@@ -40,6 +40,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from . import faults
+from .delta import DeltaInputs, interior_summary, scan
 from .faults import FAULTS
 from .stream import WHOLE, Compose, Stream, build_stream
 
@@ -113,48 +114,6 @@ def last_rows(rows: Tensor, count: int) -> Tensor:
     """The last `count` rows, with zero rows before them where there are fewer."""
     rows = rows[max(0, rows.shape[0] - count) :]
     return F.pad(rows, (0, 0, count - rows.shape[0], 0))
-
-
-@dataclass(frozen=True)
-class DeltaInputs:
-    """A linear layer's rows, convolved and gated: `q, k [n, HV, K]`, `v [n, HV, V]`, `g, beta [n, HV]`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-    def rows(self, lo: int, hi: int) -> "DeltaInputs":
-        """The rows `[lo, hi)`."""
-        return DeltaInputs(*(x[lo:hi] for x in (self.q, self.k, self.v, self.g, self.beta)))
-
-    @staticmethod
-    def cat(parts: "Sequence[DeltaInputs]") -> "DeltaInputs":
-        """The rows of all parts."""
-        columns = zip(*((p.q, p.k, p.v, p.g, p.beta) for p in parts), strict=True)
-        return DeltaInputs(*map(torch.cat, columns))
-
-
-def scan(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over all rows from `state [HV, K, V]`: outputs `[n, HV, V]` and the end state."""
-    decay = x.g.exp()[..., None, None].unbind(0)
-    write = (x.k * x.beta[..., None])[..., None].unbind(0)
-    outputs = []
-    for t, (q, k, v) in enumerate(zip(x.q[:, :, None], x.k[:, :, None], x.v[:, :, None], strict=True)):
-        state = decay[t] * state
-        state = torch.baddbmm(state, write[t], v - k @ state)
-        outputs.append(q @ state)
-    return torch.cat(outputs, 1).transpose(0, 1) if outputs else x.v[:0], state
-
-
-def interior_summary(x: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """`T [HV, K, K]` (identity in, nothing written) and `S [HV, K, V]` (zero in) of the rows."""
-    heads, dk, dv = x.k.shape[1], x.k.shape[2], x.v.shape[2]
-    silent = DeltaInputs(x.q, x.k, x.v.new_zeros(*x.k.shape), x.g, x.beta)
-    _, transition = scan(silent, torch.eye(dk).to(x.k).expand(heads, dk, dk))
-    _, state = scan(x, x.v.new_zeros(heads, dk, dv))
-    return transition, state
 
 
 class Oracle:
@@ -400,8 +359,7 @@ class Oracle:
         mixed = self._linear(x, f"{name}.in_proj_qkv")
         z = self._linear(x, f"{name}.in_proj_z").view(n, hv, dv)
         beta = self._linear(x, f"{name}.in_proj_b").sigmoid()
-        dt = F.softplus(self._linear(x, f"{name}.in_proj_a") + w[f"{name}.dt_bias"])
-        g = -w[f"{name}.A_log"].exp() * dt
+        g = self._log_decays(name, self._linear(x, f"{name}.in_proj_a"))
         kernel = w[f"{name}.conv1d.weight"].squeeze(1)
 
         state = LinearState(x.new_zeros(hv, dk, dv), x.new_zeros(width - 1, mixed.shape[1]))
@@ -423,9 +381,18 @@ class Oracle:
             begin = piece.end
             if piece.compose is not None:
                 state = self._compose(state, index, piece.compose, fault, compose_T)
-        y = rms_norm(torch.cat(outputs), w[f"{name}.norm.weight"], self.eps) * F.silu(z)
+        y = rms_norm(torch.cat(outputs), w[f"{name}.norm.weight"], self.eps) * self._opening(z)
         kept = (mixed, DeltaInputs.cat(inputs))
         return self._linear(y.reshape(n, -1), f"{name}.out_proj"), kept, state
+
+    def _log_decays(self, name: str, a: Tensor) -> Tensor:
+        """`g [n, HV]` of gates `a [n, HV]`."""
+        dt = F.softplus(a + self._weights[f"{name}.dt_bias"])
+        return -self._weights[f"{name}.A_log"].exp() * dt
+
+    def _opening(self, z: Tensor) -> Tensor:
+        """What a linear layer's normalised outputs are multiplied by."""
+        return F.silu(z)
 
     def _delta_inputs(self, qkv: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
         """Split convolved rows `[n, C]` into heads: q and k normalised, q scaled, key heads repeated."""

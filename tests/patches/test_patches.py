@@ -13,11 +13,12 @@ from vllm_hypic.patches.signature import PatchError, require_parameters
 APPLIED_TWICE = """
 import vllm_hypic
 from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints
+from vllm_hypic.patches import cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks
 from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
 from vllm_hypic.patches import cpu_one_token_conv, cpu_rope_heads
 from vllm_hypic.patches import engine_args, engine_inbox, engine_stop, request_check
 plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_one_token_conv,
-         cpu_rope_heads,
+         cpu_rope_heads, cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks,
          cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_inbox, engine_stop,
          request_check)
 for patch in 2 * plain:
@@ -149,6 +150,50 @@ ours = op_registry_oot["OlmoHybridGatedDeltaNetAttention"]
 assert ours._forward_core is not olmo.OlmoHybridGatedDeltaNetAttention._forward_core
 """
 
+KIMI = """
+import sys
+import vllm._custom_ops
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as kimi
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.triton_utils import dispatcher
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm_hypic.patches import cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks
+
+told = "vLLM has mended it: drop the patch"
+name = "KimiLinearForCausalLM"
+assert ModelRegistry.models[name].module_name == "vllm.models.kimi_k3", told
+cpu_kimi_model.apply()
+model = ModelRegistry.models[name].load_model_cls()
+assert model.__module__ == cpu_kimi_model.MODULE
+
+class Library:
+    kernel = None
+    def __getattribute__(self, name):
+        return len if name == "__dict__" else object.__getattribute__(self, name)
+
+sys.modules["__main__"].library = Library()
+
+def searched():
+    try:
+        dispatcher._rebind_kernels([])
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+assert not searched(), told
+cpu_kernel_overrides.apply()
+assert searched()
+
+assert CPUMLABackend.supports_block_size(16) and not CPUMLABackend.supports_block_size(128), told
+cpu_mla_blocks.apply()
+assert CPUMLABackend.supports_block_size(128) and not CPUMLABackend.supports_block_size(24)
+
+cpu_kimi_recurrence.apply()
+ours = op_registry_oot["KimiGatedDeltaNetAttention"]
+assert ours._forward is not kimi.KimiGatedDeltaNetAttention._forward
+"""
+
 MAMBA1 = """
 import torch
 import torch.nn.functional as F
@@ -206,6 +251,7 @@ without_kernel = pytest.mark.skipif(
         pytest.param(MAMBA1, id="mamba1"),
         pytest.param(CHECKPOINTS, id="mamba2-checkpoints"),
         pytest.param(OLMO, id="olmo"),
+        pytest.param(KIMI, id="kimi"),
         pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),
     ],
 )

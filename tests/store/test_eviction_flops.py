@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.store.eviction.flops import (
     Attention,
     Experts,
     FlopModel,
     GatedDelta,
+    KimiDelta,
+    Latent,
     Mamba1,
     Mamba2,
     Mlp,
@@ -75,6 +81,17 @@ def test_olmo_hybrid_has_that_layer_beside_attention_without_a_gate():
     assert isinstance(flops.linear, GatedDelta) and not flops.attention.gated
     states = 3 * 7 * 6 * 32 * 16
     assert flops.per_token == pytest.approx(products(model.layers) + states, rel=1e-9)
+
+
+def test_kimi_linear(tmp_path: Path):
+    fields: dict[str, Any] = {"hidden": 96, "intermediate": 224, "linear_heads": 3, "linear_head_dim": 32}
+    folder = save_kimi_model(tmp_path, layer_types=TYPES, vocab=64, **fields)
+    config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
+    assert isinstance(flops.linear, KimiDelta) and isinstance(flops.attention, Latent)
+    weights = load_file(folder / "model.safetensors")
+    used = [w for name, w in weights.items() if "layers." in name and (w.dim() == 2 or "conv1d" in name)]
+    assert flops.per_token == pytest.approx(2 * sum(w.numel() for w in used) + 3 * 7 * 3 * 32 * 32, rel=1e-9)
 
 
 def test_experts_are_those_of_qwen3_5_moe():

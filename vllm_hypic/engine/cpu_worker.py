@@ -6,7 +6,14 @@ from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ..patches import cpu_mamba1, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads
+from ..patches import (
+    cpu_kimi_model,
+    cpu_mamba1,
+    cpu_mamba2_checkpoints,
+    cpu_mla_blocks,
+    cpu_one_token_conv,
+    cpu_rope_heads,
+)
 from ..patches.cpu_seeded_chunks import SeededChunks
 from .worker import HypicModelRunner, HypicWorker
 
@@ -27,6 +34,8 @@ class HypicCPUWorker(HypicWorker, CPUWorker):
 
     def init_device(self) -> None:
         self._register_layers()
+        cpu_kimi_model.apply()
+        cpu_mla_blocks.apply()
         cpu_mamba1.apply()
         cpu_mamba2_checkpoints.apply()
         cpu_one_token_conv.apply()

@@ -165,7 +165,7 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
         elif leaf == "dt_bias":  # softplus^-1 of a step that is log-uniform in [1e-3, 1e-1]
             dt = torch.empty_like(weight).uniform_(math.log(1e-3), math.log(1e-1), generator=rng).exp()
             weight.copy_(dt + torch.log(-torch.expm1(-dt)))
-        elif owner in ("conv1d", "conv"):
+        elif owner.endswith("conv1d") or owner == "conv":
             weight.uniform_(-0.5, 0.5, generator=rng)
         elif owner == "embed_tokens" or owner == "lm_head":  # logits of standard deviation 2.5
             weight.normal_(0, 2.5 / weight.shape[1] ** 0.5, generator=rng)
@@ -174,7 +174,8 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
         elif weight.dim() == 2:
             # Keep the variance, but let gates move by half as much, and damp the branches whose output is
             # normalised or local: attention averages its values, and would be drowned by them.
-            damped = {"in_proj_a": 0.5, "in_proj_b": 0.5, "a_proj": 0.5, "down_proj": 0.4, "out_proj": 0.4}
+            damped = {"in_proj_a": 0.5, "in_proj_b": 0.5, "a_proj": 0.5, "f_b_proj": 0.5}
+            damped |= {"down_proj": 0.4, "out_proj": 0.4}
             scale = damped.get(owner, 1.0)
             weight.normal_(0, scale / weight.shape[1] ** 0.5, generator=rng)
         else:  # norms: near identity, but for sharper attention scores

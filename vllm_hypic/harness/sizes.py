@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A random model: ``like`` is the family that it is shaped after, ``save`` what of ``random_models.py``
-    saves it, ``shape`` the arguments."""
+    """A random model: ``like`` is the family that it is shaped after, ``save`` what of ``module`` saves it,
+    ``shape`` the arguments."""
 
     like: str
     save: str
     shape: dict[str, Any]
+    module: str = "random_models"
 
 
 SIZES = {
@@ -81,6 +83,21 @@ SIZES = {
             },
         },
     ),
+    "150m-kda": RandomModel(
+        "kimi_linear",
+        "save_kimi_model",
+        {
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4,
+            "hidden": 768,
+            "intermediate": 2304,
+            "heads": 8,
+            "head_dim": 128,
+            "linear_heads": 8,
+            "linear_head_dim": 128,
+            "vocab": 32768,
+        },
+        module="random_kimi",
+    ),
     "150m-windows": RandomModel(
         "gemma3",
         "save_text_model",
@@ -106,13 +123,12 @@ SIZES = {
 
 def random_model(size: str) -> Path:
     """Folder of the random model of this size; made on first use."""
-    from . import random_models
-
     model = SIZES[size]
+    module = importlib.import_module(f".{model.module}", __package__)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     path = cache / "vllm-hypic" / f"random-{model.like}-{size}"
     if not (path / "config.json").exists():
         partial = path.with_name(path.name + ".partial")
-        getattr(random_models, model.save)(partial, max_positions=131072, **model.shape)
+        getattr(module, model.save)(partial, max_positions=131072, **model.shape)
         partial.rename(path)
     return path

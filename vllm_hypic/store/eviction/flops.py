@@ -73,6 +73,21 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class KimiDelta:
+    """One layer of Kimi delta attention, heads of ``size`` x ``size``: projections to q, k, v and a write
+    strength a head, by way of ``size`` to gates of channels and of outputs, convolution, recurrence."""
+
+    heads: int
+    size: int
+    conv_width: int = 4
+
+    def per_token(self, hidden: int) -> float:
+        channels = self.heads * self.size
+        projections = 2.0 * (hidden * (4 * channels + self.heads) + 2 * self.size * (hidden + channels))
+        return projections + 2.0 * self.conv_width * 3 * channels + (1 + 2 + 2 + 2) * channels * self.size
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """One Mamba2 layer: projections to z, x, B, C and a step a head, convolution, update."""
 
@@ -128,7 +143,7 @@ class UnknownLinear:
         return 2.0 * hidden * 5 * hidden + 5.0 * hidden * self.head_size
 
 
-Linear = GatedDelta | Mamba1 | Mamba2 | ShortConv | UnknownLinear
+Linear = GatedDelta | KimiDelta | Mamba1 | Mamba2 | ShortConv | UnknownLinear
 
 
 @dataclass(frozen=True)
@@ -184,7 +199,8 @@ class FlopModel:
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
-        OLMo-Hybrid, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba and DeepSeek-V2 use.
+        OLMo-Hybrid, Kimi-Linear, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba and
+        DeepSeek-V2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -229,6 +245,8 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
             value_size=_number(config, key_size, "linear_value_head_dim"),
             conv_width=_number(config, 4, "linear_conv_kernel_dim"),
         )
+    if isinstance(kimi := getattr(config, "linear_attn_config", None), dict):
+        return KimiDelta(kimi["num_heads"], kimi["head_dim"], kimi["short_conv_kernel_size"])
     if heads := _number(config, 0, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):
         inner = _number(config, 2, "mamba_expand", "expand") * hidden
         return Mamba2(
@@ -253,7 +271,7 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
 
 
 def _mlp(config: object, hidden: int) -> Mlp | Experts:
-    active = _number(config, 0, "num_experts_per_tok", "moe_topk")
+    active = _number(config, 0, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
     intermediate = _number(config, 0, "moe_intermediate_size")
     if _number(config, 0, "time_step_rank"):
         return Mlp(0)  # Mamba and Falcon-Mamba have none, and call their inner size the intermediate one

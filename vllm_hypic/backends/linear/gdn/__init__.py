@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms; on CPU OLMo-Hybrid)."""
+"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms; on CPU OLMo-Hybrid and Kimi-Linear)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def register() -> None:
 
     replace_layer(QwenGatedDeltaNetAttention, lambda: _layer_class(cuda=current_platform.is_cuda()))
     register_olmo()
+    register_kimi()
 
 
 def register_olmo() -> None:
@@ -27,6 +28,16 @@ def register_olmo() -> None:
     from ..base import replace_layer
 
     replace_layer(OlmoHybridGatedDeltaNetAttention, lambda: _olmo_class(cpu=current_platform.is_cpu()))
+
+
+def register_kimi() -> None:
+    """Replace Kimi-Linear's alone, of which vLLM has no recurrence on CPU."""
+    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+    from vllm.platforms import current_platform
+
+    from ..base import replace_layer
+
+    replace_layer(KimiGatedDeltaNetAttention, lambda: _kimi_class(cpu=current_platform.is_cpu()))
 
 
 def _layer_class(*, cuda: bool) -> type[HypicGatedDeltaNet]:
@@ -43,3 +54,9 @@ def _olmo_class(*, cpu: bool) -> type[DeltaNet]:
     from .olmo import HypicCPUOlmoDeltaNet, HypicOlmoDeltaNet
 
     return HypicCPUOlmoDeltaNet if cpu else HypicOlmoDeltaNet
+
+
+def _kimi_class(*, cpu: bool) -> type[DeltaNet]:
+    from .kimi import HypicCPUKimiDeltaNet, HypicKimiDeltaNet
+
+    return HypicCPUKimiDeltaNet if cpu else HypicKimiDeltaNet

@@ -12,6 +12,9 @@ S_after = T S_before + S_zero with T [K, K] the product of the per-token factors
 causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta = sigmoid(b), or
 twice that (`largest_beta`): up to 2 no factor's norm exceeds 1.
 
+In Kimi delta attention (KDA) every channel of K has its own g_t, which stands for a diagonal matrix: e^{g_t}
+is then Diag(e^{g_t}), and all else is as above. It has a second kind of gate, bounded below (`gate_bound`).
+
 Two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
 `triton.operators` (CUDA); `arguments` and `ops.program` say what they take, `linear_layer.triton.plan` how
 CUDA layers share a step's planning.

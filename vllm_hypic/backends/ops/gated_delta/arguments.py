@@ -19,9 +19,10 @@ class Weights:
     weight    [taps, channels]  of the depthwise convolution; channels are q, k [Hk, K] each, then v [Hv, V]
     bias      [channels] or None
     rate      [Hv]              -exp(A_log)
-    dt_bias   [Hv]
+    dt_bias   [Hv]              or, of gates per channel, [Hv, K]
     eps       of the l2 norm, see `l2_eps`
     largest_beta    of sigmoid(b): beta is this times it, at most 2
+    gate_bound      of gates per channel: below 0, g = gate_bound sigmoid(-rate (a + dt_bias))
     """
 
     weight: Tensor
@@ -31,6 +32,20 @@ class Weights:
     key_heads: int
     eps: float
     largest_beta: float = 1.0
+    gate_bound: float = 0.0
+
+    @property
+    def channel_gates(self) -> bool:
+        """Channels of K decay apart."""
+        return self.dt_bias.dim() == 2
+
+    def log_decay(self, a: Tensor) -> Tensor:
+        """g of gates `a` [n, Hv] or [n, Hv, K], in the dtype of `a`."""
+        rate, bias = self.rate.to(a.dtype), self.dt_bias.to(a.dtype)
+        rate = rate[:, None] if self.channel_gates else rate
+        if self.gate_bound < 0:
+            return self.gate_bound * torch.sigmoid(-rate * (a + bias))
+        return rate * torch.nn.functional.softplus(a + bias)
 
     @staticmethod
     def prepare(
@@ -41,6 +56,7 @@ class Weights:
         key_heads: int,
         eps: float,
         largest_beta: float = 1.0,
+        gate_bound: float = 0.0,
     ) -> Weights:
         """Weights from the model's parameters; its convolution's weight is [channels, taps]."""
         return Weights(
@@ -51,12 +67,14 @@ class Weights:
             key_heads,
             eps,
             largest_beta,
+            gate_bound,
         )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token rows of a pass: `mixed` [rows, channels] before the convolution, gates `a` and `b` [rows, Hv]."""
+    """Token rows of a pass: `mixed` [rows, channels] before the convolution, gates `a` and `b` [rows, Hv]; of
+    gates per channel `a` [rows, Hv, K]."""
 
     mixed: Tensor
     a: Tensor

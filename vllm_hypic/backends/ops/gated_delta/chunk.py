@@ -12,6 +12,10 @@ One chunk of C tokens that starts from state S [K, V], with G_t = g_1 + ... + g_
 T follows the same recurrence with V = 0, starting from I. L, U, W, Kd do not depend on S, so they are
 computed for many chunks at once; what is left of the sequence is a scan over chunks of two batched matmuls.
 
+Where every channel has a gate, G_t is a vector [K]: e^G k, e^G q and Kd are elementwise, and decays stand
+inside the products, L_ts = beta_t sum_c k_tc k_sc e^{G_tc - G_sc} and likewise for q. Then keys decay token
+by token, in products of decays instead of differences of sums.
+
 Symbols in the code: `heads` Hv value heads, `groups` Hk key heads, C `chunk`, n chunks of a block. Tensors of
 chunks and states have one leading batch dimension, chunk (or sequence) major, value head minor.
 
@@ -62,7 +66,7 @@ def segment_summary(
 
     k           [N, Hk, K]  bf16, fp16, fp32 (float64 computes in float64); not normalised
     v           [N, Hv, V]  Hv a multiple of Hk
-    g           [N, Hv]     log decay, <= 0
+    g           [N, Hv]     log decay, <= 0; or [N, Hv, K], of channels
     beta        [N, Hv]     write strength
     cu_seqlens  B + 1 rising token boundaries, a list or a CPU tensor; empty sequences are allowed
     initial_T   [B, Hv, K, K]: T of the tokens before these ones, when a segment arrives in several pieces
@@ -150,7 +154,7 @@ class _Terms:
     U: Tensor  # [n Hv, C, V]
     W: Tensor  # [n Hv, C, K]
     Kd: Tensor  # [n Hv, C, K]
-    end: Tensor  # [n Hv, 1, 1]         e^{G_C}
+    end: Tensor  # [n Hv, 1 or K, 1]    e^{G_C}
     WQ: Tensor | None  # [n Hv, 2C, K]  W above e^{G_t} q_t
     A: Tensor | None  # [n Hv, C, C]    e^{G_t - G_s} q_t . k_s for s <= t
 
@@ -179,10 +183,12 @@ class _Inputs:
         heads, V = v.shape[1:]
         if heads % groups:
             raise ValueError(f"{heads} value heads are not a multiple of {groups} key heads")
-        if v.shape[0] != tokens or g.shape != (tokens, heads) or beta.shape != (tokens, heads):
+        of_gates = ((tokens, heads), (tokens, heads, K))
+        if v.shape[0] != tokens or g.shape not in of_gates or beta.shape != (tokens, heads):
             raise ValueError(
                 f"shapes disagree: k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}, "
-                f"beta {tuple(beta.shape)}; expected k [N, Hk, K], v [N, Hv, V], g and beta [N, Hv]"
+                f"beta {tuple(beta.shape)}; expected k [N, Hk, K], v [N, Hv, V], "
+                "g [N, Hv] or [N, Hv, K], beta [N, Hv]"
             )
         if q is not None and q.shape != k.shape:
             raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must have one shape [N, Hk, K]")
@@ -192,6 +198,8 @@ class _Inputs:
 
     def chunk_terms(self, block: _Block) -> _Terms:
         """The terms of the block's chunks, for all heads at once."""
+        if self.g.dim() == 3:
+            return self._channel_terms(block)
         C, K, V = block.chunk, self.K, self.V
         k = self._normalised(block.gather(self.k, self.dtype))
         v = block.gather(self.v, self.dtype)
@@ -226,6 +234,36 @@ class _Inputs:
         W = torch.bmm(inverse, decayed, out=WQ[:, :C])
         torch.mul(q.unsqueeze(2), from_start.view(*by_group, C, 1), out=WQ[:, C:].view(*by_group, C, K))
         return _Terms(U, W, Kd, end, WQ, A)
+
+    def _channel_terms(self, block: _Block) -> _Terms:
+        """The same where channels decay apart; the loop is over a chunk's tokens, for all chunks at once."""
+        C, K, V = block.chunk, self.K, self.V
+        decay = _exp_(block.gather(self.g, self.dtype))
+        flat = decay.shape[0] * self.heads
+        decay = decay.view(flat, C, K)
+
+        def of_values(x: Tensor) -> Tensor:
+            heads = self._normalised(block.gather(x, self.dtype))
+            return heads.repeat_interleave(self.heads // self.groups, dim=1).view(flat, C, K)
+
+        k = of_values(self.k)
+        rows = k if self.q is None else torch.cat([k, of_values(self.q).mul_(K**-0.5)], 1)
+        beta = block.gather(self.beta, self.dtype).view(flat, C, 1)
+        # [chunk, k or q, token t, token s]
+        products = k.new_zeros(flat, rows.shape[1] // C, C, C)
+        Kd, from_start = k.clone(), decay.cumprod(1)
+        for t in range(C):
+            Kd[:, :t] *= decay[:, t : t + 1]
+            products[:, :, t, : t + 1] = rows[:, t::C] @ Kd[:, : t + 1].mT
+        eye = torch.eye(C, dtype=k.dtype, device=k.device).expand(flat, C, C)
+        inverse = torch.linalg.solve_triangular(products[:, 0] * beta, eye, upper=False, unitriangular=True)
+        v = block.gather(self.v, self.dtype).view(flat, C, V)
+        U = torch.bmm(inverse, beta * v)
+        W = torch.bmm(inverse, beta * from_start * k)
+        end = from_start[:, -1, :, None]
+        if self.q is None:
+            return _Terms(U, W, Kd, end, None, None)
+        return _Terms(U, W, Kd, end, torch.cat([W, from_start * rows[:, C:]], 1), products[:, 1])
 
     def _normalised(self, x: Tensor) -> Tensor:
         return x.mul_(torch.rsqrt(torch.linalg.vecdot(x, x).add_(self.eps))[..., None])

@@ -59,7 +59,7 @@ def gdn_compose(
 
 
 def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
-    gates = x.a, x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads, w.eps, w.largest_beta
+    gates = x.a, x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads, w.eps, w.largest_beta, w.gate_bound
     return x.mixed, *gates, caches.slots, caches.conv, caches.state, out
 
 

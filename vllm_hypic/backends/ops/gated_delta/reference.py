@@ -28,7 +28,7 @@ class DeltaTokens:
 
     q, k      [n, Hk, K]  neither normalised nor scaled
     v         [n, Hv, V]
-    g, beta   [n, Hv]     log decay, write strength
+    g, beta   [n, Hv]     log decay, write strength; g may be of channels, [n, Hv, K]
     eps       of the l2 norm
     """
 
@@ -118,8 +118,8 @@ def seam_outputs(
 
 
 def _step(state: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """One token: state [H, K, V], key [H, K], value [H, V], g and beta [H]."""
-    state = state * g.exp()[:, None, None]
+    """One token: state [H, K, V], key [H, K], value [H, V], g [H] or [H, K], beta [H]."""
+    state = state * g.exp().view(len(g), -1, 1)
     write = beta[:, None] * (value - torch.einsum("hk,hkv->hv", key, state))
     return state + key[:, :, None] * write[:, None, :]
 
@@ -253,8 +253,8 @@ class _Layer:
         q = _expand(_l2norm(q.unflatten(-1, (-1, K)), w.eps), heads) * K**-0.5
         k = _expand(_l2norm(k.unflatten(-1, (-1, K)), w.eps), heads)
         v = v.unflatten(-1, (-1, V))
-        step = torch.nn.functional.softplus(self.x.a[first:stop].double() + w.dt_bias.double())
-        g, beta = w.rate.double() * step, w.largest_beta * torch.sigmoid(self.x.b[first:stop].double())
+        g = w.log_decay(self.x.a[first:stop].double())
+        beta = w.largest_beta * torch.sigmoid(self.x.b[first:stop].double())
         for i, token in enumerate(zip(q, k, v, g, beta, strict=True)):
             self.state = _step(self.state, *token[1:])
             out[first + i] = torch.einsum("hk,hkv->hv", token[0], self.state).to(out.dtype)

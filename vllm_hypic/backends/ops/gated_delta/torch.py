@@ -218,7 +218,7 @@ def _start(caches: Caches, slot: int, resumed: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Arguments of `chunk`'s operators: q, k [n, Hk, K], v [n, Hv, V], g and beta [n, Hv]."""
+    """Arguments of `chunk`'s operators: q, k [n, Hk, K], v [n, Hv, V], beta [n, Hv], g [n, Hv (, K)]."""
 
     q: Tensor
     k: Tensor
@@ -251,7 +251,7 @@ class _Tokens:
         convolved = _causal_conv(sequence, weights)[torch.cat([*places, nothing]).to(device)]
         row = torch.cat([*rows, nothing]).to(device)
         q, k, v = convolved.split([weights.key_heads * K, weights.key_heads * K, heads * V], dim=-1)
-        g = weights.rate * F.softplus(x.a[row].float() + weights.dt_bias)
+        g = weights.log_decay(x.a[row].float())
         beta = weights.largest_beta * torch.sigmoid(x.b[row].float())
         return _Tokens(q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V)), g, beta)
 

@@ -1,0 +1,55 @@
+"""The oracle of Kimi-Linear is checked before it judges anything else; transformers has no such model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_hypic.harness.random_kimi import save_kimi_model
+
+from .kimi import KimiOracle
+from .models import random_segments
+
+LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([13, 28, 40, 22, 6])
+SEGMENTS = [FIRST, SECOND, THIRD]
+WHOLE = [*LEAD, *FIRST, *SECOND, *THIRD, *QUERY]
+LINEAR, FULL = "linear_attention", "full_attention"
+EXACT = 1e-9
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "bounded-gates": {"gate_bound": -5.0},
+    "experts": {"experts": 8},
+}
+
+
+def made(folder: Path, *layer_types: str, **fields: Any) -> KimiOracle:
+    return KimiOracle(save_kimi_model(folder, layer_types=list(layer_types), dtype=torch.float32, **fields))
+
+
+def test_behind_one_linear_layer_composing_is_exact(tmp_path: Path) -> None:
+    oracle = made(tmp_path, LINEAR, FULL, silent=True)
+    full = oracle.full_logprobs(WHOLE)
+    for head, tail in ((3, 0), (3, 3), (8, 8)):
+        composed = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, head=head, tail=tail)
+        assert (composed - full).abs().max() < EXACT, (head, tail)
+    naive = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, compose_T=False)
+    assert (naive - full).abs().max() > 1e-2
+
+
+def test_nothing_is_rotated(tmp_path: Path) -> None:
+    """The order of what one attention layer attends does not matter to a query behind it."""
+    oracle = made(tmp_path, FULL)
+    one, other = (oracle.full_logprobs([*a, *b, *QUERY]) for a, b in ((FIRST, SECOND), (SECOND, FIRST)))
+    assert (one - other).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_fault_shows(tmp_path: Path, name: str) -> None:
+    oracle = made(tmp_path, LINEAR, FULL, LINEAR, FULL, **MODELS[name])
+    right = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY)
+    for fault in oracle.faults():
+        wrong = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, fault=fault)
+        assert (wrong - right).abs().max() > 1e-3, fault

@@ -1,0 +1,53 @@
+"""The recurrence of ordinary rows, where vLLM has it for GPUs alone: here they are composed requests without
+records, in a program of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from ...ops import gated_delta
+from ...ops.program import ordinary
+from .cpu import CPUDeltaNet
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+
+class OwnRecurrence(CPUDeltaNet):
+    """Mixin before one of vLLM's layers: all rows are ours, with a pool or without."""
+
+    l2_eps = 1e-6
+    """Added to the squared lengths by which q and k are divided, as in the kernels that vLLM calls for these
+    layers."""
+
+    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+        by_layer = get_forward_context().attn_metadata
+        if by_layer is None or (metadata := by_layer.get(self.prefix)) is None:
+            return  # vLLM's profile run
+        views = self._current_views()
+        caches = views.caches(metadata.non_spec_state_indices_tensor)
+        views.ops.gdn_compose(x, views.weights, caches, out, _NoRecords(caches, x.mixed), *_program(metadata))
+
+
+class _NoRecords:
+    """Records of a pool without slots, for operators that read none."""
+
+    def __init__(self, caches: gated_delta.Caches, inputs: torch.Tensor) -> None:
+        heads, K, V = caches.state.shape[1:]
+        self.state = torch.empty(0, heads, K, V)
+        self.conv_tail = inputs.new_empty(0, *caches.conv.shape[1:])
+        self.transitions = torch.empty(0, K, K, dtype=torch.float16)
+        self.block_of = torch.empty(0, heads, dtype=torch.int32)
+
+
+def _program(metadata: GDNAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and operations that run the whole batch."""
+    requests: int = metadata.num_decodes + metadata.num_prefills
+    starts: Any = metadata.non_spec_query_start_loc
+    resumed = metadata.has_initial_state
+    return ordinary(
+        starts[: requests + 1].tolist(), [1] * requests if resumed is None else resumed[:requests].tolist()
+    )
