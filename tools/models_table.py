@@ -59,11 +59,12 @@ SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
     "KimiLinearForCausalLM": {
-        **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-        **{"mla_use_nope": True, "num_hidden_layers": 4, "dtype": "bfloat16"},
+        **{"dtype": "bfloat16", "mla_use_nope": True, "kv_lora_rank": 512, "q_lora_rank": None},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
         "linear_attn_config": {
             **{"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4},
-            **{"kda_layers": [1, 2, 3], "full_attn_layers": [4]},
+            "kda_layers": [i for i in range(1, 28) if i % 4],
+            "full_attn_layers": [4, 8, 12, 16, 20, 24],
         },
     },
     # Without experts, of which vLLM has none for CPUs without a gate.
@@ -94,8 +95,8 @@ looked at when the engine starts, which refuses those that it cannot undo.
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
 vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's,
-GLM-4.7-Flash's and Kimi-Linear's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one
-class differ, a window is on in one and off in another: ask about yours. Soft-caps, shared KV and latent
+GLM-4.7-Flash's and Kimi-Linear's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs
+only). Models of one class differ, a window is on in one and off in another: ask about yours. Soft-caps, shared KV and latent
 attention are served on CPUs only: on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,

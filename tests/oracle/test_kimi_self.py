@@ -1,4 +1,4 @@
-"""The oracle of Kimi-Linear is checked before it judges anything else; transformers has no such model."""
+"""The oracle of Kimi-Linear is checked before it judges anything else."""
 
 from __future__ import annotations
 

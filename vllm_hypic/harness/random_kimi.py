@@ -1,4 +1,4 @@
-"""Random checkpoints of Kimi-Linear, of which transformers has no model: weights by their published names."""
+"""Random checkpoints of Kimi-Linear, weights under their published names, which vLLM's loader knows."""
 
 from __future__ import annotations
 
