@@ -161,6 +161,49 @@ static bool serves_few(const Span& s, const SpanPart& p) {
          s.size % 64 == 0 && !packs_well;
 }
 
+// Whether `rotate_keys` serves the span.
+HYPIC_INLINE bool rotates_pairs(const Span& s) {
+  const PoolColumns& c = s.pool;
+  return c.key && c.table && c.table_dtype == DType::bf16 && c.neox && c.rotary % 64 == 0;
+}
+
+// Copies a query row. Dimensions that rotate are ordered as `rotate_keys` leaves them: of every 32, as interleaving
+// two vectors orders them.
+HYPIC_INLINE void copy_query(const bf16* from, int size, int rotary, bf16* to) {
+  const __m512i order = _mm512_set_epi16(31, 30, 29, 28, 23, 22, 21, 20, 15, 14, 13, 12, 7, 6, 5, 4,  //
+                                         27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
+  for (int d = 0; d < rotary; d += 32)
+    _mm512_storeu_si512(to + d, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(from + d)));
+  __builtin_memcpy(to + rotary, from + rotary, (size - rotary) * sizeof(bf16));
+}
+
+// Keys of a column, rotated: that of kv head `kv_head + h` goes to keys + h * stride.  A pair (a, b) of dimensions times
+// (cos, -sin) and (sin, cos) is what a bf16 product of pairs computes; angles are read once for all heads.
+HYPIC_INLINE void rotate_keys(const Span& s, int64_t column, int kv_head, int kv_heads, bf16* keys, ptrdiff_t stride) {
+  const PoolColumns& c = s.pool;
+  const int size = s.size, half = c.rotary / 2;
+  const bf16* key = (const bf16*)c.key + c.slots[column] * c.key_stride + (ptrdiff_t)kv_head * size;
+  const bf16* angle = (const bf16*)c.table + c.positions[column] * c.table_stride;
+  const __m512 zero = _mm512_setzero_ps();
+  for (int i = 0; i < half; i += 32) {
+    const __m512i cos = _mm512_loadu_si512(angle + i), sin = _mm512_loadu_si512(angle + half + i);
+    const __m512i minus = _mm512_xor_si512(sin, _mm512_set1_epi16((short)0x8000));
+    const __m512bh cos_low = (__m512bh)_mm512_unpacklo_epi16(cos, minus), sin_low = (__m512bh)_mm512_unpacklo_epi16(sin, cos);
+    const __m512bh cos_high = (__m512bh)_mm512_unpackhi_epi16(cos, minus), sin_high = (__m512bh)_mm512_unpackhi_epi16(sin, cos);
+    for (int h = 0; h < kv_heads; ++h) {
+      const __m512i a = _mm512_loadu_si512(key + h * size + i), b = _mm512_loadu_si512(key + h * size + half + i);
+      const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+      bf16* to = keys + h * stride + i;
+      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(_mm512_dpbf16_ps(zero, high, cos_high),
+                                                           _mm512_dpbf16_ps(zero, low, cos_low)));
+      _mm512_storeu_si512(to + half, (__m512i)_mm512_cvtne2ps_pbh(_mm512_dpbf16_ps(zero, high, sin_high),
+                                                                  _mm512_dpbf16_ps(zero, low, sin_low)));
+    }
+  }
+  for (int h = 0; h < kv_heads; ++h)
+    __builtin_memcpy(keys + h * stride + c.rotary, key + h * size + c.rotary, (size - c.rotary) * sizeof(bf16));
+}
+
 // Fetches a column of the pool ahead of time: K and V of kv heads, which lie side by side.
 HYPIC_INLINE void fetch_ahead(const Span& s, int64_t column, int kv_head, int kv_heads) {
   const int64_t slot = s.pool.slots[column];
@@ -177,11 +220,12 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
   const int group = s.heads / s.kv_heads, size = s.size, rows = (p.row1 - p.row0) * group, all = rows * p.kv_heads;
   lay_out(s, p.row1 - p.row0, scratch, &x);
   bf16 *query = (bf16*)x.query, *keys = (bf16*)x.row, *weights = (bf16*)x.weights;
+  const bool by_pairs = rotates_pairs(s);
   for (int h = 0; h < p.kv_heads; ++h)
     for (int r = 0; r < rows; ++r) {
       const bf16* from = (const bf16*)s.query + (p.row0 + r / group) * s.query_stride +
                          (ptrdiff_t)((p.kv_head + h) * group + r % group) * size;
-      __builtin_memcpy(query + (ptrdiff_t)(h * rows + r) * size, from, size * sizeof(bf16));
+      copy_query(from, size, by_pairs ? s.pool.rotary : 0, query + (ptrdiff_t)(h * rows + r) * size);
     }
   for (int r = 0; r < all; ++r) {
     p.top[r] = -__builtin_inff();
@@ -208,8 +252,11 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
       for (int i = 0; i < here; ++i) {
         if (const int64_t ahead = c0 + j + i + 32; s.pool.key && ahead < stop)
           fetch_ahead(s, ahead, p.kv_head, p.kv_heads);
-        for (int h = 0; h < p.kv_heads; ++h)
-          fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head + h, keys + (16 * h + i) * size);
+        if (by_pairs)
+          rotate_keys(s, c0 + j + i, p.kv_head, p.kv_heads, keys + i * size, 16 * size);
+        else
+          for (int h = 0; h < p.kv_heads; ++h)
+            fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head + h, keys + (16 * h + i) * size);
       }
       for (int h = 0; h < p.kv_heads; ++h) {
         bf16* of_head = keys + 16 * h * size;

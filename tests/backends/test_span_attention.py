@@ -188,6 +188,17 @@ def test_rotations(rotary: int, neox: bool, kernels: ModuleType) -> None:
 
 
 @KERNELS
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("rotary", [0, 32, 64, 128, 192])
+def test_rotations_of_few_rows(rotary: int, neox: bool, kernels: ModuleType) -> None:
+    """In bf16 with angles in bf16, multiples of 64 dimensions are rotated as pairs."""
+    for table in (torch.bfloat16, torch.float32):
+        Case(
+            (1, 700), (2, 63), size=192, rotary=rotary, neox=neox, dtype=torch.bfloat16, table_dtype=table
+        ).check(kernels)
+
+
+@KERNELS
 @pytest.mark.parametrize("seen", [0, 1, 62, 63])
 def test_all_rows_see_the_same(seen: int, kernels: ModuleType) -> None:
     case = Case((7, 63))

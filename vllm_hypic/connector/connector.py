@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from .build import build_scheduler_side, build_worker_side
 from .metadata import HypicMetadata, WorkerReport
-from .stats import HypicPromMetrics, HypicStats
+from .stats import HypicCounters, HypicPromMetrics, HypicStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +41,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
+        self._told: HypicCounters | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = build_scheduler_side(vllm_config, kv_cache_config)
         else:
@@ -89,7 +90,10 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return None if self.scheduler is None else HypicStats.of(self.scheduler.take_counters())
+        if self.scheduler is None or (counters := self.scheduler.take_counters()) == self._told:
+            return None  # asked for in every step, most of which decode
+        self._told = counters.levels()
+        return HypicStats.of(counters)
 
     def has_pending_push_work(self) -> bool:
         side = self.scheduler

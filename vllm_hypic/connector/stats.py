@@ -44,6 +44,10 @@ class HypicCounters:
     by_mode: dict[str, dict[str, int]] = field(default_factory=dict)
     """Counts since the last report, by how segments were found."""
 
+    def levels(self) -> HypicCounters:
+        """The present levels alone: what the next report is when nothing happens."""
+        return HypicCounters(**{name: getattr(self, name) for name in GAUGES})
+
     def count(self, mode: str, **counts: int) -> None:
         """Add to the counts of ``mode``, by names of :data:`MODE_COUNTERS`."""
         mine = self.by_mode.setdefault(mode, {})

@@ -60,7 +60,7 @@ def join_(
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> None:
-    torch.ops.vllm_hypic.join_(output, query, query_ranges, *pool, *cache, scale, sinks, soft_cap)
+    torch.ops.vllm_hypic.join_.default(output, query, query_ranges, *pool, *cache, scale, sinks, soft_cap)
 
 
 def register_fakes() -> None:
