@@ -114,6 +114,7 @@ def test_counters() -> None:
     assert (counters.segments_queried, counters.segments_hit, counters.segments_computed) == (2, 1, 1)
     assert counters.tokens_reused == 34 and counters.seam_tokens == 12
     assert counters.tokens_computed == 42 + 42 - 34
+    assert on.take_counters() == counters.levels(), "nothing has happened since"
 
 
 def test_local_positions_without_padding_are_indices() -> None:
