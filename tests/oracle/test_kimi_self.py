@@ -29,6 +29,32 @@ def made(folder: Path, *layer_types: str, **fields: Any) -> KimiOracle:
     return KimiOracle(save_kimi_model(folder, layer_types=list(layer_types), dtype=torch.float32, **fields))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_full_recompute_is_transformers(tmp_path: Path, name: str) -> None:
+    """The same checkpoint in float32. Transformers bounds the gates of another model's layer alone."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
+
+    oracle = made(tmp_path, LINEAR, FULL, LINEAR, FULL, **MODELS[name])
+    theirs, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    linear, attention = ([theirs.model.layers[i].self_attn for i in pair] for pair in ((0, 2), (1, 3)))
+    for layer in attention:  # transformers has 1e-6, vLLM the configuration's: 5e-5 of a logprob
+        layer.kv_a_layernorm.variance_epsilon = oracle.eps
+    for layer in linear if oracle.gate_bound else ():
+        layer.forget_gate.__class__ = Glm5NextTextForgetGate
+        layer.forget_gate.safe_gate_lower_bound = oracle.gate_bound
+    with torch.no_grad():
+        wanted = theirs.eval()(torch.tensor(WHOLE)[None]).logits[0].double().log_softmax(-1)
+    assert (oracle.full_logprobs(WHOLE, all_rows=True) - wanted).abs().max() < 1e-4
+
+
 def test_behind_one_linear_layer_composing_is_exact(tmp_path: Path) -> None:
     oracle = made(tmp_path, LINEAR, FULL, silent=True)
     full = oracle.full_logprobs(WHOLE)

@@ -61,6 +61,7 @@ def save_kimi_model(
         "intermediate_size": intermediate,
         "hidden_act": "silu",
         "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "kv_lora_rank": LATENT,
         "q_lora_rank": None,
         "qk_nope_head_dim": head_dim,
@@ -68,6 +69,7 @@ def save_kimi_model(
         "v_head_dim": head_dim,
         "mla_use_nope": True,
         "linear_attn_config": linear,
+        "first_k_dense_replace": 1 if experts else len(layer_types),
         "rms_norm_eps": 1e-5,
         "vocab_size": vocab,
         "max_position_embeddings": max_positions,
@@ -77,7 +79,7 @@ def save_kimi_model(
     if experts:
         config |= {"num_experts": experts, "num_experts_per_token": 2, "num_shared_experts": 1}
         config |= {"moe_intermediate_size": intermediate // 4, "routed_scaling_factor": 2.0}
-        config |= {"first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1}
+        config |= {"num_expert_group": 1, "topk_group": 1}
     folder = save_model(_Checkpoint(config, layer_types), Path(path), dtype, seed, norm_center=1.0)
     if silent:
         _silence(folder / "model.safetensors", kinds[1])
