@@ -1,41 +1,36 @@
-"""The oracle of Kimi-Linear is checked before it judges anything else."""
+"""The oracles of Kimi-Linear and Bailing V3 are checked before they judge anything else."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from vllm_hypic.harness.random_kimi import save_kimi_model
 
-from .kimi import KimiOracle
+from .kimi import FULL, KimiDeltaOracle, KimiOracle
+from .kimi_models import MODELS, delta_oracle, save_delta_model
 from .models import random_segments
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([13, 28, 40, 22, 6])
 SEGMENTS = [FIRST, SECOND, THIRD]
 WHOLE = [*LEAD, *FIRST, *SECOND, *THIRD, *QUERY]
-LINEAR, FULL = "linear_attention", "full_attention"
 EXACT = 1e-9
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "bounded-gates": {"gate_bound": -5.0},
-    "experts": {"experts": 8},
-}
+OF_KIMI = [name for name in MODELS if not name.startswith("bailing")]
 
 
-def made(folder: Path, *layer_types: str, **fields: Any) -> KimiOracle:
-    return KimiOracle(save_kimi_model(folder, layer_types=list(layer_types), dtype=torch.float32, **fields))
+def made(folder: Path, name: str, pairs: int, silent: bool = False) -> KimiDeltaOracle:
+    return delta_oracle(save_delta_model(folder, name, pairs, silent=silent), name)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_KIMI)
 def test_full_recompute_is_transformers(tmp_path: Path, name: str) -> None:
     """The same checkpoint in float32. Transformers bounds the gates of another model's layer alone."""
     from transformers import AutoModelForCausalLM
     from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
-    oracle = made(tmp_path, LINEAR, FULL, LINEAR, FULL, **MODELS[name])
+    oracle = made(tmp_path, name, 2)
     theirs, loading = AutoModelForCausalLM.from_pretrained(
         tmp_path,
         dtype=torch.float32,
@@ -55,8 +50,9 @@ def test_full_recompute_is_transformers(tmp_path: Path, name: str) -> None:
     assert (oracle.full_logprobs(WHOLE, all_rows=True) - wanted).abs().max() < 1e-4
 
 
-def test_behind_one_linear_layer_composing_is_exact(tmp_path: Path) -> None:
-    oracle = made(tmp_path, LINEAR, FULL, silent=True)
+@pytest.mark.parametrize("name", ["dense", "bailing"])
+def test_behind_one_linear_layer_composing_is_exact(tmp_path: Path, name: str) -> None:
+    oracle = made(tmp_path, name, 1, silent=True)
     full = oracle.full_logprobs(WHOLE)
     for head, tail in ((3, 0), (3, 3), (8, 8)):
         composed = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, head=head, tail=tail)
@@ -67,14 +63,14 @@ def test_behind_one_linear_layer_composing_is_exact(tmp_path: Path) -> None:
 
 def test_nothing_is_rotated(tmp_path: Path) -> None:
     """The order of what one attention layer attends does not matter to a query behind it."""
-    oracle = made(tmp_path, FULL)
+    oracle = KimiOracle(save_kimi_model(tmp_path, layer_types=[FULL], dtype=torch.float32))
     one, other = (oracle.full_logprobs([*a, *b, *QUERY]) for a, b in ((FIRST, SECOND), (SECOND, FIRST)))
     assert (one - other).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_fault_shows(tmp_path: Path, name: str) -> None:
-    oracle = made(tmp_path, LINEAR, FULL, LINEAR, FULL, **MODELS[name])
+    oracle = made(tmp_path, name, 2)
     right = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY)
     for fault in oracle.faults():
         wrong = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, fault=fault)
