@@ -48,15 +48,14 @@ LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention
 class Family:
     """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get;
     ``mended``: without it stock vLLM does not run the model; ``grows``: requests take more blocks as they go
-    on, so some are preempted; ``stock``: what a stock engine needs to run it in float32, ``float32``: any;
-    ``args``: what any needs."""
+    on, so some are preempted; ``stock``: what a stock engine needs to run it in float32, ``args``: any
+    engine."""
 
     save: Callable[[Path], Any]
     blocks: int
     mended: Callable[[], None] | None = None
     grows: bool = True
     stock: dict[str, Any] = field(default_factory=dict)
-    float32: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,14 +72,12 @@ FAMILIES = {
         26,
         cpu_kimi_recurrence.apply,
         stock=CPU_MLA,
-        float32={"enable_prefix_caching": False},
     ),
     "bailing": Family(
         partial(save_bailing_model, groups=2, output_gate="head_wise"),
         26,
         cpu_kimi_recurrence.apply,
         stock=CPU_MLA,
-        float32={"enable_prefix_caching": False},
         args={"trust_remote_code": True},
     ),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
@@ -106,7 +103,7 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory, engine_logs:
 
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
     asks = mixed_asks(seed=3)
-    float32 = {"dtype": "float32"} | family.float32 | family.args
+    float32 = {"dtype": "float32"} | family.args
     args = tight_args() | {"num_gpu_blocks_override": family.blocks} | float32
     with start_engine(model, hypic=False, mended=family.mended, **args, **family.stock) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
