@@ -13,8 +13,6 @@
 namespace hypic {
 namespace {
 
-using at::Tensor;
-
 GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
                   double eps, double largest_beta, double gate_bound, const Tensor& slots, const Tensor& conv,
@@ -24,77 +22,43 @@ GdnLayer layer_of(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
   TORCH_CHECK_VALUE(key_heads > 0 && Hv % key_heads == 0, Hv, " value heads over ", key_heads, " key heads");
   TORCH_CHECK_VALUE(K % MULTIPLE == 0 && V % MULTIPLE == 0, "head sizes ", K, " and ", V,
                     ": expected multiples of ", MULTIPLE);
-  const int64_t channels = 2 * key_heads * K + Hv * V, taps = weight.size(0);
-  TORCH_CHECK_VALUE(2 <= taps && taps <= MAX_TAPS, "convolution of width ", taps, ": expected 2 to ", MAX_TAPS);
-  TORCH_CHECK_TYPE(mixed.scalar_type() == at::kBFloat16 || mixed.scalar_type() == at::kFloat, "inputs are ",
-                   mixed.scalar_type(), ": expected bfloat16 or float32");
-  for (const Tensor* t : {&a, &b, &conv, &out})
-    TORCH_CHECK_TYPE(t->scalar_type() == mixed.scalar_type(), "inputs, outputs and conv cache must have one dtype");
+  check_types(mixed, {&a, &b, &conv, &out});
   TORCH_CHECK_TYPE(state.scalar_type() == at::kFloat, "state is ", state.scalar_type(), ": expected float32");
-  TORCH_CHECK_VALUE(mixed.dim() == 2 && mixed.size(1) == channels && mixed.stride(1) == 1, "mixed must be [rows, ",
-                    channels, "]");
   const bool channel_gates = a.dim() == 3;
-  TORCH_CHECK_VALUE(b.dim() == 2 && b.size(0) >= rows && b.size(1) == Hv && b.stride(1) == 1, "b must be [rows, ", Hv,
-                    "]");
-  TORCH_CHECK_VALUE((a.dim() == 2 || (channel_gates && a.size(2) == K)) && a.size(0) >= rows && a.size(1) == Hv &&
-                        packed_inside(a),
-                    "a must be [rows, ", Hv, "] or [rows, ", Hv, ", ", K, "], contiguous inside");
+  channel_gates ? check_rows(a, rows, {Hv, K}, "a") : check_rows(a, rows, {Hv}, "a");
+  check_rows(b, rows, {Hv}, "b");
+  check_rows(out, rows, {Hv, V}, "out");
   TORCH_CHECK_VALUE(gate_bound <= 0 && (channel_gates || gate_bound == 0), "gate_bound is ", gate_bound,
                     ": expected 0 or, where channels have gates, less");
-  TORCH_CHECK_VALUE(out.dim() == 3 && out.size(0) >= rows && out.size(1) == Hv && out.size(2) == V &&
-                        packed_inside(out),
-                    "out must be [rows, ", Hv, ", ", V, "], contiguous inside");
-  TORCH_CHECK_VALUE(conv.dim() == 3 && conv.size(0) == state.size(0) && conv.size(1) == taps - 1 &&
-                        conv.size(2) == channels,
-                    "conv must be [slots, ", taps - 1, ", ", channels, "]");
-  check_float(weight, {taps, channels}, "weight");
-  if (bias) check_float(*bias, {channels}, "bias");
   check_float(rate, {Hv}, "rate");
   channel_gates ? check_float(dt_bias, {Hv, K}, "dt_bias") : check_float(dt_bias, {Hv}, "dt_bias");
-  TORCH_CHECK_VALUE(slots.scalar_type() == at::kInt && slots.dim() == 1 && slots.is_contiguous(),
-                    "slots must be contiguous int32");
   GdnLayer l{};
-  l.bf16 = mixed.scalar_type() == at::kBFloat16;
-  l.mixed = mixed.data_ptr();
-  l.mixed_stride = mixed.stride(0);
+  take_places(l, out, slots, state);
+  take_conv(l, 2 * key_heads * K + Hv * V, mixed, weight, bias, conv, state.size(0));
   l.a = a.data_ptr();
   l.a_stride = a.stride(0);
   l.b = b.data_ptr();
   l.b_stride = b.stride(0);
-  l.out = out.data_ptr();
-  l.out_stride = out.stride(0);
   l.key_heads = int(key_heads);
   l.value_heads = int(Hv);
   l.K = int(K);
   l.V = int(V);
-  l.taps = int(taps);
   l.eps = float(eps);
   l.largest_beta = float(largest_beta);
   l.channel_gates = channel_gates;
   l.gate_bound = float(gate_bound);
-  l.channels = channels;
-  l.weight = weight.data_ptr<float>();
-  l.bias = bias ? bias->data_ptr<float>() : nullptr;
   l.rate = rate.data_ptr<float>();
   l.dt_bias = dt_bias.data_ptr<float>();
-  l.conv = conv.data_ptr();
-  l.conv_slot = conv.stride(0);
-  l.conv_row = conv.stride(1);
-  l.conv_channel = conv.stride(2);
   l.state = state.data_ptr<float>();
-  l.state_slot = state.stride(0);
-  l.slots = slots.data_ptr<int32_t>();
   return l;
 }
 
-GdnRecords records_of(const GdnLayer& l, at::ScalarType inputs, const Tensor& state, const Tensor& tail,
-                      const Tensor& transitions, const Tensor& block_of) {
+GdnRecords records_of(const GdnLayer& l, const Tensor& state, const Tensor& tail, const Tensor& transitions,
+                      const Tensor& block_of) {
   check_float(state, {block_of.size(0), l.value_heads, l.K, l.V}, "record_state");
-  TORCH_CHECK_VALUE(tail.sizes() == at::IntArrayRef({block_of.size(0), l.taps - 1, int64_t(l.channels)}) &&
-                        tail.is_contiguous() && tail.scalar_type() == inputs,
-                    "record_tail must be [slots, ", l.taps - 1, ", ", l.channels, "], contiguous, like the inputs");
-  TORCH_CHECK_VALUE(transitions.dim() == 3 && transitions.size(1) == l.K && transitions.size(2) == l.K && transitions.is_contiguous() &&
-                        transitions.scalar_type() == at::kHalf,
+  check_tail(l, tail, block_of.size(0));
+  TORCH_CHECK_VALUE(transitions.sizes() == at::IntArrayRef({transitions.size(0), l.K, l.K}) &&
+                        transitions.is_contiguous() && transitions.scalar_type() == at::kHalf,
                     "transitions must be contiguous float16 [blocks, ", l.K, ", ", l.K, "]");
   TORCH_CHECK_VALUE(block_of.dim() == 2 && block_of.size(1) == l.value_heads && block_of.is_contiguous() &&
                         block_of.scalar_type() == at::kInt,
@@ -107,7 +71,8 @@ GdnRecords records_of(const GdnLayer& l, at::ScalarType inputs, const Tensor& st
 void check_blocks(const Tensor& transitions, const Tensor& block_of, int64_t slot, int64_t least) {
   const int32_t* of = block_of.data_ptr<int32_t>() + slot * block_of.size(1);
   for (int64_t h = 0; h < block_of.size(1); ++h)
-    TORCH_CHECK_INDEX(least <= of[h] && of[h] < transitions.size(0), "transition block ", of[h], " of ", transitions.size(0));
+    TORCH_CHECK_INDEX(least <= of[h] && of[h] < transitions.size(0), "transition block ", of[h], " of ",
+                      transitions.size(0));
 }
 
 template <class Args>
@@ -121,16 +86,15 @@ void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int,
 
 void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                  double eps, double largest_beta, double gate_bound, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
-                  Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, const Tensor& rows,
-                  at::TensorList carry_transition, at::TensorList carry_head, at::TensorList carry_alive,
-                  double dead_below) {
+                  double eps, double largest_beta, double gate_bound, const Tensor& slots, Tensor conv,
+                  Tensor state, Tensor out, Tensor record_state, Tensor record_tail, Tensor transitions,
+                  Tensor block_of, const Tensor& rows, at::TensorList carry_transition, at::TensorList carry_head,
+                  at::TensorList carry_alive, double dead_below) {
   const Tensor dense_slots = slots.contiguous();
   GdnSegments s{};
-  s.layer =
-      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, gate_bound, dense_slots, conv, state, out);
-  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
-  s.rows = program_of<SegmentRow>(rows, "rows");
+  s.layer = layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, gate_bound, dense_slots,
+                     conv, state, out);
+  s.records = records_of(s.layer, record_state, record_tail, transitions, block_of);
   s.dead_below = float(dead_below);
   const GdnLayer& l = s.layer;
   const size_t carried = carry_transition.size();
@@ -146,10 +110,9 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
                        carry_alive[i].data_ptr<int32_t>()});
   }
   s.carries = carries.data();
+  take_segments(s, rows, dense_slots, state, mixed.size(0), block_of.size(0), carried);
   for (int64_t i = 0; i < rows.size(0); ++i) {
     const SegmentRow& r = s.rows[i];
-    check_request(dense_slots, state, r.batch_row);
-    check_segment(r, i, mixed.size(0), block_of.size(0), carried);
     if (!r.leading && r.begin < r.end && r.ends) check_blocks(transitions, block_of, r.slot, 0);
   }
   run(s, rows.size(0), kernels().gdn.segments, kernels().gdn.segments_caches);
@@ -157,24 +120,17 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
 
 void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& weight,
                  const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
-                 double eps, double largest_beta, double gate_bound, const Tensor& slots, Tensor conv, Tensor state, Tensor out,
-                 const Tensor& record_state, const Tensor& record_tail, const Tensor& transitions, const Tensor& block_of, const Tensor& rows,
-                 const Tensor& ops) {
+                 double eps, double largest_beta, double gate_bound, const Tensor& slots, Tensor conv, Tensor state,
+                 Tensor out, const Tensor& record_state, const Tensor& record_tail, const Tensor& transitions,
+                 const Tensor& block_of, const Tensor& rows, const Tensor& ops) {
   const Tensor dense_slots = slots.contiguous();
   GdnCompose s{};
-  s.layer =
-      layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, gate_bound, dense_slots, conv, state, out);
-  s.records = records_of(s.layer, mixed.scalar_type(), record_state, record_tail, transitions, block_of);
-  s.rows = program_of<ComposeRow>(rows, "rows");
-  s.ops = program_of<ComposeOp>(ops, "ops");
-  for (int64_t i = 0; i < rows.size(0); ++i) {
-    const ComposeRow& r = s.rows[i];
-    check_request(dense_slots, state, r.batch_row);
-    check_compose(r, ops.size(0));
-  }
+  s.layer = layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, gate_bound, dense_slots,
+                     conv, state, out);
+  s.records = records_of(s.layer, record_state, record_tail, transitions, block_of);
+  take_compose(s, rows, ops, dense_slots, state, mixed.size(0), block_of.size(0));
   for (int64_t i = 0; i < ops.size(0); ++i) {
     const ComposeOp& op = s.ops[i];
-    check_op(op, mixed.size(0), block_of.size(0));
     if (op.mode == compose_transition) check_blocks(transitions, block_of, op.slot, -1);
   }
   run(s, rows.size(0), kernels().gdn.compose, kernels().gdn.compose_caches);
@@ -183,13 +139,15 @@ void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Te
 TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
   m.def(
       "gdn_segments(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
-      "Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) transitions, Tensor(g!) block_of, Tensor rows, "
-      "Tensor(h!)[] carry_transition, Tensor(i!)[] carry_head, Tensor(j!)[] carry_alive, float dead_below) -> ()");
+      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, "
+      "Tensor(b!) state, Tensor(c!) out, Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) transitions, "
+      "Tensor(g!) block_of, Tensor rows, Tensor(h!)[] carry_transition, Tensor(i!)[] carry_head, "
+      "Tensor(j!)[] carry_alive, float dead_below) -> ()");
   m.def(
       "gdn_compose(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, "
-      "Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, Tensor rows, Tensor ops) -> ()");
+      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, "
+      "Tensor(b!) state, Tensor(c!) out, Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, "
+      "Tensor rows, Tensor ops) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {

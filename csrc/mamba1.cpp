@@ -19,22 +19,15 @@ Mamba1Layer layer_of(const Tensor& x, const Tensor& dt, const Tensor& gate, cons
   const int64_t channels = state.size(1), N = state.size(2), rows = x.size(0);
   TORCH_CHECK_VALUE(channels % SCAN_CHANNELS == 0 && N % 4 == 0, channels, " channels with states of ", N,
                     ": expected multiples of ", SCAN_CHANNELS, " and of 4");
-  TORCH_CHECK_TYPE(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat, "inputs are ", x.scalar_type(),
-                   ": expected bfloat16 or float32");
-  for (const Tensor* t : {&x, &dt, &gate, &out}) {
-    TORCH_CHECK_TYPE(t->scalar_type() == x.scalar_type(), "inputs and outputs must have one dtype");
-    TORCH_CHECK_VALUE(t->dim() == 2 && t->size(0) >= rows && t->size(1) == channels && t->stride(1) == 1,
-                      "inputs and outputs must be [rows, ", channels, "]");
-  }
+  check_types(x, {&dt, &gate, &out});
+  for (const Tensor* t : {&x, &dt, &gate, &out}) check_rows(*t, rows, {channels}, "an input or the output");
   check_float(B, {rows, N}, "B");
   check_float(C, {rows, N}, "C");
   check_float(rate, {channels, N}, "rate");
   check_float(dt_bias, {channels}, "dt_bias");
   check_float(D, {channels}, "D");
-  TORCH_CHECK_VALUE(slots.scalar_type() == at::kInt && slots.dim() == 1 && slots.is_contiguous(),
-                    "slots must be contiguous int32");
   Mamba1Layer l{};
-  l.bf16 = x.scalar_type() == at::kBFloat16;
+  take_places(l, out, slots, state);
   l.x = x.data_ptr();
   l.x_stride = x.stride(0);
   l.dt = dt.data_ptr();
@@ -43,8 +36,6 @@ Mamba1Layer layer_of(const Tensor& x, const Tensor& dt, const Tensor& gate, cons
   l.gate_stride = gate.stride(0);
   l.B = B.data_ptr<float>();
   l.C = C.data_ptr<float>();
-  l.out = out.data_ptr();
-  l.out_stride = out.stride(0);
   l.channels = channels;
   l.N = int(N);
   l.rate = rate.data_ptr<float>();
@@ -52,8 +43,6 @@ Mamba1Layer layer_of(const Tensor& x, const Tensor& dt, const Tensor& gate, cons
   l.D = D.data_ptr<float>();
   l.state = state.data_ptr();
   l.state_type = state_type_of(state);
-  l.state_slot = state.stride(0);
-  l.slots = slots.data_ptr<int32_t>();
   return l;
 }
 
@@ -80,24 +69,17 @@ void mamba1_segments(const Tensor& x, const Tensor& dt, const Tensor& gate, cons
   Mamba1Segments s{};
   s.layer = layer_of(x, dt, gate, B, C, rate, dt_bias, D, dense_slots, state, out);
   s.records = records_of(s.layer, record_state, record_elapsed);
-  s.rows = program_of<SegmentRow>(rows, "rows");
   const Mamba1Layer& l = s.layer;
   const size_t carried = carry_elapsed.size();
   TORCH_CHECK_VALUE(carry_state.size() == carried, "lists of one length are carried");
   std::vector<Mamba1Carry> carries;
   for (size_t i = 0; i < carried; ++i) {
-    const Tensor& elapsed = carry_elapsed[i];
-    TORCH_CHECK_VALUE(elapsed.scalar_type() == at::kDouble && elapsed.is_contiguous() && elapsed.numel() == l.channels,
-                      "carry_elapsed must be contiguous float64 [", l.channels, "]");
+    check_double(carry_elapsed[i], l.channels, "carry_elapsed");
     check_float(carry_state[i], {l.channels, l.N}, "carry_state");
-    carries.push_back({elapsed.data_ptr<double>(), carry_state[i].data_ptr<float>()});
+    carries.push_back({carry_elapsed[i].data_ptr<double>(), carry_state[i].data_ptr<float>()});
   }
   s.carries = carries.data();
-  for (int64_t i = 0; i < rows.size(0); ++i) {
-    const SegmentRow& r = s.rows[i];
-    check_request(dense_slots, state, r.batch_row);
-    check_segment(r, i, x.size(0), record_state.size(0), carried);
-  }
+  take_segments(s, rows, dense_slots, state, x.size(0), record_state.size(0), carried);
   run(s, rows.size(0), kernels().mamba1.segments);
 }
 
@@ -109,14 +91,7 @@ void mamba1_compose(const Tensor& x, const Tensor& dt, const Tensor& gate, const
   Mamba1Compose s{};
   s.layer = layer_of(x, dt, gate, B, C, rate, dt_bias, D, dense_slots, state, out);
   s.records = records_of(s.layer, record_state, record_elapsed);
-  s.rows = program_of<ComposeRow>(rows, "rows");
-  s.ops = program_of<ComposeOp>(ops, "ops");
-  for (int64_t i = 0; i < rows.size(0); ++i) {
-    const ComposeRow& r = s.rows[i];
-    check_request(dense_slots, state, r.batch_row);
-    check_compose(r, ops.size(0));
-  }
-  for (int64_t i = 0; i < ops.size(0); ++i) check_op(s.ops[i], x.size(0), record_state.size(0));
+  take_compose(s, rows, ops, dense_slots, state, x.size(0), record_state.size(0));
   run(s, rows.size(0), kernels().mamba1.compose);
 }
 
