@@ -15,6 +15,8 @@ from .random_models import SPECIAL_IDS, save_model
 LATENT, ROTATED_PART = 512, 64
 """What vLLM's latent attention on CPU takes; Kimi-Linear rotates neither part."""
 TAPS = 4
+Shapes = dict[str, tuple[int, ...]]
+"""Of weights, by name."""
 
 
 def save_kimi_model(
@@ -85,9 +87,6 @@ def save_kimi_model(
     if silent:
         silence(folder / "model.safetensors", "self_attn.o_proj", [i - 1 for i in kinds[1]])
     return folder
-
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class Checkpoint(nn.Module):
