@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TESTED = {
+    "BailingMoeV3ForCausalLM": "tests/engine/test_kimi.py",
     "DeepseekV2ForCausalLM": "tests/engine/test_mla.py",
     "DeepseekV3ForCausalLM": "tests/engine/test_mla.py",
     "FalconH1ForCausalLM": "tests/engine/test_mamba2_oracle.py",
@@ -55,6 +56,9 @@ TESTED = {
 }
 """Where an engine answers prompts with segments and is held against full recompute."""
 SAID_BY_MODELS: dict[str, dict[str, Any]] = {
+    "BailingMoeV3ForCausalLM": {
+        **{"dtype": "bfloat16", "no_kda_lora": True, "kda_safe_gate": True, "kda_lower_bound": -5.0},
+    },
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
@@ -71,6 +75,10 @@ SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 8},
 }
 """What vLLM needs, published models say, and transformers has no value or another for."""
+BRING_THEIR_CLASS = {"BailingMoeV3ForCausalLM": "BailingMoeV3TextConfig"}
+"""Checkpoints bring their configuration's class; vLLM has it, by this name, for a vision model's text."""
+THEIRS = "configuration_theirs"
+"""The module that brings it."""
 PATIENCE_S = 300.0
 TESTED_HERE, SERVED, REFUSED, UNKNOWN = range(4)
 SECTIONS = {
@@ -94,8 +102,8 @@ looked at when the engine starts, which refuses those that it cannot undo.
 
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
-vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's,
-GLM-4.7-Flash's and Kimi-Linear's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs
+vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's, GLM-4.7-Flash's,
+Kimi-Linear's and Bailing V3's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs
 only). Models of one class differ, a window is on in one and off in another: ask about yours. Soft-caps,
 shared KV and latent attention are served on CPUs only: on GPUs models that have them are refused.
 
@@ -127,12 +135,15 @@ def configuration(architecture: str) -> dict[str, Any] | None:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
+    from vllm.transformers_utils import configs
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
         for model_type, classes in names.items():
             if architecture in ([classes] if isinstance(classes, str) else classes):
                 return {**_plain(CONFIG_MAPPING[model_type]()), "model_type": model_type}
+    if (name := BRING_THEIR_CLASS.get(architecture)) is not None:
+        return {**_plain(getattr(configs, name)()), "auto_map": {"AutoConfig": f"{THEIRS}.{name}"}}
     wanted = architecture.removesuffix("ForCausalLM").lower()
     for model_type in _CONFIG_REGISTRY:
         if model_type.replace("_", "") == wanted:
@@ -154,10 +165,16 @@ def row_of(architecture: str) -> Row:
     if config is None:
         return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration of it to try")
     config |= SAID_BY_MODELS.get(architecture, {})
+    name, args = BRING_THEIR_CLASS.get(architecture), {}
     with tempfile.TemporaryDirectory() as folder:
+        if name is not None:
+            args["trust_remote_code"] = True
+            (Path(folder) / f"{THEIRS}.py").write_text(
+                f"from vllm.transformers_utils.configs import {name}\n"
+            )
         (Path(folder) / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
         try:
-            found = find(Path(folder), HypicConfig.from_mapping({"pool_bytes": 1 << 40}), {})
+            found = find(Path(folder), HypicConfig.from_mapping({"pool_bytes": 1 << 40}), args)
         except NotBuilt as e:
             return Row(architecture, UNKNOWN, _cell(str(e).replace(folder, "")))
     refused = [f"{k.refusal} ({k.layers} layers)" for k in found.kinds if k.refusal is not None]

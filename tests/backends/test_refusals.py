@@ -225,7 +225,7 @@ def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None
     if kind is MiniMaxText01LinearAttention:
         supported = (
             "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, KimiGatedDeltaNetAttention, "
-            "ShortConv, MambaMixer2, MambaMixer"
+            "BailingMoeV3KimiDeltaAttention, ShortConv, MambaMixer2, MambaMixer"
         )
         assert says == f"linear attention MiniMaxText01LinearAttention (supported: {supported})"
     else:

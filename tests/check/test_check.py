@@ -13,6 +13,7 @@ from engine.engines import Engine
 
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.pool.geometry import expected_space
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +123,14 @@ def test_kimi_linear_is_served_on_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     kinds = {kind["what"]: kind["layers"] for kind in checked(tmp_path)["kinds"]}
     assert kinds == {"gated delta net, 4 heads of 64 x 64": 2, "latent attention, rows of 576": 1}
+
+
+def test_bailing_v3_is_served_on_cpu(tmp_path: Path) -> None:
+    """Its configuration's class comes with it."""
+    save_bailing_model(tmp_path, group_size=3)
+    found = checked(tmp_path, "--engine-args", json.dumps({"trust_remote_code": True}))
+    kinds = {kind["what"]: kind["layers"] for kind in found["kinds"]}
+    assert kinds == {"gated delta net, 4 heads of 32 x 32": 2, "latent attention, rows of 576": 1}
 
 
 def test_latents_take_one_row_a_token(tmp_path: Path) -> None:

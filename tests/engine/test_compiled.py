@@ -22,9 +22,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm-cache")
 
 
-def compiled(module_engine: EngineFactory, model: Path, cache: Path, *, hypic: bool) -> Engine:
+def compiled(new_engine: EngineFactory, model: Path, cache: Path, *, hypic: bool, **args: Any) -> Engine:
     env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(cache)}
-    return module_engine(model, hypic=hypic, env=env, enforce_eager=False, max_logprobs=-1)
+    return new_engine(model, hypic=hypic, env=env, enforce_eager=False, max_logprobs=-1, **args)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from oracle import (
 from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
+from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.patches import cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
 from vllm_hypic.segment_parallel.sender import Sender
@@ -47,7 +48,8 @@ LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention
 class Family:
     """``save`` writes a tiny model of it; ``blocks``: KV blocks that some of 32 requests do not get;
     ``mended``: without it stock vLLM does not run the model; ``grows``: requests take more blocks as they go
-    on, so some are preempted; ``stock``: what a stock engine needs to run it in float32, ``args``: any."""
+    on, so some are preempted; ``stock``: what a stock engine needs to run it in float32, ``args``: any
+    engine."""
 
     save: Callable[[Path], Any]
     blocks: int
@@ -70,7 +72,13 @@ FAMILIES = {
         26,
         cpu_kimi_recurrence.apply,
         stock=CPU_MLA,
-        args={"enable_prefix_caching": False},
+    ),
+    "bailing": Family(
+        partial(save_bailing_model, groups=2, output_gate="head_wise"),
+        26,
+        cpu_kimi_recurrence.apply,
+        stock=CPU_MLA,
+        args={"trust_remote_code": True},
     ),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
     "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),
@@ -95,10 +103,11 @@ def model(family: Family, tmp_path_factory: pytest.TempPathFactory, engine_logs:
 
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
     asks = mixed_asks(seed=3)
-    args = tight_args() | {"dtype": "float32", "num_gpu_blocks_override": family.blocks} | family.args
+    float32 = {"dtype": "float32"} | family.args
+    args = tight_args() | {"num_gpu_blocks_override": family.blocks} | float32
     with start_engine(model, hypic=False, mended=family.mended, **args, **family.stock) as engine:
         stock = measure(engine, [ask.plain() for ask in asks])
-    with start_engine(model, dtype="float32", **family.args) as engine:
+    with start_engine(model, **float32) as engine:
         units = engine.call(pool_unit_bytes)
     with start_engine(model, options=tight_options(units), **args) as engine:
         ours, counted = measure(engine, asks), engine.call(metrics)
@@ -108,24 +117,26 @@ def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, mode
     assert ours.first_max <= NOISE_FACTOR * stock.first_max + MAX_FLOOR, (ours, stock)
 
 
-def test_records_come_back_from_disk(start_engine: EngineFactory, model: Path, tmp_path: Path) -> None:
+def test_records_come_back_from_disk(
+    start_engine: EngineFactory, family: Family, model: Path, tmp_path: Path
+) -> None:
     """Bit for bit, and without another prefill."""
     disk = {"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}
     options = {"store": {"tiers": [disk]}}
-    with start_engine(model, options=options) as first:
+    with start_engine(model, options=options, **family.args) as first:
         (cold,) = first.ask(COMPOSED)
         assert first.call(drained)
-    with start_engine(model, options=options) as second:
+    with start_engine(model, options=options, **family.args) as second:
         (warm,) = second.ask(COMPOSED)
         assert second.call(hits) == 4
     assert same(warm, cold)
 
 
-def test_records_of_another_instance(start_engine: EngineFactory, model: Path) -> None:
+def test_records_of_another_instance(start_engine: EngineFactory, family: Family, model: Path) -> None:
     """They leave, at once and by copies as on a device, and land: nothing is computed."""
     here, events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     options = {"segment_parallel": {"listen": here, "events": events}}
-    with start_engine(model, options=options) as engine:
+    with start_engine(model, options=options, **family.args) as engine:
         records = test_transfer.pushed(engine)
         with staged(engine):
             assert test_transfer.pushed(engine) == records

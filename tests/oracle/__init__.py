@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from .gemma2 import Gemma2Oracle
-from .kimi import KimiOracle
 from .mamba1 import Mamba1Oracle
 from .mamba1_models import save_mamba1_model
 from .mamba2 import Mamba2Oracle
@@ -32,7 +31,6 @@ def mamba_oracle(model: Path) -> Oracle:
 __all__ = [
     "FAULTS",
     "Gemma2Oracle",
-    "KimiOracle",
     "MLAOracle",
     "Mamba1Oracle",
     "Mamba2Oracle",

@@ -1,14 +1,18 @@
-"""The oracle of Kimi-Linear: Kimi delta attention, and latent attention without rotation.
+"""The oracles of Kimi-Linear and Bailing V3 (Ling 3): Kimi delta attention, and latent attention.
 
 Kimi Linear (arXiv:2510.26692), section 3. Per head, with a gate of every channel,
 
     S_i = (I - beta_i k_i k_i^T) Diag(e^{g_i}) S_{i-1} + beta_i k_i v_i^T        o_i = S_i^T q_i / sqrt(d_k)
 
-    g = -e^{A_log} softplus(W_b W_a x + dt_bias)     or, bounded,     g = bound sigmoid(e^{A_log} (...))
+    g = -e^{A_log} softplus(W x + dt_bias)     or, bounded,     g = bound sigmoid(e^{A_log} (W x + dt_bias))
 
-q, k and v each have a convolution; outputs are normalised and multiplied by the sigmoid of a gate of low
-rank. Experts are chosen by their sigmoids plus a correction, weighted by the sigmoids alone, made to add up
-to 1 and multiplied by a factor.
+q, k and v each have a convolution; outputs are normalised and multiplied by the sigmoid of a gate. The
+projections to both gates are of low rank in Kimi-Linear. Experts are chosen by their sigmoids plus a
+correction, first groups by the sum of their best two, and weighted by the sigmoids alone, made to add up to 1
+and multiplied by a factor.
+
+Kimi-Linear's latent attention rotates nothing. Bailing V3's does, and multiplies its outputs by the sigmoid
+of a gate of every head or every channel, or of none.
 """
 
 from __future__ import annotations
@@ -20,57 +24,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .faults import ATTENTION_FAULTS, SEAM_FAULTS, STATE_FAULTS
+from .faults import ATTENTION_FAULTS, LATENT_FAULTS, SEAM_FAULTS, STATE_FAULTS
 from .mla import MLAOracle
 from .olmo import FUSED, ROTATION_FAULTS
 
+LINEAR, FULL = "linear_attention", "full_attention"
 
-class KimiOracle(MLAOracle):
-    """Position-independent caching of a Kimi-Linear checkpoint, by definition."""
 
-    model_types = ("kimi_linear",)
+class KimiDeltaOracle(MLAOracle):
+    """What the two models have in common."""
+
+    gate_bound: float | None
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         super().__init__(model_dir, dtype)
-        self.gate_bound: float | None = self.config["linear_attn_config"].get("gate_lower_bound")
+        self._rename()
         for index, kind in enumerate(self.layer_types):
-            if kind == "linear_attention":
+            if kind == LINEAR:
                 self._name_as_qwen(f"layers.{index}.self_attn", f"layers.{index}.linear_attn")
 
+    def _rename(self) -> None:
+        """Weights under the names of DeepSeek's and Qwen3.5's."""
+        raise NotImplementedError
+
     def _name_as_qwen(self, theirs: str, ours: str) -> None:
-        """A linear layer's weights under the names of Qwen3.5's, projections of low rank multiplied out."""
         w = self._weights
         for fused, parts in FUSED.items():
             w[f"{ours}.{fused}.weight"] = torch.cat([w.pop(f"{theirs}.{part}.weight") for part in parts])
-        for gate, name in (("f", "in_proj_a"), ("g", "in_proj_z")):
-            down, up = (w.pop(f"{theirs}.{gate}_{part}_proj.weight") for part in "ab")
-            w[f"{ours}.{name}.weight"] = up @ down
-        for part, name in (("b_proj", "in_proj_b"), ("o_norm", "norm"), ("o_proj", "out_proj")):
+        for part, name in (("f_proj", "in_proj_a"), ("g_proj", "in_proj_z"), ("b_proj", "in_proj_b")):
+            w[f"{ours}.{name}.weight"] = w.pop(f"{theirs}.{part}.weight")
+        for part, name in (("o_norm", "norm"), ("o_proj", "out_proj")):
             w[f"{ours}.{name}.weight"] = w.pop(f"{theirs}.{part}.weight")
         for part in ("A_log", "dt_bias"):
             w[f"{ours}.{part}"] = w.pop(f"{theirs}.{part}").flatten()
 
-    def faults(self) -> list[str]:
-        """Without rotation, those of rotation do not show."""
-        return [f for f in (*SEAM_FAULTS, *STATE_FAULTS, *ATTENTION_FAULTS) if f not in ROTATION_FAULTS]
-
-    @staticmethod
-    def _understood(config: dict[str, Any]) -> dict[str, Any]:
-        linear = config["linear_attn_config"]
-        kinds = {i: "linear_attention" for i in linear["kda_layers"]}
-        kinds |= {i: "full_attention" for i in linear["full_attn_layers"]}
-        return config | {
-            "layer_types": [kinds[i + 1] for i in range(config["num_hidden_layers"])],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "linear_num_key_heads": linear["num_heads"],
-            "linear_num_value_heads": linear["num_heads"],
-            "linear_key_head_dim": linear["head_dim"],
-            "linear_value_head_dim": linear["head_dim"],
-            "linear_conv_kernel_dim": linear["short_conv_kernel_size"],
-        }
-
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x
+    def _renamed(self, **names: str) -> None:
+        """Weights whose paths hold other names for these parts."""
+        for name in list(self._weights):
+            parts = [names.get(part, part) for part in name.split(".")]
+            self._weights[".".join(parts)] = self._weights.pop(name)
 
     def _log_decays(self, name: str, a: Tensor) -> Tensor:
         """`g [n, H, K]` of gates `a [n, H K]`."""
@@ -81,20 +73,92 @@ class KimiOracle(MLAOracle):
     def _opening(self, z: Tensor) -> Tensor:
         return z.sigmoid()
 
-    def _mlp(self, index: int, x: Tensor) -> Tensor:
-        name = f"layers.{index}.block_sparse_moe"
-        if f"{name}.gate.weight" not in self._weights:
-            return super()._mlp(index, x)
-        scores = self._linear(x, f"{name}.gate").sigmoid()
-        chosen = scores + self._weights[f"{name}.gate.e_score_correction_bias"]
-        chosen = chosen.topk(self.config["num_experts_per_token"], -1).indices
-        best = scores.gather(-1, chosen)
-        best = best / best.sum(-1, keepdim=True) * self.config["routed_scaling_factor"]
-        weights = torch.zeros_like(scores).scatter(-1, chosen, best)
-        experts = [self._expert(x, f"{name}.experts.{e}") for e in range(scores.shape[-1])]
-        routed = torch.einsum("ne,end->nd", weights, torch.stack(experts))
-        return self._gated(x, f"{name}.shared_experts") + routed
+    def _shares(self, logits: Tensor, name: str) -> Tensor:
+        scores, cfg = logits.sigmoid(), self.config
+        chosen = scores + self._weights[f"{name}.gate.expert_bias"]
+        groups = chosen.view(len(chosen), cfg["n_group"], -1)
+        good = groups.topk(2, -1).values.sum(-1).topk(cfg["topk_group"], -1).indices
+        closed = torch.ones(groups.shape[:2], dtype=torch.bool).scatter(1, good, False)
+        open_ = groups.masked_fill(closed[..., None], -torch.inf).flatten(1)
+        best = scores * torch.zeros_like(scores).scatter(
+            1, open_.topk(cfg["num_experts_per_tok"], -1).indices, 1
+        )
+        return best / best.sum(-1, keepdim=True) * cfg["routed_scaling_factor"]
 
-    def _expert(self, x: Tensor, name: str) -> Tensor:
-        inner = F.silu(self._linear(x, f"{name}.w1")) * self._linear(x, f"{name}.w3")
-        return self._linear(inner, f"{name}.w2")
+
+class KimiOracle(KimiDeltaOracle):
+    """Position-independent caching of a Kimi-Linear checkpoint, by definition."""
+
+    model_types = ("kimi_linear",)
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
+        super().__init__(model_dir, dtype)
+        self.gate_bound = self.config["linear_attn_config"].get("gate_lower_bound")
+
+    def _rename(self) -> None:
+        self._renamed(
+            **{"block_sparse_moe": "mlp", "e_score_correction_bias": "expert_bias"},
+            **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
+        )
+        w = self._weights
+        for name in [name for name in w if name.endswith((".f_a_proj.weight", ".g_a_proj.weight"))]:
+            w[name.replace("_a_", "_")] = w.pop(name.replace("_a_", "_b_")) @ w.pop(name)
+
+    def faults(self) -> list[str]:
+        """Without rotation, those of rotation do not show."""
+        return [f for f in (*SEAM_FAULTS, *STATE_FAULTS, *ATTENTION_FAULTS) if f not in ROTATION_FAULTS]
+
+    @staticmethod
+    def _understood(config: dict[str, Any]) -> dict[str, Any]:
+        linear = config["linear_attn_config"]
+        kinds = [
+            LINEAR if i in linear["kda_layers"] else FULL for i in range(1, config["num_hidden_layers"] + 1)
+        ]
+        found = _delta_fields(linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"])
+        found |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "layer_types": kinds}
+        found |= {"num_experts_per_tok": config.get("num_experts_per_token")}
+        return config | found | {"n_group": config.get("num_expert_group")}
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x
+
+
+class BailingOracle(KimiDeltaOracle):
+    """Position-independent caching of a Bailing V3 checkpoint, by definition."""
+
+    model_types = ("bailing_hybrid",)
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
+        super().__init__(model_dir, dtype)
+        self.gate_bound = self.config["kda_lower_bound"] if self.config["kda_safe_gate"] else None
+
+    def _rename(self) -> None:
+        self._renamed(word_embeddings="embed_tokens", attention="self_attn", dense="o_proj")
+
+    def faults(self) -> list[str]:
+        return [*SEAM_FAULTS, *STATE_FAULTS, *ATTENTION_FAULTS, *LATENT_FAULTS]
+
+    @staticmethod
+    def _understood(config: dict[str, Any]) -> dict[str, Any]:
+        layers, size = config["num_hidden_layers"], config["layer_group_size"]
+        found = _delta_fields(
+            config["num_attention_heads"], config["head_dim"], config["short_conv_kernel_size"]
+        )
+        found |= {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
+        # What is left behind the last whole group attends.
+        whole = layers // size * size
+        kinds = [LINEAR if (i + 1) % size and i < whole else FULL for i in range(layers)]
+        return config | found | {"layer_types": kinds}
+
+    def _opened(self, x: Tensor, y: Tensor, name: str) -> Tensor:
+        if (kind := self.config["gated_attention_proj_granularity_type"]) is None:
+            return y
+        gate = self._linear(x, f"{name}.g_proj").sigmoid()
+        return y * (gate[..., None] if kind == "head_wise" else gate.view_as(y))
+
+
+def _delta_fields(heads: int, size: int, taps: int) -> dict[str, Any]:
+    return {
+        **{"linear_num_key_heads": heads, "linear_num_value_heads": heads, "linear_conv_kernel_dim": taps},
+        **{"linear_key_head_dim": size, "linear_value_head_dim": size},
+    }

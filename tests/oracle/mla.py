@@ -110,7 +110,11 @@ class MLAOracle(Oracle):
         q = torch.cat((q_content, self._rotated(q_rotary, own)), -1)
         scale = self.score_length / q.shape[-1] ** 0.5
         y = attend(q, k, v, torch.cat(visible, 1), lambda products: products * scale)
-        return self._linear(y.reshape(n, -1), f"{name}.o_proj"), (key, latent)
+        return self._linear(self._opened(x, y, name).reshape(n, -1), f"{name}.o_proj"), (key, latent)
+
+    def _opened(self, x: Tensor, y: Tensor, name: str) -> Tensor:
+        """Outputs of heads `y [n, H, D]` behind their gate; there is none."""
+        return y
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate_pairs(x, positions, self.inv_freq, self.table_length)
@@ -120,15 +124,19 @@ class MLAOracle(Oracle):
         name = f"layers.{index}.mlp"
         if f"{name}.gate.weight" not in self._weights:
             return super()._mlp(index, x)
-        scores = self._linear(x, f"{name}.gate").softmax(-1)
-        best, chosen = scores.topk(self.config["num_experts_per_tok"], -1)
-        if self.config["norm_topk_prob"]:
-            best = best / best.sum(-1, keepdim=True)
-        weights = torch.zeros_like(scores).scatter(-1, chosen, best * self.config["routed_scaling_factor"])
-        experts = [self._gated(x, f"{name}.experts.{e}") for e in range(scores.shape[-1])]
+        weights = self._shares(self._linear(x, f"{name}.gate"), name)
+        experts = [self._gated(x, f"{name}.experts.{e}") for e in range(weights.shape[-1])]
         return self._gated(x, f"{name}.shared_experts") + torch.einsum(
             "ne,end->nd", weights, torch.stack(experts)
         )
+
+    def _shares(self, logits: Tensor, name: str) -> Tensor:
+        """What experts count for, `[n, experts]`, most of them for nothing."""
+        scores = logits.softmax(-1)
+        best, chosen = scores.topk(self.config["num_experts_per_tok"], -1)
+        if self.config["norm_topk_prob"]:
+            best = best / best.sum(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter(-1, chosen, best * self.config["routed_scaling_factor"])
 
     def _gated(self, x: Tensor, name: str) -> Tensor:
         inner = F.silu(self._linear(x, f"{name}.gate_proj")) * self._linear(x, f"{name}.up_proj")

@@ -155,6 +155,7 @@ import sys
 import vllm._custom_ops
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as kimi
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.triton_utils import dispatcher
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -192,6 +193,8 @@ assert CPUMLABackend.supports_block_size(128) and not CPUMLABackend.supports_blo
 cpu_kimi_recurrence.apply()
 ours = op_registry_oot["KimiGatedDeltaNetAttention"]
 assert ours._forward is not kimi.KimiGatedDeltaNetAttention._forward
+ours = op_registry_oot["BailingMoeV3KimiDeltaAttention"]
+assert ours.forward is not BailingMoeV3KimiDeltaAttention.forward
 """
 
 MAMBA1 = """

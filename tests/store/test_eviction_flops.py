@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.store.eviction.flops import (
     Attention,
@@ -83,9 +86,23 @@ def test_olmo_hybrid_has_that_layer_beside_attention_without_a_gate():
     assert flops.per_token == pytest.approx(products(model.layers) + states, rel=1e-9)
 
 
-def test_kimi_linear(tmp_path: Path):
-    fields: dict[str, Any] = {"hidden": 96, "intermediate": 224, "linear_heads": 3, "linear_head_dim": 32}
-    folder = save_kimi_model(tmp_path, layer_types=TYPES, vocab=64, **fields)
+def save_kimi(path: Path) -> Path:
+    fields: dict[str, Any] = {"linear_heads": 3, "linear_head_dim": 32, "layer_types": TYPES}
+    return save_kimi_model(path, hidden=96, intermediate=224, vocab=64, **fields)
+
+
+def save_bailing(path: Path, output_gate: str | None) -> Path:
+    fields: dict[str, Any] = {"heads": 3, "head_dim": 32, "group_size": 4, "query_rank": 40}
+    return save_bailing_model(path, hidden=96, intermediate=224, vocab=64, output_gate=output_gate, **fields)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [save_kimi, *(partial(save_bailing, output_gate=gate) for gate in (None, "head_wise", "element_wise"))],
+    ids=["kimi", "bailing", "gate-a-head", "gate-a-channel"],
+)
+def test_kimi_delta_attention(tmp_path: Path, save: Callable[[Path], Path]):
+    folder = save(tmp_path)
     config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
     flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
     assert isinstance(flops.linear, KimiDelta) and isinstance(flops.attention, Latent)

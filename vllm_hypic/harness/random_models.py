@@ -167,14 +167,14 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
             weight.copy_(dt + torch.log(-torch.expm1(-dt)))
         elif owner.endswith("conv1d") or owner == "conv":
             weight.uniform_(-0.5, 0.5, generator=rng)
-        elif owner == "embed_tokens" or owner == "lm_head":  # logits of standard deviation 2.5
+        elif owner in ("embed_tokens", "word_embeddings", "lm_head"):  # logits of standard deviation 2.5
             weight.normal_(0, 2.5 / weight.shape[1] ** 0.5, generator=rng)
         elif weight.dim() == 3:  # experts [experts, out, in]
             weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
         elif weight.dim() == 2:
             # Keep the variance, but let gates move by half as much, and damp the branches whose output is
             # normalised or local: attention averages its values, and would be drowned by them.
-            damped = {"in_proj_a": 0.5, "in_proj_b": 0.5, "a_proj": 0.5, "f_b_proj": 0.5}
+            damped = {"in_proj_a": 0.5, "in_proj_b": 0.5, "a_proj": 0.5, "f_b_proj": 0.5, "f_proj": 0.5}
             damped |= {"down_proj": 0.4, "out_proj": 0.4}
             scale = damped.get(owner, 1.0)
             weight.normal_(0, scale / weight.shape[1] ** 0.5, generator=rng)

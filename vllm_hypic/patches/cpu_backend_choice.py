@@ -4,6 +4,8 @@ Target: ``vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls`` and ``check_and_
 Why: the first ignores the named backend and returns CPU_ATTN, or one of its two backends for MLA.  Which of
 these is a matter of the CPU and the backend's name, not of the dtype, but AMX_MLA takes bf16 alone; in other
 dtypes a stock engine needs ``--attention-backend CPU_MLA``, by which the second chooses the block size.
+The second also switches the prefix cache off for such latent attention, after a hybrid's states were given
+blocks for it: vLLM then says that these were asked for, and ends.
 Until: the CPU platform selects registered backends.
 """
 
@@ -58,6 +60,10 @@ def apply() -> None:
             stock_check(cls, vllm_config)
         finally:
             attention.backend = named
+        cache = vllm_config.cache_config
+        if latent and cache.mamba_cache_mode != "none" and not cache.enable_prefix_caching:
+            # As vLLM has it of hybrids that start without the cache.
+            cache.mamba_cache_mode, cache.mamba_block_size = "none", model.max_model_len
 
     get_attn_backend_cls._hypic = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -1,8 +1,9 @@
-"""Patch: stock engines run Kimi-Linear on CPU, where ours do anyway.
+"""Patch: stock engines run Kimi-Linear and Bailing V3 on CPU, where ours do anyway.
 
-Target: ``KimiGatedDeltaNetAttention._forward``, through vLLM's registry of out-of-tree layers.
-Why: vLLM has Kimi delta attention in Triton alone.  Our layer has another; without a pool it runs ordinary
-rows and does nothing else, so a stock engine with it is what ordinary requests are compared with.
+Target: ``KimiGatedDeltaNetAttention._forward`` and ``BailingMoeV3KimiDeltaAttention.forward``, through vLLM's
+registry of out-of-tree layers.
+Why: vLLM has Kimi delta attention in Triton alone.  Our layers have another; without a pool they run ordinary
+rows and do nothing else, so a stock engine with them is what ordinary requests are compared with.
 Until: vLLM has the recurrence on CPU.
 """
 
@@ -15,11 +16,13 @@ from .signature import require_parameters
 def apply() -> None:
     """With the patches without which no such model is built and no worker starts.  Idempotent."""
     from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+    from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
     from ..backends.linear.gdn import register_kimi
 
-    stock = KimiGatedDeltaNetAttention._forward
-    require_parameters(stock, "self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out")
+    inner, outer = KimiGatedDeltaNetAttention._forward, BailingMoeV3KimiDeltaAttention.forward
+    require_parameters(inner, "self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out")
+    require_parameters(outer, "self", "hidden_states", "positions", "output")
     cpu_kimi_model.apply()
     cpu_kernel_overrides.apply()
     cpu_mla_blocks.apply()

@@ -37,7 +37,10 @@ GATED_DELTA_NET = LinearFamily(
     name="gated delta net",
     mamba_type="GDN_ATTN",
     geometry=LinearGeometry,
-    stock=("QwenGatedDeltaNetAttention", "OlmoHybridGatedDeltaNetAttention", "KimiGatedDeltaNetAttention"),
+    stock=(
+        *("QwenGatedDeltaNetAttention", "OlmoHybridGatedDeltaNetAttention"),
+        *("KimiGatedDeltaNetAttention", "BailingMoeV3KimiDeltaAttention"),
+    ),
     module="vllm_hypic.backends.linear.gdn",
     architectures=frozenset(
         {
@@ -45,7 +48,7 @@ GATED_DELTA_NET = LinearFamily(
             *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
             *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
             "OlmoHybridForCausalLM",
-            "KimiLinearForCausalLM",
+            *("KimiLinearForCausalLM", "BailingMoeV3ForCausalLM"),
         }
     ),
 )

@@ -32,7 +32,7 @@ class Attention:
 @dataclass(frozen=True)
 class Latent:
     """One MLA layer; ``query_rank`` 0: queries are projected at once; sizes of a head's K without rotation,
-    of its rotated part, and of V."""
+    of its rotated part, and of V; ``gates``: of outputs, of all heads together."""
 
     heads: int
     rank: int
@@ -40,10 +40,11 @@ class Latent:
     plain_size: int
     rotated_size: int
     value_size: int
+    gates: int = 0
 
     def per_token(self, hidden: int) -> float:
         query = self.heads * (self.plain_size + self.rotated_size)
-        down = hidden * (self.rank + self.rotated_size + self.query_rank)
+        down = hidden * (self.rank + self.rotated_size + self.query_rank + self.gates)
         up = self.rank * self.heads * (self.plain_size + self.value_size)
         return 2.0 * (down + up + (self.query_rank or hidden) * query + self.heads * self.value_size * hidden)
 
@@ -75,15 +76,18 @@ class GatedDelta:
 @dataclass(frozen=True)
 class KimiDelta:
     """One layer of Kimi delta attention, heads of ``size`` x ``size``: projections to q, k, v and a write
-    strength a head, by way of ``size`` to gates of channels and of outputs, convolution, recurrence."""
+    strength a head, to gates of channels and of outputs (``low_rank``: by way of ``size``), convolution,
+    recurrence."""
 
     heads: int
     size: int
     conv_width: int = 4
+    low_rank: bool = True
 
     def per_token(self, hidden: int) -> float:
         channels = self.heads * self.size
-        projections = 2.0 * (hidden * (4 * channels + self.heads) + 2 * self.size * (hidden + channels))
+        gate = self.size * (hidden + channels) if self.low_rank else hidden * channels
+        projections = 2.0 * (hidden * (4 * channels + self.heads) + 2 * gate)
         return projections + 2.0 * self.conv_width * 3 * channels + (1 + 2 + 2 + 2) * channels * self.size
 
 
@@ -199,8 +203,8 @@ class FlopModel:
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
-        OLMo-Hybrid, Kimi-Linear, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba and
-        DeepSeek-V2 use.
+        OLMo-Hybrid, Kimi-Linear, Bailing V3, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba
+        and DeepSeek-V2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -225,13 +229,16 @@ class FlopModel:
 def _latent(config: object, heads: int) -> Latent | None:
     if not (rank := _number(config, 0, "kv_lora_rank")):
         return None
+    value_size = _number(config, 128, "v_head_dim")
+    gates = {"head_wise": heads, "element_wise": heads * value_size}
     return Latent(
         heads,
         rank,
         query_rank=_number(config, 0, "q_lora_rank"),
         plain_size=_number(config, 128, "qk_nope_head_dim"),
         rotated_size=_number(config, 0, "qk_rope_head_dim"),
-        value_size=_number(config, 128, "v_head_dim"),
+        value_size=value_size,
+        gates=gates.get(getattr(config, "gated_attention_proj_granularity_type", None) or "", 0),
     )
 
 
@@ -247,6 +254,9 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
         )
     if isinstance(kimi := getattr(config, "linear_attn_config", None), dict):
         return KimiDelta(kimi["num_heads"], kimi["head_dim"], kimi["short_conv_kernel_size"])
+    if hasattr(config, "no_kda_lora"):
+        heads, width = _number(config, 1, "num_attention_heads"), _number(config, 4, "short_conv_kernel_size")
+        return KimiDelta(heads, head_size, width, low_rank=not config.no_kda_lora)
     if heads := _number(config, 0, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):
         inner = _number(config, 2, "mamba_expand", "expand") * hidden
         return Mamba2(
@@ -280,7 +290,9 @@ def _mlp(config: object, hidden: int) -> Mlp | Experts:
             total=_number(config, 0, "num_experts", "num_local_experts", "n_routed_experts"),
             active=active,
             intermediate=intermediate,
-            shared_intermediate=_number(config, 0, "shared_expert_intermediate_size"),
+            shared_intermediate=_number(
+                config, 0, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"
+            ),
         )
     return Mlp(_number(config, 4 * hidden, "intermediate_size"))
 

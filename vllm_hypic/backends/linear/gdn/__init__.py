@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms; on CPU OLMo-Hybrid and Kimi-Linear)."""
+"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms; on CPU OLMo-Hybrid, Kimi-Linear, Bailing V3)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def register_olmo() -> None:
 
 
 def register_kimi() -> None:
-    """Replace Kimi-Linear's alone, of which vLLM has no recurrence on CPU."""
+    """Replace Kimi delta attention, of which vLLM has two layers and no recurrence on CPU."""
     from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+    from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
     from vllm.platforms import current_platform
 
     from ..base import replace_layer
 
-    replace_layer(KimiGatedDeltaNetAttention, lambda: _kimi_class(cpu=current_platform.is_cpu()))
+    replace_layer(KimiGatedDeltaNetAttention, lambda: _kimi_classes(cpu=current_platform.is_cpu())[0])
+    replace_layer(BailingMoeV3KimiDeltaAttention, lambda: _kimi_classes(cpu=current_platform.is_cpu())[1])
 
 
 def _layer_class(*, cuda: bool) -> type[HypicGatedDeltaNet]:
@@ -56,7 +58,10 @@ def _olmo_class(*, cpu: bool) -> type[DeltaNet]:
     return HypicCPUOlmoDeltaNet if cpu else HypicOlmoDeltaNet
 
 
-def _kimi_class(*, cpu: bool) -> type[DeltaNet]:
-    from .kimi import HypicCPUKimiDeltaNet, HypicKimiDeltaNet
+def _kimi_classes(*, cpu: bool) -> tuple[type[DeltaNet], type[DeltaNet]]:
+    """Kimi-Linear's and Bailing V3's."""
+    from . import kimi
 
-    return HypicCPUKimiDeltaNet if cpu else HypicKimiDeltaNet
+    if cpu:
+        return kimi.HypicCPUKimiDeltaNet, kimi.HypicCPUBailingDeltaNet
+    return kimi.HypicKimiDeltaNet, kimi.HypicBailingDeltaNet

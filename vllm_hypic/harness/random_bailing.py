@@ -1,0 +1,121 @@
+"""Random checkpoints of Bailing V3 (Ling 3), weights under the names that vLLM's loader knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .random_kimi import (
+    LATENT,
+    ROTATED_PART,
+    TAPS,
+    Checkpoint,
+    Shapes,
+    delta_shapes,
+    latent_shapes,
+    mlp_shapes,
+    norm_shapes,
+    silence,
+)
+from .random_models import SPECIAL_IDS, save_model
+
+CONFIGURATION = """\
+from vllm.transformers_utils.configs.bailing_moe_v3_vl import BailingMoeV3TextConfig as BailingMoeV3Config
+"""
+"""Published checkpoints bring their configuration's class; vLLM has it for a vision model's text alone."""
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def save_bailing_model(
+    path: str | Path,
+    *,
+    groups: int = 1,
+    group_size: int = 2,
+    hidden: int = 128,
+    intermediate: int = 256,
+    heads: int = 4,
+    head_dim: int = 32,
+    query_rank: int | None = None,
+    output_gate: str | None = None,
+    gate_bound: float | None = -5.0,
+    experts: int = 0,
+    silent: bool = False,
+    vocab: int = 512,
+    max_positions: int = 32768,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Path:
+    """Save a random Bailing V3 of `groups` groups of layers, of which the last one each has attention.  It is
+    loaded with `trust_remote_code`.
+
+    `query_rank`: queries come by way of so many channels; `output_gate`: of attention, `head_wise` or
+    `element_wise`; `gate_bound`: log decays are this times a sigmoid; `experts`: in every layer but the
+    first, two chosen of so many, in two of four groups, beside a shared one; `silent`: attention layers add
+    nothing.
+    """
+    config: dict[str, Any] = {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_bailing_moe_v3.BailingMoeV3Config"},
+        "model_type": "bailing_hybrid",
+        "dtype": str(dtype).removeprefix("torch."),
+        "num_hidden_layers": groups * group_size,
+        "layer_group_size": group_size,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "hidden_act": "silu",
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "kv_lora_rank": LATENT,
+        "q_lora_rank": query_rank,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": ROTATED_PART,
+        "v_head_dim": head_dim,
+        "gated_attention_proj_granularity_type": output_gate,
+        "rope_theta": 10000.0,
+        "no_kda_lora": True,
+        "kda_safe_gate": gate_bound is not None,
+        "kda_lower_bound": gate_bound,
+        "short_conv_kernel_size": TAPS,
+        "num_experts": experts,
+        "first_k_dense_replace": 1 if experts else groups * group_size,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        **SPECIAL_IDS,
+    }
+    if experts:
+        config |= {"num_experts_per_tok": 2, "num_shared_experts": 1, "n_group": 4, "topk_group": 2}
+        config |= {"moe_intermediate_size": intermediate // 4, "routed_scaling_factor": 2.0}
+        config |= {"moe_shared_expert_intermediate_size": intermediate // 4}
+    attention = [i for i in range(groups * group_size) if (i + 1) % group_size == 0]
+    layers = [_layer(config, index in attention, index) for index in range(groups * group_size)]
+    model = Checkpoint(config, "word_embeddings", layers)
+    folder = save_model(model, Path(path), dtype, seed, norm_center=1.0)
+    (folder / "configuration_bailing_moe_v3.py").write_text(CONFIGURATION)
+    if silent:
+        silence(folder / "model.safetensors", "attention.dense", attention)
+    return folder
+
+
+def _layer(config: dict[str, Any], attends: bool, index: int) -> Shapes:
+    """Shapes of a layer's weights."""
+    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    if attends:
+        attention = latent_shapes(config) | {"dense": (hidden, heads * size)}
+        if gate := config["gated_attention_proj_granularity_type"]:
+            attention |= {"g_proj": (heads if gate == "head_wise" else heads * size, hidden)}
+    else:
+        attention = delta_shapes(hidden, heads, size)
+        attention |= {f"{gate}_proj": (heads * size, hidden) for gate in "fg"}
+    shapes = norm_shapes(hidden) | {f"attention.{name}": shape for name, shape in attention.items()}
+    if index < config["first_k_dense_replace"]:
+        return shapes | mlp_shapes("mlp", GATED, hidden, config["intermediate_size"])
+    inner, experts = config["moe_intermediate_size"], config["num_experts"]
+    shapes |= {"mlp.gate": (experts, hidden), "mlp.gate.expert_bias": (experts,)}
+    for part in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
+        shapes |= mlp_shapes(f"mlp.{part}", GATED, hidden, inner)
+    return shapes
