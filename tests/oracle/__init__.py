@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from .bailing import BailingOracle
 from .gemma2 import Gemma2Oracle
 from .kimi import KimiOracle
 from .mamba1 import Mamba1Oracle
@@ -31,6 +32,7 @@ def mamba_oracle(model: Path) -> Oracle:
 
 __all__ = [
     "FAULTS",
+    "BailingOracle",
     "Gemma2Oracle",
     "KimiOracle",
     "MLAOracle",

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
-from .random_models import SPECIAL_IDS, save_model
+from .random_checkpoints import LATENT, ROTATED_PART, Shape, latent_attention, mlp, save_checkpoint, silence
+from .random_models import SPECIAL_IDS
 
-LATENT, ROTATED_PART = 512, 64
-"""What vLLM's latent attention on CPU takes; Kimi-Linear rotates neither part."""
 TAPS = 4
 
 
@@ -78,96 +74,42 @@ def save_kimi_model(
         config |= {"num_experts": experts, "num_experts_per_token": 2, "num_shared_experts": 1}
         config |= {"moe_intermediate_size": intermediate // 4, "routed_scaling_factor": 2.0}
         config |= {"first_k_dense_replace": 1, "num_expert_group": 1, "topk_group": 1}
-    folder = save_model(_Checkpoint(config, layer_types), Path(path), dtype, seed, norm_center=1.0)
+    vocab_shapes: dict[str, Shape] = {name: (vocab, hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes = vocab_shapes | {"model.norm": (hidden,)}
+    for index, kind in enumerate(layer_types):
+        shapes |= {f"model.layers.{index}.{k}": v for k, v in _layer(config, kind, index).items()}
+    folder = save_checkpoint(path, config, shapes, dtype, seed)
     if silent:
-        _silence(folder / "model.safetensors", kinds[1])
+        silence(folder, [f"model.layers.{i - 1}.self_attn.o_proj" for i in kinds[1]])
     return folder
 
 
-class _Checkpoint(nn.Module):
-    """Parameters under their names, for `save_model`."""
-
-    def __init__(self, config: dict[str, Any], layer_types: list[str]) -> None:
-        super().__init__()
-        self.fields = config
-        hidden, vocab = config["hidden_size"], config["vocab_size"]
-        shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden), "model.norm": (hidden,)}
-        for index, kind in enumerate(layer_types):
-            shapes |= {f"model.layers.{index}.{k}": v for k, v in _layer(config, kind, index).items()}
-        for name, shape in shapes.items():
-            name = name if name.endswith((".A_log", ".dt_bias", "_bias")) else f"{name}.weight"
-            self._add(name.split("."), shape)
-
-    class _Config:
-        def __init__(self, vocab_size: int) -> None:
-            self.vocab_size = vocab_size
-
-    @property
-    def config(self) -> _Config:
-        return self._Config(self.fields["vocab_size"])
-
-    def _add(self, path: list[str], shape: tuple[int, ...]) -> None:
-        owner: nn.Module = self
-        for part in path[:-1]:
-            if not hasattr(owner, part):
-                owner.add_module(part, nn.Module())
-            owner = getattr(owner, part)
-        owner.register_parameter(path[-1], nn.Parameter(torch.empty(shape)))
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps(self.fields, indent=2))
-        weights = {name: weight.detach().contiguous() for name, weight in self.named_parameters()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _layer(config: dict[str, Any], kind: str, index: int) -> dict[str, tuple[int, ...]]:
+def _layer(config: dict[str, Any], kind: str, index: int) -> dict[str, Shape]:
     """Shapes of a layer's weights."""
     hidden, linear = config["hidden_size"], config["linear_attn_config"]
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, Shape] = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }
     if kind == "linear_attention":
         heads, K = linear["num_heads"], linear["head_dim"]
         channels = heads * K
-        attention: dict[str, tuple[int, ...]] = {f"{part}_proj": (channels, hidden) for part in "qkv"}
+        attention: dict[str, Shape] = {f"{part}_proj": (channels, hidden) for part in "qkv"}
         attention |= {f"{part}_conv1d": (channels, 1, TAPS) for part in "qkv"}
         attention |= {"b_proj": (heads, hidden), "o_proj": (hidden, channels), "o_norm": (K,)}
         for gate in "fg":
             attention |= {f"{gate}_a_proj": (K, hidden), f"{gate}_b_proj": (channels, K)}
         attention |= {"A_log": (1, 1, heads, 1), "dt_bias": (channels,)}
     else:
-        heads, nope, v = config["num_attention_heads"], config["qk_nope_head_dim"], config["v_head_dim"]
-        attention = {
-            "q_proj": (heads * (nope + ROTATED_PART), hidden),
-            "kv_a_proj_with_mqa": (LATENT + ROTATED_PART, hidden),
-            "kv_a_layernorm": (LATENT,),
-            "kv_b_proj": (heads * (nope + v), LATENT),
-            "o_proj": (hidden, heads * v),
-        }
+        inner = config["num_attention_heads"] * config["v_head_dim"]
+        attention = latent_attention(config) | {"o_proj": (hidden, inner)}
     shapes |= {f"self_attn.{name}": shape for name, shape in attention.items()}
-    gated = ("gate_proj", "up_proj", "down_proj")
     if not (experts := config.get("num_experts", 0)) or index < config["first_k_dense_replace"]:
-        return shapes | _mlp("mlp", gated, hidden, config["intermediate_size"])
+        return shapes | mlp("mlp", hidden, config["intermediate_size"])
     inner = config["moe_intermediate_size"]
     shapes |= {"block_sparse_moe.gate": (experts, hidden)}
     shapes |= {"block_sparse_moe.gate.e_score_correction_bias": (experts,)}
-    shapes |= _mlp("block_sparse_moe.shared_experts", gated, hidden, inner)
+    shapes |= mlp("block_sparse_moe.shared_experts", hidden, inner)
     for expert in range(experts):
-        shapes |= _mlp(f"block_sparse_moe.experts.{expert}", ("w1", "w3", "w2"), hidden, inner)
+        shapes |= mlp(f"block_sparse_moe.experts.{expert}", hidden, inner, ("w1", "w3", "w2"))
     return shapes
-
-
-def _mlp(name: str, parts: tuple[str, str, str], hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    sizes = (inner, hidden), (inner, hidden), (hidden, inner)
-    return {f"{name}.{part}": size for part, size in zip(parts, sizes, strict=True)}
-
-
-def _silence(file: Path, layers: list[int]) -> None:
-    """Attention layers, counted from 1, add nothing."""
-    from safetensors.torch import load_file
-
-    weights = load_file(file)
-    for layer in layers:
-        weights[f"model.layers.{layer - 1}.self_attn.o_proj.weight"].zero_()
-    save_file(weights, file, metadata={"format": "pt"})

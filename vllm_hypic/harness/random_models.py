@@ -167,7 +167,7 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
             weight.copy_(dt + torch.log(-torch.expm1(-dt)))
         elif owner.endswith("conv1d") or owner == "conv":
             weight.uniform_(-0.5, 0.5, generator=rng)
-        elif owner == "embed_tokens" or owner == "lm_head":  # logits of standard deviation 2.5
+        elif owner in ("embed_tokens", "word_embeddings", "lm_head"):  # logits of standard deviation 2.5
             weight.normal_(0, 2.5 / weight.shape[1] ** 0.5, generator=rng)
         elif weight.dim() == 3:  # experts [experts, out, in]
             weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
