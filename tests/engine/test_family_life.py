@@ -24,8 +24,14 @@ from oracle import (
 from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
+from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
-from vllm_hypic.patches import cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
+from vllm_hypic.patches import (
+    cpu_bailing_recurrence,
+    cpu_kimi_recurrence,
+    cpu_mamba1,
+    cpu_olmo_recurrence,
+)
 from vllm_hypic.segment_parallel.sender import Sender
 
 from . import test_transfer
@@ -69,6 +75,13 @@ FAMILIES = {
         partial(save_kimi_model, layer_types=[LINEAR, FULL, LINEAR, FULL]),
         26,
         cpu_kimi_recurrence.apply,
+        stock=CPU_MLA,
+        args={"enable_prefix_caching": False},
+    ),
+    "lightning": Family(
+        partial(save_bailing_model, layers=4),
+        26,
+        cpu_bailing_recurrence.apply,
         stock=CPU_MLA,
         args={"enable_prefix_caching": False},
     ),

@@ -17,12 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import BailingOracle
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadata
 
 from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.patches import cpu_bailing_recurrence
+from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.tensors import RetentionRecords
 
 from .conftest import EngineFactory
 from .engines import Engine, audit, run_apart, same
@@ -42,7 +48,7 @@ from .test_short_conv import DUMMY
 BOUND = {"float32": 5e-5, "bfloat16": 0.1}
 """On logprobs of the whole vocabulary, behind one linear layer."""
 DEEP = 1e-4
-"""Of the engine in float32 from the oracle in float64."""
+"""Of the engine in float32 from the oracle in float64; measured: below 1e-5, as ordinary requests."""
 WHOLE: dict[str, Any] = {"enable_prefix_caching": False}
 MENDED: dict[str, Any] = {"hypic": False, "mended": cpu_bailing_recurrence.apply}
 MODELS: dict[str, dict[str, Any]] = {
@@ -58,7 +64,8 @@ def mended(dtype: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
-    save = partial(save_bailing_model, layers=2, silent=True, dtype=torch.float32)
+    size: dict[str, Any] = {"layers": 2, "max_positions": 1 << 17}
+    save = partial(save_bailing_model, silent=True, dtype=torch.float32, **size)
     return run_apart(save, tmp_path_factory.mktemp("shallow"), log=engine_logs / "models.log")
 
 
@@ -102,6 +109,62 @@ def test_a_plain_request_beside_composed_ones(engine: tuple[Engine, str]) -> Non
     asks = [replace(ask, max_tokens=1, sampling={"logprobs": -1}) for ask in asks]
     for alone, beside in zip(running.ask_one_by_one(*asks), running.ask(*asks), strict=True):
         assert max(abs(alone.first[i] - beside.first[i]) for i in range(512)) <= BOUND[dtype]
+
+
+# -- one record at any position --------------------------------------------------------------------------
+
+
+def errors_at(llm: Any, position: int) -> dict[str, float]:
+    """A record of 300 tokens is captured alone and read by one row behind it: how far state and output are,
+    relative to the largest number, from those of the same tokens computed at ``position``; also were the
+    state not moved."""
+    config = llm.llm_engine.vllm_config
+    layer = config.compilation_config.static_forward_context["model.layers.0.self_attn"]
+    runtime, tokens, cpu = layer.hypic_runtime, 300, torch.device("cpu")
+    records = runtime.pool.records(layer.prefix, RetentionRecords)
+    hidden = torch.randn(tokens + 1, layer.hidden_size, generator=torch.Generator().manual_seed(position))
+
+    def run(first: int, stop: int, at: int, step: StepContext | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``[first, stop)`` as a request's first, from position ``at`` on: state and last output."""
+        n = stop - first
+        ends, slot = torch.tensor([0, n], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        metadata = BailingLinearAttentionMetadata(1, n, 0, 0, ends, ends[1:], slot)
+        out, runtime.step = torch.zeros(n, layer.hidden_size), step
+        with set_forward_context({layer.prefix: metadata}, config), torch.inference_mode():
+            layer._forward(hidden[first:stop], out, torch.arange(at, at + n))
+        runtime.step = None
+        return layer.kv_cache[0][1].clone(), out[-1]
+
+    plan = CapturePlan(0, tokens, 0, np.arange(tokens), None, leading=False)
+    row = BatchRow(0, 0, tokens, 0, tokens)
+    run(0, tokens, 0, StepContext([], [capture_row("r", row, plan)], cpu, Batch([0, tokens], [0])))
+    layer.forget("r")
+
+    def composed(shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+        point = ComposePoint(0, 0, 0, replace_state=False, shift=shift)
+        stream = StreamPlan.alone(np.array([position + tokens]))
+        read = composed_row(BatchRow(0, 0, 1, 0, 1), StreamTensors.of(replace(stream, points=(point,)), cpu))
+        return run(tokens, tokens + 1, position + tokens, StepContext([read], [], cpu, Batch([0, 1], [0])))
+
+    wanted, moved, left = run(0, tokens + 1, position, None), composed(position), composed(0)
+    names = "state", "output", "state not moved"
+    pairs = (wanted[0], moved[0]), (wanted[1], moved[1]), (wanted[0], left[0])
+    records.state[0].zero_()
+    return {
+        name: float((a - b).abs().max() / a.abs().max()) for name, (a, b) in zip(names, pairs, strict=True)
+    }
+
+
+@pytest.mark.parametrize("position", [0, 1_000, 100_000])
+def test_a_record_at_any_position(engine: tuple[Engine, str], position: int) -> None:
+    running, dtype = engine
+    if dtype != "float32":
+        pytest.skip("nothing for errors to hide in: float32 alone")
+    running.reset()
+    found = running.call(errors_at, position)
+    assert found["state"] <= 1e-5 and found["output"] <= 1e-5, found
+    assert found["state not moved"] > (0.1 if position else -1), found
+    running.reset()
 
 
 # -- whole models ----------------------------------------------------------------------------------------

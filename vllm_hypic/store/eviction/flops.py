@@ -88,6 +88,20 @@ class KimiDelta:
 
 
 @dataclass(frozen=True)
+class Lightning:
+    """One layer of lightning attention, heads of ``size`` x ``size``: projections to q, k, v, a gate and from
+    the output, recurrence."""
+
+    heads: int
+    size: int
+
+    def per_token(self, hidden: int) -> float:
+        channels = self.heads * self.size
+        # On the state [size, size] of each head: decay, add an outer product, read with q.
+        return 2.0 * hidden * 5 * channels + (1 + 2 + 2) * channels * self.size
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """One Mamba2 layer: projections to z, x, B, C and a step a head, convolution, update."""
 
@@ -143,7 +157,7 @@ class UnknownLinear:
         return 2.0 * hidden * 5 * hidden + 5.0 * hidden * self.head_size
 
 
-Linear = GatedDelta | KimiDelta | Mamba1 | Mamba2 | ShortConv | UnknownLinear
+Linear = GatedDelta | KimiDelta | Lightning | Mamba1 | Mamba2 | ShortConv | UnknownLinear
 
 
 @dataclass(frozen=True)
@@ -199,8 +213,8 @@ class FlopModel:
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
-        OLMo-Hybrid, Kimi-Linear, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba and
-        DeepSeek-V2 use.
+        OLMo-Hybrid, Kimi-Linear, Ring and Ling 2.5, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba,
+        Mamba and DeepSeek-V2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -247,6 +261,8 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
         )
     if isinstance(kimi := getattr(config, "linear_attn_config", None), dict):
         return KimiDelta(kimi["num_heads"], kimi["head_dim"], kimi["short_conv_kernel_size"])
+    if _number(config, 0, "layer_group_size"):
+        return Lightning(_number(config, 1, "num_attention_heads"), _number(config, head_size, "head_dim"))
     if heads := _number(config, 0, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):
         inner = _number(config, 2, "mamba_expand", "expand") * hidden
         return Mamba2(
@@ -280,7 +296,8 @@ def _mlp(config: object, hidden: int) -> Mlp | Experts:
             total=_number(config, 0, "num_experts", "num_local_experts", "n_routed_experts"),
             active=active,
             intermediate=intermediate,
-            shared_intermediate=_number(config, 0, "shared_expert_intermediate_size"),
+            shared_intermediate=_number(config, 0, "shared_expert_intermediate_size")
+            or intermediate * _number(config, 0, "num_shared_experts"),
         )
     return Mlp(_number(config, 4 * hidden, "intermediate_size"))
 
