@@ -104,9 +104,10 @@ looked at when the engine starts, which refuses those that it cannot undo.
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
 vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's,
-GLM-4.7-Flash's, Kimi-Linear's, Ring's and Ling's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs
-only). Models of one class differ, a window is on in one and off in another: ask about yours. Soft-caps,
-shared KV and latent attention are served on CPUs only: on GPUs models that have them are refused.
+GLM-4.7-Flash's, Kimi-Linear's, Ring's and Ling's must say, and leaves out Nemotron-H's experts, which
+vLLM has on GPUs only). Models of one class differ, a window is on in one and off in another: ask about
+yours. Soft-caps, shared KV and latent attention are served on CPUs only: on GPUs models that have them are
+refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""

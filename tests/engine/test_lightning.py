@@ -31,9 +31,9 @@ from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, ca
 from vllm_hypic.pool.tensors import RetentionRecords
 
 from .conftest import EngineFactory
-from .engines import Engine, audit, run_apart, same
+from .engines import Ask, Engine, audit, run_apart, same
 from .test_contexts_and_islands import CONTEXT
-from .test_mamba2 import BEHIND_A_TAIL, COMPOSED, plain_asks
+from .test_mamba2 import BEHIND_A_TAIL, COMPOSED, PARTS, plain_asks
 from .test_mamba2_oracle import (  # noqa: F401  collected here, too, with the fixtures below
     Judged,
     test_islands,
@@ -43,7 +43,7 @@ from .test_mamba2_oracle import (  # noqa: F401  collected here, too, with the f
 from .test_mla import CPU_MLA
 from .test_olmo import exact
 from .test_oracle_agreement import NOISE_FACTOR
-from .test_short_conv import DUMMY
+from .test_short_conv import DUMMY, first_token
 
 BOUND = {"float32": 5e-5, "bfloat16": 0.1}
 """On logprobs of the whole vocabulary, behind one linear layer."""
@@ -109,6 +109,37 @@ def test_a_plain_request_beside_composed_ones(engine: tuple[Engine, str]) -> Non
     asks = [replace(ask, max_tokens=1, sampling={"logprobs": -1}) for ask in asks]
     for alone, beside in zip(running.ask_one_by_one(*asks), running.ask(*asks), strict=True):
         assert max(abs(alone.first[i] - beside.first[i]) for i in range(512)) <= BOUND[dtype]
+
+
+@pytest.mark.slow
+def test_prefix_cache(start_engine: EngineFactory, shallow: Path) -> None:
+    """Plain requests that find one another's blocks, of states in bfloat16."""
+    question, more, other = PARTS
+    turns = [question, [*question, *more], [*question, *other], question]
+    asks = [Ask(tuple(turn), max_tokens=4) for turn in turns]
+    with start_engine(shallow, **MENDED) as stock:
+        theirs = stock.ask_one_by_one(*asks)
+    with start_engine(shallow) as running:
+        ours = running.ask_one_by_one(*asks)
+    assert [a.cached for a in ours] == [a.cached for a in theirs] and ours[1].cached > 0
+    assert all(map(same, ours, theirs))
+
+
+@pytest.mark.slow
+def test_compiled(start_engine: EngineFactory, shallow: Path, tmp_path: Path) -> None:
+    """Plain requests are those of a compiled stock engine."""
+    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path)}
+    args: dict[str, Any] = WHOLE | {
+        "env": env,
+        "dtype": "float32",
+        "max_logprobs": -1,
+        "enforce_eager": False,
+    }
+    with start_engine(shallow, **args, **mended("float32")) as stock:
+        theirs = first_token(stock, COMPOSED.plain())
+    with start_engine(shallow, **args) as running:
+        assert torch.equal(first_token(running, COMPOSED.plain()), theirs)
+        assert float((first_token(running, COMPOSED) - theirs).abs().max()) <= BOUND["float32"]
 
 
 # -- one record at any position --------------------------------------------------------------------------
