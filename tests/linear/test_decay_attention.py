@@ -1,4 +1,4 @@
-"""Operators of decaying linear attention against the float64 token loop, amid poison.
+"""Operators of decaying linear attention, in C++ and in PyTorch, against the float64 token loop, amid poison.
 
 Tolerances are relative Frobenius errors: 2e-6 for what float32 holds, whatever the inputs are, as they are
 exact; outputs in bfloat16: 4e-3; caches in bfloat16 and float16: half a step more; float64, in which PyTorch
@@ -7,16 +7,19 @@ computes where inputs are: 1e-12.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.decay_attention import Relocation, reference, torch_ops
+from vllm_hypic.backends.ops.decay_attention import Relocation, choose, native, reference
+from vllm_hypic.backends.ops.decay_attention import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
 from .decay_inputs import POSITIONS, Layer, Shape, run_compose, run_segments, scanned
@@ -28,22 +31,31 @@ OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3
 CACHE_STEP = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 SIZES = [1, 2, 3, 40, 64, 129]
-SHAPES = pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(4, 16, 32, rotated=8),
-        Shape(1, 5, 7),
-        Shape(3, 24, 8, rotated=24, neighbours=True),
-        Shape(3, 20, 12, channel_gates=True),
-    ],
-    ids=str,
-)
-SMALL, GATED = Shape(3, 16, 8, rotated=16), Shape(2, 12, 8, channel_gates=True)
+SHAPES = [
+    Shape(4, 16, 32, rotated=8),
+    Shape(1, 5, 7),
+    Shape(3, 48, 16, rotated=48, neighbours=True),
+    Shape(2, 128, 112, rotated=64),
+    Shape(3, 20, 12, channel_gates=True),
+    Shape(2, 32, 80, channel_gates=True),
+]
+SMALL, GATED = Shape(3, 32, 16, rotated=16), Shape(2, 16, 32, channel_gates=True)
 EITHER = pytest.mark.parametrize("shape", [SMALL, GATED], ids=["constant", "channels"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+ALL: dict[str, Any] = {"c++": native, "torch": torch_ops}
+MODULES = pytest.mark.parametrize("module", ALL.values(), ids=ALL)
 NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 LAWFUL = pytest.mark.parametrize("module", [reference, torch_ops], ids=["reference", "torch"])
 """Those that compute in float64 where inputs are."""
+
+
+def served() -> pytest.MarkDecorator:
+    """Modules with the shapes and dtypes that they serve."""
+    cases = []
+    for (name, module), shape, dtype in itertools.product(ALL.items(), SHAPES, DTYPES):
+        if module is torch_ops or not (shape.K % 16 or shape.V % 16 or dtype == torch.float64):
+            cases.append(pytest.param(module, shape, dtype, id=f"{name}-{shape}-{dtype}"))
+    return pytest.mark.parametrize(("module", "shape", "dtype"), cases)
 
 
 def check_segments(ours: Layer, exact: Layer, segments: Sequence[Segment]) -> None:
@@ -63,9 +75,8 @@ def check_segments(ours: Layer, exact: Layer, segments: Sequence[Segment]) -> No
     assert torch.equal(ours.caches.state.isnan(), exact.caches.state.isnan())
 
 
-@SHAPES
-@DTYPES
-def test_segments(shape: Shape, dtype: torch.dtype) -> None:
+@served()
+def test_segments(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     """All sizes packed, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
     at, segments = 2, []
     for row, n in enumerate(SIZES):
@@ -76,13 +87,14 @@ def test_segments(shape: Shape, dtype: torch.dtype) -> None:
     layer = Layer.make(shape, at, dtype)
     exact = layer.exact()
     run_segments(reference, exact, segments)
-    run_segments(torch_ops, layer, segments)
+    run_segments(module, layer, segments)
     check_segments(layer, exact, segments)
 
 
+@MODULES
 @pytest.mark.parametrize("cuts", [[1], [8], [9], [92], [99], [3, 8, 50, 51, 94]], ids=str)
 @EITHER
-def test_segments_in_several_passes(shape: Shape, cuts: list[int]) -> None:
+def test_segments_in_several_passes(module: ModuleType, shape: Shape, cuts: list[int]) -> None:
     """Cuts before the interior, at its edges, inside, and behind it."""
     layer = Layer.make(shape, 150)
     segments = [
@@ -92,28 +104,31 @@ def test_segments_in_several_passes(shape: Shape, cuts: list[int]) -> None:
     ]
     exact = layer.exact()
     run_segments(reference, exact, segments)
-    run_segments(torch_ops, layer, segments, cuts)
+    run_segments(module, layer, segments, cuts)
     check_segments(layer, exact, segments)
     if cuts[-1] < 8:
         assert layer.carries[0].state.isnan().all(), "nothing to carry before the interior"
 
 
+@MODULES
 @pytest.mark.parametrize("g", [0.0, -1e-6, -30.0, -1e4])
 @EITHER
-def test_extreme_decays(shape: Shape, g: float) -> None:
+def test_extreme_decays(module: ModuleType, shape: Shape, g: float) -> None:
     layer = Layer.make(shape, 80)
     layer = replace(layer, x=replace(layer.x, g=torch.full_like(layer.x.g, g)))
     segment, exact = Segment(0, 0, 80, 8, 72, 1), layer.exact()
     run_segments(reference, exact, [segment])
-    run_segments(torch_ops, layer, [segment])
+    run_segments(module, layer, [segment])
     check_segments(layer, exact, [segment])
 
 
+@MODULES
+@EITHER
 @pytest.mark.parametrize("what", ["q", "k", "v"])
-def test_broken_inputs_stay_visible(what: str) -> None:
-    layer = Layer.make(SMALL, 60)
+def test_broken_inputs_stay_visible(module: ModuleType, shape: Shape, what: str) -> None:
+    layer = Layer.make(shape, 60)
     getattr(layer.x, what)[PAD + 30] = float("nan")
-    run_segments(torch_ops, layer, [Segment(0, 0, 60, 8, 52, 1)])
+    run_segments(module, layer, [Segment(0, 0, 60, 8, 52, 1)])
     assert layer.outputs(30, 31).isnan().all()
     if what != "q":
         assert layer.state(0).isnan().any() and layer.records.state[1].isnan().any()
@@ -157,20 +172,20 @@ def check_composed(ours: Layer, exact: Layer, requests: Sequence[Composed]) -> N
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@SHAPES
-@DTYPES
-def test_compose(shape: Shape, dtype: torch.dtype, state: torch.dtype) -> None:
+@served()
+def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype, state: torch.dtype) -> None:
     layer = Layer.make(shape, 200, dtype, state)
     requests = every_kind(layer)
     exact = layer.exact()
     run_compose(reference, exact, requests)
-    run_compose(torch_ops, layer, requests)
+    run_compose(module, layer, requests)
     check_composed(layer, exact, requests)
     assert layer.state(3).isnan().all()
 
 
+@MODULES
 @EITHER
-def test_islands_leave_every_bit_of_the_state(shape: Shape) -> None:
+def test_islands_leave_every_bit_of_the_state(module: ModuleType, shape: Shape) -> None:
     """The state of the same walk without them."""
     layer = Layer.make(shape, 103)
     for slot in (0, 1):
@@ -179,24 +194,58 @@ def test_islands_leave_every_bit_of_the_state(shape: Shape) -> None:
     islands = [(0, 8, -1, NONE), (8, 70, -1, RESTORE), (78, 12, -1, RESTORE), (90, 0, 0, TRANSITION),
                (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]  # fmt: skip
     plain, ours, kept = layer.copy(), layer.copy(), layer.copy()
-    run_compose(torch_ops, plain, [(0, False, without)], [5, 0, 0])
-    run_compose(torch_ops, ours, [(0, False, islands)], [0, 0, 0, 5, 0, 0])
+    run_compose(module, plain, [(0, False, without)], [5, 0, 0])
+    run_compose(module, ours, [(0, False, islands)], [0, 0, 0, 5, 0, 0])
     assert torch.equal(ours.state(0), plain.state(0))
     # Were they kept, the record would find them in the state.
     left = [(a, n, s, NONE if m == RESTORE else m) for a, n, s, m in islands]
-    run_compose(torch_ops, kept, [(0, False, left)], [0, 0, 0, 5, 0, 0])
+    run_compose(module, kept, [(0, False, left)], [0, 0, 0, 5, 0, 0])
     assert relative(kept.state(0), plain.state(0)) > 100 * TOLERANCE[torch.float32]
 
 
+@MODULES
 @pytest.mark.parametrize("mode", [REPLACE, ADD], ids=str)
-def test_what_a_mode_does_not_need_is_not_read(mode: Mode) -> None:
+def test_what_a_mode_does_not_need_is_not_read(module: ModuleType, mode: Mode) -> None:
     layer = Layer.make(SMALL, 20)
     layer.random_record(0, 0)
     layer.records.log_transition[0] = torch.nan
     requests: list[Composed] = [(0, False, [(0, 9, 0, mode), (9, 11, -1, NONE)])]
     exact = layer.exact()
     run_compose(reference, exact, requests)
-    run_compose(torch_ops, layer, requests)
+    run_compose(module, layer, requests)
+    check_composed(layer, exact, requests)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 80), st.sampled_from(list(Mode)), st.integers(0, 2)), min_size=1, max_size=8
+    ),
+    resumed=st.booleans(),
+    shape=st.sampled_from([SMALL, GATED]),
+    seed=st.integers(0, 1 << 16),
+    module=st.sampled_from(list(ALL.values())),
+)
+def test_any_composition(
+    steps: list[tuple[int, Mode, int]], resumed: bool, shape: Shape, seed: int, module: ModuleType
+) -> None:
+    """Operations of any kind in any order, beside another request."""
+    tokens = sum(n for n, _, _ in steps)
+    layer = Layer.make(shape, tokens + 5, seed=seed)
+    for slot in range(3):
+        layer.random_record(slot, slot)
+    layer.resume(1)
+    at, operations = 0, []
+    for n, mode, slot in steps:
+        operations.append((at, n, slot if mode.applies else -1, mode))
+        at += n
+    requests: list[Composed] = [
+        (0, False, [(tokens, 5, -1, NONE), (0, 0, 1, REPLACE)]),
+        (1, resumed, [*operations, (at, 0, 0, TRANSITION)]),
+    ]
+    exact = layer.exact()
+    run_compose(reference, exact, requests)
+    run_compose(module, layer, requests)
     check_composed(layer, exact, requests)
 
 
@@ -279,22 +328,80 @@ def test_relocation_is_rotation(neighbours: bool) -> None:
     assert relative(moved(S, 9), S) > 0.1
 
 
-def test_channels_that_decay_apart_cannot_be_relocated() -> None:
+@MODULES
+def test_channels_that_decay_apart_cannot_be_relocated(module: ModuleType) -> None:
     layer = Layer.make(GATED, 4)
     rows, ops = compose_program([(0, False, [(0, 4, -1, NONE)])])
     relocation = Relocation(torch.zeros(1, dtype=torch.int64), layer.table)
-    with pytest.raises(ValueError, match="relocation: expected None"):
-        torch_ops.decay_attention_compose(
-            layer.x, layer.caches, layer.out, layer.records, rows, ops, relocation
-        )
+    with pytest.raises(ValueError, match="one where channels decay apart"):
+        module.decay_attention_compose(layer.x, layer.caches, layer.out, layer.records, rows, ops, relocation)
 
 
-def test_what_decayed_in_a_long_segment() -> None:
+@MODULES
+def test_what_decayed_in_a_long_segment(module: ModuleType) -> None:
     """32k tokens in passes of 1000: T is zero even in float64, the sum of log decays is exact."""
     tokens = 32_000
     layer = Layer.make(GATED, tokens)
-    run_segments(torch_ops, layer, [Segment(0, 0, tokens, 2, tokens, 1)], list(range(1000, tokens, 1000)))
+    run_segments(module, layer, [Segment(0, 0, tokens, 2, tokens, 1)], list(range(1000, tokens, 1000)))
     exact = layer.x.g[PAD + 2 : PAD + tokens].double().sum(0)
     assert (exact < -1000).all() and (layer.transition(1) == 0).all()
     torch.testing.assert_close(layer.records.log_transition[1].double(), exact, rtol=1e-7, atol=0)
     assert layer.records.state[1].isfinite().all()
+
+
+# ----------------------------------------------------------------------------- threads, choice, arguments
+
+
+@EITHER
+def test_threads_change_no_bit(shape: Shape) -> None:
+    """More tasks than threads, several times: threads that shared scratch memory would be seen."""
+    shape = replace(shape, heads=6)
+    layers = [Layer.make(shape, 300) for _ in range(2)]
+    segments = [Segment(i, 60 * i, 60, 8, 52, i) for i in range(5)]
+    threads = torch.get_num_threads()
+    try:
+        for layer, count in zip(layers, (1, 4), strict=True):
+            torch.set_num_threads(count)
+            for _ in range(3):
+                run_segments(native, layer, segments)
+    finally:
+        torch.set_num_threads(threads)
+    one, several = layers
+    assert torch.equal(one.outputs(0, 300), several.outputs(0, 300))
+    assert torch.equal(one.records.state[:5], several.records.state[:5])
+
+
+def test_choice() -> None:
+    layer = Layer.make(SMALL, 1)
+    assert choose(layer.x, layer.caches) is native
+    exact = layer.exact()
+    assert choose(layer.x, exact.caches) is torch_ops
+    assert native.refuses(torch.float32, exact.caches.state) == "states in torch.float64"
+    assert native.refuses(torch.float16, layer.caches.state) == "inputs in torch.float16"
+    odd = Layer.make(Shape(1, 16, 7), 1)
+    says = native.refuses(torch.float32, odd.caches.state)
+    assert says == "head sizes 16 and 7, not multiples of 16"
+
+
+def _strided_v(layer: Layer) -> None:
+    layer.x = replace(layer.x, v=layer.x.v.mT.contiguous().mT)
+
+
+BROKEN: dict[str, tuple[Callable[[Layer], None], str]] = {
+    "v": (_strided_v, "v must be"),
+    "g": (lambda layer: setattr(layer, "x", replace(layer.x, g=layer.x.g[:1])), "g is"),
+    "out": (lambda layer: setattr(layer, "out", layer.out.bfloat16()), "out is"),
+    "record": (lambda layer: setattr(layer.records, "state", layer.records.state[:, :1]), "record_state is"),
+    "shift": (lambda layer: setattr(layer, "table", layer.table[:5]), "shift by -11 in a table of 5"),
+    "table": (lambda layer: setattr(layer, "table", layer.table[:, :3].contiguous()), "table is"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_bad_arguments_are_named(name: str) -> None:
+    spoil, says = BROKEN[name]
+    layer = Layer.make(SMALL, 8)
+    layer.random_record(0, 0)
+    spoil(layer)
+    with pytest.raises((ValueError, TypeError, IndexError), match=says):
+        run_compose(native, layer, [(0, False, [(0, 4, 0, TRANSITION), (4, 4, -1, NONE)])])

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ....pool.runtime import HypicRuntime
     from ....pool.step import StepContext
 
-OPS = decay_attention.torch_ops
-
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -92,14 +90,18 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
         starts = metadata.query_start_loc[: metadata.num_decodes + metadata.num_prefills + 1].tolist()
         computed = metadata.seq_lens[: len(starts) - 1] - metadata.query_start_loc[: len(starts)].diff()
         program = ordinary(starts, [int(n > 0) for n in computed.tolist()])
-        OPS.decay_attention_compose(*self._layer(x, out), _NoRecords(self.kv_cache[0]), *program)
+        inputs, caches = self._layer(x)
+        run = decay_attention.choose(inputs, caches).decay_attention_compose
+        run(inputs, caches, out, _NoRecords(self.kv_cache[0]), *program)
 
     def run_segments(
         self, runtime: HypicRuntime, step: StepContext, segments: Segments, x: TokenRows, out: torch.Tensor
     ) -> None:
         records = runtime.pool.records(self.prefix, RetentionRecords)
         carries = self.carried(segments, lambda: decay_attention.Carry.beside(records))
-        OPS.decay_attention_segments(*self._layer(x, out), records, segments.rows, carries)
+        inputs, caches = self._layer(x)
+        run = decay_attention.choose(inputs, caches).decay_attention_segments
+        run(inputs, caches, out, records, segments.rows, carries)
 
     def run_composed(
         self, runtime: HypicRuntime, step: StepContext, composed: Composed, x: TokenRows, out: torch.Tensor
@@ -109,7 +111,9 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
         if self._table is not None:
             neighbours = not self.rotary_emb.is_neox_style
             relocation = decay_attention.Relocation(composed.shifts, self._table, neighbours)
-        OPS.decay_attention_compose(*self._layer(x, out), records, composed.rows, composed.ops, relocation)
+        inputs, caches = self._layer(x)
+        run = decay_attention.choose(inputs, caches).decay_attention_compose
+        run(inputs, caches, out, records, composed.rows, composed.ops, relocation)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> BailingLinearAttentionMetadata:
         starts = torch.tensor(rows.starts, dtype=torch.int32)
@@ -138,18 +142,16 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
         return None
 
     def kernel_refusal(self) -> str | None:
-        """Why the C++ operators do not serve this layer."""
-        return "there are no C++ operators for it"
+        """Why the C++ operators do not serve this layer, or ``None``."""
+        return decay_attention.native.refuses(torch.float32, self.kv_cache[0])
 
     def _metadata(self) -> BailingLinearAttentionMetadata:
         found: BailingLinearAttentionMetadata = get_forward_context().attn_metadata[self.prefix]
         return found
 
-    def _layer(
-        self, x: TokenRows, out: torch.Tensor
-    ) -> tuple[decay_attention.Inputs, decay_attention.Caches, torch.Tensor]:
+    def _layer(self, x: TokenRows) -> tuple[decay_attention.Inputs, decay_attention.Caches]:
         caches = decay_attention.Caches(self._metadata().state_indices_tensor, self.kv_cache[0])
-        return decay_attention.Inputs(x.q, x.k, x.v, self._log_decays), caches, out
+        return decay_attention.Inputs(x.q, x.k, x.v, self._log_decays), caches
 
 
 class _NoRecords:
@@ -157,4 +159,4 @@ class _NoRecords:
 
     def __init__(self, state: torch.Tensor) -> None:
         self.state = state.new_empty(0, *state.shape[1:], dtype=torch.float32)
-        self.log_transition = self.state[..., 0, 0]
+        self.log_transition = self.state[..., 0, 0].contiguous()

@@ -15,9 +15,9 @@ of the K axis with R(p) R(d) = R(p + d), and it commutes with a decay that all c
 a run at positions d further on is R(d) S_zero, and a record of such a layer fits any position: see
 `Relocation`. Where channels decay apart, rotation does not commute, and there is none.
 
-Two operators, each with one signature in `reference` (float64) and `torch`; `arguments` and `ops.program` say
-what they take. Both read and write vLLM's cache as a stock operator does, so a request may go on from one
-to the other, in any number of passes.
+Two operators, each with one signature in `reference` (float64), `torch` and `native` (C++); `arguments` and
+`ops.program` say what they take. Both read and write vLLM's cache as a stock operator does, so a request may
+go on from one to the other, in any number of passes.
 
 `decay_attention_segments(x, caches, out, records, rows, carries)`
     Rows of segment requests: outputs, running state and, of the interior, log T and the record, whose state
@@ -32,7 +32,15 @@ to the other, in any number of passes.
 
 from __future__ import annotations
 
+from types import ModuleType
+
+from . import native
 from . import torch as torch_ops
 from .arguments import Caches, Carry, Inputs, Records, Relocation
 
-__all__ = ["Caches", "Carry", "Inputs", "Records", "Relocation", "torch_ops"]
+__all__ = ["Caches", "Carry", "Inputs", "Records", "Relocation", "choose"]
+
+
+def choose(x: Inputs, caches: Caches) -> ModuleType:
+    """The fastest module of the two operators that serves this layer."""
+    return torch_ops if native.refuses(x.q.dtype, caches.state) else native
