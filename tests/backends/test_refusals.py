@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.linear.minimax_linear_attn import MiniMaxText01LinearAttention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -30,7 +31,7 @@ from vllm_hypic.backends.attention.backend import HypicAttentionImpl
 from vllm_hypic.backends.linear.gdn.cpu import HypicCPUGatedDeltaNet
 from vllm_hypic.backends.linear.lightning import cpu as lightning
 from vllm_hypic.backends.linear.lightning.cpu import HypicLightning
-from vllm_hypic.backends.linear.lightning.rotation import exact_table
+from vllm_hypic.backends.linear.lightning.rotation import rotate_exactly
 from vllm_hypic.backends.linear.mamba1 import cpu
 from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
 from vllm_hypic.backends.ops import extension, span_attention
@@ -151,20 +152,28 @@ def test_lightning_attention_has_a_number_a_head_for_a_transition_and_no_convolu
 
 
 def test_lightning_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, and where tables are not plain rotations."""
-    config: dict[str, Any] = {"head_size": 64, "rotary_dim": 32, "max_position_embeddings": 100, "base": 1e4}
-    common: dict[str, Any] = {**config, "is_neox_style": True, "dtype": torch.bfloat16}
+    """On GPUs, and where rotations are not known to compose."""
+    common: dict[str, Any] = {"head_size": 64, "rotary_dim": 32, "max_position_embeddings": 100, "base": 1e4}
+    common |= {"is_neox_style": True, "dtype": torch.bfloat16}
     with set_current_vllm_config(VllmConfig()):
-        plain = RotaryEmbedding(**common)
+        plain, yarn = RotaryEmbedding(**common), YaRNScalingRotaryEmbedding(**common, scaling_factor=4.0)
         scaled = LinearScalingRotaryEmbedding(**common, scaling_factors=2.0)
-    table = exact_table(plain)
-    assert table is not None and table.shape == (100, 32) and table.dtype == torch.float32
-    assert float((table - plain._compute_cos_sin_cache()).abs().max()) < 1e-5
-    fields: dict[str, Any] = {"linear_rope": True, "_table": table, "rotary_emb": plain}
+    for rope, positions, length in ((plain, 100, 1.0), (yarn, 400, yarn.mscale)):
+        table = rotate_exactly(rope)
+        assert table is not None and table.shape == (positions, 32) and table.dtype == torch.float32
+        assert rotate_exactly(rope) is table, "layers that share the module share the table"
+        cos, sin = table.double().chunk(2, 1)
+        torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
+        torch.testing.assert_close(cos[90], cos[60] * cos[30] - sin[60] * sin[30], rtol=0, atol=2e-7)
+        torch.testing.assert_close(rope.cos_sin_cache, length * table)
+        assert float((rope.cos_sin_cache - rope._compute_cos_sin_cache()).abs().max()) < 1e-4
+    before = scaled.cos_sin_cache
+    fields: dict[str, Any] = {"linear_rope": True, "_table": rotate_exactly(plain), "rotary_emb": plain}
     layer = stock_layer(HypicLightning, **fields)
     name = "BailingMoeV2_5ForCausalLM"
     assert attach.layer_refusal(layer, name) is None
-    layer._table, layer.rotary_emb = exact_table(scaled), scaled
+    layer._table, layer.rotary_emb = rotate_exactly(scaled), scaled
+    assert layer._table is None and scaled.cos_sin_cache is before
     says = attach.layer_refusal(layer, name)
     assert says is not None and says.startswith("lightning attention rotated by LinearScalingRotaryEmbedding")
     monkeypatch.setattr(lightning.current_platform, "is_cuda", lambda: True)

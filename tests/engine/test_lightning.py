@@ -55,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "experts": {"experts": 8, "query_rank": 48},
     "silu": {"silu": True, "norm_groups": 4, "partial_rotary_factor": 1.0},
+    "yarn": {"yarn": 4.0, "max_positions": 4096},
 }
 
 
@@ -232,7 +233,7 @@ def judged(
         yield Judged(name, started, BailingOracle(folder), DEEP)
 
 
-@pytest.mark.fast("dense", "silu")
+@pytest.mark.fast("dense", "silu", "yarn")
 def test_composed_and_ordinary_requests(judged: Judged) -> None:
     """The oracle agrees, and another one does not: without T, or with states left where they were made."""
     ours, plain = judged.ours(COMPOSED), judged.ours(COMPOSED.plain())

@@ -7,7 +7,8 @@ Lightning attention (arXiv:2401.04658) is linear attention with a constant decay
     lambda_h = e^{-s_h (1 - l / (L - 1) + 1e-5)}      s_h = 2^{-8 h / H},  h = 1 ... H
 
 in layer l of L, for H a power of two. q and k are normalised by heads and rotated (half-split layout) in
-their first channels; outputs are normalised in groups of channels and multiplied by the sigmoid of a gate.
+their first channels, where YaRN is on by its tables; outputs are normalised in groups of channels and
+multiplied by the sigmoid of a gate.
 
 What a segment leaves in such a layer are its keys, not rotated, and values: composed, each key is rotated at
 its position in the prompt and written with the decays of the tokens behind it.
@@ -59,9 +60,8 @@ class BailingOracle(MLAOracle):
             for part, called in NAMES.items():
                 ours = ours.replace(part, called)
             self._weights[ours] = self._weights.pop(name)
-        rotated = int(self.config["head_dim"] * self.config["partial_rotary_factor"])
-        pair = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-        self.linear_inv_freq = self.config["rope_theta"] ** -pair
+        self.rotated = int(self.config["head_dim"] * self.config["partial_rotary_factor"])
+        self.linear_inv_freq = self._frequencies(self.rotated)
 
     def faults(self) -> list[str]:
         unseen = ("T_transposed", "no_conv_tail")
@@ -74,7 +74,10 @@ class BailingOracle(MLAOracle):
         linear = [bool((i + 1) % group) for i in range(config["num_hidden_layers"])]
         return config | {
             "layer_types": ["linear_attention" if it else "full_attention" for it in linear],
-            "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
+            "rope_parameters": {
+                "rope_theta": config["rope_theta"],
+                **(config["rope_scaling"] or {"rope_type": "default"}),
+            },
         }
 
     def _record(self, tokens: tuple[int, ...], lo: int, hi: int) -> list[KeyRecord | AttentionRecord]:
@@ -89,7 +92,10 @@ class BailingOracle(MLAOracle):
         return (-slope * (1 - index / (layers - 1) + 1e-5)).exp()[:, None, None].to(self.dtype)
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotate(x, positions, self.linear_inv_freq)
+        turned, rest = rotate(x, positions, self.linear_inv_freq).split(
+            [self.rotated, x.shape[-1] - self.rotated], -1
+        )
+        return torch.cat([self.table_length * turned, rest], -1)
 
     def _delta_net(
         self, index: int, x: Tensor, stream: Stream, fault: str | None, compose_T: bool

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "experts": {"experts": 8, "query_rank": 48},
     "silu": {"silu": True, "norm_groups": 4, "partial_rotary_factor": 1.0},
+    "yarn": {"yarn": 4.0, "max_positions": 4096},
 }
 
 

@@ -208,7 +208,12 @@ from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_re
 told = "vLLM or transformers has mended it: drop the patch"
 assert bailing_config.MODEL_TYPE not in CONFIG_MAPPING, told
 bailing_config.apply()
-assert CONFIG_MAPPING[bailing_config.MODEL_TYPE](any_field=3).any_field == 3
+scaling = {"type": "yarn", "factor": 4.0}
+read = CONFIG_MAPPING[bailing_config.MODEL_TYPE](
+    any_field=3, rope_theta=6e6, partial_rotary_factor=0.5, rope_scaling=scaling, max_position_embeddings=800)
+assert read.any_field == 3 and read.rope_parameters["original_max_position_embeddings"] == 800
+said = {"rope_type": "yarn", "rope_theta": 6e6, "partial_rotary_factor": 0.5}
+assert said.items() <= read.rope_parameters.items()
 
 torch.manual_seed(0)
 x, z, weight = torch.randn(5, 3, 64), torch.randn(5, 192), torch.randn(64)

@@ -24,6 +24,7 @@ def save_bailing_model(
     query_rank: int | None = None,
     partial_rotary_factor: float = 0.5,
     rope_theta: float = 10000.0,
+    yarn: float | None = None,
     norm_groups: int = 2,
     silu: bool = False,
     experts: int = 0,
@@ -35,9 +36,10 @@ def save_bailing_model(
 ) -> Path:
     """Save a random model.
 
-    `partial_rotary_factor`: of the heads of linear layers; `norm_groups`: their outputs are normed in so many
-    groups of channels; `silu`: on their q, k and v; `experts`: in every layer but the first, two chosen of so
-    many beside a shared one; `silent`: latent attention adds nothing.
+    `partial_rotary_factor`: of the heads of linear layers; `yarn`: positions are stretched by so much;
+    `norm_groups`: outputs of linear layers are normed in so many groups of channels; `silu`: on their q, k
+    and v; `experts`: in every layer but the first, two chosen of so many beside a shared one; `silent`:
+    latent attention adds nothing.
     """
     config: dict[str, Any] = {
         "architectures": ["BailingMoeV2_5ForCausalLM"],
@@ -57,7 +59,7 @@ def save_bailing_model(
         "qk_rope_head_dim": ROTATED_PART,
         "v_head_dim": head_dim,
         "rope_theta": rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": None if yarn is None else _stretched(yarn, max_positions),
         "partial_rotary_factor": partial_rotary_factor,
         "group_norm_size": norm_groups,
         "linear_silu": silu,
@@ -84,6 +86,11 @@ def save_bailing_model(
     if silent:
         silence(folder, [f"model.layers.{i}.attention.dense" for i in range(group - 1, layers, group)])
     return folder
+
+
+def _stretched(factor: float, positions: int) -> dict[str, Any]:
+    original = int(positions / factor)
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
 
 
 def _layer(config: dict[str, Any], index: int) -> dict[str, Shape]:

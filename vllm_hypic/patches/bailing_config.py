@@ -8,6 +8,8 @@ Until: vLLM or transformers has a class for the type.
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -17,9 +19,13 @@ MODEL_TYPE = "bailing_hybrid"
 
 
 class BailingHybridConfig(PreTrainedConfig):
-    """The fields of a configuration file."""
+    """The fields of a configuration file; what it says of rotation in any place is found in
+    ``rope_parameters``."""
 
     model_type = MODEL_TYPE
+
+    max_position_embeddings: int = 32768
+    rope_parameters: dict[str, Any] | None = None
 
 
 def apply() -> None:

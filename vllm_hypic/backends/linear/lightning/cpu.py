@@ -22,7 +22,7 @@ from ...ops import decay_attention
 from ...ops.program import ordinary
 from ..base import LinearLayer
 from ..layout import Composed, Segments, StockRows
-from .rotation import exact_table
+from .rotation import rotate_exactly
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadata
@@ -56,10 +56,7 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._log_decays = -self.tp_slope.flatten().float()
-        self._table = exact_table(self.rotary_emb) if self.linear_rope else None
-        if self._table is not None:
-            # Layers alike share the module; another layer's rotation of the same kind is as exact by it.
-            self.rotary_emb.cos_sin_cache = self._table
+        self._table = rotate_exactly(self.rotary_emb) if self.linear_rope else None
 
     def _forward(self, hidden_states: torch.Tensor, output: torch.Tensor, positions: torch.Tensor) -> None:
         """Same contract as the stock method."""
@@ -138,7 +135,7 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
             return "lightning attention on GPUs (served on CPUs)"
         if self.linear_rope and self._table is None:
             kind = type(self.rotary_emb).__name__.removeprefix("Hypic")
-            return f"lightning attention rotated by {kind} (its states are not moved; served: plain RoPE)"
+            return f"lightning attention rotated by {kind} (its states are not moved; served: RoPE, YaRN)"
         return None
 
     def kernel_refusal(self) -> str | None:
