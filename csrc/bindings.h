@@ -23,6 +23,7 @@ void bind(pybind11::module_& module, const char* name, F function) {
 
 void bind_span_attention(pybind11::module_& module);
 void bind_gated_delta(pybind11::module_& module);
+void bind_decay_attention(pybind11::module_& module);
 void bind_mamba1(pybind11::module_& module);
 void bind_mamba2(pybind11::module_& module);
 

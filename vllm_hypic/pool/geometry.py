@@ -53,7 +53,7 @@ LayerGeometry = AttentionGeometry | StateGeometry
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Everything that fixes the pool's memory.  Sizes are summed over layers once: every step asks for them."""
+    """Everything that fixes the pool's memory.  Sizes are summed once: every step asks for them."""
 
     attention: tuple[AttentionGeometry, ...]
     linear: tuple[StateGeometry, ...]
