@@ -1,6 +1,7 @@
 // One table of kernels per instruction set; the best one that this machine has is chosen at run time.
 #pragma once
 
+#include "decay_attention.h"
 #include "gated_delta.h"
 #include "mamba1.h"
 #include "mamba2.h"
@@ -11,6 +12,7 @@ namespace hypic {
 struct Kernels {
   const char* name;
   SpanKernels span;
+  DecayKernels decay;
   GdnKernels gdn;
   Mamba1Kernels mamba1;
   Mamba2Kernels mamba2;

@@ -2,11 +2,10 @@
 
 #include "gated_delta.h"
 
-#include <torch/library.h>
-
 #include <optional>
 #include <vector>
 
+#include "bindings.h"
 #include "dispatch.h"
 #include "layer_launch.h"
 
@@ -88,8 +87,8 @@ void gdn_segments(const Tensor& mixed, const Tensor& a, const Tensor& b, const T
                   const std::optional<Tensor>& bias, const Tensor& rate, const Tensor& dt_bias, int64_t key_heads,
                   double eps, double largest_beta, double gate_bound, const Tensor& slots, Tensor conv,
                   Tensor state, Tensor out, Tensor record_state, Tensor record_tail, Tensor transitions,
-                  Tensor block_of, const Tensor& rows, at::TensorList carry_transition, at::TensorList carry_head,
-                  at::TensorList carry_alive, double dead_below) {
+                  Tensor block_of, const Tensor& rows, const Tensors& carry_transition, const Tensors& carry_head,
+                  const Tensors& carry_alive, double dead_below) {
   const Tensor dense_slots = slots.contiguous();
   GdnSegments s{};
   s.layer = layer_of(mixed, a, b, weight, bias, rate, dt_bias, key_heads, eps, largest_beta, gate_bound, dense_slots,
@@ -136,24 +135,11 @@ void gdn_compose(const Tensor& mixed, const Tensor& a, const Tensor& b, const Te
   run(s, rows.size(0), kernels().gdn.compose, kernels().gdn.compose_caches);
 }
 
-TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
-  m.def(
-      "gdn_segments(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, "
-      "Tensor(b!) state, Tensor(c!) out, Tensor(d!) record_state, Tensor(e!) record_tail, Tensor(f!) transitions, "
-      "Tensor(g!) block_of, Tensor rows, Tensor(h!)[] carry_transition, Tensor(i!)[] carry_head, "
-      "Tensor(j!)[] carry_alive, float dead_below) -> ()");
-  m.def(
-      "gdn_compose(Tensor mixed, Tensor a, Tensor b, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, "
-      "int key_heads, float eps, float largest_beta, float gate_bound, Tensor slots, Tensor(a!) conv, "
-      "Tensor(b!) state, Tensor(c!) out, Tensor record_state, Tensor record_tail, Tensor transitions, Tensor block_of, "
-      "Tensor rows, Tensor ops) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
-  m.impl("gdn_segments", gdn_segments);
-  m.impl("gdn_compose", gdn_compose);
-}
-
 }  // namespace
+
+void bind_gated_delta(pybind11::module_& module) {
+  bind(module, "gdn_segments", gdn_segments);
+  bind(module, "gdn_compose", gdn_compose);
+}
+
 }  // namespace hypic

@@ -8,6 +8,7 @@
 
 #include "simd.h"
 
+#include "decay_attention.inl"
 #include "gated_delta.inl"
 #include "mamba1.inl"
 #include "mamba2.inl"
@@ -18,6 +19,7 @@ namespace hypic {
 const Kernels kernels_avx512 = {
     "avx512",
     {avx512::span_scratch, avx512::span_part},
+    {avx512::decay_scratch, avx512::decay_segments, avx512::decay_compose},
     {avx512::gdn_scratch, avx512::gdn_segments, avx512::gdn_segments_caches, avx512::gdn_compose, avx512::gdn_compose_caches},
     {avx512::mamba1_scratch, avx512::mamba1_segments, avx512::mamba1_compose},
     {avx512::mamba2_scratch, avx512::mamba2_segments, avx512::mamba2_segments_caches, avx512::mamba2_compose,

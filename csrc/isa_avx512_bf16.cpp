@@ -8,6 +8,7 @@
 
 #include "simd.h"
 
+#include "decay_attention.inl"
 #include "gated_delta.inl"
 #include "mamba1.inl"
 #include "mamba2.inl"
@@ -18,6 +19,7 @@ namespace hypic {
 const Kernels kernels_avx512_bf16 = {
     "avx512_bf16",
     {avx512_bf16::span_scratch, avx512_bf16::span_part},
+    {avx512_bf16::decay_scratch, avx512_bf16::decay_segments, avx512_bf16::decay_compose},
     {avx512_bf16::gdn_scratch, avx512_bf16::gdn_segments, avx512_bf16::gdn_segments_caches, avx512_bf16::gdn_compose, avx512_bf16::gdn_compose_caches},
     {avx512_bf16::mamba1_scratch, avx512_bf16::mamba1_segments, avx512_bf16::mamba1_compose},
     {avx512_bf16::mamba2_scratch, avx512_bf16::mamba2_segments, avx512_bf16::mamba2_segments_caches, avx512_bf16::mamba2_compose,

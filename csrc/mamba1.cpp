@@ -2,10 +2,9 @@
 
 #include "mamba1.h"
 
-#include <torch/library.h>
-
 #include <vector>
 
+#include "bindings.h"
 #include "dispatch.h"
 #include "layer_launch.h"
 
@@ -64,7 +63,7 @@ void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int,
 void mamba1_segments(const Tensor& x, const Tensor& dt, const Tensor& gate, const Tensor& B, const Tensor& C,
                      const Tensor& rate, const Tensor& dt_bias, const Tensor& D, const Tensor& slots, Tensor state,
                      Tensor out, Tensor record_state, Tensor record_elapsed, const Tensor& rows,
-                     at::TensorList carry_elapsed, at::TensorList carry_state) {
+                     const Tensors& carry_elapsed, const Tensors& carry_state) {
   const Tensor dense_slots = slots.contiguous();
   Mamba1Segments s{};
   s.layer = layer_of(x, dt, gate, B, C, rate, dt_bias, D, dense_slots, state, out);
@@ -95,21 +94,11 @@ void mamba1_compose(const Tensor& x, const Tensor& dt, const Tensor& gate, const
   run(s, rows.size(0), kernels().mamba1.compose);
 }
 
-TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
-  m.def(
-      "mamba1_segments(Tensor x, Tensor dt, Tensor gate, Tensor B, Tensor C, Tensor rate, Tensor dt_bias, Tensor D, "
-      "Tensor slots, Tensor(a!) state, Tensor(b!) out, Tensor(c!) record_state, Tensor(d!) record_elapsed, "
-      "Tensor rows, Tensor(e!)[] carry_elapsed, Tensor(f!)[] carry_state) -> ()");
-  m.def(
-      "mamba1_compose(Tensor x, Tensor dt, Tensor gate, Tensor B, Tensor C, Tensor rate, Tensor dt_bias, Tensor D, "
-      "Tensor slots, Tensor(a!) state, Tensor(b!) out, Tensor record_state, Tensor record_elapsed, Tensor rows, "
-      "Tensor ops) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
-  m.impl("mamba1_segments", mamba1_segments);
-  m.impl("mamba1_compose", mamba1_compose);
-}
-
 }  // namespace
+
+void bind_mamba1(pybind11::module_& module) {
+  bind(module, "mamba1_segments", mamba1_segments);
+  bind(module, "mamba1_compose", mamba1_compose);
+}
+
 }  // namespace hypic

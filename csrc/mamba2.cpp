@@ -2,11 +2,10 @@
 
 #include "mamba2.h"
 
-#include <torch/library.h>
-
 #include <optional>
 #include <vector>
 
+#include "bindings.h"
 #include "dispatch.h"
 #include "layer_launch.h"
 
@@ -65,8 +64,8 @@ void run(const Args& args, int64_t requests, void (*task)(const Args&, int, int,
 void mamba2_segments(const Tensor& mixed, const Tensor& dt, const Tensor& weight, const std::optional<Tensor>& bias,
                      const Tensor& rate, const Tensor& dt_bias, const Tensor& D, int64_t groups, const Tensor& slots,
                      Tensor conv, Tensor state, Tensor out, Tensor record_state, Tensor record_tail,
-                     Tensor record_log_transition, const Tensor& rows, at::TensorList carry_log_transition,
-                     at::TensorList carry_state) {
+                     Tensor record_log_transition, const Tensor& rows, const Tensors& carry_log_transition,
+                     const Tensors& carry_state) {
   const Tensor dense_slots = slots.contiguous();
   Mamba2Segments s{};
   s.layer = layer_of(mixed, dt, weight, bias, rate, dt_bias, D, groups, dense_slots, conv, state, out);
@@ -97,22 +96,11 @@ void mamba2_compose(const Tensor& mixed, const Tensor& dt, const Tensor& weight,
   run(s, rows.size(0), kernels().mamba2.compose, kernels().mamba2.compose_caches);
 }
 
-TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
-  m.def(
-      "mamba2_segments(Tensor mixed, Tensor dt, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, Tensor D, "
-      "int groups, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, Tensor(d!) record_state, "
-      "Tensor(e!) record_tail, Tensor(f!) record_log_transition, Tensor rows, Tensor(g!)[] carry_log_transition, "
-      "Tensor(h!)[] carry_state) -> ()");
-  m.def(
-      "mamba2_compose(Tensor mixed, Tensor dt, Tensor weight, Tensor? bias, Tensor rate, Tensor dt_bias, Tensor D, "
-      "int groups, Tensor slots, Tensor(a!) conv, Tensor(b!) state, Tensor(c!) out, Tensor record_state, "
-      "Tensor record_tail, Tensor record_log_transition, Tensor rows, Tensor ops) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
-  m.impl("mamba2_segments", mamba2_segments);
-  m.impl("mamba2_compose", mamba2_compose);
-}
-
 }  // namespace
+
+void bind_mamba2(pybind11::module_& module) {
+  bind(module, "mamba2_segments", mamba2_segments);
+  bind(module, "mamba2_compose", mamba2_compose);
+}
+
 }  // namespace hypic

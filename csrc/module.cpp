@@ -1,15 +1,11 @@
-// The Python module `vllm_hypic._C`: importing it loads the operators of `torch.ops.vllm_hypic`.
-
-#include <Python.h>
-#include <torch/library.h>
-
+#include "bindings.h"
 #include "dispatch.h"
 
-TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
-  m.def("isa() -> str", [] { return std::string(hypic::kernels().name); });
-}
-
-PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
-  return PyModule_Create(&module);
+PYBIND11_MODULE(_C, module) {
+  hypic::bind(module, "isa", [] { return std::string(hypic::kernels().name); });
+  hypic::bind_span_attention(module);
+  hypic::bind_gated_delta(module);
+  hypic::bind_decay_attention(module);
+  hypic::bind_mamba1(module);
+  hypic::bind_mamba2(module);
 }

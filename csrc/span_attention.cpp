@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <omp.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "bindings.h"
 #include "dispatch.h"
 
 namespace hypic {
@@ -217,7 +217,7 @@ void check_inside(const int64_t* values, int64_t first, int64_t last, int64_t li
 
 // A span over the pool for each request.
 std::vector<Span> pool_spans(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
-                             at::TensorList slot_mapping, at::TensorList kv_positions,
+                             const Tensors& slot_mapping, const Tensors& kv_positions,
                              const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
                              const Tensor& query_ranges, double scale, const std::optional<Tensor>& hidden_kv_lens,
                              double soft_cap) {
@@ -283,7 +283,7 @@ std::vector<Span> pool_spans(const Tensor& query, const Tensor& pool_key, const 
 }
 
 std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
-                                          at::TensorList slot_mapping, at::TensorList kv_positions,
+                                          const Tensors& slot_mapping, const Tensors& kv_positions,
                                           const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
                                           const Tensor& query_ranges, double scale,
                                           const std::optional<Tensor>& hidden_kv_lens, double soft_cap) {
@@ -418,7 +418,7 @@ void join_rows(Tensor& output, const Tensor& query_ranges, const std::vector<Spa
 }
 
 void join_(Tensor output, const Tensor& query, const Tensor& query_ranges, const Tensor& pool_key,
-           const Tensor& pool_value, at::TensorList slot_mapping, at::TensorList kv_positions,
+           const Tensor& pool_value, const Tensors& slot_mapping, const Tensors& kv_positions,
            const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
            const std::optional<Tensor>& hidden_columns, const Tensor& kv_cache, const Tensor& key_index,
            const std::optional<Tensor>& value_index, const Tensor& block_table,
@@ -446,22 +446,11 @@ void join_(Tensor output, const Tensor& query, const Tensor& query_ranges, const
   }
 }
 
-TORCH_LIBRARY_FRAGMENT(vllm_hypic, m) {
-  m.def(
-      "span_attention(Tensor query, Tensor pool_key, Tensor pool_value, Tensor[] slot_mapping, "
-      "Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, Tensor query_ranges, float scale, "
-      "Tensor? hidden_kv_lens=None, float soft_cap=0) -> (Tensor, Tensor)");
-  m.def(
-      "join_(Tensor(a!) output, Tensor query, Tensor query_ranges, Tensor pool_key, Tensor pool_value, "
-      "Tensor[] slot_mapping, Tensor[] kv_positions, Tensor? table, bool neox, Tensor visible_kv_lens, "
-      "Tensor? hidden_columns, Tensor kv_cache, Tensor key_index, Tensor? value_index, Tensor block_table, "
-      "Tensor? hidden_tokens, int layout, float scale, Tensor? sinks=None, float soft_cap=0) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(vllm_hypic, CPU, m) {
-  m.impl("span_attention", span_attention);
-  m.impl("join_", join_);
-}
-
 }  // namespace
+
+void bind_span_attention(pybind11::module_& module) {
+  bind(module, "span_attention", span_attention);
+  bind(module, "join_", join_);
+}
+
 }  // namespace hypic

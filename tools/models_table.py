@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TESTED = {
+    "BailingMoeV2_5ForCausalLM": "tests/engine/test_lightning.py",
     "BailingMoeV3ForCausalLM": "tests/engine/test_kimi.py",
     "DeepseekV2ForCausalLM": "tests/engine/test_mla.py",
     "DeepseekV3ForCausalLM": "tests/engine/test_mla.py",
@@ -56,6 +57,14 @@ TESTED = {
 }
 """Where an engine answers prompts with segments and is held against full recompute."""
 SAID_BY_MODELS: dict[str, dict[str, Any]] = {
+    "BailingMoeV2_5ForCausalLM": {
+        **{"model_type": "bailing_hybrid", "dtype": "bfloat16", "vocab_size": 157184, "hidden_size": 4096},
+        **{"num_hidden_layers": 32, "layer_group_size": 8, "num_attention_heads": 32, "head_dim": 128},
+        **{"intermediate_size": 9216, "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True},
+        **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 128, "group_norm_size": 8, "rope_theta": 6e6, "partial_rotary_factor": 0.5},
+        **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_experts": 0},
+    },
     "BailingMoeV3ForCausalLM": {
         **{"dtype": "bfloat16", "no_kda_lora": True, "kda_safe_gate": True, "kda_lower_bound": -5.0},
     },
@@ -103,7 +112,7 @@ looked at when the engine starts, which refuses those that it cannot undo.
 Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
 vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
 vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's, GLM-4.7-Flash's,
-Kimi-Linear's and Bailing V3's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs
+Kimi-Linear's, Ring's and Ling's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs
 only). Models of one class differ, a window is on in one and off in another: ask about yours. Soft-caps,
 shared KV and latent attention are served on CPUs only: on GPUs models that have them are refused.
 
@@ -161,10 +170,11 @@ def row_of(architecture: str) -> Row:
     from vllm_hypic.check.findings import NotBuilt, find
     from vllm_hypic.config.engine import HypicConfig
 
+    said = SAID_BY_MODELS.get(architecture, {})
     config = configuration(architecture)
-    if config is None:
+    if config is None and "model_type" not in said:
         return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration of it to try")
-    config |= SAID_BY_MODELS.get(architecture, {})
+    config = (config or {}) | said
     name, args = BRING_THEIR_CLASS.get(architecture), {}
     with tempfile.TemporaryDirectory() as folder:
         if name is not None:

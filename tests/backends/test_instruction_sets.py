@@ -18,6 +18,7 @@ AGAIN = [
     TESTS / "backends" / "test_span_attention.py",
     TESTS / "backends" / "test_soft_caps.py",
     TESTS / "linear" / "test_layer_operators.py",
+    TESTS / "linear" / "test_decay_attention.py",
     TESTS / "linear" / "test_mamba1.py",
     TESTS / "linear" / "test_mamba2.py",
 ]

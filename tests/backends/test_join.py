@@ -7,8 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from vllm_hypic.backends.ops import extension
-from vllm_hypic.backends.ops.span_attention import CacheColumns, Layout, PoolColumns, native, reference
+from vllm_hypic.backends.ops.span_attention import Layout, PoolColumns, native, reference
 
 from .cached import LAYOUTS, Cached
 from .test_span_attention import DTYPES, KERNELS, TOLERANCE, Case
@@ -166,16 +165,3 @@ def test_of_sinks_a_float_a_head() -> None:
     joined.sinks = torch.zeros(3)
     with pytest.raises(ValueError, match=r"sinks must be float32 \[4\]"):
         joined.run(native)
-
-
-def test_the_compiler_knows_the_operator() -> None:
-    assert extension.missing() is None
-    joined = Joined((1, 70, 40), window=40)
-    cache = CacheColumns(joined.cache.cache.nan_to_num(), *joined.cache[1:])
-    pool = joined.pool._replace(key=joined.pool.key.nan_to_num(), value=joined.pool.value.nan_to_num())
-    query = joined.query.nan_to_num()
-    torch.library.opcheck(
-        torch.ops.vllm_hypic.join_.default,
-        (query.clone(), query, joined.ranges, *pool, *cache[:-1], int(cache.layout), 0.1),
-        test_utils=("test_schema", "test_faketensor"),
-    )

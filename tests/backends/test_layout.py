@@ -193,6 +193,19 @@ def check_stock(
     return tokens
 
 
+def test_shifts_stand_beside_the_operations_of_their_records() -> None:
+    columns = np.zeros(0, dtype=np.int64)
+    shifts = {0: 0, 1: 40, 2: -3, -1: 0}
+    points = tuple(ComposePoint(6, slot, 0, slot == 0, shift=shifts[slot]) for slot in range(3))
+    plan = StreamPlan(np.arange(TOKENS), TOKENS, points, columns, columns, True, ((2, 4),))
+    row = BatchRow(0, 0, 9, 0, 9)
+    composed = composed_row(row, StreamTensors.of(plan, CPU))
+    work = linear_step(StepContext([composed], [], CPU, contexts=[composed]), 64)
+    for part in (work.composed, work.contexts):
+        assert part is not None and part.shifts.dtype == torch.int64
+        assert part.shifts.tolist() == [shifts[op.slot] for op in unpack(part.ops, ComposeOp)]
+
+
 def test_a_pass_that_cuts_an_island_is_an_error() -> None:
     """Its state would be taken for the request's."""
     columns = np.zeros(0, dtype=np.int64)

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.linear.minimax_linear_attn import MiniMaxText01LinearAttention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -25,6 +29,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm_hypic.backends import attach
 from vllm_hypic.backends.attention.backend import HypicAttentionImpl
 from vllm_hypic.backends.linear.gdn.cpu import HypicCPUGatedDeltaNet
+from vllm_hypic.backends.linear.lightning import cpu as lightning
+from vllm_hypic.backends.linear.lightning.cpu import HypicLightning
+from vllm_hypic.backends.linear.lightning.rotation import rotate_exactly
 from vllm_hypic.backends.linear.mamba1 import cpu
 from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
 from vllm_hypic.backends.ops import extension, span_attention
@@ -45,6 +52,7 @@ GDN = MambaSpec(
     mamba_type=Kind.GDN_ATTN,
 )
 CONV = replace(GDN, mamba_type=Kind.SHORT_CONV, shapes=((2, 64),), dtypes=(torch.bfloat16,))
+LIGHTNING = replace(GDN, mamba_type=Kind.LINEAR, shapes=((4, 64, 64),), dtypes=(torch.bfloat16,))
 MAMBA1 = replace(GDN, mamba_type=Kind.MAMBA1, shapes=((3, 64), (64, 16)), dtypes=(torch.bfloat16,) * 2)
 MAMBA2 = replace(GDN, mamba_type=Kind.MAMBA2, shapes=((3, 640), (8, 64, 16)), dtypes=(torch.bfloat16,) * 2)
 
@@ -132,6 +140,46 @@ def test_mamba1_is_refused_on_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert attach.layer_refusal(layer, "JambaForCausalLM") == "Mamba1 on GPUs (served on CPUs)"
 
 
+def test_lightning_attention_has_a_number_a_head_for_a_transition_and_no_convolution() -> None:
+    found = geometry(LIGHTNING)
+    (linear,) = found.linear
+    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
+        ("state", (4, 64, 64), torch.float32),
+        ("log_transition", (4,), torch.float32),
+    ]
+    assert linear.shape == "4 heads of 64 x 64" and linear.least_tokens == 1
+    assert (found.slot_bytes, found.record_transition_blocks) == (4 * 64 * 64 * 4 + 4 * 4, 0)
+
+
+def test_lightning_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, and where rotations are not known to compose."""
+    common: dict[str, Any] = {"head_size": 64, "rotary_dim": 32, "max_position_embeddings": 100, "base": 1e4}
+    common |= {"is_neox_style": True, "dtype": torch.bfloat16}
+    with set_current_vllm_config(VllmConfig()):
+        plain, yarn = RotaryEmbedding(**common), YaRNScalingRotaryEmbedding(**common, scaling_factor=4.0)
+        scaled = LinearScalingRotaryEmbedding(**common, scaling_factors=2.0)
+    for rope, positions, length in ((plain, 100, 1.0), (yarn, 400, yarn.mscale)):
+        table = rotate_exactly(rope)
+        assert table is not None and table.shape == (positions, 32) and table.dtype == torch.float32
+        assert rotate_exactly(rope) is table, "layers that share the module share the table"
+        cos, sin = table.double().chunk(2, 1)
+        torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
+        torch.testing.assert_close(cos[90], cos[60] * cos[30] - sin[60] * sin[30], rtol=0, atol=2e-7)
+        torch.testing.assert_close(rope.cos_sin_cache, length * table)
+        assert float((rope.cos_sin_cache - rope._compute_cos_sin_cache()).abs().max()) < 1e-4
+    before = scaled.cos_sin_cache
+    fields: dict[str, Any] = {"linear_rope": True, "_table": rotate_exactly(plain), "rotary_emb": plain}
+    layer = stock_layer(HypicLightning, **fields)
+    name = "BailingMoeV2_5ForCausalLM"
+    assert attach.layer_refusal(layer, name) is None
+    layer._table, layer.rotary_emb = rotate_exactly(scaled), scaled
+    assert layer._table is None and scaled.cos_sin_cache is before
+    says = attach.layer_refusal(layer, name)
+    assert says is not None and says.startswith("lightning attention rotated by LinearScalingRotaryEmbedding")
+    monkeypatch.setattr(lightning.current_platform, "is_cuda", lambda: True)
+    assert attach.layer_refusal(layer, name) == "lightning attention on GPUs (served on CPUs)"
+
+
 def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
     """Else its state holds inputs of rows before the segment, which no record has."""
     assert geometry(CONV, min_segment_tokens=2).slots and geometry(GDN, min_segment_tokens=1).slots
@@ -152,7 +200,8 @@ def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
         (MLAAttentionSpec(**SHAPE, model_version="deepseek_v4"), "MLA of 1 tokens a row"),
         (MLAAttentionSpec(**SHAPE, non_causal_multi_token_decode=True), "MLA whose rows see later ones"),
         (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention with states of shapes"),
-        (replace(GDN, mamba_type=Kind.LINEAR), "linear attention of kind LINEAR"),
+        (replace(GDN, mamba_type=Kind.LINEAR), "linear attention with states of shapes"),
+        (replace(GDN, mamba_type=Kind.CUSTOM), "linear attention of kind CUSTOM"),
         (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),
         (replace(MAMBA2, shapes=(*MAMBA2.shapes, (8, 16))), "linear attention with states of shapes"),
         (replace(CONV, shapes=((2, 64), (4, 64, 64))), "linear attention with states of shapes"),
@@ -225,7 +274,7 @@ def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None
     if kind is MiniMaxText01LinearAttention:
         supported = (
             "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, KimiGatedDeltaNetAttention, "
-            "BailingMoeV3KimiDeltaAttention, ShortConv, MambaMixer2, MambaMixer"
+            "BailingMoeV3KimiDeltaAttention, ShortConv, MambaMixer2, MambaMixer, BailingMoELinearAttention"
         )
         assert says == f"linear attention MiniMaxText01LinearAttention (supported: {supported})"
     else:

@@ -252,26 +252,6 @@ def test_bad_arguments_are_refused(change: dict[str, object], says: str) -> None
         case.run(native)
 
 
-def test_the_compiler_knows_the_operators() -> None:
-    case = Case((2, 30))
-    torch.library.opcheck(
-        torch.ops.vllm_hypic.span_attention.default,
-        (
-            case.query.nan_to_num(),
-            case.key.nan_to_num(),
-            case.value.nan_to_num(),
-            case.slots,
-            case.positions,
-            case.table,
-            True,
-            case.visible_kv_lens,
-            case.query_ranges,
-            0.1,
-        ),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("block", "size"), [(16, 32), (48, 80)])
 def test_cache_lse(block: int, size: int, dtype: torch.dtype) -> None:

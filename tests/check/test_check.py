@@ -14,6 +14,7 @@ from engine.engines import Engine
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.random_bailing import save_bailing_model
+from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.pool.geometry import expected_space
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +132,15 @@ def test_bailing_v3_is_served_on_cpu(tmp_path: Path) -> None:
     found = checked(tmp_path, "--engine-args", json.dumps({"trust_remote_code": True}))
     kinds = {kind["what"]: kind["layers"] for kind in found["kinds"]}
     assert kinds == {"gated delta net, 4 heads of 32 x 32": 2, "latent attention, rows of 576": 1}
+
+
+def test_ring_and_ling_are_served_on_cpu(tmp_path: Path) -> None:
+    """Without the code that published models bring for their configuration."""
+    save_ring_model(tmp_path, layers=4, group=4, heads=4, head_dim=64, experts=8)
+    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
+    lightning = kinds["lightning attention, 4 heads of 64 x 64"]
+    assert (lightning["layers"], lightning["segment_bytes"]) == (3, 3 * (4 * 64 * 64 * 4 + 4 * 4))
+    assert kinds["latent attention, rows of 576"]["layers"] == 1
 
 
 def test_latents_take_one_row_a_token(tmp_path: Path) -> None:

@@ -81,6 +81,30 @@ def test_positions_of_a_segment_with_padding() -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("options", "link", "shift"),
+    [
+        ({}, "hypic", 20),
+        ({}, "epic-0", 16),  # behind four dummies
+        ({}, "seam-5-2+6", 14),  # behind six tokens of the leading segment
+        ({"context": "lead"}, "hypic", 0),  # behind all of it
+    ],
+)
+def test_records_are_moved_from_where_they_were_computed(
+    options: dict[str, str], link: str, shift: int
+) -> None:
+    """All parts of a record by as much; a leading one stands where it was."""
+    on = side(**options)
+    tokens = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
+    jobs = pumped(on, tokens, hypic_link=link)
+    while jobs:
+        for job, _ in jobs:
+            on.finished(job.request_id, completed=True)
+        jobs = [(job, None) for job in on.pump()]
+    stream = on.stream_plan("r")
+    assert stream is not None and [point.shift for point in stream.points] == [0, shift]
+
+
 def test_configured_dummy_token() -> None:
     ((job, _),) = pumped(side(dummy_token=7), [IDS.sep, *DOCUMENT, IDS.sep, *QUERY], hypic_link="epic-0")
     assert job.token_ids == [7] * 4 + DOCUMENT

@@ -26,7 +26,13 @@ from oracle.models import save_shared_kv_model, save_windowed_model
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
-from vllm_hypic.patches import cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
+from vllm_hypic.harness.random_ring import save_ring_model
+from vllm_hypic.patches import (
+    cpu_bailing_recurrence,
+    cpu_kimi_recurrence,
+    cpu_mamba1,
+    cpu_olmo_recurrence,
+)
 from vllm_hypic.segment_parallel.sender import Sender
 
 from . import test_transfer
@@ -79,6 +85,13 @@ FAMILIES = {
         cpu_kimi_recurrence.apply,
         stock=CPU_MLA,
         args={"trust_remote_code": True},
+    ),
+    "lightning": Family(
+        partial(save_ring_model, layers=4),
+        26,
+        cpu_bailing_recurrence.apply,
+        stock=CPU_MLA,
+        args={"enable_prefix_caching": False},
     ),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
     "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),

@@ -14,6 +14,7 @@ from vllm_hypic.harness import engine_calls, random_models
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
 from vllm_hypic.harness.random_kimi import save_kimi_model
+from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.harness.sizes import SIZES, random_model
 
@@ -187,6 +188,12 @@ def test_stock_engines_run_olmo_hybrid(tmp_path: Path) -> None:
 def test_stock_engines_run_kimi_linear(tmp_path: Path) -> None:
     """vLLM has neither a model class nor a recurrence of its layers for CPUs."""
     _use_stock(save_kimi_model(tmp_path, layer_types=["linear_attention", "full_attention"]))
+
+
+@pytest.mark.slow
+def test_stock_engines_run_ring_and_ling(tmp_path: Path) -> None:
+    """vLLM has neither norms nor the recurrence of their linear layers for CPUs."""
+    _use_stock(save_ring_model(tmp_path, layers=2))
 
 
 def _use_stock(model: Path) -> None:

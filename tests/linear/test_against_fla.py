@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
+from vllm_hypic.backends.ops.decay_attention import reference as decay_attention
 from vllm_hypic.backends.ops.gated_delta import reference as gated_delta
 from vllm_hypic.backends.ops.mamba2 import reference as mamba2
 
@@ -71,3 +72,25 @@ def test_mamba2() -> None:
     ours, after = mamba2.scan(x, d, -A, B, C, D, before)
     assert relative(out[0] + D[:, None] * x, ours) < FP32
     assert relative(state[0].transpose(1, 2), after) < FP32
+
+
+def test_linear_attention_with_decays() -> None:
+    """Gated linear attention, and with a constant a head, retention."""
+    gen = torch.Generator().manual_seed(0)
+    heads, K, V = 3, 20, 12
+    q, k = (torch.randn(TOKENS, heads, K, generator=gen) for _ in range(2))
+    v, before = torch.randn(TOKENS, heads, V, generator=gen), torch.randn(heads, K, V, generator=gen)
+    gates = -torch.rand(TOKENS, heads, K, generator=gen)
+    out, state = naive("gla").naive_recurrent_gla(
+        q[None], k[None], v[None], gates[None], before[None], output_final_state=True
+    )
+    double = [t.double() for t in (q, k, v)]
+    ours, after = decay_attention.scan(*double, gates.double(), before[None].double())
+    assert relative(out[0], ours / K**0.5) < FP32 and relative(state[0], after[0]) < FP32
+
+    constant = gates[:1, :, :1].expand(TOKENS, -1, -1)
+    out, state = naive("simple_gla").naive_recurrent_simple_gla(
+        q[None], k[None], v[None], constant[None, ..., 0], 1.0, before[None]
+    )
+    ours, after = decay_attention.scan(*double, constant.double(), before[None].double())
+    assert relative(out[0], ours) < FP32 and relative(state[0], after[0]) < FP32

@@ -443,33 +443,6 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
     assert layer.out.isnan().all()
 
 
-def test_the_operators_can_be_traced() -> None:
-    layer = Layer.make(Shape(1, 2, 16, 16), 20)
-    w, c, r = layer.weights, layer.caches, layer.records
-    common = (layer.x.mixed, layer.x.a, layer.x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads)
-    common = (
-        *common,
-        w.eps,
-        w.largest_beta,
-        w.gate_bound,
-        c.slots,
-        c.conv,
-        c.state,
-        layer.out,
-        r.state,
-        r.conv_tail,
-        r.transitions,
-        r.block_of,
-    )
-    k = layer.carries[0]
-    rows = segment_program([Segment(0, 0, 20, 8, 20, 1)])
-    arguments = (*common, rows, [k.transition], [k.head], [k.alive], DEAD_BELOW)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.vllm_hypic.gdn_segments, arguments, test_utils=tests)
-    rows, ops = compose_program([(0, False, [(0, 5, 1, ADD), (5, 3, -1, NONE)])])
-    torch.library.opcheck(torch.ops.vllm_hypic.gdn_compose, (*common, rows, ops), test_utils=tests)
-
-
 def test_what_triton_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.limits, "refuses", lambda *_: None)  # as on a GPU that has all it takes
     layer = Layer.make(Shape(1, 2, 16, 16), 4)

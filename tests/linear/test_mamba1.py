@@ -24,8 +24,8 @@ from vllm_hypic.backends.ops.mamba1 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
 from .inputs import relative
-from .layer_inputs import PAD, SLOTS, Composed, Segment, compose_program, segment_program
-from .mamba1_inputs import Layer, Shape, every_kind_composed, run_compose, run_segments, scanned, tensors
+from .layer_inputs import PAD, SLOTS, Composed, Segment
+from .mamba1_inputs import Layer, Shape, every_kind_composed, run_compose, run_segments, scanned
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -361,18 +361,6 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
     with pytest.raises(IndexError, match="carries number"):
         run_segments(native, replace(layer, carries=[]), [good], [10])
     assert layer.out.isnan().all()
-
-
-def test_the_operators_can_be_traced() -> None:
-    layer = Layer.make(SMALL, 20)
-    r, c, k = layer.records, layer.caches, layer.carries[0]
-    common = (*tensors(layer.x), *tensors(layer.weights), c.slots, c.state, layer.out, r.state, r.elapsed)
-    rows = segment_program([Segment(0, 0, 20, 8, 20, 1)])
-    tests = ("test_schema", "test_faketensor")
-    arguments = (*common, rows, [k.elapsed], [k.state])
-    torch.library.opcheck(torch.ops.vllm_hypic.mamba1_segments, arguments, test_utils=tests)
-    rows, ops = compose_program([(0, False, [(0, 5, 1, ADD), (5, 3, -1, NONE)])])
-    torch.library.opcheck(torch.ops.vllm_hypic.mamba1_compose, (*common, rows, ops), test_utils=tests)
 
 
 def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:

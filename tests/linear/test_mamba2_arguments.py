@@ -14,7 +14,7 @@ from vllm_hypic.backends.ops.mamba2 import choose, limits, native
 from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
-from .layer_inputs import SLOTS, Segment, compose_program, segment_program
+from .layer_inputs import SLOTS, Segment
 from .mamba2_inputs import Layer, Shape, run_compose, run_segments
 
 SMALL = Shape(4, 2, 16, 32)
@@ -91,20 +91,6 @@ def test_programs_that_leave_their_tensors_are_refused() -> None:
     with pytest.raises(IndexError, match="carries number"):
         run_segments(native, cut, [good], [10])
     assert layer.out.isnan().all()
-
-
-def test_the_operators_can_be_traced() -> None:
-    layer = Layer.make(SMALL, 20)
-    w, c, r = layer.weights, layer.caches, layer.records
-    common = (layer.x.mixed, layer.x.dt, w.weight, w.bias, w.rate, w.dt_bias, w.D, w.groups)
-    common = (*common, c.slots, c.conv, c.state, layer.out, r.state, r.conv_tail, r.log_transition)
-    k = layer.carries[0]
-    rows = segment_program([Segment(0, 0, 20, 8, 20, 1)])
-    tests = ("test_schema", "test_faketensor")
-    arguments = (*common, rows, [k.log_transition], [k.state])
-    torch.library.opcheck(torch.ops.vllm_hypic.mamba2_segments, arguments, test_utils=tests)
-    rows, ops = compose_program([(0, False, [(0, 5, 1, ADD), (5, 3, -1, NONE)])])
-    torch.library.opcheck(torch.ops.vllm_hypic.mamba2_compose, (*common, rows, ops), test_utils=tests)
 
 
 def test_what_the_kernels_refuse_is_served_in_pytorch() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from .bailing import BailingOracle
 from .gemma2 import Gemma2Oracle
 from .mamba1 import Mamba1Oracle
 from .mamba1_models import save_mamba1_model
@@ -30,6 +31,7 @@ def mamba_oracle(model: Path) -> Oracle:
 
 __all__ = [
     "FAULTS",
+    "BailingOracle",
     "Gemma2Oracle",
     "MLAOracle",
     "Mamba1Oracle",

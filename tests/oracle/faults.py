@@ -41,9 +41,13 @@ SHARED_KV_FAULTS = {
 LATENT_FAULTS = {
     "not_rotated": "the shared key of public latents is not rotated when read",
 }
+RELOCATION_FAULTS = {
+    "states_not_moved": "states of layers that rotate are composed as they are, wherever the record stands",
+}
 FAULTS = STATE_FAULTS | ATTENTION_FAULTS | SEAM_FAULTS
 """Planted faults: name -> what goes wrong, in any prompt."""
-MORE_FAULTS = (
-    CONTEXT_FAULTS | ISLAND_FAULTS | WINDOW_FAULTS | SOFT_CAP_FAULTS | SHARED_KV_FAULTS | LATENT_FAULTS
-)
+MORE_FAULTS = {
+    **(CONTEXT_FAULTS | ISLAND_FAULTS | WINDOW_FAULTS | SOFT_CAP_FAULTS),
+    **(SHARED_KV_FAULTS | LATENT_FAULTS | RELOCATION_FAULTS),
+}
 """Those that show where there is such."""

@@ -55,9 +55,13 @@ class MLAOracle(Oracle):
         return config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
 
     def _inverse_frequencies(self) -> Tensor:
-        """YaRN's frequencies: those that turn more than `beta_fast` times in the original context stay, those
-        that turn less than `beta_slow` times are divided by `factor`, a ramp over indices joins the two."""
-        rope, dim = self.config["rope_parameters"], self.config["qk_rope_head_dim"]
+        return self._frequencies(self.config["qk_rope_head_dim"])
+
+    def _frequencies(self, dim: int) -> Tensor:
+        """Of `dim` channels, or YaRN's: those that turn more than `beta_fast` times in the original context
+        stay, those that turn less than `beta_slow` times are divided by `factor`, a ramp over indices joins
+        the two."""
+        rope = self.config["rope_parameters"]
         base = rope["rope_theta"]
         own = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         if rope["rope_type"] == "default":

@@ -15,10 +15,12 @@ import vllm_hypic
 from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints
 from vllm_hypic.patches import cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks
 from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
+from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
 from vllm_hypic.patches import cpu_one_token_conv, cpu_rope_heads
 from vllm_hypic.patches import engine_args, engine_inbox, engine_stop, request_check
 plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_one_token_conv,
          cpu_rope_heads, cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks,
+         bailing_config, cpu_bailing_norms, cpu_bailing_recurrence,
          cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_inbox, engine_stop,
          request_check)
 for patch in 2 * plain:
@@ -197,6 +199,51 @@ ours = op_registry_oot["BailingMoeV3KimiDeltaAttention"]
 assert ours.forward is not BailingMoeV3KimiDeltaAttention.forward
 """
 
+BAILING = """
+import torch
+import torch.nn.functional as F
+import vllm._custom_ops
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.mamba.linear import bailing_linear_attn as bailing
+from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
+
+told = "vLLM or transformers has mended it: drop the patch"
+assert bailing_config.MODEL_TYPE not in CONFIG_MAPPING, told
+bailing_config.apply()
+scaling = {"type": "yarn", "factor": 4.0}
+read = CONFIG_MAPPING[bailing_config.MODEL_TYPE](
+    any_field=3, rope_theta=6e6, partial_rotary_factor=0.5, rope_scaling=scaling, max_position_embeddings=800)
+assert read.any_field == 3 and read.rope_parameters["original_max_position_embeddings"] == 800
+said = {"rope_type": "yarn", "rope_theta": 6e6, "partial_rotary_factor": 0.5}
+assert said.items() <= read.rope_parameters.items()
+
+torch.manual_seed(0)
+x, z, weight = torch.randn(5, 3, 64), torch.randn(5, 192), torch.randn(64)
+
+def normed():
+    return bailing.layernorm_fn(x, weight, bias=None, eps=1e-5, is_rms_norm=True)
+
+try:
+    normed()
+except AttributeError as error:
+    assert "triton" in str(error)
+else:
+    assert False, told
+
+cpu_bailing_norms.apply()
+assert (normed() - F.rms_norm(x, (64,), weight, 1e-5)).abs().max() < 1e-5
+gate = bailing.BailingGroupRMSNormGate(192, group_size=64)
+gate.weight.data.normal_()
+plain = F.rms_norm(x, (64,), eps=1e-5).flatten(1) * gate.weight
+assert (gate(x.flatten(1), z) - plain * z.sigmoid()).abs().max() < 1e-5
+assert (gate(x.flatten(1)) - plain).abs().max() < 1e-5
+
+cpu_bailing_recurrence.apply()
+ours = op_registry_oot["BailingMoELinearAttention"]
+assert ours._decode_infer is not bailing.BailingMoELinearAttention._decode_infer
+"""
+
 MAMBA1 = """
 import torch
 import torch.nn.functional as F
@@ -255,6 +302,7 @@ without_kernel = pytest.mark.skipif(
         pytest.param(CHECKPOINTS, id="mamba2-checkpoints"),
         pytest.param(OLMO, id="olmo"),
         pytest.param(KIMI, id="kimi"),
+        pytest.param(BAILING, id="bailing"),
         pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),
     ],
 )

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
+from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.store.eviction.flops import (
     Attention,
     Experts,
@@ -25,6 +26,7 @@ from vllm_hypic.store.eviction.flops import (
     GatedDelta,
     KimiDelta,
     Latent,
+    Lightning,
     Mamba1,
     Mamba2,
     Mlp,
@@ -109,6 +111,21 @@ def test_kimi_delta_attention(tmp_path: Path, save: Callable[[Path], Path]):
     weights = load_file(folder / "model.safetensors")
     used = [w for name, w in weights.items() if "layers." in name and (w.dim() == 2 or "conv1d" in name)]
     assert flops.per_token == pytest.approx(2 * sum(w.numel() for w in used) + 3 * 7 * 3 * 32 * 32, rel=1e-9)
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_lightning_attention(tmp_path: Path, experts: int):
+    fields: dict[str, Any] = {"hidden": 96, "intermediate": 224, "heads": 3, "head_dim": 32, "query_rank": 24}
+    folder = save_ring_model(tmp_path, layers=4, group=4, vocab=64, experts=experts, **fields)
+    config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
+    assert isinstance(flops.linear, Lightning) and isinstance(flops.attention, Latent)
+    if experts:
+        assert flops.mlp == Experts(total=8, active=2, intermediate=56, shared_intermediate=56)
+        return
+    weights = load_file(folder / "model.safetensors")
+    used = [w for name, w in weights.items() if "layers." in name and w.dim() == 2]
+    assert flops.per_token == pytest.approx(2 * sum(w.numel() for w in used) + 3 * 5 * 3 * 32 * 32, rel=1e-9)
 
 
 def test_experts_are_those_of_qwen3_5_moe():

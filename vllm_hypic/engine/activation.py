@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from ..config.engine import CONNECTOR, SECTION, TOKENIZER_MODE, HypicConfig, config_of
 from ..errors import ConfigError, redacted
-from ..patches import cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
+from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -133,7 +133,8 @@ def _use_worker(args: EngineArgs) -> None:
 
     if current_platform.is_cpu():
         _use("worker_cls", args, "auto", CPU_WORKER)
-        # vLLM reads the model's module when it makes the configuration.
+        # vLLM reads the model's configuration and module when it makes its own.
+        bailing_config.apply()
         cpu_kimi_model.apply()
         cpu_kernel_overrides.apply()
         cpu_mla_blocks.apply()

@@ -7,6 +7,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..patches import (
+    cpu_bailing_norms,
     cpu_kimi_model,
     cpu_mamba1,
     cpu_mamba2_checkpoints,
@@ -34,6 +35,7 @@ class HypicCPUWorker(HypicWorker, CPUWorker):
 
     def init_device(self) -> None:
         self._register_layers()
+        cpu_bailing_norms.apply()
         cpu_kimi_model.apply()
         cpu_mla_blocks.apply()
         cpu_mamba1.apply()

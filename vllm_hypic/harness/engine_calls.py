@@ -95,6 +95,7 @@ def _mend() -> None:
     from vllm.platforms import current_platform
 
     from ..patches import (
+        cpu_bailing_recurrence,
         cpu_kimi_recurrence,
         cpu_mamba1,
         cpu_mamba2_checkpoints,
@@ -104,7 +105,7 @@ def _mend() -> None:
     )
 
     if current_platform.is_cpu():
-        recurrences = cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
+        recurrences = cpu_bailing_recurrence, cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
         for patch in (*recurrences, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads):
             patch.apply()
 

@@ -7,25 +7,23 @@ from typing import Any
 
 import torch
 
-from .random_kimi import (
+from .random_checkpoints import (
     LATENT,
     ROTATED_PART,
-    TAPS,
-    Checkpoint,
-    Shapes,
-    delta_shapes,
-    latent_shapes,
-    mlp_shapes,
-    norm_shapes,
+    Shape,
+    latent_attention,
+    mlp,
+    model_shapes,
+    save_checkpoint,
     silence,
 )
-from .random_models import SPECIAL_IDS, save_model
+from .random_kimi import TAPS, delta_attention
+from .random_models import SPECIAL_IDS
 
 CONFIGURATION = """\
 from vllm.transformers_utils.configs.bailing_moe_v3_vl import BailingMoeV3TextConfig as BailingMoeV3Config
 """
 """Published checkpoints bring their configuration's class; vLLM has it for a vision model's text alone."""
-GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def save_bailing_model(
@@ -93,29 +91,28 @@ def save_bailing_model(
         config |= {"moe_shared_expert_intermediate_size": intermediate // 4}
     attention = [i for i in range(groups * group_size) if (i + 1) % group_size == 0]
     layers = [_layer(config, index in attention, index) for index in range(groups * group_size)]
-    model = Checkpoint(config, "word_embeddings", layers)
-    folder = save_model(model, Path(path), dtype, seed, norm_center=1.0)
+    folder = save_checkpoint(path, config, model_shapes(config, "word_embeddings", layers), dtype, seed)
     (folder / "configuration_bailing_moe_v3.py").write_text(CONFIGURATION)
     if silent:
-        silence(folder / "model.safetensors", "attention.dense", attention)
+        silence(folder, [f"model.layers.{i}.attention.dense" for i in attention])
     return folder
 
 
-def _layer(config: dict[str, Any], attends: bool, index: int) -> Shapes:
+def _layer(config: dict[str, Any], attends: bool, index: int) -> dict[str, Shape]:
     """Shapes of a layer's weights."""
     hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     if attends:
-        attention = latent_shapes(config) | {"dense": (hidden, heads * size)}
+        attention = latent_attention(config) | {"dense": (hidden, heads * size)}
         if gate := config["gated_attention_proj_granularity_type"]:
             attention |= {"g_proj": (heads if gate == "head_wise" else heads * size, hidden)}
     else:
-        attention = delta_shapes(hidden, heads, size)
+        attention = delta_attention(hidden, heads, size)
         attention |= {f"{gate}_proj": (heads * size, hidden) for gate in "fg"}
-    shapes = norm_shapes(hidden) | {f"attention.{name}": shape for name, shape in attention.items()}
+    shapes = {f"attention.{name}": shape for name, shape in attention.items()}
     if index < config["first_k_dense_replace"]:
-        return shapes | mlp_shapes("mlp", GATED, hidden, config["intermediate_size"])
+        return shapes | mlp("mlp", hidden, config["intermediate_size"])
     inner, experts = config["moe_intermediate_size"], config["num_experts"]
     shapes |= {"mlp.gate": (experts, hidden), "mlp.gate.expert_bias": (experts,)}
     for part in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
-        shapes |= mlp_shapes(f"mlp.{part}", GATED, hidden, inner)
+        shapes |= mlp(f"mlp.{part}", hidden, inner)
     return shapes

@@ -98,6 +98,20 @@ SIZES = {
         },
         module="random_kimi",
     ),
+    "150m-lightning": RandomModel(
+        "bailing_hybrid",
+        "save_ring_model",
+        {
+            "layers": 16,
+            "group": 4,
+            "hidden": 768,
+            "intermediate": 2304,
+            "heads": 8,
+            "head_dim": 128,
+            "vocab": 32768,
+        },
+        module="random_ring",
+    ),
     "150m-windows": RandomModel(
         "gemma3",
         "save_text_model",

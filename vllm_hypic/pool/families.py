@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .states import ConvGeometry, DecayGeometry, DiagonalGeometry, LinearGeometry, StateGeometry
+from .states import (
+    ConvGeometry,
+    DecayGeometry,
+    DiagonalGeometry,
+    LinearGeometry,
+    RetentionGeometry,
+    StateGeometry,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,15 @@ MAMBA1 = LinearFamily(
     module="vllm_hypic.backends.linear.mamba1",
     architectures=frozenset({"JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"}),
 )
-FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1)
+LIGHTNING = LinearFamily(
+    name="lightning attention",
+    mamba_type="LINEAR",
+    geometry=RetentionGeometry,
+    stock=("BailingMoELinearAttention",),
+    module="vllm_hypic.backends.linear.lightning",
+    architectures=frozenset({"BailingMoeV2_5ForCausalLM"}),
+)
+FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1, LIGHTNING)
 
 
 def family_in(architecture: str) -> LinearFamily | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -52,7 +53,7 @@ LayerGeometry = AttentionGeometry | StateGeometry
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Everything that fixes the pool's memory."""
+    """Everything that fixes the pool's memory.  Sizes are summed once: every step asks for them."""
 
     attention: tuple[AttentionGeometry, ...]
     linear: tuple[StateGeometry, ...]
@@ -61,11 +62,11 @@ class PoolGeometry:
     slots: int
     transition_blocks: int = 0
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         return self.page_tokens * sum(a.token_bytes for a in self.attention)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return sum(layer.slot_bytes for layer in self.linear)
 
@@ -82,7 +83,7 @@ class PoolGeometry:
         """One transition ``[K, K]``; all layers that have any share the blocks, and have one K."""
         return self.block_dim**2 * TRANSITION_DTYPE.itemsize
 
-    @property
+    @cached_property
     def block_dim(self) -> int:
         """K of transition blocks; 0 where no layer has any."""
         return max((layer.block_dim for layer in self.linear), default=0)
@@ -92,7 +93,7 @@ class PoolGeometry:
         """Transition blocks of a record in which no transition has died out."""
         return sum(layer.blocks for layer in self.linear)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return (
             self.pages * self.page_bytes

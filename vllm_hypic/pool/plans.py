@@ -67,13 +67,15 @@ class ComposePoint:
     """Before stream index ``at``: apply the record in ``slot`` and show ``columns`` of it to the rows
     that follow.  ``replace_state``: nothing stands before it (leading segment), so the state simply
     becomes S.  Not ``applies``: an island follows, and the record's states are applied behind it, to the
-    state before it."""
+    state before it.  ``shift``: the record's tokens stand so many positions behind those at which they were
+    computed; below zero: before them."""
 
     at: int
     slot: int
     columns: int
     replace_state: bool
     applies: bool = True
+    shift: int = 0
 
 
 @dataclass(frozen=True)

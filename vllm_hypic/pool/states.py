@@ -240,6 +240,39 @@ class DiagonalGeometry(StateGeometry):
         return f"{self.channels} channels of {self.state_dim}"
 
 
+@dataclass(frozen=True)
+class RetentionGeometry(StateGeometry):
+    """Records of one layer without a convolution whose transition is a number a head (lightning attention).
+
+    ``S [slots, heads, key_dim, value_dim]`` and log T ``[slots, heads]`` fp32.  Where keys are rotated, S is
+    that of the positions at which the record was computed.
+    """
+
+    state_ranks = (3,)
+    has_transition = True
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(
+        cls, layer: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], conv_dim_first: bool
+    ) -> RetentionGeometry:
+        return cls(layer, *shapes[0])
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        return (
+            SlotPart("state", (self.heads, self.key_dim, self.value_dim), STATE_DTYPE),
+            SlotPart("log_transition", (self.heads,), STATE_DTYPE),
+        )
+
+    @property
+    def shape(self) -> str:
+        return f"{self.heads} heads of {self.key_dim} x {self.value_dim}"
+
+
 def _conv(shape: Sequence[int], dim_first: bool) -> tuple[int, int]:
     """Rows and channels of a convolution's state."""
     return (shape[1], shape[0]) if dim_first else (shape[0], shape[1])

@@ -15,6 +15,7 @@ from .states import (
     DecayGeometry,
     DiagonalGeometry,
     LinearGeometry,
+    RetentionGeometry,
     StateGeometry,
 )
 from .transition_blocks import TransitionBlocks
@@ -102,12 +103,28 @@ class DiagonalRecords:
         return self.state, self.conv_tail, self.elapsed
 
 
-StateRecords = LinearRecords | ConvRecords | DecayRecords | DiagonalRecords
-RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords, DecayRecords, DiagonalRecords)
-_OF_SLOTS: dict[type[StateGeometry], type[ConvRecords | DecayRecords | DiagonalRecords]] = {
+@dataclass(frozen=True)
+class RetentionRecords:
+    """Records of one layer without a convolution whose transition is a number a head, by slot: ``state
+    [slots, H, K, V]`` and ``log_transition [slots, H]`` fp32, -inf in leading records: T is zero."""
+
+    state: torch.Tensor
+    log_transition: torch.Tensor
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The record's tensors in the order of the geometry's parts."""
+        return self.state, self.log_transition
+
+
+StateRecords = LinearRecords | ConvRecords | DecayRecords | DiagonalRecords | RetentionRecords
+RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords, DecayRecords, DiagonalRecords, RetentionRecords)
+_OfSlots = ConvRecords | DecayRecords | DiagonalRecords | RetentionRecords
+_OF_SLOTS: dict[type[StateGeometry], type[_OfSlots]] = {
     ConvGeometry: ConvRecords,
     DecayGeometry: DecayRecords,
     DiagonalGeometry: DiagonalRecords,
+    RetentionGeometry: RetentionRecords,
 }
 """Records that are their slots' parts and nothing else."""
 

@@ -37,10 +37,15 @@ class Segments:
 
 @dataclass(frozen=True)
 class Composed:
-    """Composed requests with compose points or islands in this pass."""
+    """Composed requests with compose points or islands in this pass.
+
+    ``shifts [ops]`` int64: by how many positions an operation's record is moved, where states depend on
+    positions; 0 where there is none.
+    """
 
     rows: torch.Tensor
     ops: torch.Tensor
+    shifts: torch.Tensor
 
     @cached_property
     def tokens(self) -> torch.Tensor:
@@ -189,31 +194,34 @@ def _contexts(starting: Sequence[ComposedRow]) -> Composed | None:
         return None
     ops = [ComposeOp(c.row.q0, 0, point.slot, Mode.REPLACE) for c in starting for point in c.points]
     rows = [ComposeRow(c.row.index, 0, i, i + 1) for i, c in enumerate(starting)]
-    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp))
+    shifts = torch.tensor([point.shift for c in starting for point in c.points])
+    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp), shifts)
 
 
 def _composed(composed: Sequence[ComposedRow], block: int) -> tuple[Composed | None, tuple[Rest, ...]]:
     rows: list[ComposeRow] = []
     ops: list[ComposeOp] = []
+    shifts: list[int] = []
     rest: list[Rest] = []
     for c in composed:
         first_op = len(ops)
-        stop = _walk(c, block, ops)
+        stop = _walk(c, block, ops, shifts)
         rows.append(ComposeRow(c.row.index, int(c.row.s0 > 0), first_op, len(ops)))
         if stop < c.row.s1:
             rest.append(Rest(c.row.index, _token_row(c.row, stop), c.row.q1))
     if not rows:
         return None, ()
-    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp)), tuple(rest)
+    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp), torch.tensor(shifts)), tuple(rest)
 
 
-def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
-    """Add one request's operations; the stream index behind the last token that they run."""
+def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp], shifts: list[int]) -> int:
+    """Add one request's operations and shifts; the stream index behind the last token that they run."""
     row, at = composed.row, composed.row.s0
 
-    def run(stop: int, slot: int, mode: Mode) -> None:
+    def run(stop: int, slot: int, mode: Mode, shift: int = 0) -> None:
         nonlocal at
         ops.append(ComposeOp(_token_row(row, at), stop - at, slot, mode))
+        shifts.append(shift)
         at = stop
 
     for first, island_end, point in _in_order(composed):
@@ -222,12 +230,12 @@ def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp]) -> int:
                 run(first, -1, Mode.NONE)
             run(island_end, -1, Mode.RESTORE)
         elif point.replace_state:
-            run(first, point.slot, Mode.REPLACE)
+            run(first, point.slot, Mode.REPLACE, point.shift)
         else:
-            run(first, point.slot, Mode.TRANSITION if composed.stream.plan.use_transition else Mode.ADD)
-    stop = min(row.s1, (at // block + 1) * block)
-    ops.append(ComposeOp(_token_row(row, at), stop - at, -1, Mode.NONE))
-    return stop
+            mode = Mode.TRANSITION if composed.stream.plan.use_transition else Mode.ADD
+            run(first, point.slot, mode, point.shift)
+    run(min(row.s1, (at // block + 1) * block), -1, Mode.NONE)
+    return at
 
 
 def _between(ranges: Iterable[tuple[int, int]]) -> torch.Tensor:

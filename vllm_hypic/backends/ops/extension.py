@@ -1,4 +1,4 @@
-"""The C++ kernels in ``csrc/``, as operators of ``torch.ops.vllm_hypic``.  Optional: without them the PyTorch
+"""The C++ kernels in ``csrc/``: functions of the module ``vllm_hypic._C``.  Optional: without it the PyTorch
 versions run, unless ``HYPIC_ISA`` asks for the kernels of one instruction set.
 
 ``python -m vllm_hypic.backends.ops.extension`` says which kernels a process on this machine uses; it exits
@@ -10,12 +10,19 @@ from __future__ import annotations
 import importlib
 import os
 from functools import cache
+from types import ModuleType
 
-import torch
+import torch  # noqa: F401 - the module needs its libraries
 
 from ...errors import ConfigError
 
 BUILD = "pip install --no-build-isolation --no-deps . (with g++ installed) builds them"
+
+
+@cache
+def kernels() -> ModuleType:
+    """The module; :func:`missing` says whether it can be used."""
+    return importlib.import_module("vllm_hypic._C")
 
 
 @cache
@@ -26,8 +33,7 @@ def missing() -> str | None:
     machine lacks, or where it is set and the kernels are not built.
     """
     try:
-        importlib.import_module("vllm_hypic._C")
-        torch.ops.vllm_hypic.isa()
+        kernels().isa()
     except ImportError as e:
         reason = f"not built ({e}); {BUILD}"
         if isa := os.environ.get("HYPIC_ISA"):
@@ -45,7 +51,7 @@ def missing() -> str | None:
 def describe() -> str:
     """One line for the log: what runs on this machine.  Raises as :func:`missing` does."""
     reason = missing()
-    return f"C++ kernels ({torch.ops.vllm_hypic.isa()})" if reason is None else f"PyTorch kernels: {reason}"
+    return f"C++ kernels ({kernels().isa()})" if reason is None else f"PyTorch kernels: {reason}"
 
 
 if __name__ == "__main__":

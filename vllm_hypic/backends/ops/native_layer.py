@@ -31,14 +31,3 @@ def refuses(taps: int, conv: Tensor, state: Tensor, states: Collection[torch.dty
     if taps not in TAPS:
         return f"a convolution of width {taps}"
     return extension.missing()
-
-
-def register_fakes(*names: str) -> None:
-    """For tracing: operators that return nothing, whose schemas say what they change."""
-
-    def returns_nothing(*args: object) -> None:
-        return None
-
-    if extension.missing() is None:
-        for name in names:
-            torch.library.register_fake(f"vllm_hypic::{name}", returns_nothing)

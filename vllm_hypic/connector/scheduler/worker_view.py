@@ -55,6 +55,7 @@ class WorkerView:
                         part.stop - part.first,
                         replace_state=s.role is Role.LEADING,
                         applies=part is s.parts[-1],
+                        shift=s.start - s.before,
                     )
                 )
                 slots.append(places[part.first - s.head : part.stop - s.head])

@@ -92,6 +92,20 @@ class KimiDelta:
 
 
 @dataclass(frozen=True)
+class Lightning:
+    """One layer of lightning attention, heads of ``size`` x ``size``: projections to q, k, v, a gate and from
+    the output, recurrence."""
+
+    heads: int
+    size: int
+
+    def per_token(self, hidden: int) -> float:
+        channels = self.heads * self.size
+        # On the state [size, size] of each head: decay, add an outer product, read with q.
+        return 2.0 * hidden * 5 * channels + (1 + 2 + 2) * channels * self.size
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """One Mamba2 layer: projections to z, x, B, C and a step a head, convolution, update."""
 
@@ -147,7 +161,7 @@ class UnknownLinear:
         return 2.0 * hidden * 5 * hidden + 5.0 * hidden * self.head_size
 
 
-Linear = GatedDelta | KimiDelta | Mamba1 | Mamba2 | ShortConv | UnknownLinear
+Linear = GatedDelta | KimiDelta | Lightning | Mamba1 | Mamba2 | ShortConv | UnknownLinear
 
 
 @dataclass(frozen=True)
@@ -203,7 +217,7 @@ class FlopModel:
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
-        OLMo-Hybrid, Kimi-Linear, Bailing V3, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba
+        OLMo-Hybrid, Kimi-Linear, Ring and Ling, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba
         and DeepSeek-V2 use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
@@ -257,6 +271,8 @@ def _linear(config: object, hidden: int, head_size: int) -> Linear:
     if hasattr(config, "no_kda_lora"):
         heads, width = _number(config, 1, "num_attention_heads"), _number(config, 4, "short_conv_kernel_size")
         return KimiDelta(heads, head_size, width, low_rank=not config.no_kda_lora)
+    if _number(config, 0, "layer_group_size"):
+        return Lightning(_number(config, 1, "num_attention_heads"), _number(config, head_size, "head_dim"))
     if heads := _number(config, 0, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):
         inner = _number(config, 2, "mamba_expand", "expand") * hidden
         return Mamba2(
@@ -292,7 +308,8 @@ def _mlp(config: object, hidden: int) -> Mlp | Experts:
             intermediate=intermediate,
             shared_intermediate=_number(
                 config, 0, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"
-            ),
+            )
+            or intermediate * _number(config, 0, "num_shared_experts"),
         )
     return Mlp(_number(config, 4 * hidden, "intermediate_size"))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import native_layer
+from .. import extension, native_layer
 from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 
 STATES = (torch.float32,)
@@ -29,7 +29,7 @@ def gdn_segments(
     dead_below: float = DEAD_BELOW,
 ) -> None:
     """See the package."""
-    torch.ops.vllm_hypic.gdn_segments(
+    extension.kernels().gdn_segments(
         *_layer(x, weights, caches, out),
         records.state,
         records.conv_tail,
@@ -47,7 +47,7 @@ def gdn_compose(
     x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
 ) -> None:
     """See the package."""
-    torch.ops.vllm_hypic.gdn_compose(
+    extension.kernels().gdn_compose(
         *_layer(x, weights, caches, out),
         records.state,
         records.conv_tail,
@@ -61,6 +61,3 @@ def gdn_compose(
 def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
     gates = x.a, x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads, w.eps, w.largest_beta, w.gate_bound
     return x.mixed, *gates, caches.slots, caches.conv, caches.state, out
-
-
-native_layer.register_fakes("gdn_segments", "gdn_compose")

@@ -40,7 +40,7 @@ def mamba1_segments(
     carries: Sequence[Carry],
 ) -> None:
     """See the package."""
-    torch.ops.vllm_hypic.mamba1_segments(
+    extension.kernels().mamba1_segments(
         *_layer(x, weights, caches, out),
         records.state,
         records.elapsed,
@@ -54,7 +54,7 @@ def mamba1_compose(
     x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
 ) -> None:
     """See the package."""
-    torch.ops.vllm_hypic.mamba1_compose(
+    extension.kernels().mamba1_compose(
         *_layer(x, weights, caches, out), records.state, records.elapsed, rows, ops
     )
 
@@ -63,6 +63,3 @@ def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, 
     # All channels read B and C: converted once, not by each block of them.
     shared = x.B.float().contiguous(), x.C.float().contiguous()
     return x.x, x.dt, x.gate, *shared, w.rate, w.dt_bias, w.D, caches.slots, caches.state, out
-
-
-native_layer.register_fakes("mamba1_segments", "mamba1_compose")

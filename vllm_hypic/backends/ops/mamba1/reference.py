@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
+from ..program import Mode
+from ..walk import run_compose, run_segments
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
 
@@ -67,13 +68,21 @@ class Walk:
             _, self.alone = self.scan(x, d, self.A, B, C, self.alone)
             self.elapsed = self.elapsed + d.double().sum(0)
 
-    def apply(self, state: Tensor, elapsed: Tensor, mode: Mode) -> None:
+    def record(self, records: Records, slot: int, *, leading: bool) -> None:
+        records.state[slot] = (self.state if leading else self.alone).to(records.state.dtype)
+        records.elapsed[slot] = torch.inf if leading else self.elapsed.to(records.elapsed.dtype)
+
+    def pause(self, carry: Carry) -> None:
+        carry.elapsed[:], carry.state[:] = self.elapsed, self.alone
+
+    def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
         """S <- T S + record, or as `mode` says."""
-        after = state.to(self.dtype)
+        after = records.state[slot].to(self.dtype)
         if mode == Mode.ADD:
             after = after + self.state
         elif mode == Mode.TRANSITION:
-            after = after + (self.A * elapsed.to(self.dtype)[:, None]).exp() * self.state
+            elapsed = records.elapsed[slot].to(self.dtype)
+            after = after + (self.A * elapsed[:, None]).exp() * self.state
         self.state = after
 
     def finish(self) -> None:
@@ -92,21 +101,7 @@ def mamba1_segments(
     kind: type[Walk] = Walk,
 ) -> None:
     """See the package."""
-    walk = kind(x, weights, caches, out)
-    for r in unpack(rows, SegmentRow):
-        walk.start(r.batch_row, r.resumed)
-        walk.run(r.first, r.begin)
-        summed = r.begin < r.end and not r.leading
-        if summed:
-            walk.begin(None if r.begins else carries[r.carry])
-        walk.run(r.begin, r.end, interior=summed)
-        if r.ends:
-            records.state[r.slot] = (walk.alone if summed else walk.state).to(records.state.dtype)
-            records.elapsed[r.slot] = walk.elapsed.to(records.elapsed.dtype) if summed else torch.inf
-        elif summed:
-            carries[r.carry].elapsed[:], carries[r.carry].state[:] = walk.elapsed, walk.alone
-        walk.run(r.end, r.stop)
-        walk.finish()
+    run_segments(kind(x, weights, caches, out), records, rows, carries)
 
 
 def mamba1_compose(
@@ -121,15 +116,4 @@ def mamba1_compose(
     kind: type[Walk] = Walk,
 ) -> None:
     """See the package."""
-    walk = kind(x, weights, caches, out)
-    operations = unpack(ops, ComposeOp)
-    for r in unpack(rows, ComposeRow):
-        walk.start(r.batch_row, r.resumed)
-        for op in operations[r.first_op : r.stop_op]:
-            mode, before = Mode(op.mode), walk.state
-            walk.run(op.first, op.first + op.tokens)
-            if mode == Mode.RESTORE:
-                walk.state = before
-            if mode.applies:
-                walk.apply(records.state[op.slot], records.elapsed[op.slot], mode)
-        walk.finish()
+    run_compose(kind(x, weights, caches, out), records, rows, ops)

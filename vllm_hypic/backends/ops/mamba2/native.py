@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import native_layer
+from .. import extension, native_layer
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
 STATES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ def mamba2_segments(
     carries: Sequence[Carry],
 ) -> None:
     """See the package."""
-    torch.ops.vllm_hypic.mamba2_segments(
+    extension.kernels().mamba2_segments(
         *_layer(x, weights, caches, out),
         records.state,
         records.conv_tail,
@@ -43,7 +43,7 @@ def mamba2_compose(
     x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
 ) -> None:
     """See the package."""
-    torch.ops.vllm_hypic.mamba2_compose(
+    extension.kernels().mamba2_compose(
         *_layer(x, weights, caches, out),
         records.state,
         records.conv_tail,
@@ -56,6 +56,3 @@ def mamba2_compose(
 def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
     constants = w.weight, w.bias, w.rate, w.dt_bias, w.D, w.groups
     return x.mixed, x.dt, *constants, caches.slots, caches.conv, caches.state, out
-
-
-native_layer.register_fakes("mamba2_segments", "mamba2_compose")

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..decays import exp_
 from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 from .arguments import Caches, Carry, Inputs, Records, Weights
 from .reference import activated
@@ -30,10 +31,6 @@ _CHUNK = 64
 _BLOCK_BYTES_CPU = 8 << 20
 _BLOCK_BYTES_DEVICE = 512 << 20
 """How much of the chunks' tensors to hold at once: what fits a CPU's caches, what fills a GPU."""
-
-_LOG_TINY = -69.0
-"""Decays below e^-69 become 0: they cannot be seen beside O(1) states, but their products are subnormal,
-which CPUs multiply a hundred times more slowly."""
 
 
 def mamba2_segments(
@@ -245,7 +242,7 @@ class _Run:
                 assert terms is not None
                 starts.append(step.walk.state)
                 log_decay = terms.G[number, :, -1]
-                decay = _exp_(log_decay.to(self.dtype, copy=True))[:, None, None]
+                decay = exp_(log_decay.to(self.dtype, copy=True))[:, None, None]
                 step.walk.advance(log_decay, decay, terms.U[number])
                 number += 1
             if terms is not None:
@@ -288,7 +285,7 @@ class _Run:
         G = (w.rate.double()[:, None] * d).cumsum(-1)
 
         # Above the diagonal the difference is positive: clamp it, so that nothing there is infinite.
-        decay = _exp_((G[..., :, None] - G[..., None, :]).clamp_(max=0.0).to(dtype))
+        decay = exp_((G[..., :, None] - G[..., None, :]).clamp_(max=0.0).to(dtype))
         by_group = (len(chunks), w.groups, heads // w.groups)
         scores = torch.matmul(C, B.mT).unsqueeze(2) * decay.view(*by_group, longest, longest)
         written = x * d[..., None]
@@ -322,10 +319,5 @@ class _Run:
         groups, length = terms.C.shape[1:3]
         of_start = torch.matmul(terms.C, starts.view(n, groups, -1, N).mT)  # [n, G, C, (H / G) P]
         of_start = of_start.view(n, groups, length, -1, P).transpose(2, 3).reshape(terms.y.shape)
-        y = terms.y.addcmul_(_exp_(terms.G.to(self.dtype, copy=True))[..., None], of_start).transpose(1, 2)
+        y = terms.y.addcmul_(exp_(terms.G.to(self.dtype, copy=True))[..., None], of_start).transpose(1, 2)
         self.out[terms.row[terms.full]] = y[terms.full].to(self.out.dtype)
-
-
-def _exp_(x: Tensor) -> Tensor:
-    """e^x for x <= 0, in place, with what is too small to matter set to 0."""
-    return torch.threshold_(x, _LOG_TINY, float("-inf")).exp_()

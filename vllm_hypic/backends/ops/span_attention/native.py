@@ -33,7 +33,7 @@ def span_attention(
     hidden_kv_lens: torch.Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.ops.vllm_hypic.span_attention(
+    out, lse = extension.kernels().span_attention(
         query,
         pool_key,
         pool_value,
@@ -60,24 +60,4 @@ def join_(
     sinks: torch.Tensor | None = None,
     soft_cap: float = 0.0,
 ) -> None:
-    torch.ops.vllm_hypic.join_.default(output, query, query_ranges, *pool, *cache, scale, sinks, soft_cap)
-
-
-def register_fakes() -> None:
-    """Shapes and dtypes of the operators for tracing; their schemas say what they change."""
-
-    @torch.library.register_fake("vllm_hypic::span_attention")
-    def _(query, *others):  # type: ignore
-        rows = others[6].shape[0]  # visible_kv_lens
-        return (
-            query.new_empty((rows, *query.shape[1:]), dtype=torch.float32),
-            query.new_empty((rows, query.shape[1]), dtype=torch.float32),
-        )
-
-    @torch.library.register_fake("vllm_hypic::join_")
-    def _(output, *others):  # type: ignore
-        return None
-
-
-if extension.missing() is None:
-    register_fakes()
+    extension.kernels().join_(output, query, query_ranges, *pool, *cache, scale, sinks, soft_cap)

@@ -1,0 +1,41 @@
+"""Rotation inside linear layers, by tables whose rows compose: row ``a``, turned by row ``b``, is row
+``a + b``.
+
+A state holds the keys of many positions and can be moved by one rotation only if that turns each of them as
+the table would have.  vLLM's own tables do not: their angles are products rounded to float32, off by up to
+4e-3 at position 100,000, and the values are rounded to the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+
+
+def rotate_exactly(rope: Any) -> torch.Tensor | None:
+    """Give ``rope``, once for all layers that share it, a table of vLLM's frequencies with angles in float64.
+
+    Returns the rotations alone, cosines, then sines ``[positions, rotary_dim]`` fp32: YaRN's table is longer
+    by a factor.  ``None``, and nothing changes: frequencies of another kind.
+    """
+    table: torch.Tensor | None = getattr(rope, "hypic_rotations", None)
+    if table is not None or (known := _frequencies(rope)) is None:
+        return table
+    frequencies, length = known
+    positions = torch.arange(len(rope.cos_sin_cache), dtype=torch.float64)
+    angles = positions[:, None] * frequencies.double()
+    table = rope.hypic_rotations = torch.cat([angles.cos(), angles.sin()], dim=1).float()
+    rope.cos_sin_cache = table if length == 1 else length * table
+    return table
+
+
+def _frequencies(rope: Any) -> tuple[torch.Tensor, float] | None:
+    """Of its pairs ``[rotary_dim / 2]``, and what vLLM multiplies the table by; ``None``: not known."""
+    if getattr(type(rope), "_compute_cos_sin_cache", None) is RotaryEmbedding._compute_cos_sin_cache:
+        return rope._compute_inv_freq(rope.base), 1.0
+    if isinstance(rope, YaRNScalingRotaryEmbedding):
+        return rope._compute_inv_freq(rope.scaling_factor), rope.mscale
+    return None

@@ -1,0 +1,88 @@
+"""The layer operators in PyTorch: the reference's walk, its scan in closed form over chunks of rows.
+
+A chunk of n tokens that starts from state S [K, V], with G_t = g_1 + ... + g_t:
+
+    y_t  = S^T (e^{G_t} q_t) + sum_{s <= t} (sum_c q_tc k_sc e^{G_tc - G_sc}) v_s
+    S'   = e^{G_n} S + U        with U = sum_s (e^{G_n - G_s} k_s) v_s^T
+
+The sums do not depend on S, so they are computed for many chunks at once, and so is what S adds to the
+outputs; between the two a walk over the chunks moves the states on.
+
+Decays enter as differences G_t - G_s <= 0 only, taken in float64, so none overflows and strong ones cost no
+accuracy.  Where channels decay apart a difference belongs to a channel and a pair of tokens, so chunks are
+short.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..decays import exp_
+from . import reference
+
+_CHUNK = 64
+_CHANNELS_CHUNK = 16
+"""Rows of a chunk where all channels decay alike, and where they decay apart."""
+_BLOCK_ELEMENTS = 1 << 21
+"""Elements of the chunks' largest tensor that are held at once: 8 MB in float32, what a CPU's caches hold."""
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`.reference.scan`."""
+    n, heads, K = k.shape
+    apart = g.shape[-1] > 1
+    length = min(n, _CHANNELS_CHUNK if apart else _CHUNK)
+    largest = heads * max(length * length * g.shape[-1], K * v.shape[-1], length * max(K, v.shape[-1]))
+    rows = max(1, _BLOCK_ELEMENTS // largest) * length
+    y = torch.empty_like(v)
+    for first in range(0, n, rows):
+        part = slice(first, first + rows)
+        y[part], states = _block(q[part], k[part], v[part], g[part], states, length)
+    return y, states
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Rows of some chunks of `length`; what the last one lacks writes nothing and does not decay."""
+    n = len(q)
+    chunks = -(-n // length)
+
+    def chunked(t: Tensor) -> Tensor:
+        """[chunks, H, length, channels]"""
+        padded = F.pad(t, (0, 0, 0, 0, 0, chunks * length - n))
+        return padded.view(chunks, length, *t.shape[1:]).transpose(1, 2)
+
+    q, k, v = chunked(q), chunked(k), chunked(v)
+    G = chunked(g).double().cumsum(2)
+    from_start, to_end = exp_(G.to(q.dtype, copy=True)), exp_((G[:, :, -1:] - G).to(q.dtype))
+    # Above the diagonal differences are positive: clamped, so that nothing there is infinite.
+    between = exp_((G[:, :, :, None] - G[:, :, None]).clamp_(max=0.0).to(q.dtype))
+    if between.shape[-1] > 1:
+        scores = torch.einsum("nhtc,nhsc,nhtsc->nhts", q, k, between)
+    else:
+        scores = torch.matmul(q, k.mT) * between[..., 0]
+    y = torch.matmul(scores.tril(), v)
+    added = torch.matmul((k * to_end).mT, v)
+    starts = torch.empty_like(added)
+    for start, decay, terms in zip(starts, from_start[:, :, -1, :, None], added, strict=True):
+        start.copy_(states[0])
+        states = torch.addcmul(terms, decay, states)
+    y += torch.matmul(q * from_start, starts)
+    return y.transpose(1, 2).flatten(0, 1)[:n], states
+
+
+class _Walk(reference.Walk):
+    """The reference's walk, with :func:`scan`; in float32, or float64 where inputs are."""
+
+    scan = staticmethod(scan)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.x.q.dtype, torch.float32)
+
+
+decay_attention_segments = partial(reference.decay_attention_segments, kind=_Walk)
+decay_attention_compose = partial(reference.decay_attention_compose, kind=_Walk)

@@ -1,0 +1,104 @@
+"""What random checkpoints are made of whose models only vLLM has: weights under their published names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .random_models import save_model
+
+Shape = tuple[int, ...]
+LATENT, ROTATED_PART = 512, 64
+"""What vLLM's latent attention on CPU takes."""
+UNNAMED = (".A_log", ".dt_bias", "_bias")
+"""Ends of names that are parameters; the others are owners of a `weight`."""
+
+
+def save_checkpoint(
+    path: str | Path, config: dict[str, Any], shapes: Mapping[str, Shape], dtype: torch.dtype, seed: int
+) -> Path:
+    """Save random weights of these shapes, by their names or their owners', with `config` and a tokenizer."""
+    return save_model(_Checkpoint(config, shapes), Path(path), dtype, seed, norm_center=1.0)
+
+
+def model_shapes(
+    config: Mapping[str, Any], embeddings: str, layers: Iterable[dict[str, Shape]]
+) -> dict[str, Shape]:
+    """Of a whole model, from those of its layers."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, Shape] = {f"model.{embeddings}": (vocab, hidden), "lm_head": (vocab, hidden)}
+    shapes |= {"model.norm": (hidden,)}
+    for index, layer in enumerate(layers):
+        norms: dict[str, Shape] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in (norms | layer).items()}
+    return shapes
+
+
+def silence(folder: Path, owners: Iterable[str]) -> None:
+    """The weights of these add nothing."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for owner in owners:
+        weights[f"{owner}.weight"].zero_()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def latent_attention(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Of a layer but for its output projection, by the names of DeepSeek."""
+    heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
+    nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
+    query = heads * (nope + ROTATED_PART)
+    shapes: dict[str, Shape] = {"q_proj": (query, hidden)}
+    if rank is not None:
+        shapes = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (query, rank)}
+    return shapes | {
+        "kv_a_proj_with_mqa": (LATENT + ROTATED_PART, hidden),
+        "kv_a_layernorm": (LATENT,),
+        "kv_b_proj": (heads * (nope + v), LATENT),
+    }
+
+
+def mlp(
+    name: str, hidden: int, inner: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, Shape]:
+    """A gated one."""
+    sizes = (inner, hidden), (inner, hidden), (hidden, inner)
+    return {f"{name}.{part}": size for part, size in zip(parts, sizes, strict=True)}
+
+
+class _Checkpoint(nn.Module):
+    """Parameters under their names, for `save_model`."""
+
+    def __init__(self, config: dict[str, Any], shapes: Mapping[str, Shape]) -> None:
+        super().__init__()
+        self.fields = config
+        for name, shape in shapes.items():
+            name = name if name.endswith(UNNAMED) else f"{name}.weight"
+            self._add(name.split("."), shape)
+
+    class _Config:
+        def __init__(self, vocab_size: int) -> None:
+            self.vocab_size = vocab_size
+
+    @property
+    def config(self) -> _Config:
+        return self._Config(self.fields["vocab_size"])
+
+    def _add(self, path: list[str], shape: Shape) -> None:
+        owner: nn.Module = self
+        for part in path[:-1]:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(path[-1], nn.Parameter(torch.empty(shape)))
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(self.fields, indent=2))
+        weights = {name: weight.detach().contiguous() for name, weight in self.named_parameters()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,124 @@
+"""Random checkpoints of Ring and Ling 2.5 (`BailingMoeV2_5ForCausalLM`): lightning attention, and latent
+attention in every `group`-th layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .random_checkpoints import (
+    LATENT,
+    ROTATED_PART,
+    Shape,
+    latent_attention,
+    mlp,
+    model_shapes,
+    save_checkpoint,
+    silence,
+)
+from .random_models import SPECIAL_IDS
+
+
+def save_ring_model(
+    path: str | Path,
+    *,
+    layers: int,
+    group: int = 2,
+    hidden: int = 128,
+    intermediate: int = 256,
+    heads: int = 4,
+    head_dim: int = 32,
+    query_rank: int | None = None,
+    partial_rotary_factor: float = 0.5,
+    rope_theta: float = 10000.0,
+    yarn: float | None = None,
+    norm_groups: int = 2,
+    silu: bool = False,
+    experts: int = 0,
+    silent: bool = False,
+    vocab: int = 512,
+    max_positions: int = 32768,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Path:
+    """Save a random model.
+
+    `partial_rotary_factor`: of the heads of linear layers; `yarn`: positions are stretched by so much;
+    `norm_groups`: outputs of linear layers are normed in so many groups of channels; `silu`: on their q, k
+    and v; `experts`: in every layer but the first, two chosen of so many beside a shared one; `silent`:
+    latent attention adds nothing.
+    """
+    config: dict[str, Any] = {
+        "architectures": ["BailingMoeV2_5ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "dtype": str(dtype).removeprefix("torch."),
+        "num_hidden_layers": layers,
+        "layer_group_size": group,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "hidden_act": "silu",
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "kv_lora_rank": LATENT,
+        "q_lora_rank": query_rank,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": ROTATED_PART,
+        "v_head_dim": head_dim,
+        "rope_theta": rope_theta,
+        "rope_scaling": None if yarn is None else _stretched(yarn, max_positions),
+        "partial_rotary_factor": partial_rotary_factor,
+        "group_norm_size": norm_groups,
+        "linear_silu": silu,
+        "use_qk_norm": True,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "num_experts": experts,
+        **SPECIAL_IDS,
+    }
+    if experts:
+        config |= {"num_experts_per_tok": 2, "num_shared_experts": 1, "first_k_dense_replace": 1}
+        config |= {"moe_intermediate_size": intermediate // 4, "routed_scaling_factor": 2.0}
+        config |= {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    weights = [_layer(config, index) for index in range(layers)]
+    folder = save_checkpoint(path, config, model_shapes(config, "word_embeddings", weights), dtype, seed)
+    if silent:
+        silence(folder, [f"model.layers.{i}.attention.dense" for i in range(group - 1, layers, group)])
+    return folder
+
+
+def _stretched(factor: float, positions: int) -> dict[str, Any]:
+    original = int(positions / factor)
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
+def _layer(config: dict[str, Any], index: int) -> dict[str, Shape]:
+    """Shapes of a layer's weights."""
+    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    if (index + 1) % config["layer_group_size"]:
+        attention: dict[str, Shape] = {
+            "query_key_value": (3 * heads * size, hidden),
+            "query_layernorm": (size,),
+            "key_layernorm": (size,),
+            "g_proj": (heads * size, hidden),
+            "g_norm": (heads * size,),
+        }
+    else:
+        attention = latent_attention(config)
+    attention |= {"dense": (hidden, heads * size)}
+    shapes = {f"attention.{name}": shape for name, shape in attention.items()}
+    if not (experts := config["num_experts"]) or index < config["first_k_dense_replace"]:
+        return shapes | mlp("mlp", hidden, config["intermediate_size"])
+    inner = config["moe_intermediate_size"]
+    shapes |= {"mlp.gate": (experts, hidden), "mlp.gate.expert_bias": (experts,)}
+    shapes |= mlp("mlp.shared_experts", hidden, inner)
+    for expert in range(experts):
+        shapes |= mlp(f"mlp.experts.{expert}", hidden, inner)
+    return shapes
