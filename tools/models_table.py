@@ -84,10 +84,6 @@ SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 8},
 }
 """What vLLM needs, published models say, and transformers has no value or another for."""
-BRING_THEIR_CLASS = {"BailingMoeV3ForCausalLM": "BailingMoeV3TextConfig"}
-"""Checkpoints bring their configuration's class; vLLM has it, by this name, for a vision model's text."""
-THEIRS = "configuration_theirs"
-"""The module that brings it."""
 PATIENCE_S = 300.0
 TESTED_HERE, SERVED, REFUSED, UNKNOWN = range(4)
 SECTIONS = {
@@ -144,15 +140,15 @@ def configuration(architecture: str) -> dict[str, Any] | None:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
-    from vllm.transformers_utils import configs
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
+    from vllm.transformers_utils.configs import BailingMoeV3TextConfig
 
     for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
         for model_type, classes in names.items():
             if architecture in ([classes] if isinstance(classes, str) else classes):
                 return {**_plain(CONFIG_MAPPING[model_type]()), "model_type": model_type}
-    if (name := BRING_THEIR_CLASS.get(architecture)) is not None:
-        return {**_plain(getattr(configs, name)()), "auto_map": {"AutoConfig": f"{THEIRS}.{name}"}}
+    if architecture == "BailingMoeV3ForCausalLM":  # by another name
+        return _plain(BailingMoeV3TextConfig())
     wanted = architecture.removesuffix("ForCausalLM").lower()
     for model_type in _CONFIG_REGISTRY:
         if model_type.replace("_", "") == wanted:
@@ -175,16 +171,10 @@ def row_of(architecture: str) -> Row:
     if config is None and "model_type" not in said:
         return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration of it to try")
     config = (config or {}) | said
-    name, args = BRING_THEIR_CLASS.get(architecture), {}
     with tempfile.TemporaryDirectory() as folder:
-        if name is not None:
-            args["trust_remote_code"] = True
-            (Path(folder) / f"{THEIRS}.py").write_text(
-                f"from vllm.transformers_utils.configs import {name}\n"
-            )
         (Path(folder) / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
         try:
-            found = find(Path(folder), HypicConfig.from_mapping({"pool_bytes": 1 << 40}), args)
+            found = find(Path(folder), HypicConfig.from_mapping({"pool_bytes": 1 << 40}), {})
         except NotBuilt as e:
             return Row(architecture, UNKNOWN, _cell(str(e).replace(folder, "")))
     refused = [f"{k.refusal} ({k.layers} layers)" for k in found.kinds if k.refusal is not None]

@@ -84,7 +84,6 @@ FAMILIES = {
         26,
         cpu_kimi_recurrence.apply,
         stock=CPU_MLA,
-        args={"trust_remote_code": True},
     ),
     "lightning": Family(
         partial(save_ring_model, layers=4),

@@ -50,7 +50,6 @@ DEEP = {name: 1e-3 if name in BOUNDED else 1e-4 for name in MODELS}
 gates of these weights hardly decay, so T keeps its norm, and its rounding to fp16 shows: 5e-4."""
 ROUNDED = 1e-4
 """From the oracle whose T is rounded to fp16; measured 4e-5."""
-TRUSTING = {"trust_remote_code": True}
 MENDED: dict[str, Any] = {"hypic": False, "mended": cpu_kimi_recurrence.apply}
 
 
@@ -72,7 +71,7 @@ def engine(
     request: pytest.FixtureRequest, module_engine: EngineFactory, shallow: Path
 ) -> Iterator[tuple[Engine, str]]:
     dtype: str = request.param
-    with module_engine(shallow, dtype=dtype, max_logprobs=-1, **TRUSTING) as started:
+    with module_engine(shallow, dtype=dtype, max_logprobs=-1) as started:
         yield started, dtype
 
 
@@ -94,7 +93,7 @@ def test_plain_requests_are_stock_bit_for_bit(
     engine: tuple[Engine, str], start_engine: EngineFactory, shallow: Path
 ) -> None:
     running, dtype = engine
-    with start_engine(shallow, dtype=dtype, **TRUSTING, **mended(dtype)) as stock:
+    with start_engine(shallow, dtype=dtype, **mended(dtype)) as stock:
         theirs = stock.ask(*plain_asks())
     assert all(map(same, running.ask(*plain_asks()), theirs))
 
@@ -105,7 +104,7 @@ def test_plain_requests_are_stock_bit_for_bit(
 def test_compiled_engines(dtype: str, start_engine: EngineFactory, shallow: Path, tmp_path: Path) -> None:
     """vLLM compiles Bailing V3 and not Kimi-Linear: our operator is in the graph, with what it fuses
     beside."""
-    args: dict[str, Any] = {"dtype": dtype, **TRUSTING}
+    args: dict[str, Any] = {"dtype": dtype}
     with compiled(start_engine, shallow, tmp_path, hypic=True, **args) as ours:
         assert ours.call(mode_and_calls)[0] != "NONE"
         exact(ours, BOUND[dtype])
@@ -182,7 +181,7 @@ def judged(
     text = tmp_path_factory.mktemp("context") / "context.txt"
     text.write_text(" ".join(f"w{token}" for token in CONTEXT))
     options = {"context_file": str(text), "dummy_token": DUMMY}
-    with module_engine(folder, dtype="float32", max_logprobs=-1, options=options, **TRUSTING) as started:
+    with module_engine(folder, dtype="float32", max_logprobs=-1, options=options) as started:
         yield JudgedDelta(name, started, delta_oracle(folder, name), DEEP[name])
 
 
@@ -208,7 +207,7 @@ def test_bfloat16(chunk: int, deep: tuple[str, Path], start_engine: EngineFactor
     if name.endswith("experts"):
         pytest.skip("other experts than the oracle's")
     oracle = delta_oracle(folder, name)
-    with start_engine(folder, max_logprobs=-1, max_num_batched_tokens=chunk, **TRUSTING) as started:
+    with start_engine(folder, max_logprobs=-1, max_num_batched_tokens=chunk) as started:
         judged = Judged(name, started, oracle, NotImplemented)
         plain = judged.ours(COMPOSED.plain()) - oracle.full_logprobs(list(COMPOSED.plain().tokens))
         bound = NOISE_FACTOR * float(plain.abs().max())

@@ -20,11 +20,6 @@ from .random_checkpoints import (
 from .random_kimi import TAPS, delta_attention
 from .random_models import SPECIAL_IDS
 
-CONFIGURATION = """\
-from vllm.transformers_utils.configs.bailing_moe_v3_vl import BailingMoeV3TextConfig as BailingMoeV3Config
-"""
-"""Published checkpoints bring their configuration's class; vLLM has it for a vision model's text alone."""
-
 
 def save_bailing_model(
     path: str | Path,
@@ -45,8 +40,7 @@ def save_bailing_model(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Save a random Bailing V3 of `groups` groups of layers, of which the last one each has attention.  It is
-    loaded with `trust_remote_code`.
+    """Save a random Bailing V3 of `groups` groups of layers, of which the last one each has attention.
 
     `query_rank`: queries come by way of so many channels; `output_gate`: of attention, `head_wise` or
     `element_wise`; `gate_bound`: log decays are this times a sigmoid; `experts`: in every layer but the
@@ -55,7 +49,6 @@ def save_bailing_model(
     """
     config: dict[str, Any] = {
         "architectures": ["BailingMoeV3ForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_bailing_moe_v3.BailingMoeV3Config"},
         "model_type": "bailing_hybrid",
         "dtype": str(dtype).removeprefix("torch."),
         "num_hidden_layers": groups * group_size,
@@ -92,7 +85,6 @@ def save_bailing_model(
     attention = [i for i in range(groups * group_size) if (i + 1) % group_size == 0]
     layers = [_layer(config, index in attention, index) for index in range(groups * group_size)]
     folder = save_checkpoint(path, config, model_shapes(config, "word_embeddings", layers), dtype, seed)
-    (folder / "configuration_bailing_moe_v3.py").write_text(CONFIGURATION)
     if silent:
         silence(folder, [f"model.layers.{i}.attention.dense" for i in attention])
     return folder

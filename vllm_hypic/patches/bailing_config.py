@@ -1,8 +1,9 @@
-"""Patch: configurations of Ring and Ling 2.5 and 2.6 are read.
+"""Patch: configurations of Ring and Ling 2.5 and 2.6, and of Bailing V3 (Ling 3), are read.
 
 Target: transformers' table of configurations by model type, which vLLM reads, too.
 Why: neither has a class of type ``bailing_hybrid``.  Published models bring one as code, which a user would
-have to trust; of it vLLM needs the fields alone.
+have to trust; of it vLLM needs the fields alone.  vLLM has a class for Bailing V3, as the text of a vision
+model.
 Until: vLLM or transformers has a class for the type.
 """
 
@@ -15,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .signature import require_parameters
 
-MODEL_TYPE = "bailing_hybrid"
+MODEL_TYPE, V3 = "bailing_hybrid", "BailingMoeV3ForCausalLM"
 
 
 class BailingHybridConfig(PreTrainedConfig):
@@ -26,6 +27,15 @@ class BailingHybridConfig(PreTrainedConfig):
 
     max_position_embeddings: int = 32768
     rope_parameters: dict[str, Any] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Bailing V3 is of the same type."""
+        from vllm.transformers_utils.configs import BailingMoeV3TextConfig
+
+        if V3 in config_dict.get("architectures", ()):
+            return BailingMoeV3TextConfig.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
 
 def apply() -> None:

@@ -9,7 +9,7 @@ Until: vLLM has the recurrence on CPU.
 
 from __future__ import annotations
 
-from . import cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks
+from . import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks
 from .signature import require_parameters
 
 
@@ -23,6 +23,7 @@ def apply() -> None:
     inner, outer = KimiGatedDeltaNetAttention._forward, BailingMoeV3KimiDeltaAttention.forward
     require_parameters(inner, "self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out")
     require_parameters(outer, "self", "hidden_states", "positions", "output")
+    bailing_config.apply()
     cpu_kimi_model.apply()
     cpu_kernel_overrides.apply()
     cpu_mla_blocks.apply()
