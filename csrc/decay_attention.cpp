@@ -80,25 +80,17 @@ void decay_attention_segments(const Tensor& q, const Tensor& k, const Tensor& v,
   DecaySegments s{};
   s.layer = layer_of(q, k, v, g, dense_slots, state, out);
   s.records = records_of(s.layer, record_state, record_log_transition);
-  s.rows = program_of<SegmentRow>(rows, "rows");
   const DecayLayer& l = s.layer;
   const size_t carried = carry_log_transition.size();
   TORCH_CHECK_VALUE(carry_state.size() == carried, "lists of one length are carried");
   std::vector<DecayCarry> carries;
   for (size_t i = 0; i < carried; ++i) {
-    const Tensor& log = carry_log_transition[i];
-    const int64_t decays = int64_t(l.heads) * l.decays();
-    TORCH_CHECK_VALUE(log.scalar_type() == at::kDouble && log.is_contiguous() && log.numel() == decays,
-                      "carry_log_transition must be contiguous float64 of ", decays, " elements");
+    check_double(carry_log_transition[i], int64_t(l.heads) * l.decays(), "carry_log_transition");
     check_float(carry_state[i], {l.heads, l.K, l.V}, "carry_state");
-    carries.push_back({log.data_ptr<double>(), carry_state[i].data_ptr<float>()});
+    carries.push_back({carry_log_transition[i].data_ptr<double>(), carry_state[i].data_ptr<float>()});
   }
   s.carries = carries.data();
-  for (int64_t i = 0; i < rows.size(0); ++i) {
-    const SegmentRow& r = s.rows[i];
-    check_request(dense_slots, state, r.batch_row);
-    check_segment(r, i, q.size(0), record_state.size(0), carried);
-  }
+  take_segments(s, rows, dense_slots, state, q.size(0), record_state.size(0), carried);
   run(s, rows.size(0), kernels().decay.segments);
 }
 
@@ -125,18 +117,11 @@ void decay_attention_compose(const Tensor& q, const Tensor& k, const Tensor& v, 
   DecayCompose s{};
   s.layer = layer_of(q, k, v, g, dense_slots, state, out);
   s.records = records_of(s.layer, record_state, record_log_transition);
-  s.rows = program_of<ComposeRow>(rows, "rows");
-  s.ops = program_of<ComposeOp>(ops, "ops");
+  take_compose(s, rows, ops, dense_slots, state, q.size(0), record_state.size(0));
   if (shifts) {
     TORCH_CHECK_VALUE(table.has_value(), "shifts without a table");
     s.relocation = relocation_of(s.layer, *shifts, *table, neighbours, ops.size(0));
   }
-  for (int64_t i = 0; i < rows.size(0); ++i) {
-    const ComposeRow& r = s.rows[i];
-    check_request(dense_slots, state, r.batch_row);
-    check_compose(r, ops.size(0));
-  }
-  for (int64_t i = 0; i < ops.size(0); ++i) check_op(s.ops[i], q.size(0), record_state.size(0));
   run(s, rows.size(0), kernels().decay.compose);
 }
 
