@@ -215,6 +215,8 @@ scaling = {"type": "yarn", "factor": 4.0}
 read = CONFIG_MAPPING[bailing_config.MODEL_TYPE](
     any_field=3, rope_theta=6e6, partial_rotary_factor=0.5, rope_scaling=scaling, max_position_embeddings=800)
 assert read.any_field == 3 and read.rope_parameters["original_max_position_embeddings"] == 800
+third = CONFIG_MAPPING[bailing_config.MODEL_TYPE].from_dict({"architectures": ["BailingMoeV3ForCausalLM"]})
+assert type(third).__name__ == "BailingMoeV3TextConfig"
 said = {"rope_type": "yarn", "rope_theta": 6e6, "partial_rotary_factor": 0.5}
 assert said.items() <= read.rope_parameters.items()
 
