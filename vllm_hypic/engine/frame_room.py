@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 _SLOTS = 1 << 15
-"""Of 8 bytes: what calls below may take at least, memory that nobody touches otherwise."""
+"""Stack slots of 8 bytes in the roomy frame, never touched: calls below it find at least as many."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from .random_checkpoints import (
-    LATENT,
-    ROTATED_PART,
     Shape,
+    bailing_fields,
+    bailing_layer,
     latent_attention,
-    mlp,
     model_shapes,
     save_checkpoint,
     silence,
@@ -49,21 +48,11 @@ def save_bailing_model(
     """
     config: dict[str, Any] = {
         "architectures": ["BailingMoeV3ForCausalLM"],
-        "model_type": "bailing_hybrid",
         "dtype": str(dtype).removeprefix("torch."),
-        "num_hidden_layers": groups * group_size,
-        "layer_group_size": group_size,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "hidden_act": "silu",
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "head_dim": head_dim,
-        "kv_lora_rank": LATENT,
-        "q_lora_rank": query_rank,
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": ROTATED_PART,
-        "v_head_dim": head_dim,
         "gated_attention_proj_granularity_type": output_gate,
         "rope_theta": 10000.0,
         "no_kda_lora": True,
@@ -72,10 +61,9 @@ def save_bailing_model(
         "short_conv_kernel_size": TAPS,
         "num_experts": experts,
         "first_k_dense_replace": 1 if experts else groups * group_size,
-        "rms_norm_eps": 1e-5,
         "vocab_size": vocab,
         "max_position_embeddings": max_positions,
-        "tie_word_embeddings": False,
+        **bailing_fields(groups * group_size, group_size, head_dim, query_rank),
         **SPECIAL_IDS,
     }
     if experts:
@@ -100,11 +88,4 @@ def _layer(config: dict[str, Any], attends: bool, index: int) -> dict[str, Shape
     else:
         attention = delta_attention(hidden, heads, size)
         attention |= {f"{gate}_proj": (heads * size, hidden) for gate in "fg"}
-    shapes = {f"attention.{name}": shape for name, shape in attention.items()}
-    if index < config["first_k_dense_replace"]:
-        return shapes | mlp("mlp", hidden, config["intermediate_size"])
-    inner, experts = config["moe_intermediate_size"], config["num_experts"]
-    shapes |= {"mlp.gate": (experts, hidden), "mlp.gate.expert_bias": (experts,)}
-    for part in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
-        shapes |= mlp(f"mlp.{part}", hidden, inner)
-    return shapes
+    return bailing_layer(config, index, attention)

@@ -49,6 +49,36 @@ def silence(folder: Path, owners: Iterable[str]) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def bailing_fields(layers: int, group: int, head_dim: int, query_rank: int | None) -> dict[str, Any]:
+    """What configurations of Bailing's hybrids have in common: latent attention in every `group`-th layer."""
+    return {
+        "model_type": "bailing_hybrid",
+        "num_hidden_layers": layers,
+        "layer_group_size": group,
+        "hidden_act": "silu",
+        "head_dim": head_dim,
+        "kv_lora_rank": LATENT,
+        "q_lora_rank": query_rank,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": ROTATED_PART,
+        "v_head_dim": head_dim,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+
+
+def bailing_layer(config: Mapping[str, Any], index: int, attention: Mapping[str, Shape]) -> dict[str, Shape]:
+    """A layer of Bailing's hybrids: its attention, of whatever kind, and an MLP or experts."""
+    shapes = {f"attention.{name}": shape for name, shape in attention.items()}
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    if not experts or index < config["first_k_dense_replace"]:
+        return shapes | mlp("mlp", hidden, config["intermediate_size"])
+    shapes |= {"mlp.gate": (experts, hidden), "mlp.gate.expert_bias": (experts,)}
+    for part in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
+        shapes |= mlp(f"mlp.{part}", hidden, config["moe_intermediate_size"])
+    return shapes
+
+
 def latent_attention(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Of a layer but for its output projection, by the names of DeepSeek."""
     heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from .random_checkpoints import (
-    LATENT,
-    ROTATED_PART,
     Shape,
+    bailing_fields,
+    bailing_layer,
     latent_attention,
-    mlp,
     model_shapes,
     save_checkpoint,
     silence,
@@ -52,21 +51,11 @@ def save_ring_model(
     """
     config: dict[str, Any] = {
         "architectures": ["BailingMoeV2_5ForCausalLM"],
-        "model_type": "bailing_hybrid",
         "dtype": str(dtype).removeprefix("torch."),
-        "num_hidden_layers": layers,
-        "layer_group_size": group,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "hidden_act": "silu",
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "head_dim": head_dim,
-        "kv_lora_rank": LATENT,
-        "q_lora_rank": query_rank,
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": ROTATED_PART,
-        "v_head_dim": head_dim,
         "rope_theta": rope_theta,
         "rope_scaling": None if yarn is None else _stretched(yarn, max_positions),
         "partial_rotary_factor": partial_rotary_factor,
@@ -75,11 +64,10 @@ def save_ring_model(
         "use_qk_norm": True,
         "use_bias": False,
         "use_qkv_bias": False,
-        "rms_norm_eps": 1e-5,
         "vocab_size": vocab,
         "max_position_embeddings": max_positions,
-        "tie_word_embeddings": False,
         "num_experts": experts,
+        **bailing_fields(layers, group, head_dim, query_rank),
         **SPECIAL_IDS,
     }
     if experts:
@@ -113,12 +101,4 @@ def _layer(config: dict[str, Any], index: int) -> dict[str, Shape]:
     else:
         attention = latent_attention(config)
     attention |= {"dense": (hidden, heads * size)}
-    shapes = {f"attention.{name}": shape for name, shape in attention.items()}
-    if not (experts := config["num_experts"]) or index < config["first_k_dense_replace"]:
-        return shapes | mlp("mlp", hidden, config["intermediate_size"])
-    inner = config["moe_intermediate_size"]
-    shapes |= {"mlp.gate": (experts, hidden), "mlp.gate.expert_bias": (experts,)}
-    shapes |= mlp("mlp.shared_experts", hidden, inner)
-    for expert in range(experts):
-        shapes |= mlp(f"mlp.experts.{expert}", hidden, inner)
-    return shapes
+    return bailing_layer(config, index, attention)

@@ -215,7 +215,7 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
                 default="150m",
                 show_default=True,
                 help="Size of the random model when none is given, in the shape of Qwen3.5, Granite 4 "
-                "(mamba2) or Gemma 3 (windows).",
+                "(mamba2), Kimi-Linear (kda), Ring 2.5 (lightning) or Gemma 3 (windows).",
             ),
             click.option(
                 "--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all usable cores."

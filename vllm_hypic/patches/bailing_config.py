@@ -33,7 +33,7 @@ class BailingHybridConfig(PreTrainedConfig):
         """Bailing V3 is of the same type."""
         from vllm.transformers_utils.configs import BailingMoeV3TextConfig
 
-        if V3 in config_dict.get("architectures", ()):
+        if V3 in (config_dict.get("architectures") or ()):
             return BailingMoeV3TextConfig.from_dict(config_dict, **kwargs)
         return super().from_dict(config_dict, **kwargs)
 

@@ -115,7 +115,7 @@ def _scan(
 
 
 class _NoRecords:
-    """Of a layer with such a cache ``[slots, channels, N]``."""
+    """Records of a pool without slots, for a cache ``[slots, channels, N]``: requests here read none."""
 
     def __init__(self, state: torch.Tensor) -> None:
         self.state = state.new_empty(0, *state.shape[1:], dtype=torch.float32)

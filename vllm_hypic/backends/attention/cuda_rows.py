@@ -114,7 +114,7 @@ class _KeptColumns:
     """Columns of the pass before, kept while the same requests see them in the same order, as in decoding."""
 
     kept: dict[Hashable, tuple[tuple[torch.Tensor, ...], SpanColumns]] = field(default_factory=dict)
-    """For each kind of rows, the requests' very tensors of slots and the columns that were made of them."""
+    """By kind of rows: the requests' tensors of slots, compared by identity, and the columns made of them."""
 
     def get(self, public: PublicRows, kind: Hashable) -> SpanColumns:
         of = tuple(public.slot_mapping)

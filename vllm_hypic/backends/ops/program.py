@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -80,7 +81,13 @@ def pack(rows: Sequence[tuple[int, ...]], kind: type[tuple], device: torch.devic
 
 def ordinary(ends: Sequence[int], resumed: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Rows and operations of requests without records: of batch row `i` rows [ends[i], ends[i + 1]), from a
-    state of its own where `resumed[i]`."""
+    state of its own where `resumed[i]`.  Read only: all layers of a step share
+    them, and so do decode steps."""
+    return _ordinary(tuple(ends), tuple(resumed))
+
+
+@lru_cache(maxsize=8)
+def _ordinary(ends: tuple[int, ...], resumed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     requests = range(len(resumed))
     rows = [ComposeRow(i, int(resumed[i]), i, i + 1) for i in requests]
     ops = [ComposeOp(ends[i], ends[i + 1] - ends[i], -1, Mode.NONE) for i in requests]

@@ -21,18 +21,18 @@ from .own_recurrence import OwnRecurrence
 
 
 class _Refused(DeltaNet):
-    """Elsewhere than on CPU: by name."""
+    """A layer elsewhere than on CPU, refused by name."""
 
     def refusal(self) -> str | None:
         return "Kimi delta attention on this platform (served: CPU)"
 
 
 class HypicKimiDeltaNet(_Refused, KimiGatedDeltaNetAttention):
-    """Kimi-Linear's."""
+    """Kimi-Linear's layer on GPUs."""
 
 
 class HypicBailingDeltaNet(_Refused, BailingMoeV3KimiDeltaAttention):
-    """Bailing V3's."""
+    """Bailing V3's layer on GPUs."""
 
 
 class _KimiDelta(OwnRecurrence):
@@ -51,7 +51,7 @@ class _KimiDelta(OwnRecurrence):
         self.conv_dim = 3 * self.num_heads * self.head_dim
 
     def gate_bound(self) -> float | None:
-        """Of the log decays, or ``None``: unbounded."""
+        """What log decays are multiplied by behind a sigmoid; ``None``: they are not bounded."""
         raise NotImplementedError
 
     def weights(self) -> gated_delta.Weights:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.forward_context import get_forward_context
 
+from ....pool.states import TRANSITION_DTYPE
+from ....pool.tensors import LinearRecords
 from ...ops import gated_delta
 from ...ops.program import ordinary
 from .cpu import CPUDeltaNet
@@ -29,18 +31,20 @@ class OwnRecurrence(CPUDeltaNet):
             return  # vLLM's profile run
         views = self._current_views()
         caches = views.caches(metadata.non_spec_state_indices_tensor)
-        views.ops.gdn_compose(x, views.weights, caches, out, _NoRecords(caches, x.mixed), *_program(metadata))
+        views.ops.gdn_compose(
+            x, views.weights, caches, out, _no_records(caches, x.mixed), *_program(metadata)
+        )
 
 
-class _NoRecords:
-    """Records of a pool without slots, for operators that read none."""
-
-    def __init__(self, caches: gated_delta.Caches, inputs: torch.Tensor) -> None:
-        heads, K, V = caches.state.shape[1:]
-        self.state = torch.empty(0, heads, K, V)
-        self.conv_tail = inputs.new_empty(0, *caches.conv.shape[1:])
-        self.transitions = torch.empty(0, K, K, dtype=torch.float16)
-        self.block_of = torch.empty(0, heads, dtype=torch.int32)
+def _no_records(caches: gated_delta.Caches, inputs: torch.Tensor) -> LinearRecords:
+    """Those of a pool without slots, for requests that read none."""
+    heads, K, V = caches.state.shape[1:]
+    return LinearRecords(
+        state=torch.empty(0, heads, K, V),
+        conv_tail=inputs.new_empty(0, *caches.conv.shape[1:]),
+        transitions=torch.empty(0, K, K, dtype=TRANSITION_DTYPE),
+        block_of=torch.empty(0, heads, dtype=torch.int32),
+    )
 
 
 def _program(metadata: GDNAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:

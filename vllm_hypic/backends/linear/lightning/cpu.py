@@ -89,7 +89,7 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
         program = ordinary(starts, [int(n > 0) for n in computed.tolist()])
         inputs, caches = self._layer(x)
         run = decay_attention.choose(inputs, caches).decay_attention_compose
-        run(inputs, caches, out, _NoRecords(self.kv_cache[0]), *program)
+        run(inputs, caches, out, self._no_records(), *program)
 
     def run_segments(
         self, runtime: HypicRuntime, step: StepContext, segments: Segments, x: TokenRows, out: torch.Tensor
@@ -146,14 +146,11 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
         found: BailingLinearAttentionMetadata = get_forward_context().attn_metadata[self.prefix]
         return found
 
+    def _no_records(self) -> RetentionRecords:
+        """Those of a pool without slots, for requests that read none."""
+        state = self.kv_cache[0].new_empty(0, *self.kv_cache[0].shape[1:], dtype=torch.float32)
+        return RetentionRecords(state, state[..., 0, 0].contiguous())
+
     def _layer(self, x: TokenRows) -> tuple[decay_attention.Inputs, decay_attention.Caches]:
         caches = decay_attention.Caches(self._metadata().state_indices_tensor, self.kv_cache[0])
         return decay_attention.Inputs(x.q, x.k, x.v, self._log_decays), caches
-
-
-class _NoRecords:
-    """Of a layer with such a cache ``[slots, H, K, V]``."""
-
-    def __init__(self, state: torch.Tensor) -> None:
-        self.state = state.new_empty(0, *state.shape[1:], dtype=torch.float32)
-        self.log_transition = self.state[..., 0, 0].contiguous()

@@ -33,7 +33,8 @@ def rotate_exactly(rope: Any) -> torch.Tensor | None:
 
 
 def _frequencies(rope: Any) -> tuple[torch.Tensor, float] | None:
-    """Of its pairs ``[rotary_dim / 2]``, and what vLLM multiplies the table by; ``None``: not known."""
+    """The frequencies of a rope's pairs ``[rotary_dim / 2]``, and what vLLM multiplies its table by;
+    ``None``: not known."""
     if getattr(type(rope), "_compute_cos_sin_cache", None) is RotaryEmbedding._compute_cos_sin_cache:
         return rope._compute_inv_freq(rope.base), 1.0
     if isinstance(rope, YaRNScalingRotaryEmbedding):

@@ -32,7 +32,7 @@ _BLOCK_ELEMENTS = 1 << 21
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`.reference.scan`."""
+    """The recurrence over n tokens in chunks; arguments and results are those of :func:`.reference.scan`."""
     n, heads, K = k.shape
     apart = g.shape[-1] > 1
     length = min(n, _CHANNELS_CHUNK if apart else _CHUNK)

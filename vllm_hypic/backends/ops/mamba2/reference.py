@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
+from ..program import Mode
+from ..walk import run_compose, run_segments
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
 
@@ -48,76 +49,25 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def mamba2_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
-    out: Tensor,
-    records: Records,
-    rows: Tensor,
-    carries: Sequence[Carry],
-) -> None:
-    """See the package."""
-    for r in unpack(rows, SegmentRow):
-        layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
-        layer.run(r.first, r.begin, out)
-        zero = torch.zeros_like(layer.state)
-        alone, log_transition = zero, zero[:, 0, 0]
-        if r.begin < r.end and not r.begins and not r.leading:
-            carry = carries[r.carry]
-            alone, log_transition = carry.state.double(), carry.log_transition.double()
-        x_, d, B, C = layer.run(r.begin, r.end, out)
-        _, alone = scan(x_, d, weights.rate, B, C, weights.D, alone)
-        log_transition = log_transition + weights.rate.double() * d.sum(0)
-        if r.ends:
-            leading = bool(r.leading)
-            records.state[r.slot] = (layer.state if leading else alone).to(records.state.dtype)
-            records.log_transition[r.slot] = -torch.inf if leading else log_transition
-            records.conv_tail[r.slot] = layer.context.to(records.conv_tail.dtype)
-        elif r.begin < r.end and not r.leading:
-            carry = carries[r.carry]
-            carry.log_transition[:], carry.state[:] = log_transition, alone
-        layer.run(r.end, r.stop, out)
-        layer.finish()
+class _Walk:
+    """One request's walk through a layer: its state and the last inputs of its convolution; of its interior
+    the state from zero and log T."""
 
+    def __init__(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor) -> None:
+        self.x, self.weights, self.caches, self.out = x, weights, caches, out
 
-def mamba2_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
-) -> None:
-    """See the package."""
-    operations = unpack(ops, ComposeOp)
-    for r in unpack(rows, ComposeRow):
-        layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
-        for op in operations[r.first_op : r.stop_op]:
-            before = layer.state
-            layer.run(op.first, op.first + op.tokens, out)
-            if op.mode == Mode.RESTORE:
-                layer.state = before
-            if not Mode(op.mode).applies:
-                continue
-            after = records.state[op.slot].double()
-            if op.mode == Mode.ADD:
-                after = after + layer.state
-            elif op.mode == Mode.TRANSITION:
-                T = records.log_transition[op.slot].double().exp()
-                after = after + T[:, None, None] * layer.state
-            layer.state = after
-            layer.context = records.conv_tail[op.slot].double()
-        layer.finish()
+    def start(self, batch_row: int, resumed: int) -> None:
+        self.slot = int(self.caches.slots[batch_row])
+        state, context = self.caches.state[self.slot].double(), self.caches.conv[self.slot].double()
+        self.state = state if resumed else torch.zeros_like(state)
+        self.context = context if resumed else torch.zeros_like(context)
 
+    def begin(self, carry: Carry | None) -> None:
+        zero = torch.zeros_like(self.state)
+        self.alone = zero if carry is None else carry.state.double()
+        self.log_transition = zero[:, 0, 0] if carry is None else carry.log_transition.double()
 
-class _Layer:
-    """One request's walk through a layer: its state and the last inputs of its convolution."""
-
-    def __init__(self, x: Inputs, weights: Weights, caches: Caches, batch_row: int, resumed: bool) -> None:
-        self.x, self.weights, self.caches = x, weights, caches
-        self.slot = int(caches.slots[batch_row])
-        state, context = caches.state[self.slot], caches.conv[self.slot]
-        self.state = state.double() if resumed else torch.zeros(state.shape, dtype=torch.float64)
-        self.context = context.double() if resumed else torch.zeros(context.shape, dtype=torch.float64)
-
-    def run(self, first: int, stop: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Writes the outputs of rows [first, stop); returns their x, d, B, C."""
+    def run(self, first: int, stop: int, *, interior: bool = False) -> None:
         w, mixed = self.weights, self.x.mixed[first:stop]
         heads, P, N = self.state.shape
         rows = torch.cat([self.context, mixed.double()])
@@ -130,9 +80,49 @@ class _Layer:
         x, B, C = x.unflatten(-1, (heads, P)), B.unflatten(-1, (-1, N)), C.unflatten(-1, (-1, N))
         d = F.softplus(self.x.dt[first:stop].double() + w.dt_bias.double())
         y, self.state = scan(x, d, w.rate, B, C, w.D, self.state)
-        out[first:stop] = y.to(out.dtype)
-        return x, d, B, C
+        self.out[first:stop] = y.to(self.out.dtype)
+        if interior:
+            _, self.alone = scan(x, d, w.rate, B, C, w.D, self.alone)
+            self.log_transition = self.log_transition + w.rate.double() * d.sum(0)
+
+    def record(self, records: Records, slot: int, *, leading: bool) -> None:
+        records.state[slot] = (self.state if leading else self.alone).to(records.state.dtype)
+        records.log_transition[slot] = -torch.inf if leading else self.log_transition
+        records.conv_tail[slot] = self.context.to(records.conv_tail.dtype)
+
+    def pause(self, carry: Carry) -> None:
+        carry.log_transition[:], carry.state[:] = self.log_transition, self.alone
+
+    def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
+        """S <- T S + record, or as `mode` says; the convolution goes on from the record's last inputs."""
+        after = records.state[slot].double()
+        if mode == Mode.ADD:
+            after = after + self.state
+        elif mode == Mode.TRANSITION:
+            T = records.log_transition[slot].double().exp()
+            after = after + T[:, None, None] * self.state
+        self.state, self.context = after, records.conv_tail[slot].double()
 
     def finish(self) -> None:
         self.caches.state[self.slot] = self.state.to(self.caches.state.dtype)
         self.caches.conv[self.slot] = self.context.to(self.caches.conv.dtype)
+
+
+def mamba2_segments(
+    x: Inputs,
+    weights: Weights,
+    caches: Caches,
+    out: Tensor,
+    records: Records,
+    rows: Tensor,
+    carries: Sequence[Carry],
+) -> None:
+    """See the package."""
+    run_segments(_Walk(x, weights, caches, out), records, rows, carries)
+
+
+def mamba2_compose(
+    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+) -> None:
+    """See the package."""
+    run_compose(_Walk(x, weights, caches, out), records, rows, ops)

@@ -170,7 +170,7 @@ class Carried:
 
     @staticmethod
     def of(plan: SegmentPlan, carries: Sequence[Carry], heads: int, P: int, N: int) -> Carried:
-        """With what earlier passes left of interiors that go on here."""
+        """A plan's carries, filled with what earlier passes left of interiors that go on here."""
         n, device = plan.reach.carries, plan.summaries.device
         made = Carried(
             torch.empty(n, heads, P, N, dtype=torch.float32, device=device),

@@ -56,7 +56,8 @@ def launch(chunk: int, heads: int, groups: int, P: int, N: int) -> dict[str, int
 
 
 def spec(name: str, kernel: Any, types: Mapping[str, str], chunk: int, N: int) -> KernelSpec:
-    """Of a launch for 64 heads of 64 columns in 8 groups; all of `types` are aligned, slots are not."""
+    """What to compile of `kernel` as a launch for 64 heads of 64 columns in 8 groups needs it; all of `types`
+    are aligned, slots are not."""
     given = launch(chunk, 64, 8, 64, N)
     warps, stages = given.pop("num_warps"), given.pop("num_stages")
     # At most 12 spilled words per thread.
