@@ -1,5 +1,5 @@
-"""Ring and Ling 2.5 on CPU: lightning attention, whose decays are constants and whose keys are rotated inside
-the layer, and latent attention with rotation.
+"""Ring and Ling 2.5 and Ring-linear 2.0 on CPU: lightning attention, whose decays are constants and whose
+keys are rotated inside the layer, and latent or grouped-query attention with rotation.
 
 Behind one linear layer composing is exact, as in :mod:`test_families`.  Whole models are held against an
 oracle in float32, with the tests of :mod:`test_mamba2_oracle`.  Stock vLLM has no recurrence of this layer on
@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import BailingOracle
+from oracle.ring_models import GROUPED, MODELS, oracle, save
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadata
 
-from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.patches import cpu_bailing_recurrence
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
@@ -51,23 +50,18 @@ DEEP = 1e-4
 """Of the engine in float32 from the oracle in float64; measured: below 1e-5, as ordinary requests."""
 WHOLE: dict[str, Any] = {"enable_prefix_caching": False}
 MENDED: dict[str, Any] = {"hypic": False, "mended": cpu_bailing_recurrence.apply}
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "experts": {"experts": 8, "query_rank": 48},
-    "silu": {"silu": True, "norm_groups": 4, "partial_rotary_factor": 1.0},
-    "yarn": {"yarn": 4.0, "max_positions": 4096},
-}
 
 
 def mended(dtype: str) -> dict[str, Any]:
     return MENDED | (CPU_MLA if dtype == "float32" else {})
 
 
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
-    size: dict[str, Any] = {"layers": 2, "max_positions": 1 << 17}
-    save = partial(save_ring_model, silent=True, dtype=torch.float32, **size)
-    return run_apart(save, tmp_path_factory.mktemp("shallow"), log=engine_logs / "models.log")
+@pytest.fixture(scope="module", params=["dense", f"{GROUPED}-dense"])
+def shallow(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_logs: Path
+) -> Path:
+    made = partial(save, layers=2, silent=True, max_positions=1 << 17)
+    return run_apart(made, tmp_path_factory.mktemp("shallow"), request.param, log=engine_logs / "models.log")
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -209,10 +203,6 @@ def test_a_record_at_any_position(engine: tuple[Engine, str], position: int) -> 
 # -- whole models ----------------------------------------------------------------------------------------
 
 
-def save(folder: Path, name: str) -> Path:
-    return save_ring_model(folder, layers=4, dtype=torch.float32, **MODELS[name])
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def deep(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_logs: Path
@@ -230,10 +220,10 @@ def judged(
     text.write_text(" ".join(f"w{token}" for token in CONTEXT))
     options = {"context_file": str(text), "dummy_token": DUMMY}
     with module_engine(folder, dtype="float32", max_logprobs=-1, options=options, **WHOLE) as started:
-        yield Judged(name, started, BailingOracle(folder), DEEP)
+        yield Judged(name, started, oracle(folder, name), DEEP)
 
 
-@pytest.mark.fast("dense", "silu", "yarn")
+@pytest.mark.fast("dense", "silu", "yarn", f"{GROUPED}-dense", f"{GROUPED}-experts")
 def test_composed_and_ordinary_requests(judged: Judged) -> None:
     """The oracle agrees, and another one does not: without T, or with states left where they were made."""
     ours, plain = judged.ours(COMPOSED), judged.ours(COMPOSED.plain())
@@ -244,19 +234,19 @@ def test_composed_and_ordinary_requests(judged: Judged) -> None:
 
 
 @pytest.mark.parametrize("chunk", [4096, 96])
-@pytest.mark.fast("dense-96")
+@pytest.mark.fast("dense-96", f"{GROUPED}-dense-96")
 def test_bfloat16(chunk: int, deep: tuple[str, Path], start_engine: EngineFactory) -> None:
     """Composed requests are as far from the oracle as ordinary ones, which round as much.
 
     Not with experts: rounding has the router take others than the oracle's, in ordinary requests, too.
     """
     name, folder = deep
-    if name == "experts":
+    if "experts" in MODELS[name]:
         pytest.skip("bf16 routes to other experts than the float64 oracle, in ordinary requests, too")
-    oracle = BailingOracle(folder)
+    right = oracle(folder, name)
     with start_engine(folder, max_logprobs=-1, max_num_batched_tokens=chunk) as started:
-        judged = Judged(name, started, oracle, NotImplemented)
-        plain = judged.ours(COMPOSED.plain()) - oracle.full_logprobs(list(COMPOSED.plain().tokens))
+        judged = Judged(name, started, right, NotImplemented)
+        plain = judged.ours(COMPOSED.plain()) - right.full_logprobs(list(COMPOSED.plain().tokens))
         bound = NOISE_FACTOR * float(plain.abs().max())
         cold, warm = judged.ours(COMPOSED), judged.ours(COMPOSED)
         assert torch.equal(cold, warm) and judged.error(cold) <= bound < 0.5
