@@ -28,6 +28,7 @@ TESTED = {
     "BailingMoeLinearV2ForCausalLM": "tests/engine/test_lightning.py",
     "BailingMoeV2_5ForCausalLM": "tests/engine/test_lightning.py",
     "BailingMoeV3ForCausalLM": "tests/engine/test_kimi.py",
+    "DeltaNetForCausalLM": "tests/engine/test_fla.py",
     "DeepseekV2ForCausalLM": "tests/engine/test_mla.py",
     "DeepseekV3ForCausalLM": "tests/engine/test_mla.py",
     "FalconH1ForCausalLM": "tests/engine/test_mamba2_oracle.py",
@@ -77,6 +78,7 @@ SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "BailingMoeV3ForCausalLM": {
         **{"dtype": "bfloat16", "no_kda_lora": True, "kda_safe_gate": True, "kda_lower_bound": -5.0},
     },
+    "DeltaNetForCausalLM": {"model_type": "delta_net", "dtype": "bfloat16"},
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention"] * 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_hypic.backends import attach
 from vllm_hypic.backends.attention.backend import HypicAttentionImpl
+from vllm_hypic.backends.linear.gdn import delta_net
 from vllm_hypic.backends.linear.gdn.cpu import HypicCPUGatedDeltaNet
 from vllm_hypic.backends.linear.lightning import cpu as lightning
 from vllm_hypic.backends.linear.lightning.cpu import HypicLightning
@@ -138,6 +139,14 @@ def test_mamba1_is_refused_on_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert attach.layer_refusal(layer, "JambaForCausalLM") is None
     monkeypatch.setattr(cpu.current_platform, "is_cuda", lambda: True)
     assert attach.layer_refusal(layer, "JambaForCausalLM") == "Mamba1 on GPUs (served on CPUs)"
+
+
+def test_the_delta_net_is_refused_on_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = stock_layer(delta_net.CPUDeltaNetMixer)
+    assert attach.layer_refusal(layer, "DeltaNetForCausalLM") is None
+    monkeypatch.setattr(delta_net.current_platform, "is_cpu", lambda: False)
+    says = attach.layer_refusal(layer, "DeltaNetForCausalLM")
+    assert says == "the delta net on this platform (served: CPU)"
 
 
 def test_lightning_attention_has_a_number_a_head_for_a_transition_and_no_convolution() -> None:

@@ -14,6 +14,7 @@ from engine.engines import Engine
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.random_bailing import save_bailing_model
+from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.pool.geometry import expected_space
 
@@ -146,6 +147,24 @@ def test_ring_and_ling_are_served_on_cpu(tmp_path: Path, kv_heads: int | None, a
     lightning = kinds["lightning attention, 4 heads of 64 x 64"]
     assert (lightning["layers"], lightning["segment_bytes"]) == (3, 3 * (4 * 64 * 64 * 4 + 4 * 4))
     assert kinds[attention]["layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        (
+            {"kind": "delta_net", "expand_v": 2.0},
+            {"gated delta net, 4 heads of 32 x 64": 2, "full attention, 2 KV heads of 32": 2},
+        ),
+        ({"kind": "delta_net", "group": None}, {"gated delta net, 4 heads of 32 x 32": 4}),
+    ],
+)
+def test_models_of_flash_linear_attention_are_served_on_cpu(
+    tmp_path: Path, fields: dict[str, Any], kinds: dict[str, int]
+) -> None:
+    """Without the package, hybrid or not."""
+    save_fla_model(tmp_path, **fields)
+    assert {kind["what"]: kind["layers"] for kind in checked(tmp_path)["kinds"]} == kinds
 
 
 def test_latents_take_one_row_a_token(tmp_path: Path) -> None:

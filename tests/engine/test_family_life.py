@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from oracle import (
     random_segments,
     save_mamba1_model,
@@ -25,6 +26,7 @@ from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
 from vllm_hypic.harness.random_bailing import save_bailing_model
+from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.patches import (
@@ -93,6 +95,8 @@ FAMILIES = {
         args={"enable_prefix_caching": False},
     ),
     "ring-linear": Family(partial(save_ring_model, layers=4, kv_heads=2), 26, cpu_bailing_recurrence.apply),
+    "delta-net": Family(partial(save_fla_model, dtype=torch.float32), 26),
+    "delta-net-alone": Family(partial(save_fla_model, group=None, dtype=torch.float32), 26, grows=False),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
     "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),

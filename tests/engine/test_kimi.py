@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Oracle
 from oracle.kimi import KimiDeltaOracle
 from oracle.kimi_models import MODELS, delta_oracle, save_delta_model
 from oracle.oracle import LinearRecord
@@ -148,7 +149,7 @@ class JudgedDelta(Judged):
         return replace(self, oracle=other)
 
 
-class RoundedT(KimiDeltaOracle):
+class RoundedT(Oracle):
     """Transitions as the pool holds them."""
 
     def _record(self, tokens: tuple[int, ...], lo: int, hi: int) -> list[Any]:

@@ -15,13 +15,17 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
+from vllm_hypic import models
 from vllm_hypic.harness.random_bailing import save_bailing_model
+from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.store.eviction.flops import (
     Attention,
     Experts,
+    FlaMixer,
     FlopModel,
     GatedDelta,
     KimiDelta,
@@ -128,6 +132,26 @@ def test_lightning_attention(tmp_path: Path, experts: int, kv_heads: int | None,
     weights = load_file(folder / "model.safetensors")
     used = [w for name, w in weights.items() if "layers." in name and w.dim() == 2]
     assert flops.per_token == pytest.approx(2 * sum(w.numel() for w in used) + 3 * 5 * 3 * 32 * 32, rel=1e-9)
+
+
+FLA = [
+    ({"kind": "delta_net", "expand_v": 2.0, "use_gate": True}, 6),
+    ({"kind": "delta_net", "use_short_conv": False}, 6),
+]
+"""Fields of a model, and operations on an entry of its state."""
+
+
+@pytest.mark.parametrize(("fields", "update"), FLA)
+def test_models_of_flash_linear_attention(tmp_path: Path, fields: dict[str, Any], update: int):
+    folder = save_fla_model(tmp_path, layers=4, group=4, hidden=96, heads=3, vocab=64, **fields)
+    models.register()
+    config = AutoConfig.from_pretrained(folder)
+    flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
+    assert isinstance(flops.linear, FlaMixer) and not flops.attention.gated
+    weights = load_file(folder / "model.safetensors")
+    used = [w for name, w in weights.items() if "layers." in name and (w.dim() == 2 or "conv1d" in name)]
+    state = config.key_dim * config.value_dim // 3
+    assert flops.per_token == pytest.approx(2 * sum(w.numel() for w in used) + 3 * update * state, rel=1e-9)
 
 
 def test_experts_are_those_of_qwen3_5_moe():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 MODELS = {
     "BailingMoeLinearV2ForCausalLM": "vllm_hypic.models.ring_linear:RingLinearForCausalLM",
+    "DeltaNetForCausalLM": "vllm_hypic.models.fla:DeltaNetForCausalLM",
 }
 """By the architecture that a configuration names: module and class, imported where such a model is asked
 for."""
@@ -16,6 +17,9 @@ def register() -> None:
     """Make them known to vLLM.  May run any number of times."""
     from vllm.model_executor.models.registry import ModelRegistry
 
+    from . import fla_config
+
+    fla_config.register()
     for architecture, where in MODELS.items():
         if architecture not in ModelRegistry.models:
             ModelRegistry.register_model(architecture, where)

@@ -56,6 +56,7 @@ GATED_DELTA_NET = LinearFamily(
             *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
             "OlmoHybridForCausalLM",
             *("KimiLinearForCausalLM", "BailingMoeV3ForCausalLM"),
+            "DeltaNetForCausalLM",
         }
     ),
 )

@@ -8,6 +8,7 @@ token only.  A product of ``[1, m]`` with ``[m, n]`` is ``2 m n``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,30 @@ class Lightning:
 
 
 @dataclass(frozen=True)
+class FlaMixer:
+    """One linear layer of a model of flash-linear-attention, all heads' keys and values together: projections
+    to q, k, v and from the output, of the recurrence's gates ``gate_weights``, perhaps one that gates the
+    output; convolutions, perhaps none (``conv_width`` 0); recurrence.
+
+    ``update``: operations on an entry of the state [key, value] of a head, in a token.
+    """
+
+    heads: int
+    keys: int
+    values: int
+    gate_weights: int
+    update: int
+    gated: bool = False
+    conv_width: int = 0
+
+    def per_token(self, hidden: int) -> float:
+        projected = 2 * self.keys + 2 * self.values + (self.values if self.gated else 0)
+        projections = 2.0 * (hidden * projected + self.gate_weights)
+        convolutions = 2.0 * self.conv_width * (2 * self.keys + self.values)
+        return projections + convolutions + self.update * self.keys * self.values / self.heads
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """One Mamba2 layer: projections to z, x, B, C and a step a head, convolution, update."""
 
@@ -161,7 +186,7 @@ class UnknownLinear:
         return 2.0 * hidden * 5 * hidden + 5.0 * hidden * self.head_size
 
 
-Linear = GatedDelta | KimiDelta | Lightning | Mamba1 | Mamba2 | ShortConv | UnknownLinear
+Linear = GatedDelta | KimiDelta | Lightning | FlaMixer | Mamba1 | Mamba2 | ShortConv | UnknownLinear
 
 
 @dataclass(frozen=True)
@@ -217,8 +242,8 @@ class FlopModel:
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """The model of a transformers text configuration, by the names that Qwen3.5, Qwen3-Next,
-        OLMo-Hybrid, Kimi-Linear, Ring and Ling, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba
-        and DeepSeek-V2 use.
+        OLMo-Hybrid, Kimi-Linear, Ring and Ling, LFM2, Nemotron-H, Granite 4, Falcon-H1, Zamba2, Jamba, Mamba,
+        DeepSeek-V2 and flash-linear-attention use.
 
         What is missing falls back: hidden size to 4096, heads to ``hidden / 128``, K and V heads to all
         heads, the head size to ``hidden / heads``, the MLP to ``4 x hidden``, the layers' kind to
@@ -256,7 +281,20 @@ def _latent(config: object, heads: int) -> Latent | None:
     )
 
 
+def _fla(config: Any, hidden: int) -> FlaMixer | None:
+    """By flash-linear-attention's names and, where nothing is said, its values."""
+    if getattr(config, "model_type", None) != "delta_net":
+        return None
+    heads, keys, values = config.num_heads, int(hidden * config.expand_k), int(hidden * config.expand_v)
+    taps = _number(config, 4, "conv_size") if getattr(config, "use_short_conv", True) else 0
+    # Read with k, add an outer product, read with q.
+    gated = bool(getattr(config, "use_gate", False))
+    return FlaMixer(heads, keys, values, heads * hidden, 2 + 2 + 2, gated, taps)
+
+
 def _linear(config: object, hidden: int, head_size: int) -> Linear:
+    if (mixer := _fla(config, hidden)) is not None:
+        return mixer
     if value_heads := _number(config, 0, "linear_num_value_heads"):
         key_size = _number(config, 128, "linear_key_head_dim")
         return GatedDelta(

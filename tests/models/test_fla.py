@@ -1,0 +1,79 @@
+"""Configurations of flash-linear-attention's models: read without its package, completed, refused by name.
+
+What the models compute is held against oracles in tests/engine/test_fla.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from vllm_hypic import models
+from vllm_hypic.models.fla_config import CONFIGS, FULL, LINEAR, DeltaNetConfig, FlaConfig
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # fla-hub/delta_net-1.3B-100B
+    "delta_net": {
+        **{"attn_mode": "chunk", "conv_size": 4, "hidden_act": "swish", "hidden_ratio": 4},
+        **{"hidden_size": 2048, "intermediate_size": None, "num_heads": 16, "num_hidden_layers": 24},
+        **{"qk_activation": "silu", "qk_norm": "l2", "use_beta": True, "use_gate": False},
+        **{"use_output_norm": True, "use_short_conv": True, "vocab_size": 32000, "fuse_cross_entropy": True},
+    },
+}
+"""What published models say, and fields of their time."""
+
+
+def read(folder: Path, kind: str, **fields: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **PUBLISHED[kind], **fields}))
+    models.register()
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_configurations_are_read(kind: str, tmp_path: Path) -> None:
+    config = read(tmp_path, kind)
+    assert type(config) in CONFIGS and config.intermediate_size % 256 == 0
+    assert config.layer_types == [LINEAR] * 24 and config.attention is None
+    attn = {"layers": [1, 3], "num_heads": 32, "num_kv_heads": 8, "qkv_bias": False, "rope_theta": 10000.0}
+    for said in (attn, [attn]):
+        hybrid = read(tmp_path, kind, attn=said)
+        assert [i for i, layer in enumerate(hybrid.layer_types) if layer == FULL] == [1, 3]
+        heads = hybrid.num_attention_heads, hybrid.num_key_value_heads, hybrid.head_dim
+        assert heads == (32, 8, 64)
+    hybrid.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == hybrid.to_dict()
+
+
+def test_mlps_are_two_thirds_of_a_ratio_in_steps_of_256() -> None:
+    """As flash-linear-attention rounds."""
+    for hidden, ratio, inner in ((2048, 4, 5632), (1024, 4, 2816), (2048, 2, 2816), (2048, None, 5632)):
+        assert DeltaNetConfig(hidden_size=hidden, hidden_ratio=ratio).intermediate_size == inner
+    assert DeltaNetConfig(intermediate_size=100).intermediate_size == 100
+
+
+ATTN: dict[str, Any] = {"layers": [1], "num_heads": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "reason"),
+    [
+        (DeltaNetConfig, {"hidden_act": "powlu"}, "hidden_act='powlu': expected 'swish' or 'silu'"),
+        (DeltaNetConfig, {"attnres_block_size": 4}, "attnres_block_size=4: expected None"),
+        (DeltaNetConfig, {"use_beta": False}, "use_beta=False: expected True"),
+        (DeltaNetConfig, {"qk_norm": "sum"}, "qk_norm='sum': expected 'l2'"),
+        (DeltaNetConfig, {"qk_activation": "elu"}, "qk_activation='elu': expected 'silu'"),
+        (DeltaNetConfig, {"num_heads": 24}, "expand_k=1.0: expected a multiple of num_heads=24 channels"),
+        (DeltaNetConfig, {"attn": ATTN | {"window_size": 64}}, r"attn\['window_size'\]=64: expected None"),
+        (DeltaNetConfig, {"attn": ATTN | {"layers": [1, 24]}}, r"holds \[24\]: expected layers below 24"),
+        (DeltaNetConfig, {"attn": ATTN | {"num_heads": 24}}, "=24: expected a divisor of 2048"),
+        (DeltaNetConfig, {"attn": {"layers": [1]}}, "expected 'num_heads' in it"),
+        (DeltaNetConfig, {"attn": [ATTN, ATTN]}, "expected one kind of full attention"),
+    ],
+)
+def test_what_is_not_computed_is_refused(kind: type[FlaConfig], said: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{kind.model_type}: .*{reason}"):
+        kind(**said)

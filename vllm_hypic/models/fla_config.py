@@ -1,0 +1,135 @@
+"""Configurations of flash-linear-attention's models, read without that package or a checkpoint's code.
+
+Fields and what they are where a file says nothing are its own (version 0.6.0).  What the classes in
+:mod:`.fla` do not compute is refused by name and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+class FlaConfig(PreTrainedConfig):
+    """What the three have in common: a token mixer and an MLP a layer; ``attn`` names the layers whose mixer
+    is full attention, and its heads.
+
+    ``layer_types``, ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim`` say that to vLLM.
+    """
+
+    expected: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Values of fields that are served, where others would change what is computed."""
+
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    num_heads: int = 16
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    hidden_ratio: int | None = 4
+    intermediate_size: int | None = None
+    hidden_act: str = "swish"
+    norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    vocab_size: int = 32000
+    tie_word_embeddings: bool = False
+    attn: dict[str, Any] | list[dict[str, Any]] | None = None
+    attnres_block_size: int | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # Worked out below; a file that this class wrote says them, too.
+        for name in ("layer_types", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            kwargs.pop(name, None)
+        super().__post_init__(**kwargs)
+        for reason in self._refusals():
+            raise ValueError(f"{self.model_type}: {reason}")
+        attends = self.attention_layers
+        self.layer_types = [FULL if i in attends else LINEAR for i in range(self.num_hidden_layers)]
+        spec = self.attention or {"num_heads": self.num_heads}
+        self.num_attention_heads: int = spec["num_heads"]
+        self.num_key_value_heads: int = spec.get("num_kv_heads") or self.num_attention_heads
+        self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            # Two thirds of it, rounded up to 256: with three matrices as many weights as two would have.
+            inner = int(self.hidden_size * (self.hidden_ratio or 4) * 2 / 3)
+            self.intermediate_size = -(-inner // 256) * 256
+
+    @property
+    def attention(self) -> dict[str, Any] | None:
+        """What layers of full attention are like; ``None``: there are none."""
+        found = self.attn[0] if isinstance(self.attn, list) else self.attn
+        return found or None
+
+    @property
+    def attention_layers(self) -> frozenset[int]:
+        return frozenset(self.attention["layers"]) if self.attention else frozenset()
+
+    @property
+    def key_dim(self) -> int:
+        """Of all heads of a linear layer together."""
+        return round(self.hidden_size * self.expand_k)
+
+    @property
+    def value_dim(self) -> int:
+        return round(self.hidden_size * self.expand_v)
+
+    def _refusals(self) -> Iterator[str]:
+        """Each with what is expected instead."""
+        shared = {"hidden_act": ("swish", "silu"), "attnres_block_size": (None,)}
+        for name, allowed in {**shared, **self.expected}.items():
+            if (given := getattr(self, name, allowed[0])) not in allowed:
+                yield f"{name}={given!r}: expected {' or '.join(map(repr, allowed))}"
+        for name, width in (("expand_k", self.key_dim), ("expand_v", self.value_dim)):
+            if not width or width % self.num_heads:
+                given = getattr(self, name)
+                yield f"{name}={given}: expected a multiple of num_heads={self.num_heads} channels"
+        if isinstance(self.attn, list) and len(self.attn) > 1:
+            yield f"attn={self.attn!r}: expected one kind of full attention"
+        if self.attention is not None:
+            yield from self._attention_refusals(self.attention)
+
+    def _attention_refusals(self, spec: dict[str, Any]) -> Iterator[str]:
+        for name in ("layers", "num_heads"):
+            if name not in spec:
+                yield f"attn={spec!r}: expected {name!r} in it"
+                return
+        if outside := [i for i in spec["layers"] if not 0 <= i < self.num_hidden_layers]:
+            yield f"attn['layers'] holds {outside}: expected layers below {self.num_hidden_layers}"
+        if self.hidden_size % spec["num_heads"]:
+            yield f"attn['num_heads']={spec['num_heads']}: expected a divisor of {self.hidden_size}"
+        if (window := spec.get("window_size")) is not None:
+            yield f"attn['window_size']={window}: expected None"
+
+
+class DeltaNetConfig(FlaConfig):
+    """Of ``DeltaNetForCausalLM``."""
+
+    model_type = "delta_net"
+    expected: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **{"use_beta": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)},
+    }
+
+    use_gate: bool = False
+    use_short_conv: bool = True
+    conv_size: int = 4
+    allow_neg_eigval: bool = False
+    use_beta: bool = True
+    qk_norm: str = "l2"
+    qk_activation: str = "silu"
+
+
+CONFIGS: tuple[type[FlaConfig], ...] = (DeltaNetConfig,)
+
+
+def register() -> None:
+    """Have transformers, which vLLM asks, read them.  May run any number of times."""
+    for config in CONFIGS:
+        if config.model_type not in CONFIG_MAPPING:
+            AutoConfig.register(config.model_type, config)
