@@ -16,7 +16,7 @@ from .random_models import save_model
 Shape = tuple[int, ...]
 LATENT, ROTATED_PART = 512, 64
 """What vLLM's latent attention on CPU takes."""
-UNNAMED = (".A_log", ".dt_bias", "_bias")
+UNNAMED = (".A_log", ".dt_bias", "_bias", ".bias")
 """Ends of names that are parameters; the others are owners of a `weight`."""
 
 

@@ -12,8 +12,8 @@ import torch
 from .random_checkpoints import Shape, mlp, save_checkpoint, silence
 from .random_models import SPECIAL_IDS
 
-DELTA_NET = "delta_net"
-ARCHITECTURES = {DELTA_NET: "DeltaNetForCausalLM"}
+DELTA_NET, RETNET, GLA = "delta_net", "retnet", "gla"
+ARCHITECTURES = {DELTA_NET: "DeltaNetForCausalLM", RETNET: "RetNetForCausalLM", GLA: "GLAForCausalLM"}
 """By model type."""
 
 
@@ -98,6 +98,21 @@ def _delta_net(config: Mapping[str, Any]) -> dict[str, Shape]:
     return shapes
 
 
+def _retention(config: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden, heads, key, value = _sizes(config)
+    shapes = _projections(hidden, key, key, value, value)
+    if not config.get("use_output_gate", True):
+        return shapes | {"g_norm": (value // heads,)}
+    norm = "g_norm_swish_gate" if config.get("fuse_norm", True) else "g_norm"
+    return shapes | {"g_proj": (value, hidden), norm: (value // heads,)}
+
+
+def _gated_linear(config: Mapping[str, Any]) -> dict[str, Shape]:
+    hidden, _, key, _ = _sizes(config)
+    gates: dict[str, Shape] = {"gk_proj.0": (16, hidden), "gk_proj.1": (key, 16), "gk_proj.1.bias": (key,)}
+    return _retention(config) | gates
+
+
 def _projections(hidden: int, q: int, k: int, v: int, out: int) -> dict[str, Shape]:
     return {"q_proj": (q, hidden), "k_proj": (k, hidden), "v_proj": (v, hidden), "o_proj": (hidden, out)}
 
@@ -108,4 +123,6 @@ def _sizes(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
     return hidden, config["num_heads"], int(hidden * config["expand_k"]), int(hidden * config["expand_v"])
 
 
-_MIXERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Shape]]] = {DELTA_NET: _delta_net}
+_MIXERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Shape]]] = {
+    **{DELTA_NET: _delta_net, RETNET: _retention, GLA: _gated_linear},
+}

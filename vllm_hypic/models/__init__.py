@@ -8,6 +8,8 @@ from __future__ import annotations
 MODELS = {
     "BailingMoeLinearV2ForCausalLM": "vllm_hypic.models.ring_linear:RingLinearForCausalLM",
     "DeltaNetForCausalLM": "vllm_hypic.models.fla:DeltaNetForCausalLM",
+    "GLAForCausalLM": "vllm_hypic.models.fla:GLAForCausalLM",
+    "RetNetForCausalLM": "vllm_hypic.models.fla:RetNetForCausalLM",
 }
 """By the architecture that a configuration names: module and class, imported where such a model is asked
 for."""

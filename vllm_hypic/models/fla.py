@@ -31,6 +31,7 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from ..backends.linear.gdn.delta_net import CPUDeltaNetMixer
+from ..backends.linear.retention.mixers import GatedLinearMixer, RetentionMixer
 from .fla_config import FULL, FlaConfig
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ NAMES = WeightsMapper(
         ".mlp.gate_proj": (".mlp.gate_up_proj", 0),
         ".mlp.up_proj": (".mlp.gate_up_proj", 1),
     },
+    # By whether flash-linear-attention fused it with the gate.
+    orig_to_new_substr={".g_norm_swish_gate.": ".o_norm.", ".g_norm.": ".o_norm."},
 )
 """From the checkpoint's to ours."""
 
@@ -224,3 +227,15 @@ class DeltaNetForCausalLM(FlaForCausalLM):
     """The delta rule (arXiv:2406.06484)."""
 
     mixer = CPUDeltaNetMixer
+
+
+class RetNetForCausalLM(FlaForCausalLM):
+    """Retention (arXiv:2307.08621)."""
+
+    mixer = RetentionMixer
+
+
+class GLAForCausalLM(FlaForCausalLM):
+    """Gated linear attention (arXiv:2312.06635)."""
+
+    mixer = GatedLinearMixer

@@ -125,7 +125,46 @@ class DeltaNetConfig(FlaConfig):
     qk_activation: str = "silu"
 
 
-CONFIGS: tuple[type[FlaConfig], ...] = (DeltaNetConfig,)
+class DecayConfig(FlaConfig):
+    """What RetNet and GLA have in common."""
+
+    expected: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **{"feature_map": (None,), "use_short_conv": (False,), "elementwise_affine": (True,)},
+    }
+
+    feature_map: str | None = None
+    use_short_conv: bool = False
+    elementwise_affine: bool | None = True
+    use_output_gate: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # Not kept: vLLM would take it for full attention's.
+        if (given := kwargs.pop("num_kv_heads", None)) not in (None, self.num_heads):
+            raise ValueError(f"{self.model_type}: num_kv_heads={given}: expected num_heads={self.num_heads}")
+        super().__post_init__(**kwargs)
+
+
+class RetNetConfig(DecayConfig):
+    """Of ``RetNetForCausalLM``."""
+
+    model_type = "retnet"
+
+    num_heads: int = 8
+    expand_v: float = 2.0
+    hidden_ratio: int | None = 2
+
+
+class GLAConfig(DecayConfig):
+    """Of ``GLAForCausalLM``."""
+
+    model_type = "gla"
+
+    num_heads: int = 4
+    expand_k: float = 0.5
+    clamp_min: float | None = None
+
+
+CONFIGS: tuple[type[FlaConfig], ...] = (DeltaNetConfig, RetNetConfig, GLAConfig)
 
 
 def register() -> None:

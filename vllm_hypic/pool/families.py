@@ -14,6 +14,7 @@ from .states import (
     ConvGeometry,
     DecayGeometry,
     DiagonalGeometry,
+    GatedRetentionGeometry,
     LinearGeometry,
     RetentionGeometry,
     StateGeometry,
@@ -95,9 +96,19 @@ LIGHTNING = LinearFamily(
     geometry=RetentionGeometry,
     stock=("BailingMoELinearAttention",),
     module="vllm_hypic.backends.linear.lightning",
-    architectures=frozenset({"BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM"}),
+    architectures=frozenset(
+        {"BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM", "RetNetForCausalLM"}
+    ),
 )
-FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1, LIGHTNING)
+GATED_LINEAR = LinearFamily(
+    name="gated linear attention",
+    mamba_type="CUSTOM",
+    geometry=GatedRetentionGeometry,
+    stock=(),
+    module="vllm_hypic.backends.linear.retention",
+    architectures=frozenset({"GLAForCausalLM"}),
+)
+FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1, LIGHTNING, GATED_LINEAR)
 
 
 def family_in(architecture: str) -> LinearFamily | None:

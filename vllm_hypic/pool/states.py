@@ -273,6 +273,17 @@ class RetentionGeometry(StateGeometry):
         return f"{self.heads} heads of {self.key_dim} x {self.value_dim}"
 
 
+@dataclass(frozen=True)
+class GatedRetentionGeometry(RetentionGeometry):
+    """The same where channels of K decay apart (gated linear attention): log T ``[slots, heads, key_dim]``,
+    and no keys are rotated."""
+
+    @property
+    def parts(self) -> tuple[SlotPart, ...]:
+        state, _ = super().parts
+        return state, SlotPart("log_transition", (self.heads, self.key_dim), STATE_DTYPE)
+
+
 def _conv(shape: Sequence[int], dim_first: bool) -> tuple[int, int]:
     """Rows and channels of a convolution's state."""
     return (shape[1], shape[0]) if dim_first else (shape[0], shape[1])

@@ -14,6 +14,7 @@ from .states import (
     ConvGeometry,
     DecayGeometry,
     DiagonalGeometry,
+    GatedRetentionGeometry,
     LinearGeometry,
     RetentionGeometry,
     StateGeometry,
@@ -105,8 +106,9 @@ class DiagonalRecords:
 
 @dataclass(frozen=True)
 class RetentionRecords:
-    """Records of one layer without a convolution whose transition is a number a head, by slot: ``state
-    [slots, H, K, V]`` and ``log_transition [slots, H]`` fp32, -inf in leading records: T is zero."""
+    """Records of one layer without a convolution whose transition is a number a head, or a channel of K, by
+    slot: ``state [slots, H, K, V]`` and ``log_transition [slots, H]`` or ``[slots, H, K]`` fp32, -inf in
+    leading records: T is zero."""
 
     state: torch.Tensor
     log_transition: torch.Tensor
@@ -125,6 +127,7 @@ _OF_SLOTS: dict[type[StateGeometry], type[_OfSlots]] = {
     DecayGeometry: DecayRecords,
     DiagonalGeometry: DiagonalRecords,
     RetentionGeometry: RetentionRecords,
+    GatedRetentionGeometry: RetentionRecords,
 }
 """Records that are their slots' parts and nothing else."""
 

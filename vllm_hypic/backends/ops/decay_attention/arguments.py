@@ -24,6 +24,11 @@ class Inputs:
     def channel_gates(self) -> bool:
         return self.g.dim() == 3
 
+    def part(self, tokens: slice | Tensor) -> Inputs:
+        """These rows alone."""
+        g = self.g[tokens] if self.channel_gates else self.g
+        return Inputs(self.q[tokens], self.k[tokens], self.v[tokens], g)
+
 
 @dataclass(frozen=True)
 class Caches:

@@ -1,0 +1,223 @@
+"""The layers of flash-linear-attention's RetNet and GLA under PIC, on CPU.
+
+Per head ``S <- Diag(e^g) S + k v^T``, ``y = S^T q / sqrt(K)``, outputs normalised by heads and gated by SiLU.
+Retention (arXiv:2307.08621) has ``g = log(1 - 2^{-5-h})`` and rotates q and k; gated linear attention
+(arXiv:2312.06635) projects a gate of every channel and does not rotate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateCopyFuncCalculator,
+    MambaStateDtypeCalculator,
+)
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from ....pool.families import GATED_LINEAR, LIGHTNING
+from ...ops import decay_attention
+from ..lightning.base import DecayingLayer
+from ..lightning.rotation import rotating_exactly
+from ..own_layer import OwnLayer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NORMALIZER, GATE_RANK = 16, 16
+"""Of GLA's gates; its configuration says neither."""
+
+
+class DecayMixer(DecayingLayer, OwnLayer):
+    """Projections and norm under the names of the checkpoint; the recurrence in fp32."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__(vllm_config, prefix)
+        config, quant = self.config, self.quant_config
+        hidden, heads = config.hidden_size, config.num_heads
+        self.heads = heads // self.tp_size
+        self.key_size, self.value_size = config.key_dim // heads, config.value_dim // heads
+        self.sizes = [self.heads * size for size in (self.key_size, self.key_size, self.value_size)]
+        self.qkv_proj = QKVParallelLinear(
+            hidden,
+            self.key_size,
+            heads,
+            bias=False,
+            v_head_size=self.value_size,
+            quant_config=quant,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        if config.use_output_gate:
+            self.g_proj = ColumnParallelLinear(
+                hidden, config.value_dim, bias=False, quant_config=quant, prefix=f"{prefix}.g_proj"
+            )
+            self.o_norm: nn.Module = RMSNormGated(self.value_size, eps=config.norm_eps, norm_before_gate=True)
+        else:
+            self.o_norm = RMSNorm(self.value_size, eps=config.norm_eps)
+        self.o_proj = RowParallelLinear(
+            config.value_dim, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
+        )
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        n = len(hidden)
+        q, k, v = self.qkv_proj(hidden)[0].float().split(self.sizes, dim=-1)
+        q, k = self._rotated(positions, q, k)
+        q, k = (rows.view(n, self.heads, self.key_size) for rows in (q * self.key_size**-0.5, k))
+        y = v.new_zeros(n, self.heads, self.value_size)
+        torch.ops.vllm.hypic_decay_attention(
+            q, k, v.view(y.shape), self._log_decays(hidden), y, _encode_layer_name(self.prefix)
+        )
+        rows = y.to(hidden.dtype).view(-1, self.value_size)
+        if self.config.use_output_gate:
+            rows = self.o_norm(rows, self.g_proj(hidden)[0].view_as(rows))
+        else:
+            rows = self.o_norm(rows)
+        out: torch.Tensor = self.o_proj(rows.view(n, -1))[0]
+        return out
+
+    def core(self, x: decay_attention.Inputs, out: torch.Tensor) -> None:
+        """Recurrence of the whole batch into ``out [n, H, V]``, captured and composed as the step says."""
+        if get_forward_context().attn_metadata is None:
+            self.hypic_reached = True
+            return  # vLLM's profile run
+        self.run(x, out)
+
+    def _rotated(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``q``, ``k [n, H K]``."""
+        return q, k
+
+    def _log_decays(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[H]``, or of every row and channel ``[n, H, K]``, fp32."""
+        raise NotImplementedError
+
+    def refusal(self) -> str | None:
+        if not current_platform.is_cpu():
+            return f"{self.family.name} on this platform (served: CPU)"
+        return None
+
+    def get_attn_backend(self) -> Any:
+        return BailingLinearAttentionBackend
+
+    @classmethod
+    def state_shapes(cls, config: Any, ranks: int) -> tuple[tuple[int, ...], ...]:
+        heads = config.num_heads
+        return ((heads // ranks, config.key_dim // heads, config.value_dim // heads),)
+
+    @classmethod
+    def state_dtypes(cls, dtype: torch.dtype, cache_config: Any) -> tuple[torch.dtype, ...]:
+        """fp32 unless told otherwise."""
+        found = MambaStateDtypeCalculator.kda_state_dtype(
+            dtype, cache_config.mamba_cache_dtype, cache_config.mamba_ssm_cache_dtype
+        )
+        return (found[1],)
+
+    @classmethod
+    def state_copies(cls) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
+        return found
+
+
+class RetentionMixer(DecayMixer):
+    """RetNet's."""
+
+    family = LIGHTNING
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__(vllm_config, prefix)
+        first = self.tp_rank * self.heads
+        decays = 1 - 2.0 ** (-5.0 - torch.arange(first, first + self.heads, dtype=torch.float64))
+        self.decays = decays.log().float()
+        rope = get_rope(
+            self.key_size,
+            max_position=self.config.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+        self.rotary_emb = rotating_exactly(rope)
+        self._table = self.rotary_emb.hypic_rotations
+
+    def _rotated(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = self.rotary_emb(positions, q.contiguous(), k.contiguous())
+        return q, k
+
+    def _log_decays(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.decays
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.LINEAR
+
+
+class GatedLinearMixer(DecayMixer):
+    """GLA's."""
+
+    family = GATED_LINEAR
+    channel_gates = True
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__(vllm_config, prefix)
+        hidden, keys, quant = self.config.hidden_size, self.config.key_dim, self.quant_config
+        down = ReplicatedLinear(
+            hidden,
+            GATE_RANK,
+            bias=False,
+            return_bias=False,
+            quant_config=quant,
+            prefix=f"{prefix}.gk_proj.0",
+        )
+        up = ColumnParallelLinear(
+            GATE_RANK, keys, return_bias=False, quant_config=quant, prefix=f"{prefix}.gk_proj.1"
+        )
+        self.gk_proj = nn.Sequential(down, up)
+
+    def _log_decays(self, hidden: torch.Tensor) -> torch.Tensor:
+        g = F.logsigmoid(self.gk_proj(hidden).float()) / NORMALIZER
+        if self.config.clamp_min is not None:
+            g = g.clamp(min=self.config.clamp_min)
+        return g.view(len(hidden), self.heads, self.key_size)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """vLLM has no name of its own for layers with a gate of every channel."""
+        return MambaAttentionBackendEnum.CUSTOM
+
+
+def _hypic_decay_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decays: torch.Tensor,
+    out: torch.Tensor,
+    layer_name: LayerNameType,
+) -> None:
+    """Custom operator: hands over to the layer."""
+    layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+    layer.core(decay_attention.Inputs(q, k, v, log_decays), out)
+
+
+direct_register_custom_op(
+    op_name="hypic_decay_attention", op_func=_hypic_decay_attention, mutates_args=["out"]
+)
