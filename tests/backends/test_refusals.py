@@ -35,6 +35,7 @@ from vllm_hypic.backends.linear.lightning.cpu import HypicLightning
 from vllm_hypic.backends.linear.lightning.rotation import rotating_exactly
 from vllm_hypic.backends.linear.mamba1 import cpu
 from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
+from vllm_hypic.backends.linear.retention import mixers
 from vllm_hypic.backends.ops import extension, span_attention
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.probe import Unsupported, _Call, _link
@@ -42,6 +43,7 @@ from vllm_hypic.backends.rope import RopeTap
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.pool.geometry import LatentGeometry, PoolGeometry, pool_geometry
+from vllm_hypic.pool.states import GatedRetentionGeometry
 from vllm_hypic.pool.tensors import DevicePool
 
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -141,12 +143,21 @@ def test_mamba1_is_refused_on_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert attach.layer_refusal(layer, "JambaForCausalLM") == "Mamba1 on GPUs (served on CPUs)"
 
 
-def test_the_delta_net_is_refused_on_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = stock_layer(delta_net.CPUDeltaNetMixer)
-    assert attach.layer_refusal(layer, "DeltaNetForCausalLM") is None
+@pytest.mark.parametrize(
+    ("kind", "architecture", "name"),
+    [
+        (delta_net.CPUDeltaNetMixer, "DeltaNetForCausalLM", "the delta net"),
+        (mixers.RetentionMixer, "RetNetForCausalLM", "retention"),
+        (mixers.GatedLinearMixer, "GLAForCausalLM", "gated linear attention"),
+    ],
+)
+def test_models_of_ours_are_refused_on_gpus_by_name(
+    kind: type[Any], architecture: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = stock_layer(kind)
+    assert attach.layer_refusal(layer, architecture) is None
     monkeypatch.setattr(delta_net.current_platform, "is_cpu", lambda: False)
-    says = attach.layer_refusal(layer, "DeltaNetForCausalLM")
-    assert says == "the delta net on this platform (served: CPU)"
+    assert attach.layer_refusal(layer, architecture) == f"{name} on this platform (served: CPU)"
 
 
 def test_lightning_attention_has_a_number_a_head_for_a_transition_and_no_convolution() -> None:
@@ -190,6 +201,15 @@ def test_lightning_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     assert attach.layer_refusal(layer, name) == "lightning attention on GPUs (served on CPUs)"
 
 
+def test_gated_linear_attention_has_a_number_a_channel_for_a_transition() -> None:
+    found = GatedRetentionGeometry.of("layers.0", [(4, 32, 64)], [torch.float32], False)
+    assert [(part.name, part.shape, part.dtype) for part in found.parts] == [
+        ("state", (4, 32, 64), torch.float32),
+        ("log_transition", (4, 32), torch.float32),
+    ]
+    assert found.shape == "4 heads of 32 x 64" and found.blocks == 0
+
+
 def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
     """Else its state holds inputs of rows before the segment, which no record has."""
     assert geometry(CONV, min_segment_tokens=2).slots and geometry(GDN, min_segment_tokens=1).slots
@@ -211,7 +231,7 @@ def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
         (MLAAttentionSpec(**SHAPE, non_causal_multi_token_decode=True), "MLA whose rows see later ones"),
         (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention with states of shapes"),
         (replace(GDN, mamba_type=Kind.LINEAR), "linear attention with states of shapes"),
-        (replace(GDN, mamba_type=Kind.CUSTOM), "linear attention of kind CUSTOM"),
+        (replace(GDN, mamba_type=Kind.CUSTOM), "linear attention of kind OTHER"),
         (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),
         (replace(MAMBA2, shapes=(*MAMBA2.shapes, (8, 16))), "linear attention with states of shapes"),
         (replace(CONV, shapes=((2, 64), (4, 64, 64))), "linear attention with states of shapes"),

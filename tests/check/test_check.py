@@ -157,6 +157,11 @@ def test_ring_and_ling_are_served_on_cpu(tmp_path: Path, kv_heads: int | None, a
             {"gated delta net, 4 heads of 32 x 64": 2, "full attention, 2 KV heads of 32": 2},
         ),
         ({"kind": "delta_net", "group": None}, {"gated delta net, 4 heads of 32 x 32": 4}),
+        ({"kind": "retnet", "group": None}, {"lightning attention, 4 heads of 32 x 32": 4}),
+        (
+            {"kind": "gla", "expand_k": 0.5, "group": 4},
+            {"gated linear attention, 4 heads of 16 x 32": 3, "full attention, 2 KV heads of 32": 1},
+        ),
     ],
 )
 def test_models_of_flash_linear_attention_are_served_on_cpu(

@@ -96,6 +96,8 @@ FAMILIES = {
     ),
     "ring-linear": Family(partial(save_ring_model, layers=4, kv_heads=2), 26, cpu_bailing_recurrence.apply),
     "delta-net": Family(partial(save_fla_model, dtype=torch.float32), 26),
+    "retnet": Family(partial(save_fla_model, kind="retnet", dtype=torch.float32), 26),
+    "gla": Family(partial(save_fla_model, kind="gla", dtype=torch.float32), 26),
     "delta-net-alone": Family(partial(save_fla_model, group=None, dtype=torch.float32), 26, grows=False),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
     "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),

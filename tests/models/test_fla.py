@@ -13,7 +13,15 @@ import pytest
 from transformers import AutoConfig
 
 from vllm_hypic import models
-from vllm_hypic.models.fla_config import CONFIGS, FULL, LINEAR, DeltaNetConfig, FlaConfig
+from vllm_hypic.models.fla_config import (
+    CONFIGS,
+    FULL,
+    LINEAR,
+    DeltaNetConfig,
+    FlaConfig,
+    GLAConfig,
+    RetNetConfig,
+)
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     # fla-hub/delta_net-1.3B-100B
@@ -22,6 +30,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"hidden_size": 2048, "intermediate_size": None, "num_heads": 16, "num_hidden_layers": 24},
         **{"qk_activation": "silu", "qk_norm": "l2", "use_beta": True, "use_gate": False},
         **{"use_output_norm": True, "use_short_conv": True, "vocab_size": 32000, "fuse_cross_entropy": True},
+    },
+    # fla-hub/retnet-1.3B-100B
+    "retnet": {
+        **{"attn_mode": "fused_chunk", "elementwise_affine": True, "expand_k": 1, "expand_v": 2},
+        **{"feature_map": None, "hidden_act": "swish", "hidden_ratio": 2, "hidden_size": 2048},
+        **{"intermediate_size": None, "num_heads": 8, "num_hidden_layers": 24, "num_kv_heads": None},
+        **{"use_output_gate": True, "use_short_conv": False, "share_conv_kernel": True, "conv_size": 4},
+    },
+    # fla-hub/gla-1.3B-100B
+    "gla": {
+        **{"attn_mode": "chunk", "clamp_min": None, "elementwise_affine": True, "expand_k": 0.5},
+        **{"expand_v": 1, "feature_map": None, "fuse_norm": True, "hidden_act": "swish", "hidden_ratio": 4},
+        **{"hidden_size": 2048, "intermediate_size": None, "num_heads": 4, "num_hidden_layers": 24},
+        **{"num_kv_heads": None, "use_gk": True, "use_gv": False, "use_output_gate": True},
     },
 }
 """What published models say, and fields of their time."""
@@ -72,6 +94,10 @@ ATTN: dict[str, Any] = {"layers": [1], "num_heads": 16}
         (DeltaNetConfig, {"attn": ATTN | {"num_heads": 24}}, "=24: expected a divisor of 2048"),
         (DeltaNetConfig, {"attn": {"layers": [1]}}, "expected 'num_heads' in it"),
         (DeltaNetConfig, {"attn": [ATTN, ATTN]}, "expected one kind of full attention"),
+        (GLAConfig, {"feature_map": "relu"}, "feature_map='relu': expected None"),
+        (GLAConfig, {"num_kv_heads": 2}, "num_kv_heads=2: expected num_heads=4"),
+        (GLAConfig, {"elementwise_affine": False}, "elementwise_affine=False: expected True"),
+        (RetNetConfig, {"use_short_conv": True}, "use_short_conv=True: expected False"),
     ],
 )
 def test_what_is_not_computed_is_refused(kind: type[FlaConfig], said: dict[str, Any], reason: str) -> None:

@@ -137,6 +137,8 @@ def test_lightning_attention(tmp_path: Path, experts: int, kv_heads: int | None,
 FLA = [
     ({"kind": "delta_net", "expand_v": 2.0, "use_gate": True}, 6),
     ({"kind": "delta_net", "use_short_conv": False}, 6),
+    ({"kind": "retnet", "expand_v": 2.0}, 5),
+    ({"kind": "gla", "expand_k": 0.5, "use_output_gate": False}, 5),
 ]
 """Fields of a model, and operations on an entry of its state."""
 

@@ -283,13 +283,18 @@ def _latent(config: object, heads: int) -> Latent | None:
 
 def _fla(config: Any, hidden: int) -> FlaMixer | None:
     """By flash-linear-attention's names and, where nothing is said, its values."""
-    if getattr(config, "model_type", None) != "delta_net":
+    kind = getattr(config, "model_type", None)
+    if kind not in ("delta_net", "retnet", "gla"):
         return None
     heads, keys, values = config.num_heads, int(hidden * config.expand_k), int(hidden * config.expand_v)
-    taps = _number(config, 4, "conv_size") if getattr(config, "use_short_conv", True) else 0
-    # Read with k, add an outer product, read with q.
-    gated = bool(getattr(config, "use_gate", False))
-    return FlaMixer(heads, keys, values, heads * hidden, 2 + 2 + 2, gated, taps)
+    if kind == "delta_net":
+        taps = _number(config, 4, "conv_size") if getattr(config, "use_short_conv", True) else 0
+        gated = bool(getattr(config, "use_gate", False))
+        # Read with k, add an outer product, read with q.
+        return FlaMixer(heads, keys, values, heads * hidden, 2 + 2 + 2, gated, taps)
+    gates = 16 * (hidden + keys) if kind == "gla" else 0
+    # Decay, add an outer product, read with q.
+    return FlaMixer(heads, keys, values, gates, 1 + 2 + 2, bool(getattr(config, "use_output_gate", True)))
 
 
 def _linear(config: object, hidden: int, head_size: int) -> Linear:

@@ -7,7 +7,7 @@ Retention (arXiv:2307.08621) has ``g = log(1 - 2^{-5-h})`` and rotates q and k; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,9 @@ NORMALIZER, GATE_RANK = 16, 16
 
 class DecayMixer(DecayingLayer, OwnLayer):
     """Projections and norm under the names of the checkpoint; the recurrence in fp32."""
+
+    called: ClassVar[str]
+    """As messages name it."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(vllm_config, prefix)
@@ -114,7 +117,7 @@ class DecayMixer(DecayingLayer, OwnLayer):
 
     def refusal(self) -> str | None:
         if not current_platform.is_cpu():
-            return f"{self.family.name} on this platform (served: CPU)"
+            return f"{self.called} on this platform (served: CPU)"
         return None
 
     def get_attn_backend(self) -> Any:
@@ -143,6 +146,7 @@ class RetentionMixer(DecayMixer):
     """RetNet's."""
 
     family = LIGHTNING
+    called = "retention"
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(vllm_config, prefix)
@@ -175,6 +179,7 @@ class GatedLinearMixer(DecayMixer):
     """GLA's."""
 
     family = GATED_LINEAR
+    called = GATED_LINEAR.name
     channel_gates = True
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
