@@ -231,7 +231,7 @@ def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
         (MLAAttentionSpec(**SHAPE, non_causal_multi_token_decode=True), "MLA whose rows see later ones"),
         (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention with states of shapes"),
         (replace(GDN, mamba_type=Kind.LINEAR), "linear attention with states of shapes"),
-        (replace(GDN, mamba_type=Kind.CUSTOM), "linear attention of kind OTHER"),
+        (replace(GDN, mamba_type=SimpleNamespace(name="OTHER")), "linear attention of kind OTHER"),
         (replace(GDN, shapes=((3, 512), (4, 64))), "linear attention with states of shapes"),
         (replace(MAMBA2, shapes=(*MAMBA2.shapes, (8, 16))), "linear attention with states of shapes"),
         (replace(CONV, shapes=((2, 64), (4, 64, 64))), "linear attention with states of shapes"),
