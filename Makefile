@@ -24,9 +24,9 @@ LMCACHE := lmcache==0.5.6
 NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 # What examples/frameworks and its tests use beside the extra `integrations`.
 LLAMA_INDEX := llama-index-core==0.14.25 llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1
-# flash-linear-attention's operators, whose naive recurrences tests read; in a folder of their own, since transformers would
-# run their Triton kernels where it can import them, on a CPU, too.
-FLA := fla-core==0.6.0
+# flash-linear-attention's operators, whose naive recurrences tests read, and its models, which they run in Triton's interpreter; in a
+# folder of their own, since transformers would run their Triton kernels where it can import them, on a CPU, too.
+FLA := fla-core==0.6.0 flash-linear-attention==0.6.0
 
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1

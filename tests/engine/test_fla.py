@@ -196,6 +196,6 @@ def test_bfloat16(chunk: int, deep: tuple[str, Path], start_engine: EngineFactor
         plain = judged.ours(COMPOSED.plain()) - oracle.full_logprobs(list(COMPOSED.plain().tokens))
         bound = NOISE_FACTOR * float(plain.abs().max())
         cold, warm = judged.ours(COMPOSED), judged.ours(COMPOSED)
-        assert torch.equal(cold, warm) and judged.error(cold) <= bound < 0.5
+        assert torch.equal(cold, warm) and judged.error(cold) <= bound < 0.8
         assert judged.error(cold, fault="no_T") > 2 * bound
         assert started.call(audit).clean

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,18 @@ def test_every_fault_shows(tmp_path: Path, name: str) -> None:
     for fault in oracle.faults():
         wrong = oracle.next_token_logprobs(LEAD, SEGMENTS, QUERY, fault=fault)
         assert (wrong - right).abs().max() > 1e-3, fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_flash_linear_attentions_own_models_agree(tmp_path: Path, name: str) -> None:
+    """Without full attention, which is FlashAttention there."""
+    package = Path(sys.prefix) / "fla"
+    if not (package / "fla" / "models").is_dir():
+        pytest.skip(f"{package} has flash-linear-attention's operators alone: `make venv` adds its models")
+    size: dict[str, Any] = {"group": None, "layers": 2, "hidden": 64, "heads": 2, "intermediate": 128}
+    oracle = made(tmp_path, name, **size)
+    out, program = tmp_path / "logprobs.pt", Path(__file__).with_name("fla_forward.py")
+    subprocess.run([sys.executable, program, package, tmp_path, "50", out], check=True, timeout=300)
+    ours = oracle.full_logprobs(list(range(10, 60)), all_rows=True)
+    assert (ours - torch.load(out)).abs().max() < 1e-4
