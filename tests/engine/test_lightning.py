@@ -5,8 +5,8 @@ Behind one linear layer composing is exact, as in :mod:`test_families`.  Whole m
 oracle in float32, with the tests of :mod:`test_mamba2_oracle`.  Stock vLLM has no recurrence of this layer on
 CPU; what ordinary requests are compared with has ours, and is itself held against the oracle.
 
-vLLM's latent attention takes prompts whole in float32 and has no prefix cache there; in bfloat16 prompts come
-in chunks where the CPU has AMX.
+vLLM's latent attention takes prompts whole in float32 and has no prefix cache there, while grouped-query
+attention has both; in bfloat16 prompts come in chunks where the CPU has AMX.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from .test_mamba2_oracle import (  # noqa: F401  collected here, too, with the f
     test_link_methods,
     test_planted_faults_are_seen,
 )
+from .test_mamba2_oracle import test_a_second_turn_goes_on_from_the_streams_blocks as second_turn
 from .test_mla import CPU_MLA
 from .test_olmo import exact
 from .test_oracle_agreement import NOISE_FACTOR
@@ -49,6 +50,7 @@ BOUND = {"float32": 5e-5, "bfloat16": 0.1}
 DEEP = 1e-4
 """Of the engine in float32 from the oracle in float64; measured: below 1e-5, as ordinary requests."""
 WHOLE: dict[str, Any] = {"enable_prefix_caching": False}
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 96}
 MENDED: dict[str, Any] = {"hypic": False, "mended": cpu_bailing_recurrence.apply}
 
 
@@ -147,6 +149,7 @@ def errors_at(llm: Any, position: int) -> dict[str, float]:
     config = llm.llm_engine.vllm_config
     layer = config.compilation_config.static_forward_context["model.layers.0.self_attn"]
     runtime, rope, tokens, cpu = layer.hypic_runtime, layer.rotary_emb, 300, torch.device("cpu")
+    assert rope.cos_sin_cache is rope.hypic_rotations, "attention rounds a table of its own"
     records = runtime.pool.records(layer.prefix, RetentionRecords)
     rng = torch.Generator().manual_seed(position)
     hidden = torch.randn(tokens + 1, layer.hidden_size, generator=rng).to(layer.dense.weight.dtype)
@@ -219,7 +222,8 @@ def judged(
     text = tmp_path_factory.mktemp("context") / "context.txt"
     text.write_text(" ".join(f"w{token}" for token in CONTEXT))
     options = {"context_file": str(text), "dummy_token": DUMMY}
-    with module_engine(folder, dtype="float32", max_logprobs=-1, options=options, **WHOLE) as started:
+    args = CHUNKS if name.startswith(GROUPED) else WHOLE
+    with module_engine(folder, dtype="float32", max_logprobs=-1, options=options, **args) as started:
         yield Judged(name, started, oracle(folder, name), DEEP)
 
 
@@ -231,6 +235,12 @@ def test_composed_and_ordinary_requests(judged: Judged) -> None:
     assert float((plain - full).abs().max()) <= DEEP and judged.error(ours) <= DEEP
     assert judged.error(ours, compose_T=False) > 100 * DEEP
     assert judged.error(ours, fault="states_not_moved") > 100 * DEEP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deep", [f"{GROUPED}-dense", f"{GROUPED}-experts"], indirect=True)
+def test_a_second_turn(judged: Judged) -> None:
+    second_turn(judged)
 
 
 @pytest.mark.parametrize("chunk", [4096, 96])
