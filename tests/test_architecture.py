@@ -19,6 +19,7 @@ LAZILY = {
     ("vllm_hypic", "vllm"): "the entry point that vLLM calls registers names and patches",
     ("vllm_hypic", "engine.tokenizer"): "likewise",
     ("vllm_hypic", "patches"): "likewise",
+    ("vllm_hypic", "models"): "likewise",
     ("store.tiers.lmcache_objects", "torch"): "LMCache's memory objects are tensors",
     ("pool.geometry", "vllm"): "what a layer caches is told by the classes of vLLM's cache specifications",
     ("patches", "engine"): "a patch of vLLM calls the engine where vLLM calls the patch",

@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TESTED = {
+    "BailingMoeLinearV2ForCausalLM": "tests/engine/test_lightning.py",
     "BailingMoeV2_5ForCausalLM": "tests/engine/test_lightning.py",
     "BailingMoeV3ForCausalLM": "tests/engine/test_kimi.py",
     "DeepseekV2ForCausalLM": "tests/engine/test_mla.py",
@@ -57,6 +58,14 @@ TESTED = {
 }
 """Where an engine answers prompts with segments and is held against full recompute."""
 SAID_BY_MODELS: dict[str, dict[str, Any]] = {
+    "BailingMoeLinearV2ForCausalLM": {
+        **{"model_type": "bailing_moe_linear", "dtype": "bfloat16", "vocab_size": 157184},
+        **{"hidden_size": 2048, "num_hidden_layers": 20, "layer_group_size": 5, "num_attention_heads": 16},
+        **{"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 5120, "use_bias": False},
+        **{"use_qkv_bias": False, "use_qk_norm": True, "group_norm_size": 4, "rope_theta": 1e6},
+        **{"partial_rotary_factor": 0.5, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6},
+        **{"num_experts": 0},
+    },
     "BailingMoeV2_5ForCausalLM": {
         **{"model_type": "bailing_hybrid", "dtype": "bfloat16", "vocab_size": 157184, "hidden_size": 4096},
         **{"num_hidden_layers": 32, "layer_group_size": 8, "num_attention_heads": 32, "head_dim": 128},
@@ -105,12 +114,13 @@ of it on this machine. No weights are read and nothing is started: vLLM builds i
 model class without numbers, and the engine's own code is asked about each layer. Rotary embeddings are
 looked at when the engine starts, which refuses those that it cannot undo.
 
-Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, and
-vision models that are served. On CPU, each with the configuration that transformers {transformers}, or
-vLLM, takes where a model says nothing (`tools/models_table.py` adds what LFM2's, GLM-4.7-Flash's,
-Kimi-Linear's, Ring's and Ling's must say, and leaves out Nemotron-H's experts, which vLLM has on GPUs
-only). Models of one class differ, a window is on in one and off in another: ask about yours. Soft-caps,
-shared KV and latent attention are served on CPUs only: on GPUs models that have them are refused.
+Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, those
+that have a class here (`vllm_hypic/models/`), and vision models that are served. On CPU, each with the
+configuration that transformers {transformers}, or vLLM, takes where a model says nothing
+(`tools/models_table.py` adds what LFM2's, GLM-4.7-Flash's, Kimi-Linear's, Ring's and Ling's must say, and
+leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models of one class differ, a window is on in
+one and off in another: ask about yours. Soft-caps, shared KV and latent attention are served on CPUs only:
+on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
 and of {unknown} nothing can be said here."""
@@ -127,7 +137,7 @@ class Row:
 
 
 def architectures() -> list[str]:
-    """Those of text generation that vLLM registers, and the vision models that are served."""
+    """Those of text generation that vLLM registers, ours, and the vision models that are served."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     return sorted({*_TEXT_GENERATION_MODELS, *TESTED})

@@ -8,11 +8,13 @@ __version__ = "0.1.0"
 def register() -> None:
     """vLLM's general-plugin entry point; runs in every process, any number of times.
 
-    Makes names known (backend, connector, tokenizer mode) and hooks in where vLLM has no extension
-    point.  Engines that do not ask for ``--attention-backend hypic`` are untouched.
+    Makes names known (backend, connector, tokenizer mode, models that vLLM has no class for) and hooks in
+    where vLLM has no extension point.  Engines that do not ask for ``--attention-backend hypic`` are
+    untouched.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from . import models
     from .engine.tokenizer import register_mode
     from .patches import (
         backend_name,
@@ -36,4 +38,5 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             "HypicConnector", "vllm_hypic.connector.connector", "HypicConnector"
         )
+    models.register()
     register_mode()

@@ -31,7 +31,7 @@ from vllm_hypic.backends.attention.backend import HypicAttentionImpl
 from vllm_hypic.backends.linear.gdn.cpu import HypicCPUGatedDeltaNet
 from vllm_hypic.backends.linear.lightning import cpu as lightning
 from vllm_hypic.backends.linear.lightning.cpu import HypicLightning
-from vllm_hypic.backends.linear.lightning.rotation import rotate_exactly
+from vllm_hypic.backends.linear.lightning.rotation import rotating_exactly
 from vllm_hypic.backends.linear.mamba1 import cpu
 from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
 from vllm_hypic.backends.ops import extension, span_attention
@@ -159,21 +159,22 @@ def test_lightning_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         plain, yarn = RotaryEmbedding(**common), YaRNScalingRotaryEmbedding(**common, scaling_factor=4.0)
         scaled = LinearScalingRotaryEmbedding(**common, scaling_factors=2.0)
     for rope, positions, length in ((plain, 100, 1.0), (yarn, 400, yarn.mscale)):
-        table = rotate_exactly(rope)
-        assert table is not None and table.shape == (positions, 32) and table.dtype == torch.float32
-        assert rotate_exactly(rope) is table, "layers that share the module share the table"
+        stock, exact = rope.cos_sin_cache, rotating_exactly(rope)
+        assert exact is not None and rotating_exactly(rope) is exact, "layers that share the module share it"
+        assert rope.cos_sin_cache is stock and exact._forward_method.__self__ is exact
+        table = exact.hypic_rotations
+        assert table.shape == (positions, 32) and table.dtype == torch.float32
         cos, sin = table.double().chunk(2, 1)
         torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
         torch.testing.assert_close(cos[90], cos[60] * cos[30] - sin[60] * sin[30], rtol=0, atol=2e-7)
-        torch.testing.assert_close(rope.cos_sin_cache, length * table)
-        assert float((rope.cos_sin_cache - rope._compute_cos_sin_cache()).abs().max()) < 1e-4
-    before = scaled.cos_sin_cache
-    fields: dict[str, Any] = {"linear_rope": True, "_table": rotate_exactly(plain), "rotary_emb": plain}
+        torch.testing.assert_close(exact.cos_sin_cache, length * table)
+        assert float((exact.cos_sin_cache - rope._compute_cos_sin_cache()).abs().max()) < 1e-4
+    fields: dict[str, Any] = {"linear_rope": True, "_table": table, "rotary_emb": exact}
     layer = stock_layer(HypicLightning, **fields)
-    name = "BailingMoeV2_5ForCausalLM"
-    assert attach.layer_refusal(layer, name) is None
-    layer._table, layer.rotary_emb = rotate_exactly(scaled), scaled
-    assert layer._table is None and scaled.cos_sin_cache is before
+    for name in ("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM"):
+        assert attach.layer_refusal(layer, name) is None
+    assert rotating_exactly(scaled) is None
+    layer._table, layer.rotary_emb = None, scaled
     says = attach.layer_refusal(layer, name)
     assert says is not None and says.startswith("lightning attention rotated by LinearScalingRotaryEmbedding")
     monkeypatch.setattr(lightning.current_platform, "is_cuda", lambda: True)

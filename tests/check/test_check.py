@@ -134,13 +134,18 @@ def test_bailing_v3_is_served_on_cpu(tmp_path: Path) -> None:
     assert kinds == {"gated delta net, 4 heads of 32 x 32": 2, "latent attention, rows of 576": 1}
 
 
-def test_ring_and_ling_are_served_on_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "attention"),
+    [(None, "latent attention, rows of 576"), (2, "full attention, 2 KV heads of 64")],
+)
+def test_ring_and_ling_are_served_on_cpu(tmp_path: Path, kv_heads: int | None, attention: str) -> None:
     """Without the code that published models bring for their configuration."""
-    save_ring_model(tmp_path, layers=4, group=4, heads=4, head_dim=64, experts=8)
+    fields: dict[str, Any] = {"hidden": 256, "heads": 4, "head_dim": 64, "experts": 8}
+    save_ring_model(tmp_path, layers=4, group=4, kv_heads=kv_heads, **fields)
     kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
     lightning = kinds["lightning attention, 4 heads of 64 x 64"]
     assert (lightning["layers"], lightning["segment_bytes"]) == (3, 3 * (4 * 64 * 64 * 4 + 4 * 4))
-    assert kinds["latent attention, rows of 576"]["layers"] == 1
+    assert kinds[attention]["layers"] == 1
 
 
 def test_latents_take_one_row_a_token(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ FAMILIES = {
         stock=CPU_MLA,
         args={"enable_prefix_caching": False},
     ),
+    "ring-linear": Family(partial(save_ring_model, layers=4, kv_heads=2), 26, cpu_bailing_recurrence.apply),
     "mamba1": Family(partial(save_mamba1_model, name="Jamba"), 26, cpu_mamba1.apply),
     "mamba1-alone": Family(partial(save_mamba1_model, name="Mamba"), 26, cpu_mamba1.apply, grows=False),
     "windows": Family(partial(save_windowed_model, window=40, layer_types=[SLIDING, FULL, SLIDING]), 32),

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from .bailing import BailingOracle
+from .bailing import BailingOracle, RingLinearOracle
 from .gemma2 import Gemma2Oracle
 from .mamba1 import Mamba1Oracle
 from .mamba1_models import save_mamba1_model
@@ -39,6 +39,7 @@ __all__ = [
     "MaskedOracle",
     "OlmoOracle",
     "Oracle",
+    "RingLinearOracle",
     "ShortConvOracle",
     "mamba_oracle",
     "random_segments",

@@ -1,4 +1,5 @@
-"""The oracle of Ring and Ling 2.5: lightning attention, and latent attention with rotation.
+"""The oracles of Ring and Ling 2.5 and of Ring-linear 2.0: lightning attention, and latent or grouped-query
+attention with rotation.
 
 Lightning attention (arXiv:2401.04658) is linear attention with a constant decay a head,
 
@@ -13,8 +14,7 @@ multiplied by the sigmoid of a gate.
 What a segment leaves in such a layer are its keys, not rotated, and values: composed, each key is rotated at
 its position in the prompt and written with the decays of the tokens behind it.
 
-Experts are chosen by their sigmoids plus a correction, weighted by the sigmoids alone, made to add up to 1
-and multiplied by a factor.
+Grouped-query attention has q and k normalised and rotated alike. Experts are DeepSeek-V3's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .faults import ATTENTION_FAULTS, LATENT_FAULTS, RELOCATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
-from .mla import MLAOracle
-from .oracle import AttentionRecord, LinearState, rms_norm, rotate
+from .mla import MLAOracle, shares_by_groups
+from .oracle import AttentionRecord, LinearState, Oracle, rms_norm, rotate
 from .stream import Compose, Stream
 
 NAMES = {
@@ -145,16 +145,33 @@ class BailingOracle(MLAOracle):
             return added
         return added + (S if fault == "no_T" or not compose_T else decay ** len(rows) * S)
 
-    def _mlp(self, index: int, x: Tensor) -> Tensor:
-        name = f"layers.{index}.mlp"
-        if f"{name}.gate.weight" not in self._weights:
-            return super()._mlp(index, x)
-        scores = self._linear(x, f"{name}.gate").sigmoid()
-        chosen = scores + self._weights[f"{name}.gate.expert_bias"]
-        chosen = chosen.topk(self.config["num_experts_per_tok"], -1).indices
-        best = scores.gather(-1, chosen)
-        best = best / best.sum(-1, keepdim=True) * self.config["routed_scaling_factor"]
-        weights = torch.zeros_like(scores).scatter(-1, chosen, best)
-        experts = [self._gated(x, f"{name}.experts.{e}") for e in range(scores.shape[-1])]
-        routed = torch.einsum("ne,end->nd", weights, torch.stack(experts))
-        return self._gated(x, f"{name}.shared_experts") + routed
+    def _shares(self, logits: Tensor, name: str) -> Tensor:
+        return shares_by_groups(logits, self._weights[f"{name}.gate.expert_bias"], self.config)
+
+
+class RingLinearOracle(BailingOracle):
+    """Position-independent caching of a checkpoint of Ring-linear 2.0, by definition."""
+
+    model_types = ("bailing_moe_linear",)
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
+        super().__init__(model_dir, dtype)
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        rows = [self.config["head_dim"] * number for number in (heads, kv_heads, kv_heads)]
+        for index, kind in enumerate(self.layer_types):
+            if kind != "full_attention":
+                continue
+            name = f"layers.{index}.self_attn"
+            parts = self._weights.pop(f"{name}.query_key_value.weight").split(rows)
+            for part, weight in zip("qkv", parts, strict=True):
+                self._weights[f"{name}.{part}_proj.weight"] = weight
+            for part, called in (("query_layernorm", "q_norm"), ("key_layernorm", "k_norm")):
+                self._weights[f"{name}.{called}.weight"] = self._weights.pop(f"{name}.{part}.weight")
+
+    def faults(self) -> list[str]:
+        return [fault for fault in super().faults() if fault not in LATENT_FAULTS]
+
+    def _inverse_frequencies(self) -> Tensor:
+        return self._frequencies(int(self.config["head_dim"] * self.config["partial_rotary_factor"]))
+
+    _attention = Oracle._attention

@@ -7,9 +7,7 @@ Kimi Linear (arXiv:2510.26692), section 3. Per head, with a gate of every channe
     g = -e^{A_log} softplus(W x + dt_bias)     or, bounded,     g = bound sigmoid(e^{A_log} (W x + dt_bias))
 
 q, k and v each have a convolution; outputs are normalised and multiplied by the sigmoid of a gate. The
-projections to both gates are of low rank in Kimi-Linear. Experts are chosen by their sigmoids plus a
-correction, first groups by the sum of their best two, and weighted by the sigmoids alone, made to add up to 1
-and multiplied by a factor.
+projections to both gates are of low rank in Kimi-Linear. Experts are DeepSeek-V3's.
 
 Kimi-Linear's latent attention rotates nothing. Bailing V3's does, and multiplies its outputs by the sigmoid
 of a gate of every head or every channel, or of none.
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .faults import ATTENTION_FAULTS, LATENT_FAULTS, SEAM_FAULTS, STATE_FAULTS
-from .mla import MLAOracle
+from .mla import MLAOracle, shares_by_groups
 from .olmo import FUSED, ROTATION_FAULTS
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -74,16 +72,7 @@ class KimiDeltaOracle(MLAOracle):
         return z.sigmoid()
 
     def _shares(self, logits: Tensor, name: str) -> Tensor:
-        scores, cfg = logits.sigmoid(), self.config
-        chosen = scores + self._weights[f"{name}.gate.expert_bias"]
-        groups = chosen.view(len(chosen), cfg["n_group"], -1)
-        good = groups.topk(2, -1).values.sum(-1).topk(cfg["topk_group"], -1).indices
-        closed = torch.ones(groups.shape[:2], dtype=torch.bool).scatter(1, good, False)
-        open_ = groups.masked_fill(closed[..., None], -torch.inf).flatten(1)
-        best = scores * torch.zeros_like(scores).scatter(
-            1, open_.topk(cfg["num_experts_per_tok"], -1).indices, 1
-        )
-        return best / best.sum(-1, keepdim=True) * cfg["routed_scaling_factor"]
+        return shares_by_groups(logits, self._weights[f"{name}.gate.expert_bias"], self.config)
 
 
 class KimiOracle(KimiDeltaOracle):

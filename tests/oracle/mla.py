@@ -16,6 +16,7 @@ shared ones.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,22 @@ def rotate_pairs(x: Tensor, positions: Tensor, inv_freq: Tensor, length: float =
     turn = torch.polar(torch.full((), length, dtype=x.dtype), positions.to(inv_freq)[:, None] * inv_freq)
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], len(inv_freq), 2))
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2)
+
+
+def shares_by_groups(logits: Tensor, correction: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """DeepSeek-V3's (arXiv:2412.19437): what experts count for, `[n, experts]`.
+
+    Chosen by their sigmoids plus a correction, in the groups whose two best are best; weighted by the
+    sigmoids alone, made to add up to 1 and multiplied by a factor.
+    """
+    scores = logits.sigmoid()
+    groups = (scores + correction).view(len(scores), config["n_group"], -1)
+    good = groups.topk(2, -1).values.sum(-1).topk(config["topk_group"], -1).indices
+    closed = torch.ones(groups.shape[:2], dtype=torch.bool).scatter(1, good, False)
+    chosen = groups.masked_fill(closed[..., None], -torch.inf).flatten(1)
+    chosen = chosen.topk(config["num_experts_per_tok"], -1).indices
+    best = scores * torch.zeros_like(scores).scatter(1, chosen, 1)
+    return best / best.sum(-1, keepdim=True) * config["routed_scaling_factor"]
 
 
 class MLAOracle(Oracle):

@@ -209,8 +209,10 @@ from vllm.model_executor.layers.mamba.linear import bailing_linear_attn as baili
 from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
 
 told = "vLLM or transformers has mended it: drop the patch"
-assert bailing_config.MODEL_TYPE not in CONFIG_MAPPING, told
+assert not {bailing_config.MODEL_TYPE, "bailing_moe_linear"} & set(CONFIG_MAPPING), told
 bailing_config.apply()
+linear = CONFIG_MAPPING["bailing_moe_linear"](rope_theta=6e5, partial_rotary_factor=0.5)
+assert linear.use_rmsnorm and linear.rope_parameters["partial_rotary_factor"] == 0.5
 scaling = {"type": "yarn", "factor": 4.0}
 read = CONFIG_MAPPING[bailing_config.MODEL_TYPE](
     any_field=3, rope_theta=6e6, partial_rotary_factor=0.5, rope_scaling=scaling, max_position_embeddings=800)

@@ -113,13 +113,15 @@ def test_kimi_delta_attention(tmp_path: Path, save: Callable[[Path], Path]):
     assert flops.per_token == pytest.approx(2 * sum(w.numel() for w in used) + 3 * 7 * 3 * 32 * 32, rel=1e-9)
 
 
+@pytest.mark.parametrize(("kv_heads", "kind"), [(None, Latent), (1, Attention)], ids=["latent", "grouped"])
 @pytest.mark.parametrize("experts", [0, 8])
-def test_lightning_attention(tmp_path: Path, experts: int):
+def test_lightning_attention(tmp_path: Path, experts: int, kv_heads: int | None, kind: type[object]):
     fields: dict[str, Any] = {"hidden": 96, "intermediate": 224, "heads": 3, "head_dim": 32, "query_rank": 24}
-    folder = save_ring_model(tmp_path, layers=4, group=4, vocab=64, experts=experts, **fields)
+    fields |= {"experts": experts, "kv_heads": kv_heads}
+    folder = save_ring_model(tmp_path, layers=4, group=4, vocab=64, **fields)
     config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
     flops = FlopModel.from_hf_config(config, attention_layers=1, linear_layers=3)
-    assert isinstance(flops.linear, Lightning) and isinstance(flops.attention, Latent)
+    assert isinstance(flops.linear, Lightning) and isinstance(flops.attention, kind)
     if experts:
         assert flops.mlp == Experts(total=8, active=2, intermediate=56, shared_intermediate=56)
         return

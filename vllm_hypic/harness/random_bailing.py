@@ -12,6 +12,7 @@ from .random_checkpoints import (
     bailing_fields,
     bailing_layer,
     latent_attention,
+    latent_fields,
     model_shapes,
     save_checkpoint,
     silence,
@@ -63,7 +64,8 @@ def save_bailing_model(
         "first_k_dense_replace": 1 if experts else groups * group_size,
         "vocab_size": vocab,
         "max_position_embeddings": max_positions,
-        **bailing_fields(groups * group_size, group_size, head_dim, query_rank),
+        **bailing_fields(groups * group_size, group_size, head_dim),
+        **latent_fields(head_dim, query_rank),
         **SPECIAL_IDS,
     }
     if experts:

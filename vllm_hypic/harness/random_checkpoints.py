@@ -49,21 +49,27 @@ def silence(folder: Path, owners: Iterable[str]) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def bailing_fields(layers: int, group: int, head_dim: int, query_rank: int | None) -> dict[str, Any]:
-    """What configurations of Bailing's hybrids have in common: latent attention in every `group`-th layer."""
+def bailing_fields(layers: int, group: int, head_dim: int) -> dict[str, Any]:
+    """What configurations of Bailing's hybrids have in common: full attention in every `group`-th layer."""
     return {
         "model_type": "bailing_hybrid",
         "num_hidden_layers": layers,
         "layer_group_size": group,
         "hidden_act": "silu",
         "head_dim": head_dim,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+
+
+def latent_fields(head_dim: int, query_rank: int | None) -> dict[str, Any]:
+    """Of attention to latents, by the names of DeepSeek."""
+    return {
         "kv_lora_rank": LATENT,
         "q_lora_rank": query_rank,
         "qk_nope_head_dim": head_dim,
         "qk_rope_head_dim": ROTATED_PART,
         "v_head_dim": head_dim,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
     }
 
 

@@ -1,5 +1,6 @@
-"""Random checkpoints of Ring and Ling 2.5 (`BailingMoeV2_5ForCausalLM`): lightning attention, and latent
-attention in every `group`-th layer."""
+"""Random checkpoints of Ring and Ling 2.5 (`BailingMoeV2_5ForCausalLM`) and of Ring-linear 2.0
+(`BailingMoeLinearV2ForCausalLM`): lightning attention, and in every `group`-th layer attention to latents or
+grouped-query attention."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from .random_checkpoints import (
     bailing_fields,
     bailing_layer,
     latent_attention,
+    latent_fields,
     model_shapes,
     save_checkpoint,
     silence,
@@ -28,6 +30,7 @@ def save_ring_model(
     hidden: int = 128,
     intermediate: int = 256,
     heads: int = 4,
+    kv_heads: int | None = None,
     head_dim: int = 32,
     query_rank: int | None = None,
     partial_rotary_factor: float = 0.5,
@@ -36,6 +39,7 @@ def save_ring_model(
     norm_groups: int = 2,
     silu: bool = False,
     experts: int = 0,
+    expert_groups: int = 1,
     silent: bool = False,
     vocab: int = 512,
     max_positions: int = 32768,
@@ -44,18 +48,20 @@ def save_ring_model(
 ) -> Path:
     """Save a random model.
 
-    `partial_rotary_factor`: of the heads of linear layers; `yarn`: positions are stretched by so much;
-    `norm_groups`: outputs of linear layers are normed in so many groups of channels; `silu`: on their q, k
-    and v; `experts`: in every layer but the first, two chosen of so many beside a shared one; `silent`:
-    latent attention adds nothing.
+    `kv_heads`: of grouped-query attention, which is Ring-linear 2.0's; without them attention is to latents;
+    `partial_rotary_factor`: of the heads of linear layers and of grouped-query attention; `yarn`: positions
+    are stretched by so much; `norm_groups`: outputs of linear layers are normed in so many groups of
+    channels; `silu`: on their q, k and v; `experts`: in every layer but the first, two chosen of so many, in
+    half of `expert_groups`, beside a shared one; `silent`: the other layers' attention adds nothing.
     """
+    latent = kv_heads is None
     config: dict[str, Any] = {
-        "architectures": ["BailingMoeV2_5ForCausalLM"],
+        "architectures": ["BailingMoeV2_5ForCausalLM" if latent else "BailingMoeLinearV2ForCausalLM"],
         "dtype": str(dtype).removeprefix("torch."),
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": heads if latent else kv_heads,
         "rope_theta": rope_theta,
         "rope_scaling": None if yarn is None else _stretched(yarn, max_positions),
         "partial_rotary_factor": partial_rotary_factor,
@@ -67,13 +73,14 @@ def save_ring_model(
         "vocab_size": vocab,
         "max_position_embeddings": max_positions,
         "num_experts": experts,
-        **bailing_fields(layers, group, head_dim, query_rank),
+        **bailing_fields(layers, group, head_dim),
         **SPECIAL_IDS,
     }
+    config |= latent_fields(head_dim, query_rank) if latent else {"model_type": "bailing_moe_linear"}
     if experts:
         config |= {"num_experts_per_tok": 2, "num_shared_experts": 1, "first_k_dense_replace": 1}
         config |= {"moe_intermediate_size": intermediate // 4, "routed_scaling_factor": 2.0}
-        config |= {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        config |= {"n_group": expert_groups, "topk_group": (expert_groups + 1) // 2, "norm_topk_prob": True}
         config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     weights = [_layer(config, index) for index in range(layers)]
     folder = save_checkpoint(path, config, model_shapes(config, "word_embeddings", weights), dtype, seed)
@@ -90,14 +97,16 @@ def _stretched(factor: float, positions: int) -> dict[str, Any]:
 def _layer(config: dict[str, Any], index: int) -> dict[str, Shape]:
     """Shapes of a layer's weights."""
     hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    if (index + 1) % config["layer_group_size"]:
+    linear = bool((index + 1) % config["layer_group_size"])
+    if linear or "kv_lora_rank" not in config:
+        rows = heads + 2 * (heads if linear else config["num_key_value_heads"])
         attention: dict[str, Shape] = {
-            "query_key_value": (3 * heads * size, hidden),
+            "query_key_value": (rows * size, hidden),
             "query_layernorm": (size,),
             "key_layernorm": (size,),
-            "g_proj": (heads * size, hidden),
-            "g_norm": (heads * size,),
         }
+        if linear:
+            attention |= {"g_proj": (heads * size, hidden), "g_norm": (heads * size,)}
     else:
         attention = latent_attention(config)
     attention |= {"dense": (hidden, heads * size)}

@@ -1,10 +1,10 @@
-"""Patch: configurations of Ring and Ling 2.5 and 2.6, and of Bailing V3 (Ling 3), are read.
+"""Patch: configurations of Ring-linear 2.0, Ring and Ling 2.5 and 2.6, and of Bailing V3 (Ling 3), are read.
 
 Target: transformers' table of configurations by model type, which vLLM reads, too.
-Why: neither has a class of type ``bailing_hybrid``.  Published models bring one as code, which a user would
-have to trust; of it vLLM needs the fields alone.  vLLM has a class for Bailing V3, as the text of a vision
-model.
-Until: vLLM or transformers has a class for the type.
+Why: neither has a class of type ``bailing_moe_linear`` or ``bailing_hybrid``.  Published models bring one as
+code, which a user would have to trust; of it vLLM needs the fields alone.  vLLM has a class for Bailing V3,
+as the text of a vision model.
+Until: vLLM or transformers has a class for each type.
 """
 
 from __future__ import annotations
@@ -38,8 +38,17 @@ class BailingHybridConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
 
+class RingLinearConfig(BailingHybridConfig):
+    """The same, of Ring-linear 2.0."""
+
+    model_type = "bailing_moe_linear"
+
+    use_rmsnorm: bool = True
+
+
 def apply() -> None:
     """Idempotent."""
     require_parameters(AutoConfig.register, "model_type", "config")
-    if MODEL_TYPE not in CONFIG_MAPPING:
-        AutoConfig.register(MODEL_TYPE, BailingHybridConfig)
+    for config in (BailingHybridConfig, RingLinearConfig):
+        if config.model_type not in CONFIG_MAPPING:
+            AutoConfig.register(config.model_type, config)

@@ -26,10 +26,10 @@ class LinearFamily:
 
     ``name``: as messages call it; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
     ``geometry``: what records hold of a layer; ``stock``: vLLM's layer classes; ``module``: where
-    ``register`` replaces these by ours; ``architectures``: vLLM's model classes that were served with these
-    layers.  Others may use the very class and keep more beside it that nobody composes (Qwen4Exp:
-    convolutions over n-grams, sparse attention), so they are refused.  No class is in two rows: a model's
-    layers are of one family.
+    ``register`` replaces these by ours; ``architectures``: model classes, vLLM's or ours, that were served
+    with these layers.  Others may use the very class and keep more beside it that nobody composes
+    (Qwen4Exp: convolutions over n-grams, sparse attention), so they are refused.  No class is in two rows: a
+    model's layers are of one family.
     """
 
     name: str
@@ -94,7 +94,7 @@ LIGHTNING = LinearFamily(
     geometry=RetentionGeometry,
     stock=("BailingMoELinearAttention",),
     module="vllm_hypic.backends.linear.lightning",
-    architectures=frozenset({"BailingMoeV2_5ForCausalLM"}),
+    architectures=frozenset({"BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM"}),
 )
 FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1, LIGHTNING)
 

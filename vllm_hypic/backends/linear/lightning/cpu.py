@@ -22,7 +22,7 @@ from ...ops import decay_attention
 from ...ops.program import ordinary
 from ..base import LinearLayer
 from ..layout import Composed, Segments, StockRows
-from .rotation import rotate_exactly
+from .rotation import rotating_exactly
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadata
@@ -52,11 +52,14 @@ class HypicLightning(LinearLayer[TokenRows, decay_attention.Carry], BailingMoELi
     """
 
     family = LIGHTNING
+    rotary_emb: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._log_decays = -self.tp_slope.flatten().float()
-        self._table = rotate_exactly(self.rotary_emb) if self.linear_rope else None
+        self._table: torch.Tensor | None = None
+        if self.linear_rope and (exact := rotating_exactly(self.rotary_emb)) is not None:
+            self.rotary_emb, self._table = exact, exact.hypic_rotations
 
     def _forward(self, hidden_states: torch.Tensor, output: torch.Tensor, positions: torch.Tensor) -> None:
         """Same contract as the stock method."""

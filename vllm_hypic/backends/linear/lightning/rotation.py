@@ -8,6 +8,7 @@ the table would have.  vLLM's own tables do not: their angles are products round
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -15,21 +16,25 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
 
-def rotate_exactly(rope: Any) -> torch.Tensor | None:
-    """Give ``rope``, once for all layers that share it, a table of vLLM's frequencies with angles in float64.
+def rotating_exactly(rope: Any) -> Any | None:
+    """A copy of ``rope``, one for all layers that share it, whose table has vLLM's frequencies and angles in
+    float64; ``None``: frequencies of another kind.
 
-    Returns the rotations alone, cosines, then sines ``[positions, rotary_dim]`` fp32: YaRN's table is longer
-    by a factor.  ``None``, and nothing changes: frequencies of another kind.
+    Its ``hypic_rotations`` are the rotations alone, cosines, then sines ``[positions, rotary_dim]`` fp32:
+    YaRN's table is longer by a factor.  A copy, as attention that shares ``rope`` rounds its table to the
+    model's dtype.
     """
-    table: torch.Tensor | None = getattr(rope, "hypic_rotations", None)
-    if table is not None or (known := _frequencies(rope)) is None:
-        return table
+    exact = getattr(rope, "hypic_exact", None)
+    if exact is not None or (known := _frequencies(rope)) is None:
+        return exact
     frequencies, length = known
-    positions = torch.arange(len(rope.cos_sin_cache), dtype=torch.float64)
+    stock = rope.cos_sin_cache
+    positions = torch.arange(len(stock), dtype=torch.float64)
     angles = positions[:, None] * frequencies.double()
-    table = rope.hypic_rotations = torch.cat([angles.cos(), angles.sin()], dim=1).float()
-    rope.cos_sin_cache = table if length == 1 else length * table
-    return table
+    table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
+    rope.hypic_exact = exact = copy.deepcopy(rope, {id(stock): stock})
+    exact.hypic_rotations, exact.cos_sin_cache = table, table if length == 1 else length * table
+    return exact
 
 
 def _frequencies(rope: Any) -> tuple[torch.Tensor, float] | None:
