@@ -26,5 +26,6 @@ void bind_gated_delta(pybind11::module_& module);
 void bind_decay_attention(pybind11::module_& module);
 void bind_mamba1(pybind11::module_& module);
 void bind_mamba2(pybind11::module_& module);
+void bind_frame_chunks(pybind11::module_& module);
 
 }  // namespace hypic

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_C, module) {
   hypic::bind_decay_attention(module);
   hypic::bind_mamba1(module);
   hypic::bind_mamba2(module);
+  hypic::bind_frame_chunks(module);
 }

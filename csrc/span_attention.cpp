@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -63,9 +64,10 @@ struct Job {
   int64_t partial;  // first of its rows in the buffers of partial results
 };
 
-// The jobs of a span: per split and group of kv heads, its parts of rows follow each other.
+// The jobs of a span: per split and group of kv heads, its parts of rows follow each other. Columns before `first` are
+// hidden from all rows and not read.
 struct Division {
-  int64_t first_job, splits, rows_of_part, row_parts, heads_of_part;
+  int64_t first_job, splits, rows_of_part, row_parts, heads_of_part, first;
 };
 
 void check_rows(const Tensor& query, const Tensor& query_ranges) {
@@ -99,6 +101,23 @@ Span span_of(const Tensor& query, int64_t first, int64_t last, int64_t kv_heads,
 void check_lens(const Tensor& lens, int64_t rows, const char* name) {
   TORCH_CHECK_VALUE(lens.scalar_type() == at::kLong && lens.is_contiguous() && lens.numel() == rows, name,
                     " must be int64 [", rows, "], contiguous");
+}
+
+// Whether of values [first, last) one lies outside of [0, limit).
+bool leaves(const int64_t* values, int64_t first, int64_t last, int64_t limit) {
+  int64_t outside = 0;
+  for (int64_t c = first; c < last; ++c) outside |= values[c] | (limit - 1 - values[c]);
+  return outside < 0;
+}
+
+// Raises for columns [first, last) of the pool that `leaves` has found something in.
+void refuse(const PoolColumns& pool, int64_t first, int64_t last) {
+  for (int64_t c = first; c < last; ++c) {
+    TORCH_CHECK_INDEX(0 <= pool.slots[c] && pool.slots[c] < pool.slot_count, "column ", c, " in slot ", pool.slots[c],
+                      " of ", pool.slot_count);
+    TORCH_CHECK_INDEX(!pool.table || (0 <= pool.positions[c] && pool.positions[c] < pool.position_count), "column ", c,
+                      " at position ", pool.positions[c], " of ", pool.position_count);
+  }
 }
 
 // Partial results of spans: of every part its largest scores, the sums of its weights and, where wanted, of weighted V.
@@ -136,7 +155,7 @@ class Partials {
     // Many rows: one part for all columns, so that partial results stay small.
     const int64_t width = s.rows > 2 * rows ? std::max<int64_t>(columns, 1) : few ? PART_COLUMNS_OF_FEW : PART_COLUMNS;
     const int heads = few && s.rows * s.heads <= ROW_BLOCK ? s.kv_heads : 1;
-    Division by{int64_t(jobs_.size()), 0, rows, (s.rows + rows - 1) / rows, heads};
+    Division by{int64_t(jobs_.size()), 0, rows, (s.rows + rows - 1) / rows, heads, first_read(hidden)};
     for (int64_t first = hidden / width * width; first < columns; first += width, ++by.splits)
       for (int h = 0; h < s.kv_heads; h += heads)
         for (int64_t r = 0; r < s.rows; r += rows) {
@@ -163,12 +182,20 @@ class Partials {
     // A thread takes all kv heads of a split, where there are enough: they read neighbouring memory, and the same
     // rotations.
     const int apart = spans_[0].kv_heads / jobs_[0].kv_heads, chunk = jobs_.size() >= size_t(2 * threads * apart) ? apart : 1;
+    // The part with a column that is not in the pool, if any; each is checked by the thread that will read it.
+    std::atomic<const Job*> refused = nullptr;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic, chunk)
       for (int64_t j = 0; j < int64_t(jobs_.size()); ++j) {
         const Job& job = jobs_[j];
         const Span& s = spans_[job.span];
+        const int64_t first = first_read_of(job);
+        if (s.pool.key && (leaves(s.pool.slots, first, job.column1, s.pool.slot_count) ||
+                           (s.pool.table && leaves(s.pool.positions, first, job.column1, s.pool.position_count)))) {
+          refused = &job;
+          continue;
+        }
         const SpanPart part{job.kv_head,
                             job.kv_heads,
                             job.row0,
@@ -182,7 +209,10 @@ class Partials {
       }
       if (spans_[0].gemm) at::native::cpublas::brgemm_release();
     }
+    if (const Job* job = refused) refuse(spans_[job->span].pool, first_read_of(*job), job->column1);
   }
+
+  int64_t first_read_of(const Job& job) const { return std::max(job.column0, divisions_[job.span].first); }
 
   const std::vector<Span>& spans_;
   const int64_t size_;
@@ -205,15 +235,6 @@ void each_row(const std::vector<Span>& spans, size_t n, const F& body) {
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // See vllm_hypic/backends/ops/span_attention/__init__.py for what these compute.
-
-// Of values [first, last), none may lie outside of [0, limit).
-void check_inside(const int64_t* values, int64_t first, int64_t last, int64_t limit, const char* what) {
-  int64_t outside = 0;
-  for (int64_t c = first; c < last; ++c) outside |= values[c] | (limit - 1 - values[c]);
-  if (outside >= 0) return;
-  for (int64_t c = first; c < last; ++c)
-    TORCH_CHECK_INDEX(0 <= values[c] && values[c] < limit, "column ", c, what, values[c], " of ", limit);
-}
 
 // A span over the pool for each request.
 std::vector<Span> pool_spans(const Tensor& query, const Tensor& pool_key, const Tensor& pool_value,
@@ -265,18 +286,16 @@ std::vector<Span> pool_spans(const Tensor& query, const Tensor& pool_key, const 
     s.pool.slots = slot_mapping[i].data_ptr<int64_t>();
     s.pool.positions = kv_positions[i].data_ptr<int64_t>();
     s.visible_kv_lens = visible_kv_lens.data_ptr<int64_t>() + rows;
-    int64_t hidden = 0;
     if (hidden_kv_lens) {
       s.hidden_kv_lens = hidden_kv_lens->data_ptr<int64_t>() + rows;
-      hidden = *std::min_element(s.hidden_kv_lens, s.hidden_kv_lens + s.rows);
+      const int64_t hidden = *std::min_element(s.hidden_kv_lens, s.hidden_kv_lens + s.rows);
       TORCH_CHECK_VALUE(hidden >= 0, "a row of request ", i, " hides ", hidden, " columns");
     }
     const auto [least, most] = std::minmax_element(s.visible_kv_lens, s.visible_kv_lens + s.rows);
     TORCH_CHECK_VALUE(*least >= 0 && *most <= slot_mapping[i].numel(), "a row of request ", i, " sees ", *most, " of ",
                       slot_mapping[i].numel(), " columns");
-    hidden = first_read(hidden);
-    check_inside(s.pool.slots, hidden, *most, pool_key.size(0), " in slot ");
-    if (table) check_inside(s.pool.positions, hidden, *most, table->size(0), " at position ");
+    s.pool.slot_count = pool_key.size(0);
+    if (table) s.pool.position_count = table->size(0);
     rows += s.rows;
   }
   return spans;

@@ -17,6 +17,7 @@ struct PoolColumns {
   const void *key, *value;               // [slots, kv_heads, size], heads and elements contiguous
   ptrdiff_t key_stride, value_stride;    // elements between slots
   const int64_t *slots, *positions;      // [columns]
+  int64_t slot_count, position_count;    // of the pool, of the table
   const void* table;                     // [positions, rotary] cos, then sin; null: keys are not rotated
   DType table_dtype;
   ptrdiff_t table_stride;

@@ -8,35 +8,46 @@ namespace HYPIC_ISA {
 
 HYPIC_INLINE __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-// Lane i of the result is the sum of all lanes of x[i].
-HYPIC_INLINE vf sum_each(vf* x) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
-    x[i] = vadd(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
-    x[i] = vadd(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    x[i] = vadd(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88), _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd));
-  return vadd(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+// Element i of every 128 bits of the result is the sum of those 128 bits of x[i].
+HYPIC_INLINE vf sum_quarters(const vf* x) {
+  const vf one = vadd(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const vf two = vadd(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512d a = _mm512_castps_pd(one), b = _mm512_castps_pd(two);
+  return vadd(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
 }
 
-// scores[r * TILE + j] = query row r . keys[j] for 16 keys.
-HYPIC_INLINE void score_keys(const bf16* query, int rows, const bf16* keys, int size, float* scores) {
-  for (int r = 0; r < rows; ++r) {
-    vf sum[16];
-#pragma GCC unroll 16
-    for (int j = 0; j < 16; ++j) sum[j] = vzero();
+// Elements 4 i to 4 i + 3 of the result are the sums of the quarters of x[i].
+HYPIC_INLINE vf sum_across(const vf* x) {
+  const vf one = vadd(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+  const vf two = vadd(_mm512_shuffle_f32x4(x[2], x[3], 0x88), _mm512_shuffle_f32x4(x[2], x[3], 0xdd));
+  return vadd(_mm512_shuffle_f32x4(one, two, 0x88), _mm512_shuffle_f32x4(one, two, 0xdd));
+}
+
+// scores[r * TILE + j] = query row r . keys[j] for 16 keys, for `rows` rows from the first on.
+template <int rows>
+static void score_keys(const bf16* query, const bf16* keys, int size, float* scores) {
+  vf sum[rows][4];
+#pragma GCC unroll 4
+  for (int four = 0; four < 4; ++four) {
+    const bf16* key = keys + 4 * four * size;
+    vf part[rows][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) part[r][j] = vzero();
     for (int d = 0; d < size; d += 32) {
-      const __m512bh q = load_pairs(query + r * size + d);
-#pragma GCC unroll 16
-      for (int j = 0; j < 16; ++j) sum[j] = _mm512_dpbf16_ps(sum[j], q, load_pairs(keys + j * size + d));
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512bh k = load_pairs(key + j * size + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) part[r][j] = _mm512_dpbf16_ps(part[r][j], load_pairs(query + r * size + d), k);
+      }
     }
-    vstore(scores + r * TILE, sum_each(sum));
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) sum[r][four] = sum_quarters(part[r]);
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) vstore(scores + r * TILE, sum_across(sum[r]));
 }
 
 // sum[r, d .. d + 64) += weights[r, n] V[n, d .. d + 64), for `rows` rows from the first on.
@@ -200,8 +211,9 @@ HYPIC_INLINE void rotate_keys(const Span& s, int64_t column, int kv_head, int kv
                                                                   _mm512_dpbf16_ps(zero, low, sin_low)));
     }
   }
-  for (int h = 0; h < kv_heads; ++h)
-    __builtin_memcpy(keys + h * stride + c.rotary, key + h * size + c.rotary, (size - c.rotary) * sizeof(bf16));
+  if (c.rotary < size)
+    for (int h = 0; h < kv_heads; ++h)
+      __builtin_memcpy(keys + h * stride + c.rotary, key + h * size + c.rotary, (size - c.rotary) * sizeof(bf16));
 }
 
 // Fetches a column of the pool ahead of time: K and V of kv heads, which lie side by side.
@@ -261,7 +273,9 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
       for (int h = 0; h < p.kv_heads; ++h) {
         bf16* of_head = keys + 16 * h * size;
         if (here < 16) __builtin_memset(of_head + here * size, 0, (16 - here) * size * sizeof(bf16));
-        score_keys(query + (ptrdiff_t)h * rows * size, rows, of_head, size, x.scores + h * rows * TILE + j);
+        by_four(rows, [&](auto count, int r) {
+          score_keys<count>(query + (ptrdiff_t)(h * rows + r) * size, of_head, size, x.scores + (h * rows + r) * TILE + j);
+        });
       }
     }
     for (int r = 0; r < all; ++r) {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
-from vllm_hypic.pool.step import BatchRow, InWindow, StreamTensors, composed_row
+from vllm_hypic.pool.step import AttentionRows, BatchRow, StreamTensors, composed_row
 
 from .cached import Cached
 from .test_span_attention import DTYPES, KERNELS, LSE_TOLERANCE, TOLERANCE, Case
@@ -103,7 +103,29 @@ def test_rows_that_are_not_far_lose_nothing_in_the_stream(
     s0 = data.draw(st.integers(0, s1 - 1))
     stream = StreamTensors.of(plan, torch.device("cpu"))
     composed = [composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)]
-    rows = InWindow.of(composed, window, s1 - s0)
-    assert rows.far is not None or s1 <= window
-    assert rows.all_far == (rows.far is not None)
-    assert not InWindow.of(composed, window, s1 - s0 + 1).all_far, "somebody else's row would be left out"
+    rows = AttentionRows.of(composed, window, 0, s1 - s0)
+    assert rows.replaced is not None or s1 <= window
+    assert rows.all_replaced == (rows.replaced is not None)
+    assert not AttentionRows.of(composed, window, 0, s1 - s0 + 1).all_replaced, (
+        "somebody else's row would be left out"
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_short_requests_that_generate_are_replaced(window: int | None) -> None:
+    """Nothing is hidden from them; a prefill, a long request and one that reads nothing are left to stock."""
+    columns = np.arange(4, 34)
+    plan = StreamPlan(
+        np.array([0, 1, 2, 3, 34, 35]), 36, (ComposePoint(4, 0, 30, False),), columns, columns, True
+    )
+    stream = StreamTensors.of(plan, torch.device("cpu"))
+    steps = {(8, 9): True, (9, 10): False, (0, 6): False, (3, 4): False}
+    for (s0, s1), replaced in steps.items():
+        row = composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)
+        rows = AttentionRows.of([row], window, 9, s1 - s0)
+        assert (rows.replaced is not None) == rows.all_replaced == replaced
+        assert (rows.merged is not None) == (not replaced and row.max_visible_kv_len > 0)
+        if rows.replaced is not None:
+            assert rows.replaced.public.visible_kv_lens.tolist() == [30]
+            hidden = rows.replaced.hidden_columns, rows.replaced.hidden_tokens
+            assert all(h is None if window is None else h is not None and not h.any() for h in hidden)

@@ -55,19 +55,24 @@ def model(
     return name, run_apart(partial(save_mamba2_model), folder, name, log=engine_logs / "models.log")
 
 
+@pytest.fixture(scope="module")
+def judged_args(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of an engine that an oracle judges: float32, all logprobs, a context for the methods that take one."""
+    text = tmp_path_factory.mktemp("context") / "context.txt"
+    text.write_text(" ".join(f"w{token}" for token in CONTEXT))
+    options = {"context_file": str(text), "dummy_token": DUMMY}
+    return {"dtype": "float32", "max_logprobs": -1, "options": options}
+
+
 @pytest.fixture(scope="module", params=[4096, 96], ids=["whole", "chunks-of-96"])
 def judged(
     request: pytest.FixtureRequest,
     module_engine: EngineFactory,
     model: tuple[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    judged_args: dict[str, Any],
 ) -> Iterator[Judged]:
     name, folder = model
-    text = tmp_path_factory.mktemp("context") / "context.txt"
-    text.write_text(" ".join(f"w{token}" for token in CONTEXT))
-    options = {"context_file": str(text), "dummy_token": DUMMY}
-    args: dict[str, Any] = {"dtype": "float32", "max_logprobs": -1, "options": options}
-    with module_engine(folder, max_num_batched_tokens=request.param, **args) as started:
+    with module_engine(folder, max_num_batched_tokens=request.param, **judged_args) as started:
         yield Judged(name, started, mamba_oracle(folder), BOUND.get(name, DEFAULT_BOUND))
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.decay_attention import Caches, Carry, Inputs, Relocation
-from vllm_hypic.backends.ops.program import Mode
 
-from .layer_inputs import PAD, SLOTS, Composed, Segment, compose_program, segment_program
+from .decaying import DecayingLayer
+from .layer_inputs import PAD, SLOTS
 
 POSITIONS = 4096
 """Rows of a rotation's table."""
@@ -44,7 +44,7 @@ class Records:
 
 
 @dataclass
-class Layer:
+class Layer(DecayingLayer):
     """One layer's world; everything that nobody has written yet is NaN."""
 
     shape: Shape
@@ -129,12 +129,6 @@ class Layer:
 
     # ------------------------------------------------------------------------------- what ran, read back
 
-    def outputs(self, first: int, stop: int) -> Tensor:
-        return self.out[PAD + first : PAD + stop]
-
-    def state(self, batch_row: int) -> Tensor:
-        return self.caches.state[int(self.caches.slots[batch_row])]
-
     def transition(self, slot: int) -> Tensor:
         """T of a record [H, 1 or K, 1]."""
         return self.records.log_transition[slot].double().exp().view(self.shape.heads, -1, 1)
@@ -145,35 +139,15 @@ class Layer:
         r.state[slot] = torch.randn(r.state[slot].shape, generator=gen).to(r.state.dtype)
         r.log_transition[slot] = -3 * torch.rand(self.shape.decays, generator=gen).to(r.state.dtype)
 
-    def resume(self, batch_row: int) -> None:
-        """As an earlier pass left the request."""
-        state, gen = self.state(batch_row), torch.Generator().manual_seed(batch_row)
-        state.copy_(torch.randn(state.shape, generator=gen))
+    # ------------------------------------------------------------------------------- operators
 
+    def segments(self, module: ModuleType, rows: Tensor) -> None:
+        module.decay_attention_segments(self.x, self.caches, self.out, self.records, rows, self.carries)
 
-def run_segments(
-    module: ModuleType, layer: Layer, segments: Sequence[Segment], cuts: Sequence[int] = ()
-) -> None:
-    """All segments at once, in passes that end at `cuts`."""
-    ends = [*cuts, max(s.tokens for s in segments)]
-    for start, stop in zip([0, *cuts], ends, strict=True):
-        rows = segment_program(segments, start, stop)
-        module.decay_attention_segments(layer.x, layer.caches, layer.out, layer.records, rows, layer.carries)
-
-
-def run_compose(
-    module: ModuleType, layer: Layer, requests: Sequence[Composed], shifts: Sequence[int] | None = None
-) -> None:
-    """`shifts`: of each operation's record; without them every other record moves, backwards, too."""
-    rows, ops = compose_program(requests)
-    relocation = None
-    if layer.shape.rotated:
-        by = torch.arange(len(ops)) * 7 % 23 - 11 if shifts is None else torch.tensor(shifts)
-        relocation = Relocation(by, layer.table, layer.shape.neighbours)
-    module.decay_attention_compose(layer.x, layer.caches, layer.out, layer.records, rows, ops, relocation)
-
-
-def scanned(module: ModuleType, layer: Layer, batch_row: int, first: int, tokens: int) -> Tensor:
-    """State after these tokens from zero, [H, K, V]."""
-    run_compose(module, layer, [(batch_row, False, [(first, tokens, -1, Mode.NONE)])])
-    return layer.state(batch_row).clone()
+    def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: Sequence[int] | None) -> None:
+        """Without `shifts` every other record moves, backwards, too."""
+        relocation = None
+        if self.shape.rotated:
+            by = torch.arange(len(ops)) * 7 % 23 - 11 if shifts is None else torch.tensor(shifts)
+            relocation = Relocation(by, self.table, self.shape.neighbours)
+        module.decay_attention_compose(self.x, self.caches, self.out, self.records, rows, ops, relocation)

@@ -232,25 +232,15 @@ def compose_program(requests: Sequence[Composed]) -> tuple[Tensor, Tensor]:
     return pack(rows, ComposeRow), pack(ops, ComposeOp)
 
 
-def every_kind_composed(
-    shape: Shape, dtype: torch.dtype, *, added: int, query: int
-) -> tuple[Layer, list[Composed]]:
-    """A layer and composed requests of every kind, of which one goes on from an earlier pass.
+def every_kind(added: int, query: int) -> tuple[int, list[Composed]]:
+    """Composed requests of every kind, of records 0 to 3, and the tokens they take.
 
-    ``added``, ``query``: tokens of the longest request's record and of its question.  No request is of batch
-    row 3.
+    ``added``, ``query``: tokens of the longest request's record and of its question.  Record 3 is a leading
+    one.  Batch row 2 goes on from an earlier pass; no request is of batch row 3.
     """
     end = 219 + added + query
-    islands = 30
-    layer = Layer.make(shape, end + 2 + islands, dtype)
-    for slot in range(4):
-        layer.random_record(slot, slot, dead=[0] if slot == 1 else range(shape.heads) if slot == 2 else ())
-    slot = int(layer.caches.slots[2])
-    gen = torch.Generator().manual_seed(3)
-    layer.caches.state[slot] = torch.randn(layer.caches.state[slot].shape, generator=gen)
-    layer.caches.conv[slot] = torch.randn(layer.caches.conv[slot].shape, generator=gen).to(dtype)
     none, replace_, transition, add, restore = Mode
-    return layer, [
+    return end + 32, [
         # leading record, seams, two records side by side, a query
         (0, False, [(0, 0, 3, replace_), (0, 8, 0, transition), (8, 16, 1, transition),
                     (24, 0, 0, transition), (24, 40, -1, none)]),
@@ -264,3 +254,18 @@ def every_kind_composed(
                     (end + 7, 8, -1, restore), (end + 15, 1, -1, restore), (end + 16, 0, 1, transition),
                     (end + 16, 4, -1, none), (end + 20, 10, -1, restore), (end + 30, 0, -1, none)]),
     ]  # fmt: skip
+
+
+def every_kind_composed(
+    shape: Shape, dtype: torch.dtype, *, added: int, query: int
+) -> tuple[Layer, list[Composed]]:
+    """A layer and these requests."""
+    tokens, requests = every_kind(added, query)
+    layer = Layer.make(shape, tokens, dtype)
+    for slot in range(4):
+        layer.random_record(slot, slot, dead=[0] if slot == 1 else range(shape.heads) if slot == 2 else ())
+    slot = int(layer.caches.slots[2])
+    gen = torch.Generator().manual_seed(3)
+    layer.caches.state[slot] = torch.randn(layer.caches.state[slot].shape, generator=gen)
+    layer.caches.conv[slot] = torch.randn(layer.caches.conv[slot].shape, generator=gen).to(dtype)
+    return layer, requests

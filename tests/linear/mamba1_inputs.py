@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.mamba1 import Caches, Carry, Inputs, Weights
-from vllm_hypic.backends.ops.program import Mode
 
-from .layer_inputs import PAD, SLOTS, Composed, Segment, compose_program, segment_program
+from .decaying import DecayingLayer
+from .layer_inputs import PAD, SLOTS
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Records:
 
 
 @dataclass
-class Layer:
+class Layer(DecayingLayer):
     """One layer's world; everything that nobody has written yet is NaN."""
 
     shape: Shape
@@ -42,6 +42,8 @@ class Layer:
     out: Tensor
     records: Records
     carries: list[Carry]
+
+    sums, ended = "elapsed", torch.inf
 
     @staticmethod
     def make(
@@ -114,12 +116,6 @@ class Layer:
 
     # ------------------------------------------------------------------------------- what ran, read back
 
-    def outputs(self, first: int, stop: int) -> Tensor:
-        return self.out[PAD + first : PAD + stop]
-
-    def state(self, batch_row: int) -> Tensor:
-        return self.caches.state[int(self.caches.slots[batch_row])]
-
     def transition(self, slot: int) -> Tensor:
         """T of a record [channels, N]."""
         return (self.weights.rate.double() * self.records.elapsed[slot].double()[:, None]).exp()
@@ -130,61 +126,14 @@ class Layer:
         r.state[slot] = torch.randn(r.state[slot].shape, generator=gen).to(r.state.dtype)
         r.elapsed[slot] = 0.3 * torch.rand(r.elapsed[slot].shape, generator=gen).to(r.elapsed.dtype)
 
-    def resume(self, batch_row: int) -> None:
-        """As an earlier pass left the request."""
-        state, gen = self.state(batch_row), torch.Generator().manual_seed(batch_row)
-        state.copy_(torch.randn(state.shape, generator=gen))
+    # ------------------------------------------------------------------------------- operators
 
+    def segments(self, module: ModuleType, rows: Tensor) -> None:
+        layer = self.x, self.weights, self.caches, self.out, self.records
+        module.mamba1_segments(*layer, rows, self.carries)
 
-def run_segments(
-    module: ModuleType, layer: Layer, segments: Sequence[Segment], cuts: Sequence[int] = ()
-) -> None:
-    """All segments at once, in passes that end at `cuts`."""
-    ends = [*cuts, max(s.tokens for s in segments)]
-    for start, stop in zip([0, *cuts], ends, strict=True):
-        rows = segment_program(segments, start, stop)
-        module.mamba1_segments(
-            layer.x, layer.weights, layer.caches, layer.out, layer.records, rows, layer.carries
-        )
-
-
-def run_compose(module: ModuleType, layer: Layer, requests: Sequence[Composed]) -> None:
-    rows, ops = compose_program(requests)
-    module.mamba1_compose(layer.x, layer.weights, layer.caches, layer.out, layer.records, rows, ops)
-
-
-def scanned(module: ModuleType, layer: Layer, batch_row: int, first: int, tokens: int) -> Tensor:
-    """State after these tokens from zero, [channels, N]."""
-    run_compose(module, layer, [(batch_row, False, [(first, tokens, -1, Mode.NONE)])])
-    return layer.state(batch_row).clone()
-
-
-def every_kind_composed(shape: Shape, dtype: torch.dtype, state: torch.dtype) -> tuple[Layer, list[Composed]]:
-    """A layer and composed requests of every kind, of which one goes on from an earlier pass.
-
-    No request is of batch row 3.
-    """
-    layer = Layer.make(shape, 200, dtype, state)
-    for slot in range(3):
-        layer.random_record(slot, slot)
-    # As a leading record has it.
-    layer.records.elapsed[2] = torch.inf
-    layer.resume(2)
-    none, replace_, transition, add, restore = Mode
-    return layer, [
-        # leading record, seams, two records side by side, a query
-        (0, False, [(0, 0, 2, replace_), (0, 8, 0, transition), (8, 16, 1, transition),
-                    (24, 0, 0, transition), (24, 20, -1, none)]),
-        (2, True, [(44, 1, 1, transition), (45, 2, 2, transition), (47, 33, -1, none)]),
-        # no leading segment; ends in a record
-        (1, False, [(80, 31, 0, transition), (111, 5, 1, transition), (116, 0, -1, none)]),
-        (5, False, [(116, 9, 0, add), (125, 29, 1, add), (154, 3, -1, none)]),
-        (4, False, [(157, 0, 0, transition), (157, 1, -1, none)]),
-        # islands: from nothing, behind a head, one after the other, and where the pass ends
-        (6, False, [(158, 3, -1, restore), (161, 0, 0, transition), (161, 2, -1, none),
-                    (163, 8, -1, restore), (171, 1, -1, restore), (172, 0, 1, transition),
-                    (172, 4, -1, none), (176, 10, -1, restore), (186, 0, -1, none)]),
-    ]  # fmt: skip
+    def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: Sequence[int] | None) -> None:
+        module.mamba1_compose(self.x, self.weights, self.caches, self.out, self.records, rows, ops)
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.mamba2 import Caches, Carry, Inputs, Weights
-from vllm_hypic.backends.ops.program import Mode
 
-from .layer_inputs import PAD, SLOTS, Composed, Segment, compose_program, segment_program
+from . import decaying
+from .decaying import DecayingLayer
+from .layer_inputs import PAD, SLOTS, Composed
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Records:
 
 
 @dataclass
-class Layer:
+class Layer(DecayingLayer):
     """One layer's world; everything that nobody has written yet is NaN."""
 
     shape: Shape
@@ -135,12 +136,6 @@ class Layer:
 
     # ------------------------------------------------------------------------------- what ran, read back
 
-    def outputs(self, first: int, stop: int) -> Tensor:
-        return self.out[PAD + first : PAD + stop]
-
-    def state(self, batch_row: int) -> Tensor:
-        return self.caches.state[int(self.caches.slots[batch_row])]
-
     def context(self, batch_row: int) -> Tensor:
         return self.caches.conv[int(self.caches.slots[batch_row])]
 
@@ -161,58 +156,16 @@ class Layer:
         for cache in (self.caches.conv, self.caches.state):
             cache[slot] = torch.randn(cache[slot].shape, generator=gen).to(cache.dtype)
 
+    # ------------------------------------------------------------------------------- operators
 
-def run_segments(
-    module: ModuleType, layer: Layer, segments: Sequence[Segment], cuts: Sequence[int] = ()
-) -> None:
-    """All segments at once, in passes that end at `cuts`."""
-    ends = [*cuts, max(s.tokens for s in segments)]
-    for start, stop in zip([0, *cuts], ends, strict=True):
-        module.mamba2_segments(
-            layer.x,
-            layer.weights,
-            layer.caches,
-            layer.out,
-            layer.records,
-            segment_program(segments, start, stop),
-            layer.carries,
-        )
+    def segments(self, module: ModuleType, rows: Tensor) -> None:
+        layer = self.x, self.weights, self.caches, self.out, self.records
+        module.mamba2_segments(*layer, rows, self.carries)
 
-
-def run_compose(module: ModuleType, layer: Layer, requests: Sequence[Composed]) -> None:
-    rows, ops = compose_program(requests)
-    module.mamba2_compose(layer.x, layer.weights, layer.caches, layer.out, layer.records, rows, ops)
-
-
-def scanned(module: ModuleType, layer: Layer, batch_row: int, first: int, tokens: int) -> Tensor:
-    """State after these tokens from zero, [H, P, N]."""
-    run_compose(module, layer, [(batch_row, False, [(first, tokens, -1, Mode.NONE)])])
-    return layer.state(batch_row).clone()
+    def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: Sequence[int] | None) -> None:
+        module.mamba2_compose(self.x, self.weights, self.caches, self.out, self.records, rows, ops)
 
 
 def every_kind_composed(shape: Shape, dtype: torch.dtype, state: torch.dtype) -> tuple[Layer, list[Composed]]:
-    """A layer and composed requests of every kind, of which one goes on from an earlier pass.
-
-    No request is of batch row 3.
-    """
-    layer = Layer.make(shape, 420, dtype, state)
-    for slot in range(3):
-        layer.random_record(slot, slot)
-    # As a leading record has it.
-    layer.records.log_transition[2] = -torch.inf
-    layer.resume(2)
-    none, replace_, transition, add, restore = Mode
-    return layer, [
-        # leading record, seams, two records side by side, a query
-        (0, False, [(0, 0, 2, replace_), (0, 8, 0, transition), (8, 16, 1, transition),
-                    (24, 0, 0, transition), (24, 40, -1, none)]),
-        (2, True, [(64, 1, 1, transition), (65, 2, 2, transition), (67, 66, -1, none)]),
-        # no leading segment; ends in a record
-        (1, False, [(133, 31, 0, transition), (164, 65, 1, transition), (229, 0, -1, none)]),
-        (5, False, [(229, 9, 0, add), (238, 129, 1, add), (367, 3, -1, none)]),
-        (4, False, [(370, 0, 0, transition), (370, 1, -1, none)]),
-        # islands: from nothing, behind a head, one after the other, and where the pass ends
-        (6, False, [(371, 3, -1, restore), (374, 0, 0, transition), (374, 2, -1, none),
-                    (376, 8, -1, restore), (384, 1, -1, restore), (385, 0, 1, transition),
-                    (385, 4, -1, none), (389, 10, -1, restore), (399, 0, -1, none)]),
-    ]  # fmt: skip
+    """A layer and composed requests of every kind; records of some are longer than two chunks."""
+    return decaying.every_kind_composed(lambda n: Layer.make(shape, n, dtype, state), added=129)

@@ -22,13 +22,28 @@ from vllm_hypic.backends.ops.decay_attention import Relocation, choose, native, 
 from vllm_hypic.backends.ops.decay_attention import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
-from .decay_inputs import POSITIONS, Layer, Shape, run_compose, run_segments, scanned
+from . import decaying
+from .decay_inputs import POSITIONS, Layer, Shape
+from .decaying import (
+    ADD,
+    CACHE_STEP,
+    NONE,
+    REPLACE,
+    TRANSITION,
+    check_parts,
+    composition,
+    every_kind_composed,
+    packed,
+    run_compose,
+    run_segments,
+    steps_of,
+    walks_around_islands,
+)
 from .inputs import relative
 from .layer_inputs import PAD, SLOTS, Composed, Segment, compose_program
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}
 OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}
-CACHE_STEP = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 SIZES = [1, 2, 3, 40, 64, 129]
 SHAPES = [
@@ -44,7 +59,6 @@ EITHER = pytest.mark.parametrize("shape", [SMALL, GATED], ids=["constant", "chan
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 ALL: dict[str, Any] = {"c++": native, "torch": torch_ops}
 MODULES = pytest.mark.parametrize("module", ALL.values(), ids=ALL)
-NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 LAWFUL = pytest.mark.parametrize("module", [reference, torch_ops], ids=["reference", "torch"])
 """Those that compute in float64 where inputs are."""
 
@@ -78,13 +92,8 @@ def check_segments(ours: Layer, exact: Layer, segments: Sequence[Segment]) -> No
 @served()
 def test_segments(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     """All sizes packed, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
-    at, segments = 2, []
-    for row, n in enumerate(SIZES):
-        lo = min((8, 3, 0)[row % 3], n - 1)
-        hi = n if row % 2 else max(lo + 1, n - 8)
-        segments.append(Segment(row, at, n, lo, hi, slot=SLOTS - 1 - row, leading=row == 3))
-        at += n + row
-    layer = Layer.make(shape, at, dtype)
+    tokens, segments = packed(SIZES, SLOTS)
+    layer = Layer.make(shape, tokens, dtype)
     exact = layer.exact()
     run_segments(reference, exact, segments)
     run_segments(module, layer, segments)
@@ -137,45 +146,15 @@ def test_broken_inputs_stay_visible(module: ModuleType, shape: Shape, what: str)
 # ----------------------------------------------------------------------------- composed requests
 
 
-def every_kind(layer: Layer) -> list[Composed]:
-    """Requests of every kind, of which one goes on from an earlier pass; none is of batch row 3."""
-    for slot in range(3):
-        layer.random_record(slot, slot)
-    layer.records.log_transition[2] = -torch.inf  # as a leading record has it
-    layer.resume(2)
-    return [
-        # leading record, seams, two records side by side, a query
-        (0, False, [(0, 0, 2, REPLACE), (0, 8, 0, TRANSITION), (8, 16, 1, TRANSITION),
-                    (24, 0, 0, TRANSITION), (24, 20, -1, NONE)]),
-        (2, True, [(44, 1, 1, TRANSITION), (45, 2, 2, TRANSITION), (47, 33, -1, NONE)]),
-        # no leading segment; ends in a record
-        (1, False, [(80, 31, 0, TRANSITION), (111, 5, 1, TRANSITION), (116, 0, -1, NONE)]),
-        (5, False, [(116, 9, 0, ADD), (125, 29, 1, ADD), (154, 3, -1, NONE)]),
-        (4, False, [(157, 0, 0, TRANSITION), (157, 1, -1, NONE)]),
-        # islands: from nothing, behind a head, one after the other, and where the pass ends
-        (6, False, [(158, 3, -1, RESTORE), (161, 0, 0, TRANSITION), (161, 2, -1, NONE),
-                    (163, 8, -1, RESTORE), (171, 1, -1, RESTORE), (172, 0, 1, TRANSITION),
-                    (172, 4, -1, NONE), (176, 10, -1, RESTORE), (186, 0, -1, NONE)]),
-    ]  # fmt: skip
-
-
 def check_composed(ours: Layer, exact: Layer, requests: Sequence[Composed]) -> None:
     dtype = ours.x.q.dtype
-    step = CACHE_STEP[ours.caches.state.dtype]
-    for row, _, operations in requests:
-        assert relative(ours.state(row), exact.state(row)) < TOLERANCE[dtype] + step, row
-        for at, count, _, _ in operations:
-            if count:
-                wanted = exact.outputs(at, at + count)
-                assert relative(ours.outputs(at, at + count), wanted) < OUT_TOLERANCE[dtype], (row, at)
-    assert torch.equal(ours.out.isnan(), exact.out.isnan())
+    decaying.check_composed(ours, exact, requests, TOLERANCE[dtype], OUT_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @served()
 def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype, state: torch.dtype) -> None:
-    layer = Layer.make(shape, 200, dtype, state)
-    requests = every_kind(layer)
+    layer, requests = every_kind_composed(lambda n: Layer.make(shape, n, dtype, state))
     exact = layer.exact()
     run_compose(reference, exact, requests)
     run_compose(module, layer, requests)
@@ -187,19 +166,9 @@ def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype, state: to
 @EITHER
 def test_islands_leave_every_bit_of_the_state(module: ModuleType, shape: Shape) -> None:
     """The state of the same walk without them."""
-    layer = Layer.make(shape, 103)
-    for slot in (0, 1):
-        layer.random_record(slot, slot)
-    without = [(0, 8, 0, TRANSITION), (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]
-    islands = [(0, 8, -1, NONE), (8, 70, -1, RESTORE), (78, 12, -1, RESTORE), (90, 0, 0, TRANSITION),
-               (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]  # fmt: skip
-    plain, ours, kept = layer.copy(), layer.copy(), layer.copy()
-    run_compose(module, plain, [(0, False, without)], [5, 0, 0])
-    run_compose(module, ours, [(0, False, islands)], [0, 0, 0, 5, 0, 0])
+    shifts = [5, 0, 0], [0, 0, 0, 5, 0, 0]
+    plain, ours, kept = walks_around_islands(module, Layer.make(shape, 103), shifts)
     assert torch.equal(ours.state(0), plain.state(0))
-    # Were they kept, the record would find them in the state.
-    left = [(a, n, s, NONE if m == RESTORE else m) for a, n, s, m in islands]
-    run_compose(module, kept, [(0, False, left)], [0, 0, 0, 5, 0, 0])
     assert relative(kept.state(0), plain.state(0)) > 100 * TOLERANCE[torch.float32]
 
 
@@ -218,9 +187,7 @@ def test_what_a_mode_does_not_need_is_not_read(module: ModuleType, mode: Mode) -
 
 @settings(max_examples=30, deadline=None)
 @given(
-    steps=st.lists(
-        st.tuples(st.integers(0, 80), st.sampled_from(list(Mode)), st.integers(0, 2)), min_size=1, max_size=8
-    ),
+    steps=steps_of(80),
     resumed=st.booleans(),
     shape=st.sampled_from([SMALL, GATED]),
     seed=st.integers(0, 1 << 16),
@@ -230,19 +197,11 @@ def test_any_composition(
     steps: list[tuple[int, Mode, int]], resumed: bool, shape: Shape, seed: int, module: ModuleType
 ) -> None:
     """Operations of any kind in any order, beside another request."""
-    tokens = sum(n for n, _, _ in steps)
-    layer = Layer.make(shape, tokens + 5, seed=seed)
+    tokens, requests = composition(steps, resumed)
+    layer = Layer.make(shape, tokens, seed=seed)
     for slot in range(3):
         layer.random_record(slot, slot)
     layer.resume(1)
-    at, operations = 0, []
-    for n, mode, slot in steps:
-        operations.append((at, n, slot if mode.applies else -1, mode))
-        at += n
-    requests: list[Composed] = [
-        (0, False, [(tokens, 5, -1, NONE), (0, 0, 1, REPLACE)]),
-        (1, resumed, [*operations, (at, 0, 0, TRANSITION)]),
-    ]
     exact = layer.exact()
     run_compose(reference, exact, requests)
     run_compose(module, layer, requests)
@@ -258,22 +217,8 @@ def test_any_composition(
 def test_records_of_parts_make_that_of_the_whole(
     module: ModuleType, shape: Shape, lengths: tuple[int, ...]
 ) -> None:
-    """A text's parts, each recorded behind what stands before it: any two neighbours compose."""
-    head, total = 5, 5 + sum(lengths)
-    layer = Layer.make(shape, total, torch.float64)
-    a, b, c = (head + sum(lengths[:i]) for i in range(3))
-    parts = {0: (a, b), 1: (b, c), 2: (c, total), 3: (a, c), 4: (b, total), 5: (a, total)}
-    for slot, (lo, hi) in parts.items():
-        run_segments(module, layer, [Segment(slot, 0, hi, lo, hi, slot)])
-    S, T, log = layer.records.state, [layer.transition(i) for i in range(6)], layer.records.log_transition
-    for left, right, whole in ((0, 1, 3), (1, 2, 4), (3, 2, 5), (0, 4, 5)):
-        assert relative(T[right] * S[left] + S[right], S[whole]) < 1e-12
-        torch.testing.assert_close(log[left] + log[right], log[whole], rtol=1e-12, atol=0)
-    # The state behind anything is T S + S_C.
-    before, after = scanned(module, layer, 0, 0, a), scanned(module, layer, 0, 0, total)
-    assert relative(T[5] * before + S[5], after) < 1e-12
-    if sum(lengths) < 100:
-        assert relative(before + S[5], after) > 1e-3, "leaving T out must not go unnoticed"
+    without = check_parts(module, lambda n: Layer.make(shape, n, torch.float64), lengths)
+    assert without > 1e-3 or sum(lengths) > 100, "leaving T out must not go unnoticed"
 
 
 @LAWFUL

@@ -23,13 +23,28 @@ from vllm_hypic.backends.ops.mamba1 import choose, native, reference
 from vllm_hypic.backends.ops.mamba1 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
+from . import decaying
+from .decaying import (
+    ADD,
+    CACHE_STEP,
+    NONE,
+    REPLACE,
+    TRANSITION,
+    check_parts,
+    composition,
+    every_kind_composed,
+    packed,
+    run_compose,
+    run_segments,
+    steps_of,
+    walks_around_islands,
+)
 from .inputs import relative
 from .layer_inputs import PAD, SLOTS, Composed, Segment
-from .mamba1_inputs import Layer, Shape, every_kind_composed, run_compose, run_segments, scanned
+from .mamba1_inputs import Layer, Shape
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
-CACHE_STEP = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 SIZES = [1, 2, 3, 40, 64, 129]
 SHAPES = [Shape(16, 16), Shape(48, 8), Shape(5, 7), Shape(32, 20)]
@@ -37,7 +52,6 @@ SMALL = Shape(32, 16)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 ALL: dict[str, Any] = {"c++": native, "torch": torch_ops}
 MODULES = pytest.mark.parametrize("module", ALL.values(), ids=ALL)
-NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 LAWFUL = pytest.mark.parametrize("module", [reference, torch_ops], ids=["reference", "torch"])
 """Those that compute in float64 where inputs are."""
 
@@ -72,13 +86,8 @@ def check_segments(ours: Layer, exact: Layer, segments: Sequence[Segment]) -> No
 @served(SHAPES, DTYPES)
 def test_segments(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     """All sizes packed, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
-    at, segments = 2, []
-    for row, n in enumerate(SIZES):
-        lo = min((8, 3, 0)[row % 3], n - 1)
-        hi = n if row % 2 else max(lo + 1, n - 8)
-        segments.append(Segment(row, at, n, lo, hi, slot=SLOTS - 1 - row, leading=row == 3))
-        at += n + row
-    layer = Layer.make(shape, at, dtype)
+    tokens, segments = packed(SIZES, SLOTS)
+    layer = Layer.make(shape, tokens, dtype)
     exact = layer.exact()
     run_segments(reference, exact, segments)
     run_segments(module, layer, segments)
@@ -142,20 +151,13 @@ def test_extreme_steps(module: ModuleType, dt: float) -> None:
 
 def check_composed(ours: Layer, exact: Layer, requests: Sequence[Composed]) -> None:
     dtype = ours.x.x.dtype
-    step = CACHE_STEP[ours.caches.state.dtype]
-    for row, _, operations in requests:
-        assert relative(ours.state(row), exact.state(row)) < TOLERANCE[dtype] + step, row
-        for at, count, _, _ in operations:
-            if count:
-                wanted = exact.outputs(at, at + count)
-                assert relative(ours.outputs(at, at + count), wanted) < OUT_TOLERANCE[dtype], (row, at)
-    assert torch.equal(ours.out.isnan(), exact.out.isnan())
+    decaying.check_composed(ours, exact, requests, TOLERANCE[dtype], OUT_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @served(SHAPES, DTYPES)
 def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype, state: torch.dtype) -> None:
-    layer, requests = every_kind_composed(shape, dtype, state)
+    layer, requests = every_kind_composed(lambda n: Layer.make(shape, n, dtype, state))
     exact = layer.exact()
     run_compose(reference, exact, requests)
     run_compose(module, layer, requests)
@@ -166,20 +168,8 @@ def test_compose(module: ModuleType, shape: Shape, dtype: torch.dtype, state: to
 @MODULES
 def test_islands_leave_every_bit_of_the_state(module: ModuleType) -> None:
     """The state of the same walk without them."""
-    layer = Layer.make(SMALL, 103)
-    for slot in (0, 1):
-        layer.random_record(slot, slot)
-    without = [(0, 8, 0, TRANSITION), (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]
-    islands = [(0, 8, -1, NONE), (8, 70, -1, RESTORE), (78, 12, -1, RESTORE), (90, 0, 0, TRANSITION),
-               (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]  # fmt: skip
-    plain, ours, kept = layer.copy(), layer.copy(), layer.copy()
-    run_compose(module, plain, [(0, False, without)])
-    run_compose(module, ours, [(0, False, islands)])
+    plain, ours, kept = walks_around_islands(module, Layer.make(SMALL, 103))
     assert torch.equal(ours.state(0), plain.state(0))
-    # Were they kept, the record would find them in the state.
-    run_compose(
-        module, kept, [(0, False, [(a, n, s, NONE if m == RESTORE else m) for a, n, s, m in islands])]
-    )
     assert relative(kept.state(0), plain.state(0)) > 100 * TOLERANCE[torch.float32]
 
 
@@ -198,9 +188,7 @@ def test_what_a_mode_does_not_need_is_not_read(module: ModuleType, mode: Mode) -
 
 @settings(max_examples=25, deadline=None)
 @given(
-    steps=st.lists(
-        st.tuples(st.integers(0, 40), st.sampled_from(list(Mode)), st.integers(0, 2)), min_size=1, max_size=8
-    ),
+    steps=steps_of(40),
     resumed=st.booleans(),
     seed=st.integers(0, 1 << 16),
     module=st.sampled_from(list(ALL.values())),
@@ -209,19 +197,11 @@ def test_any_composition(
     steps: list[tuple[int, Mode, int]], resumed: bool, seed: int, module: ModuleType
 ) -> None:
     """Operations of any kind in any order, beside another request."""
-    tokens = sum(n for n, _, _ in steps)
-    layer = Layer.make(SMALL, tokens + 5, seed=seed)
+    tokens, requests = composition(steps, resumed)
+    layer = Layer.make(SMALL, tokens, seed=seed)
     for slot in range(3):
         layer.random_record(slot, slot)
     layer.resume(1)
-    at, operations = 0, []
-    for n, mode, slot in steps:
-        operations.append((at, n, slot if mode.applies else -1, mode))
-        at += n
-    requests: list[Composed] = [
-        (0, False, [(tokens, 5, -1, NONE), (0, 0, 1, REPLACE)]),
-        (1, resumed, [*operations, (at, 0, 0, TRANSITION)]),
-    ]
     exact = layer.exact()
     run_compose(reference, exact, requests)
     run_compose(module, layer, requests)
@@ -234,22 +214,8 @@ def test_any_composition(
 @LAWFUL
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 64, 2), (65, 1, 130)], ids=str)
 def test_records_of_parts_make_that_of_the_whole(module: ModuleType, lengths: tuple[int, ...]) -> None:
-    """A text's parts, each recorded behind what stands before it: any two neighbours compose."""
-    head, total = 5, 5 + sum(lengths)
-    layer = Layer.make(Shape(8, 12), total, torch.float64)
-    a, b, c = (head + sum(lengths[:i]) for i in range(3))
-    parts = {0: (a, b), 1: (b, c), 2: (c, total), 3: (a, c), 4: (b, total), 5: (a, total)}
-    for slot, (lo, hi) in parts.items():
-        run_segments(module, layer, [Segment(slot, 0, hi, lo, hi, slot)])
-    S, T = layer.records.state, [layer.transition(slot) for slot in range(6)]
-    elapsed = layer.records.elapsed
-    for left, right, whole in ((0, 1, 3), (1, 2, 4), (3, 2, 5), (0, 4, 5)):
-        assert relative(T[right] * S[left] + S[right], S[whole]) < 1e-12
-        torch.testing.assert_close(elapsed[left] + elapsed[right], elapsed[whole], rtol=1e-12, atol=0)
-    # The state behind anything is T S + S_C.
-    before, after = scanned(module, layer, 0, 0, a), scanned(module, layer, 0, 0, total)
-    assert relative(T[5] * before + S[5], after) < 1e-12
-    assert relative(before + S[5], after) > 1e-3, "leaving T out must not go unnoticed"
+    without = check_parts(module, lambda n: Layer.make(Shape(8, 12), n, torch.float64), lengths)
+    assert without > 1e-3, "leaving T out must not go unnoticed"
 
 
 @LAWFUL

@@ -23,13 +23,28 @@ from vllm_hypic.backends.ops.mamba2 import native, reference
 from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
+from . import decaying
+from .decaying import (
+    ADD,
+    CACHE_STEP,
+    NONE,
+    REPLACE,
+    TRANSITION,
+    check_parts,
+    composition,
+    packed,
+    run_compose,
+    run_segments,
+    scanned,
+    steps_of,
+    walks_around_islands,
+)
 from .inputs import relative
 from .layer_inputs import PAD, SLOTS, Composed, Segment
-from .mamba2_inputs import Layer, Shape, every_kind_composed, run_compose, run_segments, scanned
+from .mamba2_inputs import Layer, Shape, every_kind_composed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-4}
 OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
-CACHE_STEP = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 CHUNK = 64
 SIZES = [1, 2, 3, 63, 64, 65, 129, 300]
@@ -58,8 +73,6 @@ def served(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> pytest.Mar
 
 LAWFUL = pytest.mark.parametrize("module", [reference, torch_ops], ids=["reference", "torch"])
 """Those that compute in float64 where inputs are."""
-
-NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 
 
 def check_segments(ours: Layer, exact: Layer, segments: Sequence[Segment], before: Layer) -> None:
@@ -94,13 +107,8 @@ def check_log(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> No
 def test_segments(module: ModuleType, shape: Shape, dtype: torch.dtype) -> None:
     """All sizes packed in two calls, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
     for sizes in (SIZES[:4], SIZES[4:]):
-        at, segments = 2, []
-        for row, n in enumerate(sizes):
-            lo = min((8, 3, 0, 0)[row], n - 1)
-            hi = n if row % 2 else max(lo + 1, n - 8)
-            segments.append(Segment(row, at, n, lo, hi, slot=SLOTS - 1 - row, leading=row == 3))
-            at += n + row
-        layer = Layer.make(shape, at, dtype)
+        tokens, segments = packed(sizes, SLOTS)
+        layer = Layer.make(shape, tokens, dtype)
         exact, before = layer.exact(), layer.copy()
         run_segments(reference, exact, segments)
         run_segments(module, layer, segments)
@@ -221,17 +229,8 @@ def test_a_record_beside_a_large_state(module: ModuleType) -> None:
 
 def check_composed(ours: Layer, exact: Layer, requests: Sequence[Composed]) -> None:
     dtype = ours.x.mixed.dtype
-    step = CACHE_STEP[ours.caches.state.dtype]
-    touched = torch.zeros(len(ours.out), dtype=torch.bool)
-    for row, _, operations in requests:
-        assert relative(ours.state(row), exact.state(row)) < TOLERANCE[dtype] + step, row
-        assert torch.equal(ours.context(row), exact.context(row)), row
-        for at, count, _, _ in operations:
-            touched[PAD + at : PAD + at + count] = True
-            if count:
-                wanted = exact.outputs(at, at + count)
-                assert relative(ours.outputs(at, at + count), wanted) < OUT_TOLERANCE[dtype], (row, at)
-    assert ours.out[~touched].isnan().all()
+    decaying.check_composed(ours, exact, requests, TOLERANCE[dtype], OUT_TOLERANCE[dtype])
+    assert all(torch.equal(ours.context(row), exact.context(row)) for row, _, _ in requests)
 
 
 @served(SHAPES, DTYPES)
@@ -257,20 +256,9 @@ def test_compose_beside_caches_of_half_the_bits(module: ModuleType, state: torch
 @MODULES
 def test_islands_leave_the_state_as_it_was(module: ModuleType) -> None:
     """The state of the same walk without them."""
-    layer = Layer.make(SMALL, 200)
-    for slot in (0, 1):
-        layer.random_record(slot, slot)
-    without = [(0, 8, 0, TRANSITION), (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]
-    islands = [(0, 8, -1, NONE), (8, 70, -1, RESTORE), (78, 12, -1, RESTORE), (90, 0, 0, TRANSITION),
-               (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]  # fmt: skip
-    plain, ours, kept = layer.copy(), layer.copy(), layer.copy()
-    run_compose(module, plain, [(0, False, without)])
-    run_compose(module, ours, [(0, False, islands)])
+    plain, ours, kept = walks_around_islands(module, Layer.make(SMALL, 103))
     assert relative(ours.state(0), plain.state(0)) < TOLERANCE[torch.float32]
     assert torch.equal(ours.context(0), plain.context(0))
-    # Were they kept, the record would find them in the state.
-    faulty = [(a, n, s, NONE if m == RESTORE else m) for a, n, s, m in islands]
-    run_compose(module, kept, [(0, False, faulty)])
     assert relative(kept.state(0), plain.state(0)) > 100 * TOLERANCE[torch.float32]
 
 
@@ -289,9 +277,7 @@ def test_what_a_mode_does_not_need_is_not_read(module: ModuleType, mode: Mode) -
 
 @settings(max_examples=25, deadline=None)
 @given(
-    steps=st.lists(
-        st.tuples(st.integers(0, 70), st.sampled_from(list(Mode)), st.integers(0, 2)), min_size=1, max_size=8
-    ),
+    steps=steps_of(70),
     resumed=st.booleans(),
     seed=st.integers(0, 1 << 16),
     module=st.sampled_from(list(ALL.values())),
@@ -300,19 +286,11 @@ def test_any_composition(
     steps: list[tuple[int, Mode, int]], resumed: bool, seed: int, module: ModuleType
 ) -> None:
     """Operations of any kind in any order, beside another request."""
-    tokens = sum(n for n, _, _ in steps)
-    layer = Layer.make(Shape(4, 2, 16, 16, taps=3), tokens + 5, seed=seed)
+    tokens, requests = composition(steps, resumed)
+    layer = Layer.make(Shape(4, 2, 16, 16, taps=3), tokens, seed=seed)
     for slot in range(3):
         layer.random_record(slot, slot)
     layer.resume(1)
-    at, operations = 0, []
-    for n, mode, slot in steps:
-        operations.append((at, n, slot if mode.applies else -1, mode))
-        at += n
-    requests: list[Composed] = [
-        (0, False, [(tokens, 5, -1, NONE), (0, 0, 1, REPLACE)]),
-        (1, resumed, [*operations, (at, 0, 0, TRANSITION)]),
-    ]
     exact = layer.exact()
     run_compose(reference, exact, requests)
     run_compose(module, layer, requests)
@@ -336,22 +314,8 @@ def test_one_token_at_a_time(module: ModuleType) -> None:
 @LAWFUL
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 64, 2), (65, 1, 130)], ids=str)
 def test_records_of_parts_make_that_of_the_whole(module: ModuleType, lengths: tuple[int, ...]) -> None:
-    """A text's parts, each recorded behind what stands before it: any two neighbours compose."""
-    head, total = 5, 5 + sum(lengths)
-    layer = Layer.make(Shape(4, 2, 8, 12), total, torch.float64)
-    a, b, c = (head + sum(lengths[:i]) for i in range(3))
-    parts = {0: (a, b), 1: (b, c), 2: (c, total), 3: (a, c), 4: (b, total), 5: (a, total)}
-    for slot, (lo, hi) in parts.items():
-        run_segments(module, layer, [Segment(slot, 0, hi, lo, hi, slot)])
-    S, T = layer.records.state, [layer.transition(slot) for slot in range(6)]
-    log = layer.records.log_transition
-    for left, right, whole in ((0, 1, 3), (1, 2, 4), (3, 2, 5), (0, 4, 5)):
-        assert relative(T[right] * S[left] + S[right], S[whole]) < 1e-12
-        torch.testing.assert_close(log[left] + log[right], log[whole], rtol=1e-12, atol=0)
-    # The state behind anything is T S + S_C.
-    before, after = scanned(module, layer, 0, 0, a), scanned(module, layer, 0, 0, total)
-    assert relative(T[5] * before + S[5], after) < 1e-12
-    assert relative(before + S[5], after) > 1e-3, "leaving T out must not go unnoticed"
+    without = check_parts(module, lambda n: Layer.make(Shape(4, 2, 8, 12), n, torch.float64), lengths)
+    assert without > 1e-3, "leaving T out must not go unnoticed"
 
 
 @LAWFUL

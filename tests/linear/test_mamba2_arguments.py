@@ -14,8 +14,9 @@ from vllm_hypic.backends.ops.mamba2 import choose, limits, native
 from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
+from .decaying import run_compose, run_segments
 from .layer_inputs import SLOTS, Segment
-from .mamba2_inputs import Layer, Shape, run_compose, run_segments
+from .mamba2_inputs import Layer, Shape
 
 SMALL = Shape(4, 2, 16, 32)
 NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode

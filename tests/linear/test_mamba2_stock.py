@@ -16,9 +16,10 @@ from vllm_hypic.backends.ops.mamba2 import native, reference
 from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
+from .decaying import run_compose
 from .inputs import relative
 from .layer_inputs import PAD
-from .mamba2_inputs import Layer, Shape, run_compose
+from .mamba2_inputs import Layer, Shape
 
 SHAPE = Shape(4, 2, 64, 128)
 TOKENS = 150

@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from linear.decaying import run_compose, run_segments
 from linear.layer_inputs import Composed, Segment
-from linear.mamba2_inputs import Layer, run_compose, run_segments
+from linear.mamba2_inputs import Layer
 
 from vllm_hypic.backends.ops.mamba2 import reference
 from vllm_hypic.backends.ops.mamba2.triton import operators

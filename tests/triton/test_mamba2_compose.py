@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from linear.decaying import run_compose, run_segments
 from linear.inputs import relative
 from linear.layer_inputs import Segment
-from linear.mamba2_inputs import Layer, Shape, every_kind_composed, run_compose, run_segments
+from linear.mamba2_inputs import Layer, Shape, every_kind_composed
 from linear.test_mamba2 import OUT_TOLERANCE, TOLERANCE, check_composed
 from mamba2_layers import composed, moved
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear.decaying import run_segments
 from linear.inputs import relative
 from linear.layer_inputs import PAD, SLOTS, Segment
-from linear.mamba2_inputs import Layer, Shape, run_segments
+from linear.mamba2_inputs import Layer, Shape
 from linear.test_mamba2 import CACHE_STEP, OUT_TOLERANCE, TOLERANCE, check_segments
 from mamba2_layers import captured, moved
 

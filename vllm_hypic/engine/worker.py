@@ -14,12 +14,12 @@ from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
+from ..backends.ops import extension
 from ..config.engine import config_of
 from ..connector.connector import HypicConnector
 from ..connector.metadata import HypicMetadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
-from .frame_room import with_room
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,6 +106,11 @@ class HypicModelRunner(GPUModelRunner):
 class HypicWorker(WorkerBase):
     """Mixin for vLLM's workers: our layers, and room left for the public pool."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if extension.missing() is None:
+            extension.kernels().keep_frame_chunks()
+        super().__init__(*args, **kwargs)
+
     @staticmethod
     def _register_layers() -> None:
         """Replace vLLM's layers by ours, before the model is built."""
@@ -117,10 +122,6 @@ class HypicWorker(WorkerBase):
         olmo_conv_loader.apply()
         register_families()
         register_rope_taps()
-
-    @with_room
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        return super().execute_model(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()

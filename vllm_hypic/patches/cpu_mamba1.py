@@ -20,6 +20,7 @@ import torch
 
 from ..backends.ops import mamba1
 from ..backends.ops.program import ordinary
+from ..pool.tensors import DiagonalRecords
 from .signature import require_parameters
 
 
@@ -111,12 +112,11 @@ def _scan(
 ) -> None:
     """Requests of rows ``[ends[i], ends[i + 1])`` through the scan."""
     run = mamba1.choose(x, caches).mamba1_compose
-    run(x, weights, caches, out, _NoRecords(caches.state), *ordinary(ends, resumed))
+    run(x, weights, caches, out, _no_records(caches.state), *ordinary(ends, resumed))
 
 
-class _NoRecords:
-    """Records of a pool without slots, for a cache ``[slots, channels, N]``: requests here read none."""
-
-    def __init__(self, state: torch.Tensor) -> None:
-        self.state = state.new_empty(0, *state.shape[1:], dtype=torch.float32)
-        self.elapsed = self.state[..., 0].contiguous()
+def _no_records(state: torch.Tensor) -> DiagonalRecords:
+    """Those of a pool without slots, for requests that read none; the cache is ``state [slots, channels,
+    N]``, the convolution vLLM's."""
+    empty = state.new_empty(0, *state.shape[1:], dtype=torch.float32)
+    return DiagonalRecords(empty, conv_tail=empty.mT[:, :0], elapsed=empty[..., 0].contiguous())

@@ -111,14 +111,17 @@ class StreamPlan:
     def logical(self, start: int, stop: int) -> np.ndarray:
         """Logical positions of stream indices ``[start, stop)``, generated tokens included."""
         n = len(self.positions)
+        if start >= n:  # a request that generates asks in every step
+            return np.arange(self.n_logical + start - n, self.n_logical + stop - n, dtype=np.int64)
         known = self.positions[start : min(stop, n)]
         if stop <= n:
             return known
-        first = max(start, n) - n + self.n_logical
-        return np.concatenate([known, np.arange(first, self.n_logical + stop - n, dtype=np.int64)])
+        return np.concatenate([known, np.arange(self.n_logical, self.n_logical + stop - n, dtype=np.int64)])
 
     def visible_kv_lens(self, start: int, stop: int) -> np.ndarray:
         """Public columns that stream indices ``[start, stop)`` see: a prefix each, int64."""
+        if not self.points or self.points[-1].at <= start:
+            return np.full(stop - start, len(self.slot_mapping), np.int64)
         counts = np.concatenate([[0], np.cumsum([p.columns for p in self.points], dtype=np.int64)])
         seen = np.searchsorted(self.point_indices, np.arange(start, stop), side="right")
         return counts[seen].astype(np.int64)

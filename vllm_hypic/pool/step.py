@@ -92,12 +92,11 @@ class PublicRows:
     """The rows of a pass that see public columns, as span attention takes them; int64, on the host but for
     the columns.
 
-    ``query_ranges [requests, 2]``: first and last token row of each request; ``cache_ranges [requests, 4]``:
-    these, its row of the block table and its stream tokens so far; ``visible_kv_lens [rows]``: public columns
-    that each of the rows sees; ``slot_mapping``, ``kv_positions``: per request, all its public columns.
+    ``cache_ranges [requests, 4]``: first and last token row of each request, its row of the block table and
+    its stream tokens so far; ``visible_kv_lens [rows]``: public columns that each of the rows sees;
+    ``slot_mapping``, ``kv_positions``: per request, all its public columns.
     """
 
-    query_ranges: torch.Tensor
     cache_ranges: torch.Tensor
     visible_kv_lens: torch.Tensor
     slot_mapping: list[torch.Tensor]
@@ -106,62 +105,79 @@ class PublicRows:
     @staticmethod
     def of(composed: Sequence[ComposedRow]) -> PublicRows:
         rows = [c.row for c in composed]
-        cache_ranges = torch.tensor([(r.q0, r.q1, r.index, r.s1) for r in rows], dtype=torch.int64)
         return PublicRows(
-            cache_ranges[:, :2].contiguous(),
-            cache_ranges,
-            torch.cat([c.visible_kv_lens for c in composed]),
+            torch.tensor([(r.q0, r.q1, r.index, r.s1) for r in rows], dtype=torch.int64),
+            _joined([c.visible_kv_lens for c in composed]),
             [c.stream.slot_mapping for c in composed],
             [c.stream.kv_positions for c in composed],
         )
 
+    @cached_property
+    def query_ranges(self) -> torch.Tensor:
+        """``[requests, 2]``: first and last token row of each request."""
+        return self.cache_ranges[:, :2].contiguous()
+
 
 @dataclass(frozen=True)
-class WindowedRows:
-    """Rows of requests of which some see no more of what stands before them in layers with a window: stock
-    attention measures it in the stream, where what records serve is missing.
+class ReplacedRows:
+    """Rows whose attention is all ours, to public columns and to what is in vLLM's cache.
 
     ``hidden_columns``, ``hidden_tokens [rows]`` int64 on the host: of the public columns and of the tokens in
-    vLLM's cache the first so many are too far away; ``rows [rows]`` int64: token rows of the batch.
+    vLLM's cache the first so many are behind the layer's window; ``None`` where it has none.
     """
 
     public: PublicRows
-    rows: torch.Tensor
-    hidden_columns: torch.Tensor
-    hidden_tokens: torch.Tensor
+    hidden_columns: torch.Tensor | None
+    hidden_tokens: torch.Tensor | None
 
     @staticmethod
-    def of(composed: Sequence[ComposedRow], hidden: Sequence[tuple[np.ndarray, np.ndarray]]) -> WindowedRows:
-        rows = torch.cat([torch.arange(c.row.q0, c.row.q1) for c in composed])
-        columns, tokens = (torch.from_numpy(np.concatenate(part)) for part in zip(*hidden, strict=True))
-        return WindowedRows(PublicRows.of(composed), rows, columns, tokens)
+    def of(composed: Sequence[ComposedRow], hidden: Sequence[tuple[np.ndarray, np.ndarray]]) -> ReplacedRows:
+        """``hidden``: for each of ``composed``, or empty."""
+        public = PublicRows.of(composed)
+        if not hidden:
+            return ReplacedRows(public, None, None)
+        columns, tokens = (_joined([torch.from_numpy(p) for p in part]) for part in zip(*hidden, strict=True))
+        return ReplacedRows(public, columns, tokens)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """``[rows]`` int64: token rows of the batch."""
+        return torch.cat([torch.arange(q0, q1) for q0, q1, *_ in self.public.cache_ranges.tolist()])
 
 
 @dataclass(frozen=True)
-class InWindow:
-    """The rows of a pass in layers with a window: ``near`` ones see all that they would without one, ``far``
-    ones do not; ``None`` when there are none.  ``all_far``: the pass has no other rows."""
+class AttentionRows:
+    """The rows of a pass that stock attention does not serve alone, as one layer has them; ``None`` where
+    there are none.  Each request is in one of them as a whole.
 
-    near: PublicRows | None
-    far: WindowedRows | None
-    all_far: bool
+    ``merged``: stock computes their private part.  ``replaced``: stock does not serve them.  Some see no more
+    of what stands before them in layers with a window, which stock measures in the stream, where what records
+    serve is missing; or they generate and have so few tokens in vLLM's cache that stock's call takes longer
+    than reading those beside the public columns.  ``all_replaced``: the pass has no other rows.
+    """
+
+    merged: PublicRows | None
+    replaced: ReplacedRows | None
+    all_replaced: bool
 
     @staticmethod
-    def of(apart: Sequence[ComposedRow], window: int, tokens: int) -> InWindow:
-        """``apart``: requests with something missing in their streams, of the pass's ``tokens`` rows.  Each
-        is near or far as a whole."""
-        near, far, hidden = list[ComposedRow](), list[ComposedRow](), list[tuple[np.ndarray, np.ndarray]]()
-        for c in apart:
-            of_columns, of_tokens = c.stream.plan.hidden(c.row.s0, c.row.s1, window)
-            if of_columns.any() or of_tokens.any():
-                far.append(c)
-                hidden.append((of_columns, of_tokens))
-            elif c.max_visible_kv_len:
-                near.append(c)
-        return InWindow(
-            PublicRows.of(near) if near else None,
-            WindowedRows.of(far, hidden) if far else None,
-            all_far=bool(far) and sum(c.row.q1 - c.row.q0 for c in far) == tokens,
+    def of(composed: Sequence[ComposedRow], window: int | None, short: int, tokens: int) -> AttentionRows:
+        """``composed``: requests of the pass's ``tokens`` rows that read records or, in layers with a window,
+        have something missing in their streams.  ``short``: few tokens are so many."""
+        merged, replaced = list[ComposedRow](), list[ComposedRow]()
+        hidden = list[tuple[np.ndarray, np.ndarray]]()
+        for c in composed:
+            row, reads = c.row, c.max_visible_kv_len > 0
+            behind = () if window is None else c.stream.plan.hidden(row.s0, row.s1, window)
+            if any(part.any() for part in behind) or (reads and row.s1 - row.s0 == 1 and row.s1 <= short):
+                replaced.append(c)
+                hidden += [behind] if behind else []
+            elif reads:
+                merged.append(c)
+        return AttentionRows(
+            PublicRows.of(merged) if merged else None,
+            ReplacedRows.of(replaced, hidden) if replaced else None,
+            all_replaced=bool(replaced) and sum(c.row.q1 - c.row.q0 for c in replaced) == tokens,
         )
 
 
@@ -213,7 +229,7 @@ class StepContext:
     contexts: list[ComposedRow] = field(default_factory=list)
     shared: Shared = field(default_factory=Shared)
     """What layers share of this pass: plans and index tensors, made once."""
-    _in_window: dict[int, InWindow] = field(default_factory=dict)
+    _attention_rows: dict[tuple[int | None, int], AttentionRows] = field(default_factory=dict)
 
     def on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Int64 arrays as tensors where the layers are, in one transfer that nobody waits for."""
@@ -245,16 +261,23 @@ class StepContext:
         rows = sorted([*self.reading, *padded], key=lambda c: c.row.index)
         return [c for c in rows if c.stream.plan.apart(c.row.s1)]
 
-    def in_window(self, window: int) -> InWindow:
-        """What layers with a window of so many tokens see of the pass; made once for all of them."""
-        if window not in self._in_window:
-            self._in_window[window] = InWindow.of(self.apart, window, self.batch.starts[-1])
-        return self._in_window[window]
+    def attention_rows(self, window: int | None, short: int) -> AttentionRows:
+        """See :class:`AttentionRows`; made once for all layers that ask alike.  ``window``: tokens, or
+        ``None``: all."""
+        key = window, short
+        if key not in self._attention_rows:
+            composed = self.reading if window is None else self.apart
+            self._attention_rows[key] = AttentionRows.of(composed, window, short, self.batch.starts[-1])
+        return self._attention_rows[key]
 
     @cached_property
     def captured(self) -> CapturedRows | None:
         """Token rows whose K and V go into the pool; ``None`` when there are none."""
         return CapturedRows.of(self.captures, self.device)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:

@@ -27,9 +27,9 @@ from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import (
+    AttentionRows,
     Batch,
     BatchRow,
-    InWindow,
     StepContext,
     StreamTensors,
     capture_row,
@@ -316,17 +316,17 @@ def test_windows_are_measured_in_the_prompt(window: int, dtype: torch.dtype, sin
     world = World(dtype, angles(128), window=window, sinks=sinks)
     error = (world.forward().double() - world.expected()).abs().max()
     assert error < LIMITS[dtype], error
-    rows = world.step.in_window(window)
-    assert (rows.near is None, rows.far is None) == (window < 30, window == 64)
+    rows = world.step.attention_rows(window, 0)
+    assert (rows.merged is None, rows.replaced is None) == (window < 30, window == 64)
 
 
 def test_where_all_rows_are_replaced_stock_does_not_run() -> None:
     world = World(torch.float32, angles(128), window=3, sinks=True)
     expected = world.expected()
-    far = world.step.in_window(3).far
+    far = world.step.attention_rows(3, 0).replaced
     assert far is not None and 0 not in far.rows
     # A batch that has no other rows: that of the plain request is left out.
-    world.step = replace(world.step, batch=Batch([0, len(far.rows)], [0]), _in_window={})
+    world.step = replace(world.step, batch=Batch([0, len(far.rows)], [0]), _attention_rows={})
     world.runtime.step = world.step
     output = world.forward()
     assert output[0].isnan().all()
@@ -354,13 +354,13 @@ def test_a_fault_of_windows_would_show(fault: str, monkeypatch: pytest.MonkeyPat
     expected = world.expected()
     match fault:
         case "distances in the stream":
-            far = world.step.in_window(20).far
+            far = world.step.attention_rows(20, 0).replaced
             assert far is not None
             own = torch.from_numpy(causal_kv_lens(far.public.cache_ranges.numpy())) - 1
             nothing = torch.zeros_like(own)
             far = replace(far, hidden_columns=nothing, hidden_tokens=(own - 19).clamp(min=0))
             monkeypatch.setattr(
-                StepContext, "in_window", lambda self, window: InWindow(None, far, all_far=False)
+                StepContext, "attention_rows", lambda *_: AttentionRows(None, far, all_replaced=False)
             )
         case "sinks forgotten":
             world.impl.sinks = None
@@ -418,7 +418,7 @@ def test_a_fault_would_show(fault: str) -> None:
     expected = world.expected()
     match fault:
         case "tokens":  # FlashAttention told of one token too few
-            public = world.step.public
+            public = world.step.attention_rows(None, 0).merged
             assert public is not None
             public.cache_ranges[:, 3] -= 1
         case "blocks":  # the wrong request's blocks

@@ -1,9 +1,9 @@
 """Attention of a layer under PIC: what the backends of all platforms share.
 
-The stock kernel runs over the whole batch, unchanged, but where a layer's window has every row replaced.
-For a composed row its result is the private part; the public part comes from the pool and both merge by
-log-sum-exp.  Segment requests run stock and have their V, and their K with its rotation undone, copied into
-the pool.
+The stock kernel runs over the whole batch, unchanged, but where every row is replaced
+(:class:`~vllm_hypic.pool.step.AttentionRows`).  For other composed rows its result is the private part; the
+public part comes from the pool and both merge by log-sum-exp.  Segment requests run stock and have their V,
+and their K with its rotation undone, copied into the pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
-    from ...pool.step import CapturedRows, PublicRows, StepContext, WindowedRows
+    from ...pool.step import CapturedRows, PublicRows, ReplacedRows, StepContext
     from ...pool.tensors import PublicKV
     from ..rope import RopeTap
 
@@ -91,6 +91,8 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
     def has_quantised_cache(self) -> bool:
         raise NotImplementedError
 
+    short = 0
+    """Where a request that generates has at most so many tokens in vLLM's cache, stock does not serve it."""
     serves_soft_caps = False
     """Whether layers whose scores have a soft-cap take part."""
     serves_shared_kv = False
@@ -125,27 +127,23 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
             return output.zero_()
         link = self.link
         step = None if link is None or attn_metadata is None else link.runtime.step
-        window = self.window()
-        rows = None if step is None or window is None else step.in_window(window)
-        if rows is None or not rows.all_far:
+        rows = None if step is None else step.attention_rows(self.window(), self.short)
+        if rows is None or not rows.all_replaced:
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-        if link is None or step is None:
+        if link is None or step is None or rows is None:
             return output
         if step.captured is not None and self.kv_sharing_target_layer_name is None:
             assert key is not None and value is not None
             link.runtime.calls["capture_kv"] += 1
             self.capture(link, step.captured, key, value)
-        public = step.public
-        if rows is not None:
-            public = rows.near
-            if rows.far is not None:
-                link.runtime.calls["span_attention"] += 1
-                self.attend_within(link, rows.far, query, kv_cache, attn_metadata, output)
-        if public is not None:
+        if rows.replaced is not None:
             link.runtime.calls["span_attention"] += 1
-            self.add_public(link, step, public, query, kv_cache, attn_metadata, output)
+            self.replace(link, rows.replaced, query, kv_cache, attn_metadata, output)
+        if rows.merged is not None:
+            link.runtime.calls["span_attention"] += 1
+            self.add_public(link, step, rows.merged, query, kv_cache, attn_metadata, output)
         return output
 
     def capture(self, link: LinkT, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -168,14 +166,14 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
         """Merge the public part into ``output`` of all composed rows, in place."""
         raise NotImplementedError
 
-    def attend_within(
+    def replace(
         self,
         link: LinkT,
-        windowed: WindowedRows,
+        replaced: ReplacedRows,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Replace ``output`` of rows whose windows stock measured wrongly: private and public part."""
+        """Replace ``output`` of rows that stock does not serve, in place: private and public part."""
         raise NotImplementedError

@@ -31,14 +31,14 @@ from .cuda_rows import (
     PrivateRows,
     SpanPiece,
     private_pieces,
+    replaced_rows,
     span_pieces,
-    windowed_rows,
 )
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
 
-    from ...pool.step import CapturedRows, PublicRows, StepContext, WindowedRows
+    from ...pool.step import CapturedRows, PublicRows, ReplacedRows, StepContext
 
 MAX_HEAD_SIZE = 256
 """Largest head of FlashAttention 2, which every supported GPU has."""
@@ -169,10 +169,10 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         private_lse = self.private_lse(query, kv_cache, metadata, step, public)
         self._merge_public(link, pieces, query, output, private_lse)
 
-    def attend_within(
+    def replace(
         self,
         link: CUDAAttentionLink,
-        windowed: WindowedRows,
+        replaced: ReplacedRows,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: FlashAttentionMetadata,
@@ -181,13 +181,13 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         runtime, heads = link.runtime, self.heads(query)
         step = runtime.step
         assert step is not None
-        rows = windowed_rows(step, windowed)
+        rows = replaced_rows(step, replaced)
         lses = [
             self._attend_private(link, piece, query, kv_cache, metadata, output, rows[piece.rows])
-            for piece in private_pieces(step, windowed, metadata.block_table, heads)
+            for piece in private_pieces(step, replaced, metadata.block_table, heads)
         ]
         private_lse = lses[0] if len(lses) == 1 else torch.cat(lses)
-        pieces = span_pieces(runtime, step, windowed.public, heads, self.window(), windowed.hidden_columns)
+        pieces = span_pieces(runtime, step, replaced.public, heads, self.window(), replaced.hidden_columns)
         self._merge_public(link, pieces, query, output, private_lse)
 
     def _attend_private(
@@ -250,7 +250,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         """
         private = PrivateRows.of(step, public)
         key_cache, value_cache = self.halves(kv_cache)
-        # No window: it would hide nothing from these rows, or they were windowed ones.
+        # No window: it would hide nothing from these rows, or they were replaced.
         _, lse = flash_attn.flash_attn_varlen_func(
             q=private.query(query),
             k=key_cache,

@@ -14,7 +14,7 @@ from ..ops.span_attention.plan import SpanColumns, SpanPlan, causal_kv_lens
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
-    from ...pool.step import PublicRows, StepContext, WindowedRows
+    from ...pool.step import PublicRows, ReplacedRows, StepContext
 
 Heads = tuple[int, int, int, torch.dtype]
 """A layer's query heads, KV heads, head size and dtype: what plans of span attention depend on."""
@@ -57,22 +57,23 @@ def span_pieces(
 
 
 def private_pieces(
-    step: StepContext, windowed: WindowedRows, block_table: torch.Tensor, heads: Heads
+    step: StepContext, replaced: ReplacedRows, block_table: torch.Tensor, heads: Heads
 ) -> list[SpanPiece]:
     """The same over vLLM's own cache, for rows whose windows FlashAttention would measure wrongly; for all
     block tables of these strides."""
 
     def make() -> list[SpanPiece]:
-        ranges = windowed.public.cache_ranges.numpy()
+        ranges = replaced.public.cache_ranges.numpy()
+        assert replaced.hidden_tokens is not None  # layers with windows alone have replaced rows here
         columns = SpanColumns.cached(block_table, ranges[:, 2], ranges[:, 3])
-        return _divide(columns, ranges, causal_kv_lens(ranges), windowed.hidden_tokens.numpy(), heads)
+        return _divide(columns, ranges, causal_kv_lens(ranges), replaced.hidden_tokens.numpy(), heads)
 
-    return step.shared.of(_SharedPlans)(windowed, (heads, block_table.stride(0)), make)
+    return step.shared.of(_SharedPlans)(replaced, (heads, block_table.stride(0)), make)
 
 
-def windowed_rows(step: StepContext, windowed: WindowedRows) -> torch.Tensor:
-    """The token rows of ``windowed [rows]`` int64 on the device, made once."""
-    return step.shared.of(_SharedPlans)(windowed, "rows", lambda: step.on_device(windowed.rows.numpy())[0])
+def replaced_rows(step: StepContext, replaced: ReplacedRows) -> torch.Tensor:
+    """The token rows of ``replaced [rows]`` int64 on the device, made once."""
+    return step.shared.of(_SharedPlans)(replaced, "rows", lambda: step.on_device(replaced.rows.numpy())[0])
 
 
 def _divide(

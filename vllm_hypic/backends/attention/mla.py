@@ -88,7 +88,7 @@ class LatentRows:
         ranges = public.cache_ranges.clone()
         ranges[:, 0], ranges[:, 1] = torch.nn.functional.pad(ends[:-1], (1, 0)), ends
         ranges[:, 2] -= first_request
-        compact = replace(public, query_ranges=ranges[:, :2].contiguous(), cache_ranges=ranges)
+        compact = replace(public, cache_ranges=ranges)
         return LatentRows(rows, compact)
 
 

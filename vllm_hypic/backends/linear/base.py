@@ -81,7 +81,8 @@ class LinearLayer(Generic[InputsT, CarryT]):
 
     def run(self, x: InputsT, out: torch.Tensor) -> None:
         """The whole batch into ``out [token rows, ...]``, captured and composed as the step says."""
-        self.hypic_reached = True
+        if not self.hypic_reached:  # asked first: setting an attribute of a module is slow
+            self.hypic_reached = True
         runtime = self.hypic_runtime
         if runtime is None or runtime.step is None:
             return self.run_stock(x, out)
