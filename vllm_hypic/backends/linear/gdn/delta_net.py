@@ -73,8 +73,8 @@ class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         mixed, b = self.qkv_proj(hidden)[0], self.b_proj(hidden)[0]
         core = hidden.new_zeros(len(hidden), self.num_v_heads // self.tp_size, self.head_v_dim)
-        closed = torch.zeros_like(b)
-        torch.ops.vllm.hypic_gdn_attention_core(mixed, b, closed, core, _encode_layer_name(self.prefix))
+        gates = torch.zeros_like(b)  # whatever they say, see `weights`
+        torch.ops.vllm.hypic_gdn_attention_core(mixed, b, gates, core, _encode_layer_name(self.prefix))
         rows = core.view(-1, self.head_v_dim)
         if self.config.use_gate:
             rows = self.o_norm(rows, self.g_proj(hidden)[0].view_as(rows))
