@@ -100,6 +100,8 @@ class SegmentDirectory:
         self._reserved = 0
         self._changes: dict[SegmentKey, Lookup] | None = None
         self.evictions = 0
+        self.pinned = 0
+        """Records that requests use."""
 
     def __len__(self) -> int:
         return len(self._by_serial)
@@ -124,11 +126,6 @@ class SegmentDirectory:
             self.total_slots - self.free_slots,
             self.total_transition_blocks - self.free_transition_blocks,
         )
-
-    @property
-    def pinned(self) -> int:
-        """Records that requests use."""
-        return sum(e.pins > 0 for e in self._by_serial.values())
 
     @property
     def kept(self) -> frozenset[SegmentKey]:
@@ -219,7 +216,7 @@ class SegmentDirectory:
             entry = self._entries[key]
             if not entry.held:
                 self._now_held(entry)
-            entry.pins += 1
+            self.pin(entry)
             if key not in missing:
                 self.policy.hit(key)
         return [self._entries[k] for k in missing]
@@ -278,7 +275,8 @@ class SegmentDirectory:
         return None
 
     def pin(self, entry: Entry) -> None:
-        """Pin once more a record that is pinned."""
+        """Pin once more a record that is held."""
+        self.pinned += not entry.pins
         entry.pins += 1
 
     def commit(self, entry: Entry) -> None:
@@ -354,6 +352,7 @@ class SegmentDirectory:
             if entry.pins <= 0:
                 raise RuntimeError(f"segment {entry.key[:12]} released more often than pinned")
             entry.pins -= 1
+            self.pinned -= not entry.pins
             if not entry.held:
                 self._no_more_held(entry)
             self._drop_if_unused(entry)
@@ -415,6 +414,8 @@ class SegmentDirectory:
                 held[entry.tenant] = held.get(entry.tenant, Space()) + entry.space
         if held != self._held:
             raise RuntimeError("public pool: a tenant's share is miscounted")
+        if self.pinned != sum(e.pins > 0 for e in entries):
+            raise RuntimeError("public pool: pinned records are miscounted")
         for entry in entries:
             unused = entry.forgotten and entry.resident and not entry.pins
             if unused or entry.pins < 0 or len(entry.pages) != self.pages_for(entry.columns):

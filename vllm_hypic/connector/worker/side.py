@@ -223,13 +223,16 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """News for the scheduler since the last call."""
-        report, self._report = self._report, WorkerReport()
+        report = self._report
         for link in self.links:
             report.store = link.take_stats() or report.store
         report.unfinished = self._unfinished
         # The last one, too, says so.
         told, self._was_unfinished = self._was_unfinished, report.unfinished > 0
-        return report if report.has_news or told or report.unfinished else None
+        if not (report.has_news or told or report.unfinished):
+            return None
+        self._report = WorkerReport()
+        return report
 
     @property
     def _unfinished(self) -> int:
