@@ -60,7 +60,9 @@ def test_unknown_names_are_refused() -> None:
 
 def test_without_kernels_none_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_hypic._C", None)
-    missing = extension.missing.__wrapped__  # not what this process has found
+    # Not what this process has found.
+    monkeypatch.setattr(extension, "kernels", extension.kernels.__wrapped__)
+    missing = extension.missing.__wrapped__
     monkeypatch.setenv("HYPIC_ISA", "avx2")
     with pytest.raises(ConfigError, match=r"^hypic: HYPIC_ISA=avx2: the C\+\+ kernels are not built"):
         missing()

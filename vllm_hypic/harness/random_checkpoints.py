@@ -42,10 +42,15 @@ def model_shapes(
 
 def silence(folder: Path, owners: Iterable[str]) -> None:
     """The weights of these add nothing."""
+    scale(folder, owners, 0.0)
+
+
+def scale(folder: Path, owners: Iterable[str], by: float) -> None:
+    """Change the size of these weights."""
     file = folder / "model.safetensors"
     weights = load_file(file)
     for owner in owners:
-        weights[f"{owner}.weight"].zero_()
+        weights[f"{owner}.weight"].mul_(by)
     save_file(weights, file, metadata={"format": "pt"})
 
 

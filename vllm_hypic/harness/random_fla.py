@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .random_checkpoints import Shape, mlp, save_checkpoint, silence
+from .random_checkpoints import Shape, mlp, save_checkpoint, scale, silence
 from .random_models import SPECIAL_IDS
 
 DELTA_NET, RETNET, GLA = "delta_net", "retnet", "gla"
@@ -74,6 +74,7 @@ def save_fla_model(
         layer |= {f"attn.{name}": shape for name, shape in mixer.items()} | mlp("mlp", hidden, intermediate)
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     folder = save_checkpoint(path, config, shapes, dtype, seed)
+    scale(folder, ["model.embeddings"], 2.5)  # as other models' are, whose embeddings have other names
     if silent:
         silence(folder, [f"model.layers.{index}.attn.o_proj" for index in attends])
     return folder

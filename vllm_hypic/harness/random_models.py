@@ -18,7 +18,6 @@ from torch import nn
 SPECIAL_TOKENS = ("<unk>", "<bos>", "<eos>", "<pad>")
 SPECIAL_IDS = {f"{name}_token_id": SPECIAL_TOKENS.index(f"<{name}>") for name in ("bos", "eos", "pad")}
 """As configurations name them."""
-_EMBEDDINGS = ("embed_tokens", "word_embeddings", "embeddings", "lm_head")
 SPARE_IDS = 16
 """Ids at the end of the vocabulary the tokenizer leaves free, as padded vocabularies of real models do."""
 
@@ -168,7 +167,7 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
             weight.copy_(dt + torch.log(-torch.expm1(-dt)))
         elif owner.endswith("conv1d") or owner == "conv":
             weight.uniform_(-0.5, 0.5, generator=rng)
-        elif owner in _EMBEDDINGS:  # logits of standard deviation 2.5
+        elif owner in ("embed_tokens", "word_embeddings", "lm_head"):  # logits of standard deviation 2.5
             weight.normal_(0, 2.5 / weight.shape[1] ** 0.5, generator=rng)
         elif weight.dim() == 3:  # experts [experts, out, in]
             weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
