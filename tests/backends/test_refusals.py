@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_hypic.backends import attach
 from vllm_hypic.backends.attention.backend import HypicAttentionImpl
+from vllm_hypic.backends.linear import own_layer
 from vllm_hypic.backends.linear.gdn import delta_net
 from vllm_hypic.backends.linear.gdn.cpu import HypicCPUGatedDeltaNet
 from vllm_hypic.backends.linear.lightning import cpu as lightning
@@ -42,6 +44,7 @@ from vllm_hypic.backends.probe import Unsupported, _Call, _link
 from vllm_hypic.backends.rope import RopeTap
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.errors import ConfigError
+from vllm_hypic.models import fla
 from vllm_hypic.pool.geometry import LatentGeometry, PoolGeometry, pool_geometry
 from vllm_hypic.pool.states import GatedRetentionGeometry
 from vllm_hypic.pool.tensors import DevicePool
@@ -156,8 +159,15 @@ def test_models_of_ours_are_refused_on_gpus_by_name(
 ) -> None:
     layer = stock_layer(kind)
     assert attach.layer_refusal(layer, architecture) is None
-    monkeypatch.setattr(delta_net.current_platform, "is_cpu", lambda: False)
-    assert attach.layer_refusal(layer, architecture) == f"{name} on this platform (served: CPU)"
+    monkeypatch.setattr(own_layer.current_platform, "is_cpu", lambda: False)
+    refusal = f"{name} on this platform (served: CPU)"
+    assert attach.layer_refusal(layer, architecture) == refusal
+    # A stock engine asks nobody, but loads.
+    model: Any = torch.nn.Module.__new__(getattr(fla, architecture))
+    torch.nn.Module.__init__(model)
+    model._modules["mixer"] = layer
+    with pytest.raises(ValueError, match=re.escape(f"{architecture}: {refusal}")):
+        model.load_weights([])
 
 
 def test_lightning_attention_has_a_number_a_head_for_a_transition_and_no_convolution() -> None:

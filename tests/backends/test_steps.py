@@ -99,8 +99,8 @@ def test_public_rows_of_a_batch() -> None:
         return composed_row(BatchRow(index, q0, q0 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
 
     blind, one, two = row(0, 0, 0, 2, [5]), row(3, 2, 0, 4, [5]), row(4, 9, 3, 5, [1, 2])
-    assert StepContext([blind], [], CPU).public is None
-    public = StepContext([blind, one, two], [], CPU).public
+    assert StepContext([blind], [], CPU).attention_rows(None, 0).merged is None
+    public = StepContext([blind, one, two], [], CPU).attention_rows(None, 0).merged
     assert public is not None
     assert public.query_ranges.tolist() == [[2, 6], [9, 11]]
     assert public.cache_ranges.tolist() == [[2, 6, 3, 4], [9, 11, 4, 5]]

@@ -133,7 +133,7 @@ def test_partial_results_are_bounded() -> None:
     at_rows = [BatchRow(i, starts[i], starts[i + 1], 10, 10 + n) for i, n in enumerate(counts)]
     step = StepContext([composed_row(row, stream) for row in at_rows], [], CPU)
     runtime = HypicRuntime(DevicePool(PoolGeometry((), (), 8, 0, 0), CPU), 0.0)
-    public, heads = step.public, (16, 2, 256, torch.bfloat16)
+    public, heads = step.attention_rows(None, 0).merged, (16, 2, 256, torch.bfloat16)
     assert public is not None
     pieces = span_pieces(runtime, step, public, heads)
     assert len(pieces) > 1

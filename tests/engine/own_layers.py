@@ -32,12 +32,12 @@ BOUNDS = {"float32": 5e-5, "bfloat16": 0.1}
 class Shallow:
     """A model of one linear layer and how engines run it.
 
-    ``mended``: what a stock engine does not run it without; ``args``: of all engines; ``stock``: more of a
-    stock one, by dtype.
+    ``mended``: what a stock engine does not run it without, if anything; ``args``: of all engines; ``stock``:
+    more of a stock one, by dtype.
     """
 
     folder: Path
-    mended: Callable[[], None]
+    mended: Callable[[], None] | None
     args: Mapping[str, Any] = field(default_factory=dict)
     stock: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bounds: Mapping[str, float] = field(default_factory=lambda: BOUNDS)
@@ -49,11 +49,12 @@ class Shallow:
 
 @dataclass(frozen=True)
 class Deep:
-    """A whole model and its oracle."""
+    """A whole model and its oracle; ``noise``: what bfloat16 moves logprobs by stays below it."""
 
     name: str
     folder: Path
     oracle: Callable[[Path], Oracle]
+    noise: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def test_compiled(start_engine: EngineFactory, shallow: Shallow, tmp_path: Path)
 
 
 def prefix_caches_agree(
-    start_engine: EngineFactory, folder: Path, mended: Callable[[], None], **args: Any
+    start_engine: EngineFactory, folder: Path, mended: Callable[[], None] | None, **args: Any
 ) -> None:
     """Plain requests find one another's blocks as in a stock engine."""
     question, more, other = PARTS
@@ -148,7 +149,7 @@ def prefix_caches_agree(
 
 
 @pytest.mark.parametrize("chunk", [4096, 96])
-@pytest.mark.fast("dense-96", "bailing-96", "ring-linear-dense-96")
+@pytest.mark.fast("dense-96", "bailing-96", "ring-linear-dense-96", "gla-96")
 def test_bfloat16(chunk: int, deep: Deep, start_engine: EngineFactory) -> None:
     """Composed requests are as far from the oracle as ordinary ones, which round as much.
 
@@ -162,7 +163,7 @@ def test_bfloat16(chunk: int, deep: Deep, start_engine: EngineFactory) -> None:
         plain = judged.ours(COMPOSED.plain()) - oracle.full_logprobs(list(COMPOSED.plain().tokens))
         bound = NOISE_FACTOR * float(plain.abs().max())
         cold, warm = judged.ours(COMPOSED), judged.ours(COMPOSED)
-        assert torch.equal(cold, warm) and judged.error(cold) <= bound < 0.5
-        for fault in ("no_T", "no_public_kv"):
+        assert torch.equal(cold, warm) and judged.error(cold) <= bound < deep.noise
+        for fault in {"no_T", "no_public_kv"}.intersection(oracle.faults()):
             assert judged.error(cold, fault=fault) > 2 * bound, fault
         assert started.call(audit).clean

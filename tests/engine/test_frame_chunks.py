@@ -39,7 +39,7 @@ MEASURE = textwrap.dedent(
     print(most_faults(400))
     # More chunks at once than are kept, taken and given back by threads that end.
     with ThreadPoolExecutor(64) as pool:
-        print(max(pool.map(most_faults, [600] * 64)) >= 0)
+        print(len(list(pool.map(most_faults, [600] * 64))))
     print(most_faults(400))
     """
 )
@@ -51,4 +51,4 @@ def test_chunks_are_kept() -> None:
     without, kept, threads, after = done.stdout.split()
     assert int(without) >= 200
     assert int(kept) < 100 and int(after) < 100
-    assert threads == "True"
+    assert threads == "64"

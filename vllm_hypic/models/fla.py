@@ -206,6 +206,10 @@ class FlaForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """``ValueError`` where the platform does not run the layers, in stock engines, too."""
+        for layer in self.modules():
+            if isinstance(layer, self.mixer) and (reason := layer.refusal()) is not None:
+                raise ValueError(f"{type(self).__name__}: {reason}")
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=NAMES)
         return loaded
 

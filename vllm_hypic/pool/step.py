@@ -243,12 +243,6 @@ class StepContext:
         return sorted([*self.composed, *self.contexts], key=lambda c: c.row.index)
 
     @cached_property
-    def public(self) -> PublicRows | None:
-        """Rows that see public columns; ``None`` when there are none."""
-        seeing = [c for c in self.reading if c.max_visible_kv_len]
-        return PublicRows.of(seeing) if seeing else None
-
-    @cached_property
     def apart(self) -> list[ComposedRow]:
         """Requests whose distances in the stream are not those of the prompt, in the batch's order: they read
         records, or are segments with padding inside."""

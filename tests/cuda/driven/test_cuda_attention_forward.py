@@ -378,7 +378,7 @@ def test_pieces_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None
     world = World(torch.float32, angles(128))
     error = (world.forward().double() - world.expected()).abs().max()
     assert error < LIMITS[torch.float32], error
-    public = world.step.public
+    public = world.step.attention_rows(None, 0).merged
     assert public is not None
     pieces = shared_rows.span_pieces(world.runtime, world.step, public, world.impl.heads(world.query))
     assert len(pieces) == 8

@@ -115,7 +115,8 @@ class _KeptColumns:
     """Columns of the pass before, kept while the same requests see them in the same order, as in decoding."""
 
     kept: dict[Hashable, tuple[tuple[torch.Tensor, ...], SpanColumns]] = field(default_factory=dict)
-    """By kind of rows: the requests' tensors of slots, compared by identity, and the columns made of them."""
+    """By window, and whether something is hidden: each request's tensor of slots, compared by identity, and
+    the columns made of these tensors."""
 
     def get(self, public: PublicRows, kind: Hashable) -> SpanColumns:
         of = tuple(public.slot_mapping)

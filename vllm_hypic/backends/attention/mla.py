@@ -203,7 +203,7 @@ class LatentAttention(LinkedAttention[LatentLink], MLAImpl):
 
         vLLM's batch has the requests of one row first."""
         link = self.link
-        if link is None or (step := link.runtime.step) is None or step.public is None:
+        if link is None or (step := link.runtime.step) is None:
             return None
         here = step.shared.of(_OfStep)(step, of_decode, lambda: _rows_of(step, metadata, of_decode))
         if here is None:

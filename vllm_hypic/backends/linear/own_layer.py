@@ -1,13 +1,17 @@
-"""Linear layers that vLLM has no class for: what it asks of a layer with a state."""
+"""Linear layers that vLLM has no class for: what it asks of a layer with a state, and the projections that
+flash-linear-attention's layers have in common."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,6 +22,9 @@ class OwnLayer(nn.Module, MambaBase):
 
     ``forward(positions [tokens], hidden [tokens, hidden]) -> [tokens, hidden]``.
     """
+
+    called: ClassVar[str]
+    """What messages call such layers."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -31,19 +38,60 @@ class OwnLayer(nn.Module, MambaBase):
             raise ValueError(f"Duplicate layer name: {prefix}")
         layers[prefix] = self
 
+    def refusal(self) -> str | None:
+        """Why the platform does not run this layer, or ``None``."""
+        if not current_platform.is_cpu():
+            return f"{self.called} on this platform (served: CPU)"
+        return None
+
+    def _make_projections(self, *, gated: bool) -> None:
+        """``qkv_proj``, ``o_norm``, ``o_proj``, and ``g_proj`` where the output is ``gated``, by the names of
+        checkpoints, whose q, k and v are in one."""
+        config, quant, prefix = self.config, self.quant_config, self.prefix
+        hidden, heads = config.hidden_size, config.num_heads
+        self.qkv_proj = QKVParallelLinear(
+            hidden,
+            config.key_dim // heads,
+            heads,
+            bias=False,
+            v_head_size=config.value_dim // heads,
+            quant_config=quant,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.g_proj: nn.Module | None = None
+        norm: dict[str, Any] = {"eps": config.norm_eps}
+        if gated:
+            self.g_proj = ColumnParallelLinear(
+                hidden, config.value_dim, bias=False, quant_config=quant, prefix=f"{prefix}.g_proj"
+            )
+            self.o_norm: nn.Module = RMSNormGated(config.value_dim // heads, norm_before_gate=True, **norm)
+        else:
+            self.o_norm = RMSNorm(config.value_dim // heads, **norm)
+        self.o_proj = RowParallelLinear(
+            config.value_dim, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
+        )
+
+    def _projected(self, read: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's output from what its heads ``read [tokens, heads, V]``: normalised by heads, and gated
+        where it is."""
+        rows = read.view(-1, read.shape[-1])
+        gate = () if self.g_proj is None else (self.g_proj(hidden)[0].view_as(rows),)
+        out: torch.Tensor = self.o_proj(self.o_norm(rows, *gate).view(len(hidden), -1))[0]
+        return out
+
     @classmethod
     def state_shapes(cls, config: Any, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Of a layer's states on one of so many ranks."""
+        """Shapes of a layer's states on one of ``ranks`` ranks."""
         raise NotImplementedError
 
     @classmethod
     def state_dtypes(cls, dtype: torch.dtype, cache_config: Any) -> tuple[torch.dtype, ...]:
-        """In a model of ``dtype``."""
+        """Dtypes of a layer's states in a model of ``dtype``."""
         raise NotImplementedError
 
     @classmethod
     def state_copies(cls) -> tuple[Any, ...]:
-        """How vLLM copies each of them."""
+        """vLLM's functions that copy a layer's states, one for each."""
         raise NotImplementedError
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateCopyFuncCalculator,
     MambaStateDtypeCalculator,
@@ -19,7 +18,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 )
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
@@ -31,11 +29,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 IDENTITY_TAPS = 2
-"""Of the convolution that stands for none: the operators have one, of at least two taps, before SiLU."""
+"""Taps of the convolution of a model that has none: the operators want at least two; the last passes its
+input on."""
 
 
 class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
     """Projections, convolutions and norm under the names of the checkpoint."""
+
+    called = "the delta net"
+    refusal = OwnLayer.refusal
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(vllm_config, prefix)
@@ -44,47 +46,24 @@ class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
         self.num_k_heads = self.num_v_heads = heads
         self.head_k_dim, self.head_v_dim = config.key_dim // heads, config.value_dim // heads
         self.conv_dim = 2 * config.key_dim + config.value_dim
-        self.qkv_proj = QKVParallelLinear(
-            hidden,
-            self.head_k_dim,
-            heads,
-            bias=False,
-            v_head_size=self.head_v_dim,
-            quant_config=quant,
-            prefix=f"{prefix}.qkv_proj",
-        )
+        self._make_projections(gated=config.use_gate)
         self.b_proj = ColumnParallelLinear(
             hidden, heads, bias=False, quant_config=quant, prefix=f"{prefix}.b_proj"
         )
         if config.use_short_conv:
             for name, width in zip("qkv", (config.key_dim, config.key_dim, config.value_dim), strict=True):
                 self.add_module(f"{name}_conv1d", _Taps(width // ranks, config.conv_size))
-        if config.use_gate:
-            self.g_proj = ColumnParallelLinear(
-                hidden, config.value_dim, bias=False, quant_config=quant, prefix=f"{prefix}.g_proj"
-            )
-            self.o_norm: nn.Module = RMSNormGated(self.head_v_dim, eps=config.norm_eps, norm_before_gate=True)
-        else:
-            self.o_norm = RMSNorm(self.head_v_dim, eps=config.norm_eps)
-        self.o_proj = RowParallelLinear(
-            config.value_dim, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
-        )
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         mixed, b = self.qkv_proj(hidden)[0], self.b_proj(hidden)[0]
         core = hidden.new_zeros(len(hidden), self.num_v_heads // self.tp_size, self.head_v_dim)
         gates = torch.zeros_like(b)  # whatever they say, see `weights`
         torch.ops.vllm.hypic_gdn_attention_core(mixed, b, gates, core, _encode_layer_name(self.prefix))
-        rows = core.view(-1, self.head_v_dim)
-        if self.config.use_gate:
-            rows = self.o_norm(rows, self.g_proj(hidden)[0].view_as(rows))
-        else:
-            rows = self.o_norm(rows)
-        out: torch.Tensor = self.o_proj(rows.view(len(hidden), -1))[0]
-        return out
+        return self._projected(core, hidden)
 
     def weights(self) -> gated_delta.Weights:
-        """With a rate of zero: whatever the gates say, ``g = 0``."""
+        """The layer's constants as the operators take them, with a rate of zero: whatever the gates say, no
+        state decays."""
         heads = torch.zeros(self.num_v_heads // self.tp_size)
         largest = 2.0 if self.config.allow_neg_eigval else 1.0
         taps = self.conv_weight().detach().t().float().contiguous()
@@ -97,11 +76,6 @@ class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
             taps[:, -1] = 1
             return taps
         return torch.cat([getattr(self, f"{name}_conv1d").weight.flatten(1) for name in "qkv"])
-
-    def refusal(self) -> str | None:
-        if not current_platform.is_cpu():
-            return "the delta net on this platform (served: CPU)"
-        return None
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

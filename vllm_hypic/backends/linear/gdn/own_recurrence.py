@@ -37,7 +37,7 @@ class OwnRecurrence(CPUDeltaNet):
 
 
 def _no_records(caches: gated_delta.Caches, inputs: torch.Tensor) -> LinearRecords:
-    """Those of a pool without slots, for requests that read none."""
+    """The records of a pool without slots, for requests that read no record."""
     heads, K, V = caches.state.shape[1:]
     return LinearRecords(
         state=torch.empty(0, heads, K, V),

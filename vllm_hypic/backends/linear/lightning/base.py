@@ -33,10 +33,11 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
     ordinary rows.  Inputs are behind projections, norms and rotation."""
 
     channel_gates: ClassVar[bool] = False
-    """Channels of K decay apart."""
+    """Whether each channel of K has a decay of its own, not each head."""
     rotary_emb: Any
     _table: torch.Tensor | None = None
-    """By what q and k are rotated: see ``rotation.py``."""
+    """Cosines and sines ``[positions, rotated dimensions]`` by which q and k are rotated (``rotation.py``);
+    ``None``: they are not."""
 
     if TYPE_CHECKING:  # vLLM's
         kv_cache: tuple[torch.Tensor, ...]
@@ -108,7 +109,7 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
         return found
 
     def _no_records(self) -> RetentionRecords:
-        """Those of a pool without slots, for requests that read none."""
+        """The records of a pool without slots, for requests that read no record."""
         state = self.kv_cache[0].new_empty(0, *self.kv_cache[0].shape[1:], dtype=torch.float32)
         log = state[..., 0] if self.channel_gates else state[..., 0, 0]
         return RetentionRecords(state, log.contiguous())

@@ -7,25 +7,21 @@ Retention (arXiv:2307.08621) has ``g = log(1 - 2^{-5-h})`` and rotates q and k; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
-    QKVParallelLinear,
     ReplicatedLinear,
-    RowParallelLinear,
 )
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateCopyFuncCalculator,
     MambaStateDtypeCalculator,
 )
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import (
     LayerNameType,
     _encode_layer_name,
@@ -51,35 +47,15 @@ NORMALIZER, GATE_RANK = 16, 16
 class DecayMixer(DecayingLayer, OwnLayer):
     """Projections and norm under the names of the checkpoint; the recurrence in fp32."""
 
-    called: ClassVar[str]
-    """As messages name it."""
+    refusal = OwnLayer.refusal
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(vllm_config, prefix)
-        config, quant = self.config, self.quant_config
-        hidden, heads = config.hidden_size, config.num_heads
+        config, heads = self.config, self.config.num_heads
         self.heads = heads // self.tp_size
         self.key_size, self.value_size = config.key_dim // heads, config.value_dim // heads
         self.sizes = [self.heads * size for size in (self.key_size, self.key_size, self.value_size)]
-        self.qkv_proj = QKVParallelLinear(
-            hidden,
-            self.key_size,
-            heads,
-            bias=False,
-            v_head_size=self.value_size,
-            quant_config=quant,
-            prefix=f"{prefix}.qkv_proj",
-        )
-        if config.use_output_gate:
-            self.g_proj = ColumnParallelLinear(
-                hidden, config.value_dim, bias=False, quant_config=quant, prefix=f"{prefix}.g_proj"
-            )
-            self.o_norm: nn.Module = RMSNormGated(self.value_size, eps=config.norm_eps, norm_before_gate=True)
-        else:
-            self.o_norm = RMSNorm(self.value_size, eps=config.norm_eps)
-        self.o_proj = RowParallelLinear(
-            config.value_dim, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
-        )
+        self._make_projections(gated=config.use_output_gate)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         n = len(hidden)
@@ -90,13 +66,7 @@ class DecayMixer(DecayingLayer, OwnLayer):
         torch.ops.vllm.hypic_decay_attention(
             q, k, v.view(y.shape), self._log_decays(hidden), y, _encode_layer_name(self.prefix)
         )
-        rows = y.to(hidden.dtype).view(-1, self.value_size)
-        if self.config.use_output_gate:
-            rows = self.o_norm(rows, self.g_proj(hidden)[0].view_as(rows))
-        else:
-            rows = self.o_norm(rows)
-        out: torch.Tensor = self.o_proj(rows.view(n, -1))[0]
-        return out
+        return self._projected(y.to(hidden.dtype), hidden)
 
     def core(self, x: decay_attention.Inputs, out: torch.Tensor) -> None:
         """Recurrence of the whole batch into ``out [n, H, V]``, captured and composed as the step says."""
@@ -114,11 +84,6 @@ class DecayMixer(DecayingLayer, OwnLayer):
     def _log_decays(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[H]``, or of every row and channel ``[n, H, K]``, fp32."""
         raise NotImplementedError
-
-    def refusal(self) -> str | None:
-        if not current_platform.is_cpu():
-            return f"{self.called} on this platform (served: CPU)"
-        return None
 
     def get_attn_backend(self) -> Any:
         return BailingLinearAttentionBackend
