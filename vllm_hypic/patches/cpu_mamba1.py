@@ -116,7 +116,7 @@ def _scan(
 
 
 def _no_records(state: torch.Tensor) -> DiagonalRecords:
-    """Those of a pool without slots, for requests that read none; the cache is ``state [slots, channels,
-    N]``, the convolution vLLM's."""
+    """The records of a pool without slots, for requests that read no record, beside vLLM's cache
+    ``state [slots, channels, N]``; the convolution is vLLM's."""
     empty = state.new_empty(0, *state.shape[1:], dtype=torch.float32)
     return DiagonalRecords(empty, conv_tail=empty.mT[:, :0], elapsed=empty[..., 0].contiguous())
