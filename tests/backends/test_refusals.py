@@ -16,6 +16,7 @@ from vllm.model_executor.layers.mamba.linear.minimax_linear_attn import MiniMaxT
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -305,18 +306,21 @@ def test_a_backend_that_the_model_chooses_is_named() -> None:
     assert attach.layer_refusal(stock_layer(Attention), "") == "Attention without the hypic backend"
 
 
-@pytest.mark.parametrize("kind", [HypicCPUGatedDeltaNet, MiniMaxText01LinearAttention])
+@pytest.mark.parametrize(
+    "kind", [HypicCPUGatedDeltaNet, MiniMaxText01LinearAttention, Glm5NextLinearAttention]
+)
 def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None:
-    """Qwen4Exp has the very layer that is replaced by ours, and convolutions over n-grams beside it."""
+    """Qwen4Exp has the very layer that is replaced by ours, and convolutions over n-grams beside it; GLM-5.3
+    has Kimi delta attention in a class of its own."""
     layer = stock_layer(kind)
     says = attach.layer_refusal(layer, "Qwen4ExpForCausalLM")
     assert says is not None
-    if kind is MiniMaxText01LinearAttention:
+    if kind is not HypicCPUGatedDeltaNet:
         supported = (
             "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, KimiGatedDeltaNetAttention, "
             "BailingMoeV3KimiDeltaAttention, ShortConv, MambaMixer2, MambaMixer, BailingMoELinearAttention"
         )
-        assert says == f"linear attention MiniMaxText01LinearAttention (supported: {supported})"
+        assert says == f"linear attention {kind.__name__} (supported: {supported})"
     else:
         assert says.startswith("gated delta net in Qwen4ExpForCausalLM (what else that keeps is not known; ")
         assert "Qwen3NextForCausalLM" in says

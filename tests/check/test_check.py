@@ -252,6 +252,31 @@ def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     assert run(tmp_path / "nowhere").returncode == 2
 
 
+@pytest.mark.parametrize("vision", [False, True], ids=["text", "vision"])
+def test_glm_5_3_flash_is_refused_for_its_indexer(tmp_path: Path, vision: bool) -> None:
+    """Alone, and as the text of the published model."""
+    config: dict[str, Any] = {
+        **{"architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text", "num_hidden_layers": 4},
+        **{"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4},
+        **{
+            "linear_num_heads": 2,
+            "linear_head_dim": 64,
+            "mlp_layer_types": ["dense"] * 4,
+            "vocab_size": 1000,
+        },
+        **{"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True, "dtype": "bfloat16"},
+        "pad_token_id": 0,
+    }
+    if vision:
+        tower = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
+        whole = {"architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next"}
+        config = {**whole, "text_config": config, "vision_config": tower, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = checked(tmp_path, code=1)
+    assert found["architecture"] == config["architectures"][0]
+    assert "sparse attention (an indexer" in found["refusal"]
+
+
 def rows() -> dict[str, str]:
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     found = {line.split("`")[1]: line for line in lines}
