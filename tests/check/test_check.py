@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -265,7 +266,7 @@ def test_glm_5_3_flash_is_refused_for_its_indexer(tmp_path: Path, vision: bool) 
             "vocab_size": 1000,
         },
         **{"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True, "dtype": "bfloat16"},
-        "pad_token_id": 0,
+        **{"vocab_size": 1000, "pad_token_id": 0},
     }
     if vision:
         tower = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
@@ -275,6 +276,19 @@ def test_glm_5_3_flash_is_refused_for_its_indexer(tmp_path: Path, vision: bool) 
     found = checked(tmp_path, code=1)
     assert found["architecture"] == config["architectures"][0]
     assert "sparse attention (an indexer" in found["refusal"]
+
+
+def test_qwen4_exp_is_refused_for_what_records_do_not_hold(tmp_path: Path) -> None:
+    said = {
+        **{"output_gate_type": "sigmoid", "eos_token_id": 1, "indexer_n_heads": 16, "indexer_head_dim": 128},
+        **{"indexer_kv_heads": 1, "indexer_budget": 2048, "indexer_compress_ratio": 4, "ple_layer_ids": [1]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    }
+    architecture = "Qwen4ExpForConditionalGeneration"
+    config = {"architectures": [architecture], "model_type": "qwen4_exp", "text_config": said}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    refusal = checked(tmp_path, code=1)["refusal"]
+    assert f"{architecture} has convolutions over n-grams of tokens and sparse attention" in refusal
 
 
 def rows() -> dict[str, str]:
@@ -292,6 +306,20 @@ def test_the_page_has_what_vllm_registers() -> None:
     for line in found.values():
         if "`tests/" in line:
             assert (ROOT / line.split("`")[3]).is_file(), line
+
+
+@pytest.mark.slow
+def test_of_every_hybrid_it_is_said_whether_it_is_served() -> None:
+    spec = importlib.util.spec_from_file_location("models_table", TABLE)
+    assert spec is not None and spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    sys.modules["models_table"] = table  # its dataclass asks for its module
+    spec.loader.exec_module(table)
+    unknown = PAGE.read_text().partition("## Not known")[2]
+    hybrids = set(table.hybrids())
+    assert len(hybrids) > 30
+    assert hybrids <= set(rows())
+    assert not [architecture for architecture in hybrids if f"`{architecture}`" in unknown]
 
 
 @pytest.mark.slow

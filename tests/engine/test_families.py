@@ -18,7 +18,7 @@ from oracle import random_segments
 
 from vllm_hypic.harness.sizes import random_model
 
-from . import tiny_models
+from . import tiny_models, tiny_vision
 from .conftest import EngineFactory
 from .engines import Ask, Engine, EngineError, prompt, run_apart
 
@@ -95,8 +95,7 @@ def engine(
     fields = ONE_LINEAR | chosen.fields
     quiet: dict[str, Any] = {"norm_center": 0.0, "silent": ("layers.1.self_attn.o_proj",)}
     if chosen.model == "Qwen3_5":
-        vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
-        save = partial(tiny_models.save_vision, vision=vision | {"out_hidden_size": 128}, **quiet)
+        save = partial(tiny_vision.save_vision, **quiet)
     else:
         save = partial(tiny_models.save, dtype=torch.bfloat16, **quiet)
     run_apart(save, path, chosen.model, fields, log=engine_logs / "models.log")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from oracle import random_segments
 
-from . import tiny_models
+from . import tiny_models, tiny_vision
 from .conftest import EngineFactory
 from .engines import Ask, Engine, EngineError, metrics, prompt, run_apart
 
@@ -97,11 +97,10 @@ def engine(
     path = tmp_path_factory.mktemp(chosen.name)
     fields = {"num_hidden_layers": 1} | chosen.fields
     if chosen.model == "Qwen2VL":  # asked about text only
-        vision = {"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2}
-        saved = (tiny_models.save_vision, path, chosen.model, fields, vision)
+        save: Callable[..., Path] = tiny_vision.save_vision
     else:
-        saved = (tiny_models.save, path, chosen.model, fields)
-    run_apart(*saved, log=engine_logs / "models.log")
+        save = tiny_models.save
+    run_apart(save, path, chosen.model, fields, log=engine_logs / "models.log")
     with module_engine(path, dtype="float32", max_logprobs=-1, disable_log_stats=False) as started:
         yield started, chosen
 

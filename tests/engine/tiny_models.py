@@ -58,36 +58,3 @@ def save(
     model.to(dtype).save_pretrained(path)
     random_models._save_tokenizer(path, 512)
     return path
-
-
-def save_vision(
-    path: Path,
-    name: str,
-    text: dict[str, Any],
-    vision: dict[str, Any],
-    norm_center: float = 1.0,
-    silent: tuple[str, ...] = (),
-) -> Path:
-    """Save a random vision-language model of transformers' ``<name>Config``, text half as in :func:`save`."""
-    import transformers
-
-    tokens = {"image_token_id": 500, "video_token_id": 501}
-    tokens |= {"vision_start_token_id": 502, "vision_end_token_id": 503}
-    config = getattr(transformers, f"{name}Config")(
-        text_config=SMALL | text, vision_config=vision, tie_word_embeddings=False, **tokens
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    language = torch.nn.ModuleDict({"language_model": model.model.language_model, "lm_head": model.lm_head})
-    random_models._randomise(language, torch.Generator().manual_seed(0), norm_center)
-    with torch.no_grad():
-        for key, weight in language.named_parameters():
-            if any(part in key for part in silent):
-                weight.zero_()
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-    random_models._save_tokenizer(path, SMALL["vocab_size"])
-    # vLLM asks the processor for the size of its largest image, whatever the limits are.
-    transformers.Qwen2VLImageProcessor().save_pretrained(path)
-    transformers.Qwen2VLVideoProcessor().save_pretrained(path)
-    return path

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from ..config.engine import CONNECTOR, SECTION, TOKENIZER_MODE, HypicConfig, config_of
 from ..errors import ConfigError, redacted
 from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
+from ..pool.families import NOT_SERVED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,6 +66,9 @@ def complete(config: VllmConfig) -> None:
         raise ConfigError(
             f"--attention-backend hypic: runner_type={config.model_config.runner_type!r}: expected 'generate'"
         )
+    architecture = config.model_config.architecture
+    if (keeps := NOT_SERVED.get(architecture)) is not None:
+        raise ConfigError(f"--attention-backend hypic: {architecture} has {keeps}")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError(
             "--attention-backend hypic: --kv-sharing-fast-prefill passes over rows that are needed; drop it"

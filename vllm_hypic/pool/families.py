@@ -27,9 +27,10 @@ class LinearFamily:
 
     ``name``: as messages call it; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
     ``geometry``: what records hold of a layer; ``stock``: vLLM's layer classes; ``module``: where
-    ``register`` replaces these by ours; ``architectures``: model classes, vLLM's or ours, that were served
-    with these layers.  Others may use the very class and keep more beside it that nobody composes
-    (Qwen4Exp: convolutions over n-grams, sparse attention), so they are refused.  No class is in two rows: a
+    ``register`` replaces these by ours; ``architectures``: model classes, vLLM's or ours, that keep
+    nothing of a prompt but KV and the states of these layers, models that see among them, for prompts of
+    text.  Others may use the very class and keep more beside it that nobody composes, so they are refused
+    (:data:`NOT_SERVED`: by name, with what that is).  No class is in two rows: a
     model's layers are of one family.
     """
 
@@ -55,8 +56,10 @@ GATED_DELTA_NET = LinearFamily(
             "Qwen3NextForCausalLM",
             *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
             *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+            *("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"),
+            *("InternS2PreviewForConditionalGeneration", "InternS2MobiusForConditionalGeneration"),
             "OlmoHybridForCausalLM",
-            *("KimiLinearForCausalLM", "BailingMoeV3ForCausalLM"),
+            *("KimiLinearForCausalLM", "BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"),
             "DeltaNetForCausalLM",
         }
     ),
@@ -67,7 +70,7 @@ SHORT_CONVOLUTION = LinearFamily(
     geometry=ConvGeometry,
     stock=("ShortConv",),
     module="vllm_hypic.backends.linear.short_conv",
-    architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}),
+    architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}),
 )
 MAMBA2 = LinearFamily(
     name="Mamba2",
@@ -77,7 +80,10 @@ MAMBA2 = LinearFamily(
     module="vllm_hypic.backends.linear.mamba2",
     architectures=frozenset(
         {
-            *("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"),
+            *("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"),
+            *("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3"),
+            *("NemotronH_Super_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3"),
+            "GraniteMoeHybridForCausalLM",
             *("FalconH1ForCausalLM", "Zamba2ForCausalLM", "Mamba2ForCausalLM"),
         }
     ),
@@ -108,6 +114,17 @@ GATED_LINEAR = LinearFamily(
     module="vllm_hypic.backends.linear.retention",
     architectures=frozenset({"GLAForCausalLM"}),
 )
+NOT_SERVED = {
+    **dict.fromkeys(
+        ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+        "convolutions over n-grams of tokens and sparse attention (QSA), of which records hold nothing",
+    ),
+    "KimiK3ForConditionalGeneration": (
+        "residuals over layers, and delta attention with gates of full rank, which vLLM has in kernels for "
+        "GPUs alone (Kimi-Linear is served)"
+    ),
+}
+"""Models with layers like those of a family that are refused by name, and what they have."""
 FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1, LIGHTNING, GATED_LINEAR)
 
 
