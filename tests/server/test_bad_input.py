@@ -42,7 +42,6 @@ REFUSALS = {
     "only padding": ({"prompt": PAD + SEP + PAD}, "no tokens besides separators"),
     "prompt_logprobs": ({"prompt_logprobs": 1}, "prompt_logprobs (or echo with logprobs) are not supported"),
     "echo with logprobs": ({"echo": True, "logprobs": 1}, "prompt_logprobs (or echo with logprobs)"),
-    "repetition penalty": ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 needs every prompt token"),
     "too long": ({"prompt": SEP.join(["w1 " * 20000, "w2 " * 500, "w3"])}, "maximum context length is 20480"),
     "too long by padding": ({"prompt": "w1" + PAD * 20500 + SEP + "w2"}, "maximum context length is 20480"),
 }

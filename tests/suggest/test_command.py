@@ -172,7 +172,7 @@ def test_tenants_share_nothing(run: Callable[..., Any]) -> None:
 
 
 def test_what_has_no_segments_is_not_cut(run: Callable[..., Any]) -> None:
-    log = [{**body, "repetition_penalty": 1.2} for body in KNOWN["text"][0]]
+    log = [{**body, "prompt_logprobs": 1} for body in KNOWN["text"][0]]
     assert {c["in_segments"] for c in run(log, "--json")["candidates"]} == {0.0}
 
 

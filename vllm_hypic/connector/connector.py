@@ -65,7 +65,9 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
         self.scheduler.instruct(metadata)
         for new in scheduler_output.scheduled_new_reqs:
-            if (stream := self.scheduler.stream_plan(new.req_id)) is not None:
+            sampling = new.sampling_params
+            penalised = sampling is not None and sampling.repetition_penalty != 1.0
+            if (stream := self.scheduler.stream_plan(new.req_id, penalised=penalised)) is not None:
                 metadata.streams[new.req_id] = stream
             if (capture := self.scheduler.capture_plan(new.req_id)) is not None:
                 metadata.captures[new.req_id] = capture

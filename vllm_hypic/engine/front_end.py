@@ -112,11 +112,6 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
         return "streaming input is not supported"
     if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         return "prompt_logprobs (or echo with logprobs) are not supported: cached tokens are not computed"
-    if params.repetition_penalty != 1.0:
-        return (
-            f"repetition_penalty={params.repetition_penalty} needs every prompt token; expected 1.0 "
-            "(frequency_penalty and presence_penalty work)"
-        )
     markers = (primitives.sep, primitives.pdep, primitives.pad)
     if all(token in markers for token in request.prompt_token_ids or []):
         return "the prompt has no tokens besides separators, PDep and padding"

@@ -24,6 +24,7 @@ from ..pool.step import StepContext, rewritten_positions
 if TYPE_CHECKING:
     import numpy as np
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 else:
@@ -48,7 +49,9 @@ def current_step() -> StepContext | None:
 
 
 class HypicModelRunner(GPUModelRunner):
-    """Mixin for vLLM's V1 model runners: logical positions."""
+    """Mixin for vLLM's V1 model runners: logical positions, and penalties over logical prompts."""
+
+    _counted: SamplingMetadata | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
@@ -89,7 +92,25 @@ class HypicModelRunner(GPUModelRunner):
         )
         if step is not None:
             self._rewrite_positions(step)
+            self._count_segments()
         return prepared
+
+    def _count_segments(self) -> None:
+        """Have repetition penalties see the prompt's tokens that are not in the stream."""
+        batch = self.input_batch
+        metadata = batch.sampling_metadata  # made anew when the batch changes
+        if metadata.no_penalties or metadata is self._counted:
+            return
+        self._counted = metadata
+        read = [worker_side().tokens_read(request_id) for request_id in batch.req_ids]
+        if (most := max(map(len, read))) == 0:
+            return
+        more = torch.full((len(read), most), batch.vocab_size)  # which stands for no token
+        for row, tokens in zip(more, read, strict=True):
+            row[: len(tokens)] = torch.from_numpy(tokens)
+        assert metadata.prompt_token_ids is not None
+        seen = (metadata.prompt_token_ids, more.to(metadata.prompt_token_ids.device))
+        metadata.prompt_token_ids = torch.cat(seen, dim=1)
 
     def _rewrite_positions(self, step: StepContext) -> None:
         """Put logical positions into the model's persistent input buffers, after stock code wrote its own:

@@ -39,9 +39,16 @@ class WorkerView:
             entry.value.flops,
         )
 
-    def stream(self, plan: PromptPlan, held: Mapping[SegmentKey, Entry], islands: Runs = ()) -> StreamPlan:
+    def stream(
+        self,
+        plan: PromptPlan,
+        held: Mapping[SegmentKey, Entry],
+        islands: Runs = (),
+        *,
+        with_tokens: bool = False,
+    ) -> StreamPlan:
         """A composed request whose records, ``held``, are all resident; ``islands``: as linear layers run
-        them."""
+        them; ``with_tokens``: and which tokens its segments have."""
         points: list[ComposePoint] = []
         slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for s in plan.segments:
@@ -68,6 +75,7 @@ class WorkerView:
             kv_positions=np.concatenate(kv_positions),
             use_transition=plan.method.use_transition,
             islands=islands,
+            read=np.fromiter({t for s in plan.segments for t in s.tokens}, np.int64) if with_tokens else None,
         )
 
     def behind(self, segment: CachedSegment, entry: Entry | None) -> StreamPlan | None:

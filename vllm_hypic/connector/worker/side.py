@@ -42,6 +42,7 @@ from ..orders import (
 )
 from .link import RecordLink
 
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
 OpenLinks = Callable[[DevicePool, RecordMover], list[RecordLink]]
 
 
@@ -179,6 +180,11 @@ class WorkerSide:
             batch = Batch.of(computed, scheduled)
             self.runtime.step = StepContext(composed, captures, self.device, batch, contexts)
         return self.runtime.step
+
+    def tokens_read(self, request_id: str) -> np.ndarray:
+        """Distinct tokens of a request's segments, int64, where its sampling asks for them."""
+        stream = self._streams.get(request_id)
+        return _NO_TOKENS if stream is None or stream.plan.read is None else stream.plan.read
 
     def end_step(self) -> None:
         """The forward pass is over: records that it completed give spare blocks back and go to the store.

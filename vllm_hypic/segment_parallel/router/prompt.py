@@ -126,7 +126,6 @@ def _spreadable(body: Mapping[str, Any]) -> bool:
     return (
         body.get("n") in (None, 1)
         and not any(body.get(name) for name in _UNSPREADABLE)
-        and body.get("repetition_penalty") in (None, 1)
         and not (body.get("echo") and body.get("logprobs") is not None)
         and isinstance(body.get("cache_salt"), str | None)
         and isinstance(body.get("chat_template_kwargs"), Mapping | None)
