@@ -120,6 +120,7 @@ SAID_BY_MODELS: dict[str, dict[str, Any]] = {
     "RetNetForCausalLM": {"model_type": "retnet", "dtype": "bfloat16"},
     "Glm5NextForCausalLM": GLM5_NEXT,
     "Glm5NextForConditionalGeneration": {"text_config": GLM5_NEXT},
+    "InternS2MobiusForConditionalGeneration": {"text_config": {"num_blocks": 2}},
     "Lfm2ForCausalLM": LFM2,
     "Lfm2VlForConditionalGeneration": {"text_config": LFM2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,9 +244,11 @@ def test_another_configuration_at_its_path_has_another_name(ordinary: VllmConfig
 
 
 def test_weights_in_object_storage_are_the_engines_own_unless_they_have_a_revision(
-    ordinary: VllmConfig, caplog: pytest.LogCaptureFixture
+    ordinary: VllmConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They cannot be sampled: what another engine loads from there, or this one's next run, may differ."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="vllm")  # whatever another test left it at
 
     def loaded(engine_id: str, revision: str | None = None) -> str:
         config = copy.deepcopy(ordinary)
