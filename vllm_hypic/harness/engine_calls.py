@@ -85,15 +85,16 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
     from vllm import LLM
 
     if arguments.get("attention_backend") != "hypic":
-        _mend()
+        _mend_stock()
     return LLM(**arguments)
 
 
-def _mend() -> None:
-    """Mend what keeps stock vLLM from running some models on CPUs, as our workers do: there would be nothing
-    to compare them with."""
+def _mend_stock() -> None:
+    """Give stock vLLM what it lacks of some models, as the plugin does: model classes, and on CPUs what keeps
+    it from running others.  There would be nothing to compare them with."""
     from vllm.platforms import current_platform
 
+    from .. import models
     from ..patches import (
         cpu_bailing_recurrence,
         cpu_kimi_recurrence,
@@ -104,6 +105,7 @@ def _mend() -> None:
         cpu_rope_heads,
     )
 
+    models.register()
     if current_platform.is_cpu():
         recurrences = cpu_bailing_recurrence, cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
         for patch in (*recurrences, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads):
