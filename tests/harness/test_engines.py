@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from oracle import save_olmo_model
+from oracle import save_mla_model, save_olmo_model
 
 from benchmarks.__main__ import main
 from vllm_hypic.harness import engine_calls, random_models
@@ -195,8 +195,19 @@ def test_stock_engines_are_mended(name: str, fields: dict[str, Any], tmp_path: P
 )
 def test_stock_engines_have_what_vllm_lacks(save: Callable[[Path], Path], tmp_path: Path) -> None:
     """No recurrence of these models' linear layers on CPU, nor of all a model class."""
-    settings = EngineSettings(save(tmp_path), threads=1, eager=True, kv_gib=0.25)
-    with running(engine := Engine(settings, 1024, hypic=False)):
+    _use_stock(save(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [save_mla_model, partial(save_ring_model, layers=2)], ids=["all", "hybrid"])
+def test_stock_engines_take_latents_in_float32(save: Callable[[Path], Path], tmp_path: Path) -> None:
+    """vLLM chooses kernels for bfloat16 alone where the CPU has AMX."""
+    _use_stock(save(tmp_path), dtype="float32")
+
+
+def _use_stock(model: Path, **more: Any) -> None:
+    settings = EngineSettings(model, threads=1, eager=True, kv_gib=0.25)
+    with running(engine := Engine(settings, 1024, hypic=False, **more)):
         assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
 
 

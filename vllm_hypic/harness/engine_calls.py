@@ -86,7 +86,23 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
 
     if arguments.get("attention_backend") != "hypic":
         _mend_stock()
+        arguments = arguments | _latent_attention(arguments)
     return LLM(**arguments)
+
+
+def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What stock vLLM must be told of latent attention on CPUs: with AMX it takes kernels that know bfloat16
+    alone, whatever the dtype; for the others it switches the prefix cache off, too late for a hybrid."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {}
+    model = EngineArgs(**arguments).create_model_config()
+    if not model.use_mla or model.dtype == torch.bfloat16:
+        return {}
+    return {"attention_backend": "CPU_MLA", "enable_prefix_caching": False}
 
 
 def _mend_stock() -> None:
