@@ -167,7 +167,8 @@ GRANITE = SIZES["150m-mamba2"].shape["fields"]
         ("GraniteMoeHybrid", GRANITE | {"layer_types": GRANITE["layer_types"][:4]}),
         (
             "Jamba",
-            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
+            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
+            | {"num_attention_heads": 12, "num_key_value_heads": 4},
         ),
     ],
 )
