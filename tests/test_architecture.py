@@ -34,6 +34,7 @@ LAZILY = {
         "engine.segments",
     ): "likewise: where segments are found",
     ("harness.engine_calls", "patches"): "likewise: of a stock engine that does not run without",
+    ("harness.engine_calls", "models"): "likewise",
     ("eval.gate.identity", "vllm_hypic"): "the plugin's version",
     ("eval.gate.identity", "vllm"): "called in the engine's process, which has loaded vLLM",
     ("eval.gate.identity", "pool.states"): "the types in which records are stored; called by the engine",

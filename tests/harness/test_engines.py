@@ -2,17 +2,20 @@
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from oracle import save_olmo_model
+from oracle import save_mla_model, save_olmo_model
 
 from benchmarks.__main__ import main
 from vllm_hypic.harness import engine_calls, random_models
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
+from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.harness.settings import EngineSettings
@@ -153,6 +156,7 @@ def test_engines_that_fail_say_so() -> None:
         one.log.unlink()
 
 
+LAYERS = ["linear_attention", "full_attention"]
 GRANITE = SIZES["150m-mamba2"].shape["fields"]
 
 
@@ -163,7 +167,8 @@ GRANITE = SIZES["150m-mamba2"].shape["fields"]
         ("GraniteMoeHybrid", GRANITE | {"layer_types": GRANITE["layer_types"][:4]}),
         (
             "Jamba",
-            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
+            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
+            | {"num_attention_heads": 12, "num_key_value_heads": 4},
         ),
     ],
 )
@@ -179,26 +184,31 @@ def test_stock_engines_are_mended(name: str, fields: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.slow
-def test_stock_engines_run_olmo_hybrid(tmp_path: Path) -> None:
-    """vLLM has no recurrence of its layers on CPU."""
-    _use_stock(save_olmo_model(tmp_path, layer_types=["linear_attention", "full_attention"]))
+@pytest.mark.parametrize(
+    "save",
+    [
+        pytest.param(partial(save_olmo_model, layer_types=LAYERS), id="olmo-hybrid"),
+        pytest.param(partial(save_kimi_model, layer_types=LAYERS), id="kimi-linear"),
+        pytest.param(partial(save_ring_model, layers=2), id="ring-2.5"),
+        pytest.param(partial(save_ring_model, layers=2, kv_heads=2), id="ring-linear"),
+        pytest.param(partial(save_fla_model, layers=2), id="delta-net"),
+    ],
+)
+def test_stock_engines_have_what_vllm_lacks(save: Callable[[Path], Path], tmp_path: Path) -> None:
+    """No recurrence of these models' linear layers on CPU, nor of all a model class."""
+    _use_stock(save(tmp_path))
 
 
 @pytest.mark.slow
-def test_stock_engines_run_kimi_linear(tmp_path: Path) -> None:
-    """vLLM has neither a model class nor a recurrence of its layers for CPUs."""
-    _use_stock(save_kimi_model(tmp_path, layer_types=["linear_attention", "full_attention"]))
+@pytest.mark.parametrize("save", [save_mla_model, partial(save_ring_model, layers=2)], ids=["all", "hybrid"])
+def test_stock_engines_take_latents_in_float32(save: Callable[[Path], Path], tmp_path: Path) -> None:
+    """vLLM chooses kernels for bfloat16 alone where the CPU has AMX."""
+    _use_stock(save(tmp_path), dtype="float32")
 
 
-@pytest.mark.slow
-def test_stock_engines_run_ring_and_ling(tmp_path: Path) -> None:
-    """vLLM has neither norms nor the recurrence of their linear layers for CPUs."""
-    _use_stock(save_ring_model(tmp_path, layers=2))
-
-
-def _use_stock(model: Path) -> None:
+def _use_stock(model: Path, **more: Any) -> None:
     settings = EngineSettings(model, threads=1, eager=True, kv_gib=0.25)
-    with running(engine := Engine(settings, 1024, hypic=False)):
+    with running(engine := Engine(settings, 1024, hypic=False, **more)):
         assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
 
 

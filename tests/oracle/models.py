@@ -45,9 +45,9 @@ SHARED_KV: dict[str, dict[str, Any]] = {
 }
 
 
-def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int = 0) -> Path:
+def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int = 0, **given: Any) -> Path:
     """A random model of transformers' `<name>Config` whose last two of five layers, one with a window and one
-    without, read the K and V of the last layer of their kind before them."""
+    without, read the K and V of the last layer of their kind before them; `given`: fields of another."""
     fields = {
         "num_hidden_layers": 5,
         "num_kv_shared_layers": 2,
@@ -60,13 +60,19 @@ def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int 
         "head_dim": 64,
         "vocab_size": 512,
     }
-    return save_text_model(path, name=name, fields=fields | SHARED_KV[name], seed=seed)
+    return save_text_model(path, name=name, fields=fields | SHARED_KV[name] | given, seed=seed)
 
 
 def save_mla_model(
-    path: str | Path, *, q_lora: bool = False, experts: bool = False, yarn: bool = False, seed: int = 0
+    path: str | Path,
+    *,
+    layers: int = 2,
+    q_lora: bool = False,
+    experts: bool = False,
+    yarn: bool = False,
+    seed: int = 0,
 ) -> Path:
-    """A random DeepSeek-V2 in float32 of two layers, the second with experts where asked for.
+    """A random DeepSeek-V2 in float32, whose layers but the first have experts where asked for.
 
     Latents of 512 and keys of 64, as published models have them: vLLM's kernels for CPUs know no others, and
     those with AMX want multiples of 32 elsewhere.
@@ -74,7 +80,7 @@ def save_mla_model(
     scaled = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     scaled |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5}
     fields: dict[str, Any] = {
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_attention_heads": 4,
@@ -84,7 +90,7 @@ def save_mla_model(
         "qk_rope_head_dim": 64,
         "v_head_dim": 64,
         "rope_parameters": {"rope_theta": 10000.0, **(scaled if yarn else {"rope_type": "default"})},
-        "first_k_dense_replace": 1 if experts else 2,
+        "first_k_dense_replace": 1 if experts else layers,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,

@@ -85,15 +85,32 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
     from vllm import LLM
 
     if arguments.get("attention_backend") != "hypic":
-        _mend()
+        _mend_stock()
+        arguments = arguments | _latent_attention(arguments)
     return LLM(**arguments)
 
 
-def _mend() -> None:
-    """Mend what keeps stock vLLM from running some models on CPUs, as our workers do: there would be nothing
-    to compare them with."""
+def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What stock vLLM must be told of latent attention on CPUs: with AMX it takes kernels that know bfloat16
+    alone, whatever the dtype; for the others it switches the prefix cache off, too late for a hybrid."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return {}
+    model = EngineArgs(**arguments).create_model_config()
+    if not model.use_mla or model.dtype == torch.bfloat16:
+        return {}
+    return {"attention_backend": "CPU_MLA", "enable_prefix_caching": False}
+
+
+def _mend_stock() -> None:
+    """Give stock vLLM what it lacks of some models, as the plugin does: model classes, and on CPUs what keeps
+    it from running others.  There would be nothing to compare them with."""
+    from vllm.platforms import current_platform
+
+    from .. import models
     from ..patches import (
         cpu_bailing_recurrence,
         cpu_kimi_recurrence,
@@ -104,6 +121,7 @@ def _mend() -> None:
         cpu_rope_heads,
     )
 
+    models.register()
     if current_platform.is_cpu():
         recurrences = cpu_bailing_recurrence, cpu_kimi_recurrence, cpu_mamba1, cpu_olmo_recurrence
         for patch in (*recurrences, cpu_mamba2_checkpoints, cpu_one_token_conv, cpu_rope_heads):
