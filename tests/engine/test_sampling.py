@@ -1,8 +1,7 @@
-"""Penalties count what stock counts: repetition the whole prompt, of which records hold a part, frequency and
-presence what was generated.
+"""What sampling may ask for is what the ordinary request gets, with segments as without.
 
-K and V of a model of one attention layer depend on a token alone, so composing is exact, and a request with
-segments must get the processed logprobs of the ordinary one.
+K and V of a model of one attention layer depend on a token alone, so composing is exact.  Repetition
+penalties count the whole prompt, of which records hold a part, frequency and presence what was generated.
 """
 
 from __future__ import annotations
@@ -43,6 +42,45 @@ def engine(
     shown = {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"}
     with module_engine(path, dtype="float32", **shown) as started:
         yield started
+
+
+DRAWN = {"temperature": 0.9, "seed": 7}
+ASKED: dict[str, dict[str, Any]] = {
+    "drawn": DRAWN,
+    "top-k-top-p": DRAWN | {"top_k": 40, "top_p": 0.8},
+    "min-p": DRAWN | {"min_p": 0.05},
+    "several": DRAWN | {"n": 3},
+    "logit-bias": {"logit_bias": {QUERY[0]: 6.0, QUERY[1]: -100.0}},
+    "allowed-tokens": {"allowed_token_ids": [*FIRST[:5], *SECOND[:5]]},
+    "stop-tokens": {"stop_token_ids": FIRST + SECOND},
+    "least-tokens": {"ignore_eos": False, "min_tokens": 5, "stop_token_ids": FIRST + SECOND},
+    "penalties-drawn": DRAWN | PENALTIES["all"],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_answers_are_those_of_the_ordinary_request(engine: Engine, name: str) -> None:
+    asked = ask(FIRST, SECOND, **ASKED[name])
+    ours, plain, free = engine.ask_one_by_one(asked, asked.plain(), ask(FIRST, SECOND))
+    (warm,) = engine.ask(asked)
+    assert ours.samples == warm.samples == plain.samples
+    assert ours.reasons == warm.reasons == plain.reasons
+    assert ours.samples != free.samples, "it changes nothing"
+
+
+def test_beam_search(engine: Engine) -> None:
+    composed = ask(FIRST, SECOND)
+    ours, plain = (engine.call(beams, one.tokens) for one in (composed, composed.plain()))
+    assert ours == plain and len(set(ours)) == len(ours) == 3
+
+
+def beams(llm: Any, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """What the best beams say behind the prompt ``tokens``."""
+    from vllm.sampling_params import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    (found,) = llm.beam_search([{"prompt_token_ids": list(tokens)}], params)
+    return [tuple(one.tokens[len(tokens) :]) for one in found.sequences]
 
 
 @pytest.mark.parametrize("name", PENALTIES)
