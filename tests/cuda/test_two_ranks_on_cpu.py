@@ -51,7 +51,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("family", MODELS)
 def test_two_ranks_answer_like_one(family: str, tmp_path: Path) -> None:
     model = MODELS[family](tmp_path / "model")
-    one, two = (answers(model, ranks) for ranks in (1, 2))
+    # Where layers run in it, float32, so that rounding, which ranks change, decides nothing.
+    dtype = "auto" if family == "gated delta net" else "float32"
+    one, two = (answers(model, ranks, dtype=dtype) for ranks in (1, 2))
     cold, warm = two["tokens"]
     assert cold == warm == one["tokens"][0]
     assert two["cached"] == one["cached"] and two["cached"][1] > two["cached"][0]

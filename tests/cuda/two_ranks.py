@@ -23,8 +23,10 @@ def prompt(rng: random.Random) -> list[int]:
 def main(model: str, ranks: int, prompts: int, options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
+    dtype = options.pop("dtype", "auto")
     llm = LLM(
         model=model,
+        dtype=dtype,
         attention_backend="hypic",
         tensor_parallel_size=ranks,
         enforce_eager=True,

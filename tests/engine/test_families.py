@@ -145,6 +145,8 @@ def test_without_full_attention(start_engine: EngineFactory, tmp_path: Path, eng
 NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
 MIXED = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOWED_BOUND = 0.25
+"""Two units of bfloat16 of these models' logits, which reach 30; measured: 0.17."""
 WINDOWED = [
     pytest.param("Mistral", {"sliding_window": 64}, {}, id="mistral"),
     # Layers with a window have another rotary base.
@@ -174,11 +176,9 @@ def test_windowed_families(
     ) as engine:
         lead = Ask(prompt(lead=THIRD, query=QUERY))
         plain = first_token(engine, lead.plain())
-        assert float((first_token(engine, lead) - plain).abs().max()) <= BOUND
-        assert (
-            float((first_token(engine, Ask(prompt(lead=THIRD[:-1], query=QUERY))) - plain).abs().max())
-            > BOUND
-        )
+        assert float((first_token(engine, lead) - plain).abs().max()) <= WINDOWED_BOUND
+        shorter = Ask(prompt(lead=THIRD[:-1], query=QUERY))
+        assert float((first_token(engine, shorter) - plain).abs().max()) > WINDOWED_BOUND
         engine.reset()
         cold, warm = engine.ask_one_by_one(COMPOSED, COMPOSED)
         assert warm.cached > cold.cached == 0
