@@ -22,10 +22,10 @@ from vllm_hypic.harness.random_models import save_hybrid_model
 POOL_BYTES = 6_000_000
 
 
-def answers(model: Path, ranks: int, prompts: int = 1, **options: Any) -> Any:
+def answers(model: Path, ranks: int, prompts: int = 1, dtype: str = "auto", **options: Any) -> Any:
     script = Path(__file__).parent / "two_ranks.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(model), str(ranks), str(prompts), json.dumps(options)],
+        [sys.executable, str(script), str(model), str(ranks), str(prompts), dtype, json.dumps(options)],
         env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,

@@ -1,5 +1,5 @@
-"""``python two_ranks.py MODEL RANKS PROMPTS OPTIONS``: prints, as JSON, what an engine of so many ranks on
-the CPU, with these options of the plugin, answers to composed prompts, all of them cold, then all of them
+"""``python two_ranks.py MODEL RANKS PROMPTS DTYPE OPTIONS``: prints, as JSON, what an engine of so many ranks
+on the CPU, with these options of the plugin, answers to composed prompts, all of them cold, then all of them
 warm, and how often each rank's operators ran."""
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ def prompt(rng: random.Random) -> list[int]:
     return tokens[:-1]
 
 
-def main(model: str, ranks: int, prompts: int, options: dict[str, Any]) -> None:
+def main(model: str, ranks: int, prompts: int, dtype: str, options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    dtype = options.pop("dtype", "auto")
     llm = LLM(
         model=model,
         dtype=dtype,
@@ -47,4 +46,4 @@ def main(model: str, ranks: int, prompts: int, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], json.loads(sys.argv[5]))

@@ -56,5 +56,5 @@ def save(
                 weight.zero_()
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path)
-    random_models._save_tokenizer(path, 512)
+    random_models.save_tokenizer(path, 512)
     return path

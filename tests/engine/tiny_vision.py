@@ -90,14 +90,14 @@ def save_vision(
         alone.model.load_state_dict(language["language_model"].state_dict())
         alone.lm_head.load_state_dict(language["lm_head"].state_dict())
         alone.save_pretrained(text_path)
-        random_models._save_tokenizer(text_path, SMALL["vocab_size"])
+        random_models.save_tokenizer(text_path, SMALL["vocab_size"])
     return path
 
 
 def _save_processors(path: Path, vision: Vision) -> None:
     import transformers
 
-    random_models._save_tokenizer(path, SMALL["vocab_size"])
+    random_models.save_tokenizer(path, SMALL["vocab_size"])
     special = {f"{name}_token": f"w{IMAGE_ID + i}" for i, name in enumerate(SPECIAL)}
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens=special)
     tokenizer.save_pretrained(path)

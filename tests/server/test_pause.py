@@ -74,7 +74,7 @@ def waiting(client: Client) -> None:
     client.server.wait_for_metrics(lambda m: bool(m["vllm:hypic_waiting"]), BOUND_S)
 
 
-def _seen_waiting(
+def seen_waiting(
     client: Client, asking: Callable[..., Future[dict[str, Any]]], question: Callable[[int], Question]
 ) -> Future[dict[str, Any]]:
     """A request that was seen waiting for records; where a look at the metrics is late, another is asked."""
@@ -210,7 +210,7 @@ def test_abort_ends_what_lives(client, question, asking, phase):
     if phase == "decode":
         live = Live(client, q.prompt()).begun()
     else:
-        waits = _seen_waiting(client, asking, question)
+        waits = seen_waiting(client, asking, question)
     with ABORT.of(client):
         if phase == "decode":
             assert live.ended()[2] == "abort"

@@ -30,7 +30,7 @@ def save_checkpoint(
 def model_shapes(
     config: Mapping[str, Any], embeddings: str, layers: Iterable[dict[str, Shape]]
 ) -> dict[str, Shape]:
-    """Of a whole model, from those of its layers."""
+    """Shapes of a whole model's weights, from those of its layers."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, Shape] = {f"model.{embeddings}": (vocab, hidden), "lm_head": (vocab, hidden)}
     shapes |= {"model.norm": (hidden,)}
@@ -68,7 +68,7 @@ def bailing_fields(layers: int, group: int, head_dim: int) -> dict[str, Any]:
 
 
 def latent_fields(head_dim: int, query_rank: int | None) -> dict[str, Any]:
-    """Of attention to latents, by the names of DeepSeek."""
+    """Fields of a configuration that describe latent attention, by the names of DeepSeek."""
     return {
         "kv_lora_rank": LATENT,
         "q_lora_rank": query_rank,
@@ -91,7 +91,7 @@ def bailing_layer(config: Mapping[str, Any], index: int, attention: Mapping[str,
 
 
 def latent_attention(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Of a layer but for its output projection, by the names of DeepSeek."""
+    """Shapes of latent attention's weights but for its output projection, by the names of DeepSeek."""
     heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
     nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
     query = heads * (nope + ROTATED_PART)

@@ -14,7 +14,7 @@ from .random_models import SPECIAL_IDS
 
 DELTA_NET, RETNET, GLA = "delta_net", "retnet", "gla"
 ARCHITECTURES = {DELTA_NET: "DeltaNetForCausalLM", RETNET: "RetNetForCausalLM", GLA: "GLAForCausalLM"}
-"""By model type."""
+"""vLLM's name of the class of each model type."""
 
 
 def save_fla_model(
@@ -119,7 +119,7 @@ def _projections(hidden: int, q: int, k: int, v: int, out: int) -> dict[str, Sha
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Of the hidden state, heads, and all heads' keys and values."""
+    """Width of the hidden state, number of heads, widths of all heads' keys and of their values."""
     hidden = config["hidden_size"]
     return hidden, config["num_heads"], int(hidden * config["expand_k"]), int(hidden * config["expand_v"])
 

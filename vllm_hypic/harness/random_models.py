@@ -17,7 +17,7 @@ from torch import nn
 
 SPECIAL_TOKENS = ("<unk>", "<bos>", "<eos>", "<pad>")
 SPECIAL_IDS = {f"{name}_token_id": SPECIAL_TOKENS.index(f"<{name}>") for name in ("bos", "eos", "pad")}
-"""As configurations name them."""
+"""Ids of the special tokens, by their names in configurations."""
 SPARE_IDS = 16
 """Ids at the end of the vocabulary the tokenizer leaves free, as padded vocabularies of real models do."""
 
@@ -151,7 +151,7 @@ def save_model(model: nn.Module, path: Path, dtype: torch.dtype, seed: int, norm
     _randomise(model, torch.Generator().manual_seed(seed), norm_center)
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path)
-    _save_tokenizer(path, model.config.vocab_size)
+    save_tokenizer(path, model.config.vocab_size)
     return path
 
 
@@ -184,7 +184,7 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
             weight.normal_(center + sharpen, 0.1, generator=rng)
 
 
-def _save_tokenizer(path: Path, vocab: int) -> None:
+def save_tokenizer(path: Path, vocab: int) -> None:
     """A word-level tokenizer: the special tokens, then one word `w<id>` per id, but for the spare ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -73,7 +73,7 @@ class FlaConfig(PreTrainedConfig):
 
     @property
     def key_dim(self) -> int:
-        """Of all heads of a linear layer together."""
+        """Width of a linear layer's keys, all heads together."""
         return round(self.hidden_size * self.expand_k)
 
     @property

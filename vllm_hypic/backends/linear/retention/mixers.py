@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NORMALIZER, GATE_RANK = 16, 16
-"""Of GLA's gates; its configuration says neither."""
+"""What GLA's log gates are divided by, and the rank of their projection; its configuration says neither."""
 
 
 class DecayMixer(DecayingLayer, OwnLayer):
