@@ -42,7 +42,7 @@ def requests(documents: list[str], tools: list[dict[str, Any]]) -> Iterator[dict
     turns = [text for document in documents for text in (f"{document}\n\n{QUESTION}", "Paris, I think.")]
     for n in (1, 3):
         yield chat(*turns[:n])
-    yield {**chat(*turns[:3]), "prompt_logprobs": 1}
+    yield {**chat(*turns[:3]), "repetition_penalty": 1.2}
     for first, second in permutations(documents[:2]):
         yield {"prompt": "<|hypic_sep|>".join(["You answer.", first, second, QUESTION])}
 
