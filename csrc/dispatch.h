@@ -18,7 +18,7 @@ struct Kernels {
   Mamba2Kernels mamba2;
 };
 
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
 
 // The table in use: the best this machine runs, or the one named by the environment variable HYPIC_ISA.
 const Kernels& kernels();

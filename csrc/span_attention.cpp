@@ -41,9 +41,10 @@ void gemm_bf16(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_
                               reinterpret_cast<const at::BFloat16*>(B), C, true);
 }
 
-// oneDNN's batch-reduce GEMM uses AMX or AVX512-BF16, whichever the machine has (what has AMX has both).
+// oneDNN's batch-reduce GEMM uses AMX or AVX512-BF16, whichever the machine has.
 GemmBf16 gemm_for(DType dtype) {
-  return dtype == DType::bf16 && &kernels() == &kernels_avx512_bf16 ? gemm_bf16 : nullptr;
+  const bool has = &kernels() == &kernels_avx512_bf16 || &kernels() == &kernels_amx;
+  return dtype == DType::bf16 && has ? gemm_bf16 : nullptr;
 }
 
 // Memory that is kept between calls: fresh pages for every layer of every step cost more than a tenth of the time.

@@ -16,7 +16,7 @@ HYPIC_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 HYPIC_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 struct Scratch {
-  char *query, *keys, *values, *row, *weights;
+  char *query, *packed, *keys, *values, *row, *weights;
   float* scores;
 };
 
@@ -30,6 +30,8 @@ HYPIC_INLINE size_t lay_out(const Span& s, int max_rows, char* base, Scratch* ou
   };
   Scratch x;
   x.query = take(element * s.size * round_up(max_rows * (s.heads / s.kv_heads), ROW_BLOCK));
+  // Of each kv head's few rows: they may begin in one block of 16 and end in the next.
+  x.packed = take(element * s.size * 2 * 16 * s.kv_heads);
   x.keys = take(element * s.size * TILE);
   x.values = take(element * s.size * TILE);
   x.row = take(element * s.size * 16 * s.kv_heads);
@@ -446,13 +448,19 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
 #if HYPIC_BF16
 #include "span_attention_few.inl"
 #endif
+#if HYPIC_TILES
+#include "span_attention_tiles.inl"
+#endif
 
 namespace hypic {
 namespace HYPIC_ISA {
 
 static void span_part(const Span& s, const SpanPart& p, char* scratch) {
+#if HYPIC_TILES
+  if (serves_few(s, p) && s.pool.key) return run_few<TileProducts>(s, p, scratch);
+#endif
 #if HYPIC_BF16
-  if (serves_few(s, p)) return run_few(s, p, scratch);
+  if (serves_few(s, p)) return run_few<VectorProducts>(s, p, scratch);
 #endif
   const ptrdiff_t rows = (ptrdiff_t)(p.row1 - p.row0) * (s.heads / s.kv_heads);
   SpanPart one = p;

@@ -50,6 +50,15 @@ static void score_keys(const bf16* query, const bf16* keys, int size, float* sco
   for (int r = 0; r < rows; ++r) vstore(scores + r * TILE, sum_across(sum[r]));
 }
 
+// to[0 .. 32) += what products with interleaved vectors found: elements 0-3, 8-11, ... are in `low`, 4-7, 12-15, ... in
+// `high`.
+HYPIC_INLINE void add_interleaved(vf low, vf high, float* to) {
+  const __m512i one = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i two = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  vstore(to, vadd(vload(to), _mm512_permutex2var_ps(low, one, high)));
+  vstore(to + 16, vadd(vload(to + 16), _mm512_permutex2var_ps(low, two, high)));
+}
+
 // sum[r, d .. d + 64) += weights[r, n] V[n, d .. d + 64), for `rows` rows from the first on.
 template <int rows>
 static void weigh_values(const Span& s, int kv_head, int64_t c0, int n, const bf16* weights, int d, float* sum) {
@@ -78,17 +87,10 @@ static void weigh_values(const Span& s, int kv_head, int64_t c0, int n, const bf
       }
     }
   }
-  // Interleaving left elements 0-3, 8-11, ... of every 32 in `low` and 4-7, 12-15, ... in `high`.
-  const __m512i one = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i two = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
 #pragma GCC unroll 4
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      float* to = sum + (ptrdiff_t)r * s.size + d + 32 * h;
-      vstore(to, vadd(vload(to), _mm512_permutex2var_ps(low[r][h], one, high[r][h])));
-      vstore(to + 16, vadd(vload(to + 16), _mm512_permutex2var_ps(low[r][h], two, high[r][h])));
-    }
+    for (int h = 0; h < 2; ++h) add_interleaved(low[r][h], high[r][h], sum + (ptrdiff_t)r * s.size + d + 32 * h);
 }
 
 // The same for vLLM's cache in pairs, which lies as products want it.
@@ -227,6 +229,35 @@ HYPIC_INLINE void fetch_ahead(const Span& s, int64_t column, int kv_head, int kv
   }
 }
 
+// Products of a group's rows with columns of the pool.
+class VectorProducts {
+ public:
+  static constexpr int STEP = 16;  // columns that weights are padded to
+  VectorProducts(const bf16* query, int rows, int kv_heads, int size, const Scratch&)
+      : query_(query), rows_(rows), kv_heads_(kv_heads), size_(size) {}
+
+  // scores[r * TILE + j] = query row r . key j of its kv head, for 16 keys of each kv head.
+  void score(const bf16* keys, float* scores) const {
+    for (int h = 0; h < kv_heads_; ++h)
+      by_four(rows_, [&](auto count, int r) {
+        const ptrdiff_t row = h * rows_ + r;
+        score_keys<count>(query_ + row * size_, keys + (ptrdiff_t)16 * h * size_, size_, scores + row * TILE);
+      });
+  }
+
+  // sum[r, d .. d + 64) += weights[r, n] V[n, d .. d + 64) for the rows of a kv head.
+  void weigh(const Span& s, int kv_head, int64_t c0, int n, const bf16* weights, int d, float* sum) const {
+    by_four(rows_, [&](auto count, int r) {
+      weigh_values<count>(s, kv_head, c0, n, weights + r * TILE, d, sum + (ptrdiff_t)r * s.size);
+    });
+  }
+
+ private:
+  const bf16* query_;
+  int rows_, kv_heads_, size_;
+};
+
+template <class Products>
 static void run_few(const Span& s, const SpanPart& p, char* scratch) {
   Scratch x;
   const int group = s.heads / s.kv_heads, size = s.size, rows = (p.row1 - p.row0) * group, all = rows * p.kv_heads;
@@ -239,6 +270,7 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
                          (ptrdiff_t)((p.kv_head + h) * group + r % group) * size;
       copy_query(from, size, by_pairs ? s.pool.rotary : 0, query + (ptrdiff_t)(h * rows + r) * size);
     }
+  const Products products(query, rows, p.kv_heads, size, x);
   for (int r = 0; r < all; ++r) {
     p.top[r] = -__builtin_inff();
     p.total[r] = 0.0f;
@@ -248,7 +280,7 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
   const int64_t stop = at_most(p.column1, furthest_seen(s, p.row0, p.row1 - 1));
   const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
   for (int64_t c0 = first_column(p, hidden); c0 < stop; c0 += TILE) {
-    const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, 16);
+    const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, Products::STEP);
     for (int j = 0; j < n; j += 16) {
       if (pairs) {
         for (int h = 0; h < p.kv_heads; ++h) {
@@ -270,13 +302,10 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
           for (int h = 0; h < p.kv_heads; ++h)
             fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head + h, keys + (16 * h + i) * size);
       }
-      for (int h = 0; h < p.kv_heads; ++h) {
-        bf16* of_head = keys + 16 * h * size;
-        if (here < 16) __builtin_memset(of_head + here * size, 0, (16 - here) * size * sizeof(bf16));
-        by_four(rows, [&](auto count, int r) {
-          score_keys<count>(query + (ptrdiff_t)(h * rows + r) * size, of_head, size, x.scores + (h * rows + r) * TILE + j);
-        });
-      }
+      if (here < 16)
+        for (int h = 0; h < p.kv_heads; ++h)
+          __builtin_memset(keys + (16 * h + here) * size, 0, (16 - here) * size * sizeof(bf16));
+      products.score(keys, x.scores + j);
     }
     for (int r = 0; r < all; ++r) {
       const int row = p.row0 + r % rows / group, seen = (int)at_most(n, s.visible_kv_lens[row] - c0);
@@ -287,15 +316,17 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
     }
     if (!p.sum) continue;
     for (int h = 0; h < p.kv_heads; ++h)
-      for (int d = 0; d < size; d += 64)
-        by_four(rows, [&](auto count, int r) {
-          const bf16* w = weights + (h * rows + r) * TILE;
-          float* sum = p.sum + (ptrdiff_t)(h * rows + r) * size;
-          if (pairs)
-            weigh_pairs<count>(s, p.kv_head + h, c0, (int)at_most(n, hidden - c0), n, w, d, sum);
-          else
-            weigh_values<count>(s, p.kv_head + h, c0, n, w, d, sum);
-        });
+      for (int d = 0; d < size; d += 64) {
+        const bf16* w = weights + h * rows * TILE;
+        float* sum = p.sum + (ptrdiff_t)h * rows * size;
+        if (pairs)
+          by_four(rows, [&](auto count, int r) {
+            weigh_pairs<count>(s, p.kv_head + h, c0, (int)at_most(n, hidden - c0), n, w + r * TILE, d,
+                               sum + (ptrdiff_t)r * size);
+          });
+        else
+          products.weigh(s, p.kv_head + h, c0, n, w, d, sum);
+      }
   }
 }
 
