@@ -37,7 +37,7 @@ def run(isa: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.fast("avx2")
-@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_bf16"])
 def test_older_machines(isa: str) -> None:
     """The tests of the C++ kernels in a process that uses those of an older machine."""
     probe = run(isa, "vllm_hypic.backends.ops.extension")
@@ -55,7 +55,7 @@ def test_unknown_names_are_refused() -> None:
     """A typo must not end in the PyTorch versions, unnoticed."""
     probe = run("avx-2", "vllm_hypic.backends.ops.extension")
     assert probe.returncode == 1 and not probe.stdout
-    assert probe.stderr == "hypic: HYPIC_ISA=avx-2: expected one of avx512_bf16, avx512, avx2\n"
+    assert probe.stderr == "hypic: HYPIC_ISA=avx-2: expected one of amx, avx512_bf16, avx512, avx2\n"
 
 
 def test_without_kernels_none_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,21 @@ def test_rotations_of_few_rows(rotary: int, neox: bool, kernels: ModuleType) -> 
 
 
 @KERNELS
+@pytest.mark.parametrize("columns", [1, 31, 300, 513])
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "group"), [(1, 4, 3), (1, 6, 3), (2, 8, 3), (1, 48, 1), (4, 2, 2), (1, 3, 8)]
+)
+def test_few_rows_of_many_heads(
+    rows: int, kv_heads: int, group: int, columns: int, kernels: ModuleType
+) -> None:
+    """AMX computes 16 rows at once, of several kv heads: those of one may lie in two such blocks."""
+    for size in (64, 192):
+        Case(
+            (rows, columns), heads=kv_heads * group, kv_heads=kv_heads, size=size, dtype=torch.bfloat16
+        ).check(kernels)
+
+
+@KERNELS
 @pytest.mark.parametrize("seen", [0, 1, 62, 63])
 def test_all_rows_see_the_same(seen: int, kernels: ModuleType) -> None:
     case = Case((7, 63))
