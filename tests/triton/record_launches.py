@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_hypic.backends.ops.span_attention import plan
-from vllm_hypic.backends.ops.span_attention.triton import operators
+from vllm_hypic.backends.ops.span_attention.triton import latents, operators
 
 RECORDED: list[str] = []
 
@@ -55,7 +55,7 @@ def install() -> None:
     """From now on this process compiles and runs no kernel."""
     driver.set_active(H100())
     JITFunction._do_compile = record
-    plan.many_rows = operators.many_rows = lambda *given: 128
+    plan.many_rows = operators.many_rows = latents.many_rows = lambda size, *_: 32 if size > 256 else 128
 
 
 def main() -> None:
@@ -72,6 +72,9 @@ def main() -> None:
         table = torch.zeros(16, rotary, dtype=bf16)
         cache = torch.zeros(2, kv_heads, 16, 2 * size, dtype=bf16).transpose(1, 2).split(size, dim=-1)
         operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu, cache)
+    for neox in (True, False):
+        cache = torch.zeros(2, 64, 512 + 64, dtype=bf16)
+        latents.warm_up(16, 64, torch.zeros(16, 64, dtype=bf16), neox, cache)
     operators.cache_lse(
         torch.zeros(1, 64, 128, dtype=bf16),
         torch.zeros(1, 2 * 16 * 8 * 128, dtype=bf16),

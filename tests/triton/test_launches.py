@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from vllm_hypic.backends.ops.kernel_spec import SM90, KernelSpec
-from vllm_hypic.backends.ops.span_attention.triton import cache, capture, kernels, merge, pages
+from vllm_hypic.backends.ops.span_attention.triton import cache, capture, kernels, latents, merge, pages
 
-MODULES = (cache, capture, kernels, merge, pages)
+MODULES = (cache, capture, kernels, latents, merge, pages)
 
 
 def as_launch(spec: KernelSpec) -> list[object]:

@@ -193,6 +193,8 @@ def many_rows(head_size: int, dtype: torch.dtype, device: torch.device) -> int:
 
     K and V are read once per tile, from the GPU's cache where tiles share them, so more rows are faster.
     """
+    if head_size > 256:  # latents: sums of 512 numbers a row
+        return 32
     if dtype.itemsize > 2:
         return 64 if head_size <= 128 else 32
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -1,4 +1,7 @@
-"""Capturing a segment: K with its rotation undone and V into the pool, as one Triton kernel."""
+"""Capturing a segment: K with its rotation undone and V into the pool, as one Triton kernel.
+
+Latents (MLA) are two such parts of one row: the shared key, whose rotation is undone, and the latent.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -34,28 +37,42 @@ def capture_kernel(
     pool_key_stride,
     pool_value_stride,
     table_stride,
+    token_stride,
     SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
     NEOX: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Program (i, head): rows ``i * ROWS ...`` of the ``count`` that are captured."""
+    """Program (i, head): rows ``i * ROWS ...`` of the ``count`` that are captured.
+
+    K and V lie in blocks of ``BLOCK`` rows, ``token_stride`` apart.
+    """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     ours = place < count
     row = tl.load(rows + place, mask=ours, other=0).to(tl.int64)
     slot = tl.load(slots + place, mask=ours, other=0).to(tl.int64)
 
-    from_value = value + row * value_stride + head * value_head_stride
-    to_value = pool_value + slot * pool_value_stride + head * SIZE
+    from_value = value + row // BLOCK * value_stride + head * value_head_stride
+    from_key = key + row // BLOCK * key_stride + head * key_head_stride
+    if BLOCK > 1:
+        from_value += row % BLOCK * token_stride
+        from_key += row % BLOCK * token_stride
+
+    to_value = pool_value + slot * pool_value_stride + head * VALUE_SIZE
+    of_value = tl.arange(0, VALUE_TILE)
+    copied = load_span(from_value, ours, 0, VALUE_SIZE, VALUE_TILE)
+    tl.store(
+        to_value[:, None] + of_value[None, :], copied, mask=ours[:, None] & (of_value < VALUE_SIZE)[None, :]
+    )
+
     dimension = tl.arange(0, SIZE_TILE)
     inside = ours[:, None] & (dimension < SIZE)[None, :]
-    copied = load_span(from_value, ours, 0, SIZE, SIZE_TILE)
-    tl.store(to_value[:, None] + dimension[None, :], copied, mask=inside)
-
-    from_key = key + row * key_stride + head * key_head_stride
     to_key = pool_key + slot * pool_key_stride + head * SIZE
     if HALF:
         position = tl.load(positions + place, mask=ours, other=0).to(tl.int64)
@@ -117,8 +134,66 @@ def capture_(
         )
     if table is not None and table.stride(1) != 1:
         raise ValueError("table: expected contiguous rows")
+    strides = key.stride(0), key.stride(1), value.stride(0), value.stride(1)
+    _launch(key, value, pool_key, pool_value, rows, slots, positions, table, neox, strides, 1, 0)
+
+
+def capture_latents_(
+    cache: torch.Tensor,
+    pool: torch.Tensor,
+    rope: int,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    neox: bool,
+) -> None:
+    """Write token ``tokens[i]`` of vLLM's cache of latents into slot ``slots[i]`` of the pool.
+
+    ``cache [blocks, block_size, rank + rope]``: rows ``[c | k_pe]``, ``k_pe`` rotated by ``table
+    [positions, rope]`` at ``positions[i]``, which is undone, or with ``None`` not at all; ``pool [slots, 1,
+    rope + rank]``, contiguous: rows ``[k_pe | c]``; ``tokens``, ``slots``, ``positions [n]`` integers on the
+    device, a token counted through all blocks, no slot twice.  Raises ``ValueError`` for other shapes;
+    numbers are not checked.
+    """
+    size = cache.shape[-1]
+    if cache.dim() != 3 or tuple(pool.shape[1:]) != (1, size) or not 0 < rope < size:
+        found = f"cache {tuple(cache.shape)}, pool {tuple(pool.shape)}, rope {rope}"
+        raise ValueError(f"{found}: expected [blocks, block_size, rank + rope], [slots, 1, rope + rank]")
+    if cache.dtype != pool.dtype or cache.stride(2) != 1 or not pool.is_contiguous():
+        found = f"cache {cache.dtype}, pool {pool.dtype}"
+        raise ValueError(f"{found}: expected one dtype, contiguous rows, a contiguous pool")
+    if not len(tokens) == len(slots) == len(positions):
+        found = f"{len(tokens)} tokens, {len(slots)} slots, {len(positions)} positions"
+        raise ValueError(f"{found}: expected as many")
+    if table is not None and (table.shape[1] != rope or table.stride(1) != 1):
+        raise ValueError(f"table {tuple(table.shape)}: expected [positions, {rope}], contiguous")
+    key, value = cache[..., size - rope :], cache[..., : size - rope]
+    pools = pool[..., :rope], pool[..., rope:]
+    strides = cache.stride(0), 0, cache.stride(0), 0
+    block = cache.shape[1], cache.stride(1)
+    _launch(key, value, *pools, tokens, slots, positions, table, neox, strides, *block)
+
+
+def _launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool_key: torch.Tensor,
+    pool_value: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    neox: bool,
+    strides: tuple[int, int, int, int],
+    block: int,
+    token_stride: int,
+) -> None:
+    """``pool_key``, ``pool_value [slots, kv_heads, ...]``; ``strides``: of K and V, from block to block and
+    from head to head."""
     if not len(rows):
         return
+    kv_heads, size = pool_key.shape[1:]
     tiles = HeadTiles.of(size, 0 if table is None else table.shape[1])
     capture_kernel[(triton.cdiv(len(rows), ROWS), kv_heads)](
         key,
@@ -130,30 +205,39 @@ def capture_(
         positions,
         table,
         len(rows),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
+        *strides,
         pool_key.stride(0),
         pool_value.stride(0),
         0 if table is None else table.stride(0),
-        SIZE=size,
-        HALF=tiles.half,
-        HALF_TILE=tiles.half_tile,
-        SIZE_TILE=tiles.size_tile,
-        NEOX=neox,
-        ROWS=ROWS,
+        token_stride,
+        **_constants(tiles, pool_value.shape[2], neox, block),
         num_warps=4,
     )
 
 
-def _spec(name: str, size: int, rotary_dim: int, neox: bool) -> KernelSpec:
+def _constants(tiles: HeadTiles, value_size: int, neox: bool, block: int) -> dict[str, int | bool]:
+    """The shape of a layer's heads, and of blocks."""
+    return {
+        "SIZE": tiles.size,
+        "VALUE_SIZE": value_size,
+        "HALF": tiles.half,
+        "HALF_TILE": tiles.half_tile,
+        "SIZE_TILE": tiles.size_tile,
+        "VALUE_TILE": HeadTiles.of(value_size, 0).size_tile,
+        "NEOX": neox,
+        "ROWS": ROWS,
+        "BLOCK": block,
+    }
+
+
+def _spec(
+    name: str, size: int, rotary_dim: int, neox: bool, value_size: int | None = None, block: int = 1
+) -> KernelSpec:
     tiles = HeadTiles.of(size, rotary_dim)
     tensors = ("key", "value", "pool_key", "pool_value", "table")
     strides = (
         *(f"{tensor}_stride" for tensor in tensors),
-        "key_head_stride",
-        "value_head_stride",
+        *("key_head_stride", "value_head_stride", "token_stride"),
     )
     return KernelSpec(
         f"capture[{name}]",
@@ -163,18 +247,15 @@ def _spec(name: str, size: int, rotary_dim: int, neox: bool) -> KernelSpec:
             **dict.fromkeys(("rows", "slots", "positions"), "*i64"),
             **dict.fromkeys(("count", *strides), "i32"),
         },
-        {
-            "SIZE": size,
-            "HALF": tiles.half,
-            "HALF_TILE": tiles.half_tile,
-            "SIZE_TILE": tiles.size_tile,
-            "NEOX": neox,
-            "ROWS": ROWS,
-        },
+        _constants(tiles, value_size or size, neox, block),
         warps=4,
         stages=3,
         aligned=(*tensors, *strides),
     )
 
 
-SPECS = (_spec("128", 128, 128, True), _spec("256, 64 rotated, interleaved", 256, 64, False))
+SPECS = (
+    _spec("128", 128, 128, True),
+    _spec("256, 64 rotated, interleaved", 256, 64, False),
+    _spec("512 + 64 of latents", 64, 64, False, value_size=512, block=64),
+)

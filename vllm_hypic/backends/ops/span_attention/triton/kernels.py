@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from ...kernel_spec import ARCHITECTURES, SM80, SM90, SM100, KernelSpec, Limits
-from ..plan import FEW_ROWS, ITEM_FIELDS, MERGE_FIELDS, SpanPlan
-from .tiles import HeadTiles, dot_precision, load_angles, load_pairs, load_span
+from ..plan import FEW_ROWS, ITEM_FIELDS, MERGE_FIELDS, SpanPlan, SpanWork
+from .tiles import SMALLEST, HeadTiles, dot_precision, load_angles, load_pairs, load_span
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -288,23 +288,38 @@ def attend(
             num_warps=launch.warps,
             num_stages=launch.stages,
         )
-        if len(work.merges):
-            merge_parts_kernel[(len(work.merges), plan.kv_heads, work.block)](
-                work.merges,
-                part_out,
-                part_lse,
-                out,
-                lse,
-                KV_HEADS=plan.kv_heads,
-                GROUP=group,
-                SIZE=size,
-                SIZE_TILE=tiles.size_tile,
-                PARTS=MERGED_PARTS,
-                FIELDS=MERGE_FIELDS,
-                num_warps=4,
-                num_stages=3,
-            )
+        merge_parts_(work, plan, part_out, part_lse, out, lse)
     return out, lse
+
+
+def merge_parts_(
+    work: SpanWork,
+    plan: SpanPlan,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Join the parts of a launch's split tiles: ``part_out [partial rows, kv_heads, size]`` and ``part_lse``,
+    base 2, into ``out [rows, heads, size]`` and natural ``lse [rows, heads]``; all float32, contiguous."""
+    if not len(work.merges):
+        return
+    size = out.shape[2]
+    merge_parts_kernel[(len(work.merges), plan.kv_heads, work.block)](
+        work.merges,
+        part_out,
+        part_lse,
+        out,
+        lse,
+        KV_HEADS=plan.kv_heads,
+        GROUP=plan.heads // plan.kv_heads,
+        SIZE=size,
+        SIZE_TILE=max(SMALLEST, triton.next_power_of_2(size)),
+        PARTS=MERGED_PARTS,
+        FIELDS=MERGE_FIELDS,
+        num_warps=4,
+        num_stages=3,
+    )
 
 
 def _constants(
