@@ -19,6 +19,7 @@ def register() -> None:
     from .patches import (
         backend_name,
         cpu_backend_choice,
+        cuda_backend_choice,
         engine_args,
         engine_inbox,
         engine_stop,
@@ -28,6 +29,7 @@ def register() -> None:
     for patch in (
         backend_name,
         cpu_backend_choice,
+        cuda_backend_choice,
         engine_args,
         engine_inbox,
         engine_stop,

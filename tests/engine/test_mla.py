@@ -17,7 +17,7 @@ import torch
 from oracle import MLAOracle, save_mla_model
 from oracle.faults import CONTEXT_FAULTS
 
-from vllm_hypic.backends.attention.mla import LatentRows
+from vllm_hypic.backends.attention.latents import LatentRows
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.step import BatchRow, StepContext, StreamTensors, capture_row, composed_row
 

@@ -57,8 +57,6 @@ def _model(config: VllmConfig) -> Iterator[str]:
     model = config.model_config
     if config.speculative_config is not None:
         yield "speculative decoding is not supported; drop --speculative-config"
-    if model.use_mla:
-        yield "multi-head latent attention (MLA) is served on CPU only so far: no CUDA kernel reads its rows"
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:
@@ -96,6 +94,7 @@ def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> in
     after the other, and that interiors carry between passes in all of them.
     """
     from .attention.cuda import HypicCUDAAttentionImpl
+    from .attention.cuda_mla import CUDALatentAttention
     from .linear.base import LinearLayer
 
     working, carried = 0, 0
@@ -103,6 +102,6 @@ def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> in
         if isinstance(layer, LinearLayer):
             own = layer.scratch(rows, dtype)
             working, carried = max(working, own.working), carried + own.carried
-        elif isinstance(impl := getattr(layer, "impl", None), HypicCUDAAttentionImpl):
+        elif isinstance(impl := getattr(layer, "impl", None), (HypicCUDAAttentionImpl, CUDALatentAttention)):
             working = max(working, impl.scratch_bytes(rows, dtype))
     return working + carried

@@ -38,11 +38,7 @@ def apply() -> None:
         asked = attn_selector_config
         if selected_backend is not Backend.CUSTOM:
             return str(stock_choice(cls, selected_backend, asked, *args, **kwargs))
-        if asked.use_sparse:
-            raise ConfigError(
-                "--attention-backend hypic: sparse attention (an indexer, as DeepSeek-V3.2 has) is not "
-                "supported: records hold none of its keys"
-            )
+        refuse_sparse(asked)
         if not asked.use_mla:
             return str(Backend.CUSTOM.get_path())
         stock = None if asked.dtype == torch.bfloat16 else Backend.CPU_MLA
@@ -68,3 +64,12 @@ def apply() -> None:
     get_attn_backend_cls._hypic = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def refuse_sparse(asked: Any) -> None:
+    """Raises :class:`ConfigError` where ``asked``, vLLM's ``AttentionSelectorConfig``, says sparse."""
+    if asked.use_sparse:
+        raise ConfigError(
+            "--attention-backend hypic: sparse attention (an indexer, as DeepSeek-V3.2 has) is not "
+            "supported: records hold none of its keys"
+        )

@@ -64,6 +64,10 @@ class LinkedAttention(Generic[LinkT]):
         """Why this layer cannot take part in PIC, or ``None``."""
         raise NotImplementedError
 
+    def refusal_in(self, layer: Any) -> str | None:
+        """The same, with the module that this serves, whose cache need not be allocated yet."""
+        return self.refusal()
+
     def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         """Have ``tell`` told of the K that reaches ``layer`` in passes without attention metadata outside
         compiled graphs; returns what ends that."""

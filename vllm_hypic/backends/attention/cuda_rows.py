@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from ..ops.span_attention.plan import SpanColumns, SpanPlan, causal_kv_lens
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
     from ...pool.step import PublicRows, ReplacedRows, StepContext
+    from .latents import LatentRows
 
 Heads = tuple[int, int, int, torch.dtype]
 """A layer's query heads, KV heads, head size and dtype: what plans of span attention depend on."""
@@ -23,6 +24,8 @@ PARTIAL_BYTES = 512 << 20
 """Partial results of span attention that one call may allocate."""
 SHORTEST = 64
 """Rows of the shortest piece that is still halved, and what pieces are a multiple of."""
+SHORTEST_OF_LATENTS = 16
+"""The same where attention is over latents, whose partial results are of many heads of 512."""
 FLOAT_BYTES = torch.float32.itemsize
 
 
@@ -76,6 +79,50 @@ def replaced_rows(step: StepContext, replaced: ReplacedRows) -> torch.Tensor:
     return step.shared.of(_SharedPlans)(replaced, "rows", lambda: step.on_device(replaced.rows.numpy())[0])
 
 
+@dataclass(frozen=True)
+class LatentPiece:
+    """Some of a stock call's rows that see public latents, ``rows`` of them: plans over the pool and over
+    vLLM's cache, for a query of these rows alone."""
+
+    public: SpanPlan
+    private: SpanPlan
+    rows: slice
+
+
+def latent_pieces(
+    runtime: HypicRuntime,
+    step: StepContext,
+    here: LatentRows,
+    block_table: torch.Tensor,
+    heads: Heads,
+    row_bytes: int,
+) -> list[LatentPiece]:
+    """How attention over latents is divided, for layers with such heads, one KV head of ``rank``, and all
+    block tables of these strides.
+
+    ``row_bytes``: memory that a row takes beside partial results; no piece takes more than
+    :data:`PARTIAL_BYTES` for both, unless it is the shortest.
+    """
+
+    def make() -> list[LatentPiece]:
+        columns = runtime.shared.of(_KeptColumns).get(here.public, ("latents", here.of_decode))
+        ranges, seen = here.public.cache_ranges.numpy(), here.public.visible_kv_lens.numpy()
+        cached, own = SpanColumns.cached(block_table, ranges[:, 2], ranges[:, 3]), causal_kv_lens(ranges)
+
+        def plans(cut: np.ndarray, rows: slice) -> LatentPiece:
+            cut = cut[:, :2] - rows.start
+            public = SpanPlan.of(columns, cut, seen[rows], *heads)
+            return LatentPiece(public, SpanPlan.of(cached, cut, own[rows], *heads), rows)
+
+        def taken(piece: LatentPiece) -> int:
+            partial = max(_partial_bytes(piece.public), _partial_bytes(piece.private))
+            return partial + piece.public.rows * row_bytes
+
+        return _pieces(plans, taken, ranges, slice(0, len(seen)), SHORTEST_OF_LATENTS)
+
+    return step.shared.of(_SharedPlans)(here, (heads, block_table.stride(0)), make)
+
+
 def _divide(
     columns: SpanColumns,
     query_ranges: np.ndarray,
@@ -85,29 +132,44 @@ def _divide(
 ) -> list[SpanPiece]:
     """``query_ranges [requests, >= 2]``, the others ``[rows]``, as :meth:`SpanPlan.of` takes them."""
 
-    def plan(ranges: np.ndarray, rows: slice) -> SpanPlan:
+    def piece(ranges: np.ndarray, rows: slice) -> SpanPiece:
         unseen = None if hidden is None else hidden[rows]
-        return SpanPlan.of(columns, ranges, visible_kv_lens[rows], *heads, unseen)
+        return SpanPiece(SpanPlan.of(columns, ranges, visible_kv_lens[rows], *heads, unseen), rows)
 
-    return _pieces(plan, query_ranges, slice(0, len(visible_kv_lens)))
+    whole = slice(0, len(visible_kv_lens))
+    return _pieces(piece, lambda made: _partial_bytes(made.plan), query_ranges, whole, SHORTEST)
+
+
+def _partial_bytes(plan: SpanPlan) -> int:
+    """Of partial results, while the plan's attention is computed."""
+    return sum(work.partial_rows for work in plan.work) * plan.kv_heads * plan.head_size * FLOAT_BYTES
+
+
+Piece = TypeVar("Piece")
 
 
 def _pieces(
-    make: Callable[[np.ndarray, slice], SpanPlan], query_ranges: np.ndarray, rows: slice
-) -> list[SpanPiece]:
-    """Pieces of requests with rows ``query_ranges [requests, 2]``, which are ``rows`` of the pass; halved
-    until each is small enough."""
-    plan, count = make(query_ranges, rows), rows.stop - rows.start
-    partial = sum(work.partial_rows for work in plan.work) * plan.kv_heads * plan.head_size * FLOAT_BYTES
-    if partial <= PARTIAL_BYTES or count <= SHORTEST:
-        return [SpanPiece(plan, rows)]
-    cut = -(-count // (2 * SHORTEST)) * SHORTEST
+    make: Callable[[np.ndarray, slice], Piece],
+    taken: Callable[[Piece], int],
+    query_ranges: np.ndarray,
+    rows: slice,
+    shortest: int,
+) -> list[Piece]:
+    """Pieces of requests with rows ``query_ranges [requests, >= 2]``, which are ``rows`` of the pass; halved
+    until each takes no more than :data:`PARTIAL_BYTES` or has no more than ``shortest`` rows."""
+    piece, count = make(query_ranges, rows), rows.stop - rows.start
+    if taken(piece) <= PARTIAL_BYTES or count <= shortest:
+        return [piece]
+    cut = -(-count // (2 * shortest)) * shortest
     counts = query_ranges[:, 1] - query_ranges[:, 0]
     before = np.clip(cut - (np.cumsum(counts) - counts), 0, counts)
     middle = query_ranges[:, 0] + before
     first, second = np.stack([query_ranges[:, 0], middle], 1), np.stack([middle, query_ranges[:, 1]], 1)
     at = rows.start + cut
-    return _pieces(make, first, slice(rows.start, at)) + _pieces(make, second, slice(at, rows.stop))
+    return [
+        *_pieces(make, taken, first, slice(rows.start, at), shortest),
+        *_pieces(make, taken, second, slice(at, rows.stop), shortest),
+    ]
 
 
 @dataclass

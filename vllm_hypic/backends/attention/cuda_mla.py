@@ -1,0 +1,188 @@
+"""Multi-head latent attention (MLA) on CUDA: vLLM's own backend for plain rows, Triton for composed ones.
+
+Which backend serves latents is vLLM's choice (``patches/cuda_backend_choice.py``).  Classes of ours are made
+of the one that it chooses, so plain rows have its bits.  All that are served keep a row ``[c | k_pe]`` a
+token, and two of them decode short prefills, too: rows that see public columns are in either stock call.
+
+Segments are captured from vLLM's cache when its rows are in it: what writes them there may be inside a CUDA
+graph, where nothing of ours runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from ...errors import ConfigError
+from ...pool.shared import OncePer
+from .base import AttentionLink
+from .cuda_rows import FLOAT_BYTES, PARTIAL_BYTES, LatentPiece, latent_pieces
+from .latents import LatentAttention, LatentLink, LatentRows
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+    from vllm.v1.attention.backend import AttentionBackend
+
+PREFIX = "Hypic"
+"""What stands before the name of vLLM's class in that of ours."""
+
+
+def __getattr__(name: str) -> type[AttentionBackend]:
+    """The backend of this name, made when it is first asked for: not all of vLLM's are for every GPU."""
+    if name.startswith(PREFIX):
+        for backend in AttentionBackendEnum:
+            if str(backend.value).rpartition(".")[2] == name.removeprefix(PREFIX):
+                return backend_of(backend)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def backend_of(stock: AttentionBackendEnum) -> type[AttentionBackend]:
+    """vLLM's backend with a public part.
+
+    It keeps its name, by which vLLM knows what it can do.  Full CUDA graphs hold stock code alone: none of
+    mixed batches, where rows of ours may be (see :class:`~.cuda.HypicFlashAttentionMetadataBuilder`).
+    """
+    backend: Any = stock.get_class()
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
+
+    def made(bases: tuple[type, ...], **attributes: object) -> Any:
+        return type(f"{PREFIX}{bases[-1].__name__}", bases, {"__module__": __name__, **attributes})
+
+    support = min(
+        builder._cudagraph_support, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value
+    )
+    our_impl = made((CUDALatentAttention, impl))
+    our_builder = made((builder,), _cudagraph_support=support)
+    ours: type[AttentionBackend] = made(
+        (backend,),
+        get_impl_cls=staticmethod(lambda: our_impl),
+        get_builder_cls=staticmethod(lambda: our_builder),
+    )
+    return ours
+
+
+@dataclass(frozen=True)
+class CUDALatentLink(LatentLink):
+    """``ops``: the operators of ``ops.span_attention.triton.latents``."""
+
+    ops: ModuleType
+
+
+class _Captured(OncePer):
+    """Tokens of vLLM's cache that a pass captures, for all layers whose caches have these slots."""
+
+
+class CUDALatentAttention(LatentAttention[CUDALatentLink, LatentPiece]):
+    """Mixin before a stock implementation; with a link, also captures segments."""
+
+    def connect(self, layer: Any, link: AttentionLink) -> None:
+        from ..ops.span_attention.triton import latents
+
+        cache = layer.kv_cache
+        if cache.dim() != 3 or cache.shape[2] != self.head_size or cache.dtype != link.public.key.dtype:
+            found = f"{tuple(cache.shape)} {cache.dtype}"
+            wanted = f"[blocks, block_size, {self.head_size}] {link.public.key.dtype}"
+            raise ConfigError(f"hypic: latent attention over a cache {found}: expected {wanted}")
+        latents.warm_up(self.num_heads, self.qk_rope_head_dim, link.table(), link.neox, cache)
+        self.link = CUDALatentLink(link.runtime, link.public, link.rope, layer, latents)
+
+    def refusal(self) -> str | None:
+        from ..ops.span_attention.triton import latents
+
+        return super().refusal() or latents.refuses(self.kv_lora_rank, self.qk_rope_head_dim)
+
+    def fused_output_quant_supported(self, quant_key: object) -> bool:
+        """No: rows of ours are written in the model's dtype."""
+        return False
+
+    def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
+        return PARTIAL_BYTES if rows else 0
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        self.capture(kv_cache, attn_metadata)
+        super().forward_mha(q, kv_c_normed, k_pe, kv_cache, attn_metadata, k_scale, output, output_scale)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # vLLM calls the other one first, where there are rows for it.
+        if attn_metadata.num_actual_tokens == attn_metadata.num_decode_tokens:
+            self.capture(kv_cache, attn_metadata)
+        return super().forward_mqa(q, kv_cache, attn_metadata, layer)
+
+    def capture(self, kv_cache: torch.Tensor, metadata: MLACommonMetadata) -> None:
+        """Copy interior rows of segment requests from vLLM's cache into the pool, their ``k_pe`` with its
+        rotation undone; once a pass."""
+        link = self.link
+        if link is None or (step := link.runtime.step) is None or (captured := step.captured) is None:
+            return
+        link.runtime.calls["capture_kv"] += 1
+        places = metadata.slot_mapping
+        tokens = step.shared.of(_Captured)(places, "tokens", lambda: places.index_select(0, captured.rows))
+        given = tokens, captured.slots, captured.positions
+        link.ops.capture_latents_(
+            kv_cache, link.public.key, self.qk_rope_head_dim, *given, link.table(), link.neox
+        )
+
+    def pieces(
+        self, link: CUDALatentLink, here: LatentRows, block_table: torch.Tensor
+    ) -> Iterable[tuple[torch.Tensor, LatentPiece]]:
+        dtype, step = link.public.key.dtype, link.runtime.step
+        assert step is not None
+        heads = self.num_heads, 1, self.kv_lora_rank, dtype
+        found = latent_pieces(link.runtime, step, here, block_table, heads, self.row_bytes(dtype))
+        return [(here.rows[piece.rows], piece) for piece in found]
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Memory that a row of a piece takes: the query and its absorbed form, both parts of the result, and
+        what becomes of it."""
+        query = self.qk_nope_head_dim + self.qk_rope_head_dim + 2 * self.kv_lora_rank
+        result = self.kv_lora_rank + self.v_head_dim
+        parts = 2 * (self.kv_lora_rank + 1) * FLOAT_BYTES
+        return self.num_heads * ((query + result) * dtype.itemsize + parts)
+
+    def latent(
+        self,
+        link: CUDALatentLink,
+        piece: LatentPiece,
+        nope: torch.Tensor,
+        pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> torch.Tensor:
+        joined: torch.Tensor = link.ops.join_latents(
+            nope,
+            pe,
+            link.public.key,
+            kv_cache,
+            block_table,
+            link.table(),
+            link.neox,
+            piece.public,
+            piece.private,
+            self.scale,
+        )
+        return joined.to(nope.dtype)
