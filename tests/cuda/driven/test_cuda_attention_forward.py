@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from full_attention import attend, stream, table_of
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
@@ -24,7 +25,7 @@ from vllm_hypic.backends.ops.span_attention.plan import causal_kv_lens
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
-from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import (
     AttentionRows,
@@ -89,31 +90,6 @@ def stand_in(
     return (result, lse) if return_softmax_lse else result
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float,
-    hidden: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row r over columns ``[hidden[r], seen[r])``, float64: ``[rows, heads, size]``, lse ``[heads,
-    rows]``."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (t.double().repeat_interleave(group, 1) for t in (key, value))
-    scores = torch.einsum("rhd,chd->hrc", query.double(), key) * scale
-    at = torch.arange(len(key))[None, :]
-    unseen = at >= seen[:, None]
-    if hidden is not None:
-        unseen |= at < hidden[:, None]
-    scores = scores.masked_fill(unseen[None], -math.inf)
-    lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.double()[:, None])
-    return torch.einsum("hrc,chd->rhd", (scores - lse[..., None]).exp(), value), lse
-
-
 @dataclass
 class World:
     """One attention layer and a batch: a plain decode, a composed prefill, a segment request, a composed
@@ -155,8 +131,8 @@ class World:
             self.public.value[slots] = normal(len(slots), KV_HEADS, SIZE)
         self.capture_slots = places[30:36].numpy()
 
-        self.prefill, self.decode = self.stream([0, 1], [3, 5], 9), self.stream([1], [2], 3)
-        self.blind = self.stream([0], [4], 6)
+        self.prefill = stream(self.columns, [0, 1], [3, 5], 9)
+        self.decode, self.blind = stream(self.columns, [1], [2], 3), stream(self.columns, [0], [4], 6)
         padded = None if self.window is None else np.array([0, 1, 2, 3, 10, 11, 12, 13, 14])
         capture = CapturePlan(2, 8, 0, self.capture_slots, padded, leading=False)
         # (tokens behind it, tokens in this pass)
@@ -223,17 +199,6 @@ class World:
             rope = SimpleNamespace(cos_sin_cache=self.table, is_neox_style=self.neox)
         self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, operators)
 
-    def stream(self, records: list[int], at: list[int], length: int) -> StreamPlan:
-        """A stream of ``length`` tokens that sees record ``records[i]`` from index ``at[i]`` on, where the
-        record stands in the prompt."""
-        slots = np.concatenate([self.columns[r].numpy() for r in records])
-        counts = [len(self.columns[r]) for r in records]
-        points = tuple(ComposePoint(*of, False) for of in zip(at, records, counts, strict=True))
-        before = [sum(c for a, c in zip(at, counts, strict=True) if a <= i) for i in range(length)]
-        positions = np.arange(length) + before
-        columns = np.setdiff1d(np.arange(length + sum(counts)), positions)
-        return StreamPlan(positions, length + sum(counts), points, slots, columns, use_transition=True)
-
     def forward(self) -> torch.Tensor:
         """The rows that count."""
         output = torch.full_like(self.query, math.nan)
@@ -278,9 +243,7 @@ class World:
 
 
 def angles(positions: int) -> torch.Tensor:
-    """A cos/sin table with an mscale."""
-    at = torch.arange(positions)[:, None] / 10 ** (torch.arange(ROTARY // 2)[None, :] / 4)
-    return 1.2 * torch.cat([at.cos(), at.sin()], dim=-1)
+    return table_of(positions, ROTARY)
 
 
 @pytest.fixture(autouse=True)
