@@ -43,6 +43,12 @@ class CUDA:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: object, attn_selector_config: object, num_heads: int | None = None
+    ) -> str:
+        raise AssertionError("no layer is made here")
+
     def is_cpu(self) -> bool:
         return False
 
@@ -193,7 +199,6 @@ def test_what_is_not_supported_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("use_mla", True, "multi-head latent attention"),
         ("is_encoder_decoder", True, "encoder-decoder"),
         ("is_mm_prefix_lm", True, "bidirectional attention"),
         ("rswa_window", 64, "reference sliding window of 64 tokens"),
@@ -205,6 +210,10 @@ def test_models_that_are_not_supported(
 ) -> None:
     reason = support.refusal(saying(config, name, value))
     assert reason is not None and says in reason
+
+
+def test_latent_attention_is_served(cuda: CUDA, config: VllmConfig) -> None:
+    assert support.refusal(saying(config, "use_mla", True)) is None
 
 
 @pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Lfm2ForCausalLM"])

@@ -25,5 +25,9 @@ def test_a_pass_launches_what_was_warmed_up() -> None:
     attention = [found[3] for found in launches if found[0] == "span_attention_kernel"]
     kinds = {(c["ROWS"], c["BLOCK"], "hidden_kv_lens" in c) for c in attention}
     assert kinds == {(rows, *kind) for rows in (16, 128) for kind in ((1, True), (1, False), (16, False))}
+    latents = [found[3] for found in launches if found[0] == "latent_attention_kernel"]
+    kinds = {(c["ROWS"], c["BLOCK"], c["ROTATED"]) for c in latents}
+    assert kinds == {(rows, *kind) for rows in (16, 128) for kind in ((1, True), (16, False))}
+    assert {found[3]["BLOCK"] for found in launches if found[0] == "capture_kernel"} == {1, 16}
     merges = [found[3] for found in launches if found[0] == "merge_kernel"]
     assert {c.get("lse_stride") for c in merges} == {1, None}

@@ -1,5 +1,6 @@
-"""Kernels that passes of layers with and without windows and sinks launch, and those that the layers' warm-up
-had launched before, recorded without a GPU; a program, with ``tests/triton`` among the paths of Python.
+"""Kernels that passes of layers launch, with and without windows and sinks and of latents, and those that the
+layers' warm-up had launched before, recorded without a GPU; a program, with ``tests/triton`` among the paths
+of Python.
 
 Prints as JSON two lists: what was launched in both, and in a pass only.
 """
@@ -12,8 +13,10 @@ from typing import Any
 
 import record_launches
 import test_cuda_attention_forward as forward
+import test_cuda_mla_forward as latents
 import torch
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
 from vllm_hypic.backends.attention.base import AttentionLink
 
@@ -33,6 +36,16 @@ def main() -> None:
             mine = {*record_launches.RECORDED}
             record_launches.RECORDED.clear()
             world.forward()
+            launched |= {*record_launches.RECORDED} - mine
+            warmed |= mine & {*record_launches.RECORDED}
+    TritonMLAImpl.forward_mqa = latents.decode_any  # type: ignore[method-assign]
+    for neox in (False, True):
+        for threshold in (1, 100):
+            record_launches.RECORDED.clear()
+            latent = latents.World(torch.bfloat16, neox, threshold=threshold)
+            mine = {*record_launches.RECORDED}
+            record_launches.RECORDED.clear()
+            latent.forward()
             launched |= {*record_launches.RECORDED} - mine
             warmed |= mine & {*record_launches.RECORDED}
     print(json.dumps([sorted(warmed), sorted(launched)]))

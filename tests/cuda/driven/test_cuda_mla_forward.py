@@ -288,25 +288,20 @@ def _kernels_of_vllm() -> Iterator[None]:
     importlib.reload(triton_decode_attention)
 
 
-@pytest.fixture
-def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock decode of requests of any number of rows, as FLASH_ATTN_MLA's: computed here in float64."""
-
-    def forward_mqa(self: Any, q: Any, cache: Any, metadata: MLACommonMetadata, layer: Any) -> Any:
-        nope, pe = (part.double() for part in q)
-        decode = metadata.decode
-        assert decode is not None
-        starts, out = metadata.query_start_loc.tolist(), torch.empty(nope.shape)
-        for i, tokens in enumerate(decode.seq_lens.tolist()):
-            at = torch.arange(tokens)
-            own = cache[decode.block_table[i].long()[at // BLOCK], at % BLOCK].double()
-            rows = slice(starts[i], starts[i + 1])
-            seen = torch.arange(tokens - (starts[i + 1] - starts[i]), tokens) + 1
-            query = torch.cat([nope[rows], pe[rows]], -1)
-            out[rows] = attend(query, own[:, None], own[:, None], seen, self.scale)[0][..., :RANK]
-        return out.to(q[0].dtype), None
-
-    monkeypatch.setattr(TritonMLAImpl, "forward_mqa", forward_mqa)
+def decode_any(self: Any, q: Any, cache: Any, metadata: MLACommonMetadata, layer: Any) -> Any:
+    """Stands in for a stock decode of requests of any number of rows, as FLASH_ATTN_MLA's; in float64."""
+    nope, pe = (part.double() for part in q)
+    decode = metadata.decode
+    assert decode is not None
+    starts, out = metadata.query_start_loc.tolist(), torch.empty(nope.shape)
+    for i, tokens in enumerate(decode.seq_lens.tolist()):
+        at = torch.arange(tokens)
+        own = cache[decode.block_table[i].long()[at // BLOCK], at % BLOCK].double()
+        rows = slice(starts[i], starts[i + 1])
+        seen = torch.arange(tokens - (starts[i + 1] - starts[i]), tokens) + 1
+        query = torch.cat([nope[rows], pe[rows]], -1)
+        out[rows] = attend(query, own[:, None], own[:, None], seen, self.scale)[0][..., :RANK]
+    return out.to(q[0].dtype), None
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -319,9 +314,11 @@ def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, neox: bool, rotat
 
 @pytest.mark.parametrize("threshold", [6, 100], ids=["some prefills", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.usefixtures("varlen")
-def test_short_prefills_may_be_decoded(dtype: torch.dtype, threshold: int, monkeypatch: Any) -> None:
+def test_short_prefills_may_be_decoded(
+    dtype: torch.dtype, threshold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As two of vLLM's backends do: composed and captured rows are then in the decode call, or in both."""
+    monkeypatch.setattr(TritonMLAImpl, "forward_mqa", decode_any)
     if threshold < 7:
         # vLLM has such requests first.
         order = LENGTHS[0], LENGTHS[1], (2, 6), LENGTHS[3], (0, 7), LENGTHS[5]
