@@ -93,7 +93,7 @@ configuration that transformers {transformers}, or vLLM, takes where a model say
 (`tools/model_configurations.py` adds what LFM2's, GLM-4.7-Flash's, Kimi-Linear's, Ring's and Ling's must
 say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models that see are served for prompts
 of text where these have segments. Models of one class differ, a window is on in one and off in another: ask
-about yours. Soft-caps, shared KV and latent attention are served on CPUs only:
+about yours. Soft-caps and shared KV are served on CPUs only:
 on GPUs models that have them are refused.
 
 {tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,

@@ -124,11 +124,11 @@ FIELDS: dict[str, Reasons] = {
     "attention_config": {
         "last bits: kernels": (
             "backend backend_per_kind flash_attn_version flash_attn_max_num_splits_for_cuda_graph "
-            "tq_max_kv_splits_for_cuda_graph use_trtllm_attention flex_attn_block_m "
+            "tq_max_kv_splits_for_cuda_graph use_trtllm_attention mla_prefill_backend flex_attn_block_m "
             "flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size"
         ),
-        "MLA on GPUs, sparse attention, quantised and non-causal KV, which are refused": (
-            "tokenspeed_mla_min_split_kv disable_flashinfer_q_quantization mla_prefill_backend "
+        "sparse attention, quantised and non-causal KV, which are refused": (
+            "tokenspeed_mla_min_split_kv disable_flashinfer_q_quantization "
             "indexer_kv_dtype indexer_sparse_logits hisparse_config use_non_causal "
             "sparse_mla_force_mqa sparse_mla_prefill_workspace_factor "
             "minimax_m3_msa_decode_backend"

@@ -175,10 +175,10 @@ def errors_at(llm: Any, position: int) -> dict[str | None, float]:
     composed = composed_row(BatchRow(0, 0, rows, 0, rows), StreamTensors.of(stream, torch.device("cpu")))
     here = LatentRows.of([composed], 0, 0)
     nope, pe = query.split([impl.qk_nope_head_dim, rope], -1)
-    absorbed = torch.cat([rotated(pe, own), impl.absorbed(layer, nope)], -1)
+    given = impl.absorbed(layer, nope), rotated(pe, own)
     table = torch.zeros(1, 1, dtype=torch.int32)
     ours = torch.empty(rows, heads * impl.v_head_dim)
-    layer._v_up_proj(impl._latent(link, here, absorbed, cache, table), out=ours)
+    layer._v_up_proj(impl.latent(link, here.public, *given, cache, table), out=ours)
 
     def wanted(fault: str | None = None) -> torch.Tensor:
         public, at = key[:columns].double(), np.arange(position, position + columns)
