@@ -3,8 +3,8 @@
 Operators of one signature in ``reference`` (float64) and ``torch``.  ``native`` (C++) has ``span_attention``
 and ``join_``, which is the others at once; ``triton.operators`` (CUDA, where layers use a prepared form
 instead, see ``plan``) has all but ``join_``, ``cache_attention`` and soft-caps; ``triton.latents`` joins
-where V is a part of K (MLA).  A score is ``scale * q.k``,
-or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
+where V is a part of K (MLA).  A score is ``scale * q.k``, or with ``soft_cap > 0``, ``soft_cap * tanh(scale *
+q.k / soft_cap)``:
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
 query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0)``
