@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms; on CPU OLMo-Hybrid, Kimi-Linear, Bailing V3)."""
+"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms, Kimi-Linear; on CPU OLMo-Hybrid, Bailing V3)."""
 
 from __future__ import annotations
 
@@ -64,4 +64,6 @@ def _kimi_classes(*, cpu: bool) -> tuple[type[DeltaNet], type[DeltaNet]]:
 
     if cpu:
         return kimi.HypicCPUKimiDeltaNet, kimi.HypicCPUBailingDeltaNet
-    return kimi.HypicKimiDeltaNet, kimi.HypicBailingDeltaNet
+    from .kimi_cuda import HypicCUDAKimiDeltaNet
+
+    return HypicCUDAKimiDeltaNet, kimi.HypicBailingDeltaNet

@@ -1,8 +1,8 @@
-"""Kimi delta attention (KDA) under PIC, on CPU: the gated delta rule with a gate of every channel.
+"""Kimi delta attention (KDA) under PIC: the gated delta rule with a gate of every channel; layers for CPUs.
 
 Per head ``S <- (I - beta k k^T) Diag(e^g) S + beta k v^T`` with ``g [K]``; arXiv:2510.26692, section 3.  vLLM
-has this recurrence in Triton alone, so ordinary rows run ours, too, as OLMo-Hybrid's do.  It has two layers,
-for Kimi-Linear and for Bailing V3 (Ling 3).
+has this recurrence in Triton alone, so on CPUs ordinary rows run ours, too, as OLMo-Hybrid's do.  It has two
+layers, for Kimi-Linear and for Bailing V3 (Ling 3).
 """
 
 from __future__ import annotations
@@ -20,23 +20,17 @@ from .base import DeltaNet
 from .own_recurrence import OwnRecurrence
 
 
-class _Refused(DeltaNet):
-    """A layer elsewhere than on CPU, refused by name."""
+class HypicBailingDeltaNet(DeltaNet, BailingMoeV3KimiDeltaAttention):
+    """Bailing V3's layer on GPUs, refused by name."""
 
     def refusal(self) -> str | None:
-        return "Kimi delta attention on this platform (served: CPU)"
+        return "Bailing V3's Kimi delta attention on this platform (served: CPU)"
 
 
-class HypicKimiDeltaNet(_Refused, KimiGatedDeltaNetAttention):
-    """Kimi-Linear's layer on GPUs."""
+class KimiDelta(DeltaNet):
+    """Mixin before either of vLLM's layers and what a platform adds: names and constants."""
 
-
-class HypicBailingDeltaNet(_Refused, BailingMoeV3KimiDeltaAttention):
-    """Bailing V3's layer on GPUs."""
-
-
-class _KimiDelta(OwnRecurrence):
-    """Mixin before either of vLLM's layers: capture and composition, and the recurrence of ordinary rows."""
+    channel_gates = True
 
     if TYPE_CHECKING:  # vLLM's
         num_heads: int
@@ -61,12 +55,12 @@ class _KimiDelta(OwnRecurrence):
             self.A_log.flatten(),
             self.dt_bias.view(-1, self.head_dim),
             self.local_num_heads,
-            self.l2_eps,
+            OwnRecurrence.l2_eps,
             gate_bound=self.gate_bound() or 0.0,
         )
 
 
-class HypicCPUKimiDeltaNet(_KimiDelta, KimiGatedDeltaNetAttention):
+class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention):
     """Stock projections and output stay; ``_forward``, which runs convolution, recurrence and norm, is ours.
     vLLM does not compile its models."""
 
@@ -91,7 +85,7 @@ class HypicCPUKimiDeltaNet(_KimiDelta, KimiGatedDeltaNetAttention):
         return bound
 
 
-class HypicCPUBailingDeltaNet(_KimiDelta, BailingMoeV3KimiDeltaAttention):
+class HypicCPUBailingDeltaNet(KimiDelta, OwnRecurrence, BailingMoeV3KimiDeltaAttention):
     """Stock projections, norm and output stay.  The stock ``forward`` calls a kernel of Triton for the gates,
     which our operators take as they are projected; so it is ours, with our custom operator in its graph."""
 

@@ -369,12 +369,15 @@ def _spec(name: str, kernel: Any, given: dict[str, int], warps: int, stages: int
 
 
 SPECS = (
-    _spec(
-        "gated_delta capture",
-        capture_kernel,
-        {"state_k": 1, **constants(CHUNKS[-1], 128, 128, 16, 32)},
-        Shape.of(CHUNKS[-1], 128, 128).warps,
-        _STAGES,
+    *(
+        _spec(
+            f"gated_delta capture, gates of {gates}",
+            capture_kernel,
+            {"state_k": 1, **constants(CHUNKS[-1], 128, 128, key_heads, 32, gates == "channels")},
+            Shape.of(CHUNKS[-1], 128, 128).warps,
+            _STAGES,
+        )
+        for gates, key_heads in (("heads", 16), ("channels", 32))
     ),
     _spec(
         "gated_delta records",

@@ -196,16 +196,18 @@ _ALIGNED = {
 
 SPECS = tuple(
     KernelSpec(
-        f"gated_delta compose C={C}",
+        f"gated_delta compose C={C}, gates of {gates}",
         compose_kernel,
         {**_ALIGNED, "slots_ptr": "*i32"},
-        {"state_k": 1, **constants(C, 128, 128, 16, 32)},
+        {"state_k": 1, **constants(C, 128, 128, key_heads, 32, gates == "channels")},
         warps=Shape.of(C, 128, 128).warps,
         stages=_STAGES,
         aligned=tuple(_ALIGNED),
-        # At most 12 spilled words per thread on a B200, 6 elsewhere.
-        limit=Limits(mma=1, stack=24),
-        limits={SM100: Limits(mma=1, stack=48)},
+        # At most 12 spilled words per thread on a B200, 6 elsewhere; of gates of channels, whose keys are
+        # float32 and take two parts in registers, 26.
+        limit=Limits(mma=1, stack=24 if gates == "heads" else 104),
+        limits={SM100: Limits(mma=1, stack=48 if gates == "heads" else 104)},
     )
+    for gates, key_heads in (("heads", 16), ("channels", 32))
     for C in CHUNKS
 )

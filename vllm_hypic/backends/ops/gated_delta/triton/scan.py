@@ -6,8 +6,8 @@ A block of columns of S, or of T, stays in registers while its program goes from
     o   =  e^G q S + A D              T has no outputs
     S'  =  e^{G_C} S + Kd^T D
 
-`terms` prepares all but S; the products that feed states are as exact as float32's. Of gates per channel e^G q, Kd
-and e^{G_C} are its, too.
+`terms` prepares all but S, of gates per channel also e^G q, Kd and e^{G_C}; the products that feed states are
+as exact as float32's.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
