@@ -139,7 +139,7 @@ def test_extreme_gates(g: float, channel_gates: bool, device: torch.device) -> N
 
 @GATES
 def test_strong_gates_amid_weak_ones(channel_gates: bool, device: torch.device) -> None:
-    """One gate of -3000 and then gates near 0: differences of float32 sums could not tell the latter apart."""
+    """One gate of -3000 and then gates near 0: differences of float32 sums would lose the latter."""
     layer = Layer.make(Shape(1, 1, 32, 32, channel_gates=channel_gates), 64)
     bias = torch.full_like(layer.weights.dt_bias, -6.0)
     weights = replace(layer.weights, rate=torch.tensor([-1.0]), dt_bias=bias)

@@ -144,8 +144,8 @@ class CUDADeltaNet(DeltaNet):
 class HypicCUDAGatedDeltaNet(CUDADeltaNet, HypicGatedDeltaNet):
     """vLLM's CUDA layer plus capture and composition.
 
-    vLLM's custom operator looks the layer up by name and calls its ``_forward_core``, so the compiled graph is
-    stock vLLM's and only that method is ours.
+    vLLM's custom operator looks the layer up by name and calls its ``_forward_core``, so the compiled graph
+    is stock vLLM's and only that method is ours.
     """
 
     def _forward_core(
