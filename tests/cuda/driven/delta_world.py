@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+from vllm.model_executor.models import bailing_moe_v3
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
-from vllm_hypic.backends.linear.gdn.kimi_cuda import HypicCUDAKimiDeltaNet
+from vllm_hypic.backends.linear.gdn.kimi_cuda import HypicCUDABailingDeltaNet, HypicCUDAKimiDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
@@ -55,11 +56,19 @@ class Kind:
 
     def weights(self, layer: Any) -> Weights:
         """Stock's constants, with the epsilon of vLLM's CUDA kernels."""
-        weight, bias = layer.conv1d.weight.view(self.channels, TAPS), layer.dt_bias.view(self.gates)
+        weight, bias = self.conv(layer).view(self.channels, TAPS), layer.dt_bias.view(self.gates)
         return Weights.prepare(weight, None, layer.A_log, bias, self.key_heads, 1e-6)
+
+    def conv(self, layer: Any) -> Tensor:
+        weight: Tensor = layer.conv1d.weight
+        return weight
 
     def complete(self, layer: Any) -> None:
         """What vLLM's layer of this kind has beside."""
+
+    def projected(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Gates as the layer is given them, of random numbers."""
+        return a, b
 
     def call(self, layer: Any, mixed: Tensor, a: Tensor, b: Tensor, core: Tensor) -> None:
         """As the model's graph does."""
@@ -90,12 +99,47 @@ class Kimi(Kind):
         return core * opening(rows)
 
 
+class Bailing(Kind):
+    """Its operator is given q, k and v apart, log decays and write strengths."""
+
+    def complete(self, layer: Any) -> None:
+        layer.num_heads = layer.local_num_heads = HEADS
+        layer.head_dim, layer.safe_gate, layer.lower_bound = K, True, -5.0
+        for i, name in enumerate(("q_conv1d", "k_conv1d", "v_conv1d")):
+            part = nn.Module()
+            part.weight = nn.Parameter(layer.conv1d.weight.detach().chunk(3)[i])
+            setattr(layer, name, part)
+        del layer.conv1d
+
+    def conv(self, layer: Any) -> Tensor:
+        return torch.cat([layer.q_conv1d.weight, layer.k_conv1d.weight, layer.v_conv1d.weight])
+
+    def weights(self, layer: Any) -> Weights:
+        return replace(super().weights(layer), gates_given=True)
+
+    def projected(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return -torch.nn.functional.softplus(a - 3), torch.sigmoid(b)
+
+    def call(self, layer: Any, mixed: Tensor, a: Tensor, b: Tensor, core: Tensor) -> None:
+        bailing_moe_v3.bailing_v3_kda_attention(*mixed.chunk(3, -1), a[None], b[None], core[None], NAME)
+
+
 def opening(mixed: Tensor) -> Tensor:
     return 1 + torch.sigmoid(mixed[:, :HEADS, None].expand(-1, -1, K))
 
 
 QWEN = Qwen(HypicCUDAGatedDeltaNet, 1, 32, (HEADS,))
 KIMI = Kimi(HypicCUDAKimiDeltaNet, HEADS, K, (HEADS, K), norms=True)
+
+
+BAILING = Bailing(HypicCUDABailingDeltaNet, HEADS, K, (HEADS, K))
+
+
+def bailing_stock(
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, g1: Tensor, beta: Tensor, core: Tensor
+) -> None:
+    """vLLM's method of Bailing V3's layer."""
+    stock_core(layer, torch.cat([q, k, v], -1), beta[0], g1[0], core[0])
 
 
 def kimi_stock(layer: Any, mixed: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core: Tensor) -> None:
@@ -185,7 +229,6 @@ class World:
         nn.Module.__init__(layer)
         layer.prefix, layer.tp_size, layer.num_k_heads, layer.num_v_heads = NAME, 1, kind.key_heads, HEADS
         layer.kind = kind
-        kind.complete(layer)
         layer.cache_config = SimpleNamespace(block_size=BLOCK)
         layer.conv1d = nn.Module()
         layer.conv1d.weight = nn.Parameter(0.5 * normal(kind.channels, 1, TAPS))
@@ -193,6 +236,7 @@ class World:
         layer.A_log = nn.Parameter(torch.log(1 + torch.rand(HEADS, generator=gen)))
         layer.dt_bias = nn.Parameter(normal(*kind.gates).flatten() - 3)
         layer.stock_rows = 0
+        kind.complete(layer)
         self.layer = layer
 
         self.lengths = lengths
@@ -209,7 +253,7 @@ class World:
 
         # As vLLM's projection gives it: a part of wider rows.
         self.mixed = torch.cat([rows(kind.channels), rows(8)], dim=1)[:, : kind.channels]
-        self.a, self.b = rows(*kind.gates), rows(HEADS)
+        self.a, self.b = kind.projected(rows(*kind.gates), rows(HEADS))
         conv, state = (
             torch.full((9, TAPS - 1, kind.channels), math.nan),
             torch.full((9, HEADS, kind.V, K), math.nan),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from delta_world import (
     ALL,
+    BAILING,
     CPU,
     DECODES,
     HEADS,
@@ -22,11 +23,13 @@ from delta_world import (
     K,
     Kind,
     World,
+    bailing_stock,
     kimi_stock,
     stock_core,
 )
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.step import StepContext
@@ -34,13 +37,14 @@ from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
 LIMIT = 2e-5
 """Largest error of outputs and states, which are about 1; everything is computed in float32."""
-KINDS = pytest.mark.parametrize("kind", [QWEN, KIMI], ids=["Qwen", "Kimi"])
+KINDS = pytest.mark.parametrize("kind", [QWEN, KIMI, BAILING], ids=["Qwen", "Kimi", "Bailing V3"])
 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QwenGatedDeltaNetAttention, "_forward_core", stock_core)
     monkeypatch.setattr(KimiGatedDeltaNetAttention, "_forward", kimi_stock)
+    monkeypatch.setattr(BailingMoeV3KimiDeltaAttention, "_forward", bailing_stock)
     monkeypatch.setattr(pool_module, "TransitionBlocks", partial(TransitionBlocks, joint=True))
 
 
@@ -103,12 +107,15 @@ def test_warming_up_leaves_nothing_behind(kind: Kind) -> None:
 
 
 @KINDS
-def test_a_plain_pass_is_stock_code_alone(kind: Kind) -> None:
+def test_a_plain_pass_is_stock_code_alone(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(kind)
     world.layer.kv_cache[0].nan_to_num_(), world.layer.kv_cache[1].nan_to_num_()
     world.metadata.has_initial_state = torch.tensor([True, True, True, True, False])
     calls: list[int] = []
     world.layer.run_stock = lambda x, out: calls.append(len(x.mixed))
+    # Called without a copy of q, k and v side by side.
+    stock = BailingMoeV3KimiDeltaAttention
+    monkeypatch.setattr(stock, "_forward", lambda layer, q, *rest: calls.append(len(q)))
     world.run(None)
     empty = StepContext([], [], CPU, world.step.batch)
     world.run(empty)

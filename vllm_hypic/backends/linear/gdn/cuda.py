@@ -121,13 +121,13 @@ class CUDADeltaNet(DeltaNet):
         from ...ops.gated_delta.triton import operators
 
         views, records = self._current_views(), self.records(runtime)
-        weight, device = self.conv1d.weight, views.state.device
+        conv, device = views.conv, views.state.device
         caches = views.caches(torch.zeros(1, dtype=torch.int32, device=device))
         heads, K, V = views.state.shape[1:]
         for n, segments, composing in warm_up_plans(device):
-            mixed, b = weight.new_zeros(n, views.conv.size(2)), weight.new_zeros(n, heads)
-            a = weight.new_zeros(n, heads, K) if self.channel_gates else b
-            x, out = gated_delta.Inputs(mixed, a, b), weight.new_empty(n, heads, V)
+            mixed, b = conv.new_zeros(n, conv.size(2)), conv.new_zeros(n, heads)
+            a = conv.new_zeros(n, heads, K) if self.channel_gates else b
+            x, out = gated_delta.Inputs(mixed, a, b), conv.new_empty(n, heads, V)
             runtime.pool.transition_blocks.offer(0)
             operators.run_segments(
                 segments, x, views.weights, caches, out, records, [], runtime.dead_transition

@@ -20,13 +20,6 @@ from .base import DeltaNet
 from .own_recurrence import OwnRecurrence
 
 
-class HypicBailingDeltaNet(DeltaNet, BailingMoeV3KimiDeltaAttention):
-    """Bailing V3's layer on GPUs, refused by name."""
-
-    def refusal(self) -> str | None:
-        return "Bailing V3's Kimi delta attention on this platform (served: CPU)"
-
-
 class KimiDelta(DeltaNet):
     """Mixin before either of vLLM's layers and what a platform adds: names and constants."""
 
@@ -60,6 +53,25 @@ class KimiDelta(DeltaNet):
         )
 
 
+class BailingDelta(KimiDelta):
+    """Mixin before Bailing V3's layer: its constants."""
+
+    if TYPE_CHECKING:  # vLLM's
+        q_conv1d: Any
+        k_conv1d: Any
+        v_conv1d: Any
+        lower_bound: float
+        safe_gate: bool
+
+    def conv_weight(self) -> torch.Tensor:
+        """Depthwise weights ``[3 H K, k]``; vLLM has a convolution each for q, k and v."""
+        return torch.cat([conv.weight.flatten(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+
+    def gate_bound(self) -> float | None:
+        bound: float | None = self.lower_bound
+        return bound if self.safe_gate else None
+
+
 class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention):
     """Stock projections and output stay; ``_forward``, which runs convolution, recurrence and norm, is ours.
     vLLM does not compile its models."""
@@ -85,7 +97,7 @@ class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention)
         return bound
 
 
-class HypicCPUBailingDeltaNet(KimiDelta, OwnRecurrence, BailingMoeV3KimiDeltaAttention):
+class HypicCPUBailingDeltaNet(BailingDelta, OwnRecurrence, BailingMoeV3KimiDeltaAttention):
     """Stock projections, norm and output stay.  The stock ``forward`` calls a kernel of Triton for the gates,
     which our operators take as they are projected; so it is ours, with our custom operator in its graph."""
 
@@ -102,11 +114,3 @@ class HypicCPUBailingDeltaNet(KimiDelta, OwnRecurrence, BailingMoeV3KimiDeltaAtt
         torch.ops.vllm.hypic_gdn_attention_core(mixed, beta, gates, core, _encode_layer_name(self.prefix))
         opened = self.o_norm(core, self.g_proj(hidden_states)[0].view(heads))
         output[:] = self.o_proj(opened.flatten(1))[0]
-
-    def conv_weight(self) -> torch.Tensor:
-        """Depthwise weights ``[3 H K, k]``; vLLM has a convolution each for q, k and v."""
-        return torch.cat([conv.weight.flatten(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
-
-    def gate_bound(self) -> float | None:
-        bound: float | None = self.lower_bound
-        return bound if self.safe_gate else None

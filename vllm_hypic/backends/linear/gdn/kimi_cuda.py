@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
 from ...ops import gated_delta
 from ..layout import LinearStep
 from .cuda import CUDADeltaNet
-from .kimi import KimiDelta
+from .kimi import BailingDelta, KimiDelta
 
 if TYPE_CHECKING:
     from ....pool.runtime import HypicRuntime
@@ -68,3 +69,37 @@ class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention)
     def gate_bound(self) -> float | None:
         bound: float | None = self.gate_lower_bound
         return bound
+
+
+class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDeltaAttention):
+    """Bailing V3's layer plus capture and composition.
+
+    Its custom operator looks the layer up by name and calls ``_forward`` with q, k and v apart, log decays
+    and write strengths: the compiled graph is stock vLLM's.
+    """
+
+    def _forward(
+        self,
+        q_proj_states: torch.Tensor,
+        k_proj_states: torch.Tensor,
+        v_proj_states: torch.Tensor,
+        g1: torch.Tensor,
+        beta: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """Same contract as the stock method: ``q_proj_states``, ``k_``, ``v_ [n, H K]``, ``g1 [1, n, H, K]``,
+        ``beta [1, n, H]``, ``core_attn_out [1, n, H, K]``."""
+        self.hypic_reached = True
+        runtime = self.hypic_runtime
+        parts = q_proj_states, k_proj_states, v_proj_states
+        if runtime is None or runtime.step is None:
+            BailingMoeV3KimiDeltaAttention._forward(self, *parts, g1, beta, core_attn_out)
+        else:
+            self.run(gated_delta.Inputs(torch.cat(parts, -1), g1[0], beta[0]), core_attn_out[0])
+
+    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+        parts = x.mixed.chunk(3, -1)
+        BailingMoeV3KimiDeltaAttention._forward(self, *parts, x.a[None], x.b[None], out[None])
+
+    def weights(self) -> gated_delta.Weights:
+        return replace(super().weights(), gates_given=True)

@@ -36,13 +36,14 @@ _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 
 
 @triton.jit
-def _log_decay(a, dt_bias, rate, gate_bound, BOUNDED: tl.constexpr):
-    """g <= 0 of gates as they are projected."""
-    x = a.to(tl.float32) + dt_bias
-    if BOUNDED:
-        g = gate_bound * tl.sigmoid(-rate * x)
+def _log_decay(a, dt_bias, rate, gate_bound, GIVEN: tl.constexpr, BOUNDED: tl.constexpr):
+    """g <= 0 of gates as they are projected, or given."""
+    if GIVEN:
+        g = a.to(tl.float32)
+    elif BOUNDED:
+        g = gate_bound * tl.sigmoid(-rate * (a.to(tl.float32) + dt_bias))
     else:
-        g = rate * softplus(x)
+        g = rate * softplus(a.to(tl.float32) + dt_bias)
     return g
 
 
@@ -66,6 +67,7 @@ def channel_terms_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    GIVEN: tl.constexpr,
     BOUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
@@ -102,7 +104,7 @@ def channel_terms_kernel(
         q = tl.load(queries + at, mask=real[:, None], other=0.0).to(tl.float32) * query[:, None]
         a = tl.load(gates + at, mask=real[:, None], other=0.0)
         dt_bias = tl.load(dt_bias_ptr + head * K + at + in_slice)
-        g = tl.where(real[:, None], _log_decay(a, dt_bias, rate, gate_bound, BOUNDED), 0.0)
+        g = tl.where(real[:, None], _log_decay(a, dt_bias, rate, gate_bound, GIVEN, BOUNDED), 0.0)
         # Rows are taken out of memory: taking them out of registers would cost as much as the products.
         tl.store(Kd + in_terms + at, tl.exp(g))
         tl.store(Q + in_terms + at, q)
@@ -126,7 +128,7 @@ def channel_terms_kernel(
     tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
 
     b = tl.load(b_ptr + row * b_row + head, mask=real, other=0.0).to(tl.float32)
-    beta = tl.where(real, tl.sigmoid(b), 0.0)
+    beta = tl.where(real, b if GIVEN else tl.sigmoid(b), 0.0)
     L = tl.where(t[:, None] > t[None, :], gram * beta[:, None], 0.0)
     inverse = unit_lower_inverse(L, C) * beta[None, :]
     for at in range(0, V, SLICE):
@@ -137,7 +139,7 @@ def channel_terms_kernel(
         k = tl.load(keys + at, mask=real[:, None], other=0.0).to(tl.float32) * key[:, None]
         a = tl.load(gates + at, mask=real[:, None], other=0.0)
         dt_bias = tl.load(dt_bias_ptr + head * K + at + in_slice)
-        g = tl.where(real[:, None], _log_decay(a, dt_bias, rate, gate_bound, BOUNDED), 0.0)
+        g = tl.where(real[:, None], _log_decay(a, dt_bias, rate, gate_bound, GIVEN, BOUNDED), 0.0)
         k *= tl.exp(tl.cumsum(g, axis=0))
         W = tl.dot(inverse, k, input_precision="tf32x3")
         tl.store(terms + in_terms + at, W)
@@ -168,6 +170,7 @@ def compute_channel_terms(
         K=K,
         V=V,
         C=plan.chunk,
+        GIVEN=weights.gates_given,
         BOUNDED=weights.gate_bound < 0,
         BLOCK=floats,
         SLICE=min(SLICE, K, V),
@@ -193,7 +196,7 @@ SPECS = tuple(
         {
             **{"KEY_HEADS": 32, "HEADS": 32, "K": 128, "V": 128},
             "C": C,
-            "BOUNDED": False,
+            **{"GIVEN": False, "BOUNDED": False},
             "BLOCK": C * (3 * 128 + 128 + C) + 128,
             "SLICE": SLICE,
         },
