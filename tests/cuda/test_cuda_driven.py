@@ -1,5 +1,5 @@
-"""Starts tests of CUDA's code on the CPU, with Triton kernels in the interpreter: of our layers in ``driven/``, of
-what vLLM's kernels mean by their arguments in ``stock/``."""
+"""Starts tests of CUDA's code on the CPU, with Triton kernels in the interpreter: of our layers in ``driven/``,
+and in ``stock/`` of what vLLM's kernels mean by their arguments."""
 
 from __future__ import annotations
 
