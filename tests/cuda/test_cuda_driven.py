@@ -1,5 +1,7 @@
-"""Starts tests of CUDA's code on the CPU, with Triton kernels in the interpreter: of our layers in ``driven/``,
-and in ``stock/`` of what vLLM's kernels mean by their arguments."""
+"""Starts tests of CUDA's code on the CPU, with Triton kernels in the interpreter.
+
+Of our layers in ``driven/``; of what vLLM's kernels mean by their arguments in ``stock/``.
+"""
 
 from __future__ import annotations
 
