@@ -53,7 +53,7 @@ class DeltaCase:
         blocks = torch.arange(slots * s.heads, dtype=torch.int32, device=device)
         return DeltaCase(
             s,
-            Inputs(normal(tokens, s.channels), normal(tokens, s.heads), normal(tokens, s.heads)),
+            Inputs(normal(tokens, s.channels), normal(tokens, *s.gates), normal(tokens, s.heads)),
             weights,
             Caches(
                 torch.arange(slots, dtype=torch.int32, device=device).flip(0).contiguous(),

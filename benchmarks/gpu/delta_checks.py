@@ -40,15 +40,19 @@ def check_delta(
         Segment(20, 8, 9),
         Segment(33, 33, 33),
     ]
+    kimi = DeltaShape(32, 32, channel_gates=True) if long else DeltaShape(2, 2, 64, 64, channel_gates=True)
     strong = DeltaCase.make(shape, n, 1, dtype, device)
     strong = replace(strong, weights=replace(strong.weights, rate=strong.weights.rate * 100))
     for name, case, some, cuts in (
         ("whole", DeltaCase.make(shape, 3 * n, 4, dtype, device), segments, ()),
         ("in two passes", DeltaCase.make(shape, 3 * n, 4, dtype, device), segments, (n // 2 + 3,)),
         ("dead heads", strong, [Segment(n, 4, n)], ()),
+        ("gates of channels", DeltaCase.make(kimi, 3 * n, 4, dtype, device), segments, ()),
     ):
         yield from guarded("segments", name, dtype, _segments(operators, name, case, some, cuts))
-    yield from guarded("compose", "all modes", dtype, _compose(operators, device, dtype, shape))
+    yield from guarded("compose", "all modes", dtype, _compose(operators, "all modes", device, dtype, shape))
+    channels = _compose(operators, "gates of channels", device, dtype, kimi)
+    yield from guarded("compose", "gates of channels", dtype, channels)
 
 
 def _segments(
@@ -84,7 +88,7 @@ def _segments(
 
 
 def _compose(
-    operators: Operators, device: torch.device, dtype: torch.dtype, shape: DeltaShape
+    operators: Operators, name: str, device: torch.device, dtype: torch.dtype, shape: DeltaShape
 ) -> Iterator[Finding]:
     """All modes, records side by side, islands, a request without rows, one that ends with a record, dead
     heads."""
@@ -109,7 +113,6 @@ def _compose(
     rows, ops = compose_program(requests)
     operators.compose(rows, ops, device).run(case.x, case.weights, case.caches, case.out, case.records)
     reference.gdn_compose(exact.x, exact.weights, exact.caches, exact.out, exact.records, rows, ops)
-    name = "all modes"
     outputs = worst(case.out[:tokens], exact.out[:tokens], 1, FLOOR)
     alone = bool(case.out[tokens:].isnan().all())
     yield Finding("compose: outputs", name, kind(dtype), outputs if alone else float("inf"), OUT[dtype])

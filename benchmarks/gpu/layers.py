@@ -281,15 +281,14 @@ class _Draw:
 def random_weights(shape: DeltaShape, device: torch.device, generator: torch.Generator) -> Weights:
     """A in [1, 16], step sizes log-uniform in [1e-3, 1e-1]."""
 
-    def uniform() -> Tensor:
-        return torch.rand(shape.heads, device=device, generator=generator)
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(*size, device=device, generator=generator)
 
-    step = torch.exp(math.log(1e-3) + math.log(1e2) * uniform())
+    step = torch.exp(math.log(1e-3) + math.log(1e2) * uniform(*shape.gates))
     taps = torch.randn(shape.channels, shape.taps, device=device, generator=generator) * shape.taps**-0.5
     inverse_softplus = step + torch.log(-torch.expm1(-step))
-    return Weights.prepare(
-        taps, None, torch.log(1 + 15 * uniform()), inverse_softplus, shape.key_heads, l2_eps(device)
-    )
+    rate = torch.log(1 + 15 * uniform(shape.heads))
+    return Weights.prepare(taps, None, rate, inverse_softplus, shape.key_heads, l2_eps(device))
 
 
 # ------------------------------------------------------------------------------------- the ordinary pass

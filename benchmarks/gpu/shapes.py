@@ -29,6 +29,13 @@ class DeltaShape:
     K: int = 128
     V: int = 128
     taps: int = 4
+    channel_gates: bool = False
+    """A gate for each channel of K (Kimi delta attention); else for each head."""
+
+    @property
+    def gates(self) -> tuple[int, ...]:
+        """What has a gate each."""
+        return (self.heads, self.K) if self.channel_gates else (self.heads,)
 
     @property
     def channels(self) -> int:

@@ -1,4 +1,7 @@
-"""Starts the tests of ``driven/``: the layers on the CPU, their Triton operators in the interpreter."""
+"""Starts tests of CUDA's code on the CPU, with Triton kernels in the interpreter.
+
+Of our layers in ``driven/``; of what vLLM's kernels mean by their arguments in ``stock/``.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_layers_driven_on_the_cpu() -> None:
-    folder = Path(__file__).parent / "driven"
+
+@pytest.mark.parametrize("name", ["driven", "stock"])
+def test_on_the_cpu(name: str) -> None:
+    folder = Path(__file__).parent / name
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

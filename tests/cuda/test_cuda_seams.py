@@ -142,11 +142,11 @@ def test_olmo_hybrid_is_refused_by_name() -> None:
     assert "vllm::olmo_hybrid_gdn_full_forward" in CompilationConfig._attention_ops
 
 
-def test_kimi_delta_attention_is_refused_by_name() -> None:
-    for layer in gdn._kimi_classes(cpu=False):
-        assert layer.refusal(layer.__new__(layer)) == "Kimi delta attention on this platform (served: CPU)"
-    served = [layer.__name__ for layer in gdn._kimi_classes(cpu=True)]
-    assert served == ["HypicCPUKimiDeltaNet", "HypicCPUBailingDeltaNet"]
+def test_kimi_delta_attention() -> None:
+    for cpu, platform in ((True, "CPU"), (False, "CUDA")):
+        kimi, bailing = gdn._kimi_classes(cpu=cpu)
+        assert kimi.__name__ == f"Hypic{platform}KimiDeltaNet"
+        assert bailing.__name__ == f"Hypic{platform}BailingDeltaNet"
 
 
 def test_the_stock_operator_calls_the_method_that_is_ours() -> None:

@@ -9,7 +9,7 @@ import torch
 from linear.layer_inputs import Layer, Records, Segment
 from linear.test_layer_operators import run_compose, run_segments
 
-from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, Weights, reference
+from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, reference
 from vllm_hypic.backends.ops.gated_delta.triton import operators
 
 
@@ -20,8 +20,12 @@ def moved(layer: Layer, device: torch.device) -> Layer:
     return replace(
         layer,
         x=Inputs(x.mixed.to(device), x.a.to(device), x.b.to(device)),
-        weights=Weights(
-            w.weight.to(device), bias, w.rate.to(device), w.dt_bias.to(device), w.key_heads, w.eps
+        weights=replace(
+            w,
+            weight=w.weight.to(device),
+            bias=bias,
+            rate=w.rate.to(device),
+            dt_bias=w.dt_bias.to(device),
         ),
         caches=Caches(c.slots.to(device), c.conv.to(device), c.state.to(device)),
         out=layer.out.to(device),

@@ -40,6 +40,8 @@ def fp16_tolerances(monkeypatch: pytest.MonkeyPatch) -> None:
         (Shape(1, 1, 128, 16, taps=2), torch.float32),
         pytest.param(Shape(1, 2, 64, 64), torch.bfloat16, marks=pytest.mark.slow),
         (Shape(1, 2, 16, 64, taps=3), torch.float16),
+        (Shape(2, 2, 16, 32, channel_gates=True), torch.float32),
+        (Shape(2, 2, 32, 32, channel_gates=True, gate_bound=-5.0), torch.bfloat16),
     ],
     ids=str,
 )

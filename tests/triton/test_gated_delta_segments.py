@@ -23,6 +23,7 @@ from vllm_hypic.backends.ops.gated_delta import reference
 from vllm_hypic.backends.ops.gated_delta.triton import operators
 
 CPU = torch.device("cpu")
+GATES = pytest.mark.parametrize("channel_gates", [False, True], ids=["heads", "channels"])
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,9 @@ def packed(sizes: list[int]) -> tuple[list[Segment], int]:
         (Shape(1, 2, 64, 64), [65, 63], torch.bfloat16),
         (Shape(1, 2, 64, 16), [130], torch.bfloat16),
         (Shape(1, 2, 32, 64), [65], torch.float16),
+        (Shape(2, 2, 32, 16, channel_gates=True), [1, 17, 40, 16], torch.float32),
+        (Shape(2, 2, 64, 64, channel_gates=True, gate_bound=-5.0), [65, 33], torch.bfloat16),
+        (Shape(1, 1, 128, 128, channel_gates=True), [33], torch.float16),
     ],
     ids=str,
 )
@@ -63,10 +67,17 @@ def test_segments(shape: Shape, sizes: list[int], dtype: torch.dtype, device: to
     check_segments(ours, exact, segments, before)
 
 
-@pytest.mark.parametrize("cuts", [[7], [8], [9, 40], [92], [3, 8, 50, 51, 94]], ids=str)
-def test_segments_in_several_passes(cuts: list[int], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("cuts", "channel_gates"),
+    [
+        *(([7], False), ([8], False), ([9, 40], False), ([92], False), ([3, 8, 50, 51, 94], False)),
+        ([3, 8, 50, 51, 94], True),
+    ],
+    ids=str,
+)
+def test_segments_in_several_passes(cuts: list[int], channel_gates: bool, device: torch.device) -> None:
     """Cuts inside the window before the interior, at its edges, inside, and behind it."""
-    layer = Layer.make(Shape(1, 2, 32, 16), 150)
+    layer = Layer.make(Shape(1, 2, 32, 16, channel_gates=channel_gates), 150)
     segments = [
         Segment(0, 0, 100, 8, 92, 1),
         Segment(2, 100, 30, 0, 30, 3),
@@ -97,10 +108,11 @@ def test_any_segment_in_any_passes(
     check_segments(ours, exact, [segment], before)
 
 
+@GATES
 @pytest.mark.parametrize("what", ["mixed", "a", "b"])
-def test_what_is_no_number_is_not_passed_over(what: str, device: torch.device) -> None:
+def test_what_is_no_number_is_not_passed_over(what: str, channel_gates: bool, device: torch.device) -> None:
     """From the broken token on everything is NaN; before its chunk nothing changes."""
-    worlds = [Layer.make(Shape(1, 1, 16, 16), 70) for _ in range(2)]
+    worlds = [Layer.make(Shape(1, 1, 16, 16, channel_gates=channel_gates), 70) for _ in range(2)]
     getattr(worlds[1].x, what)[PAD + 50] = float("nan")
     done = []
     for layer in worlds:
@@ -115,19 +127,22 @@ def test_what_is_no_number_is_not_passed_over(what: str, device: torch.device) -
     assert torch.equal(wrong.outputs(0, 40), right.outputs(0, 40))
 
 
+@GATES
 @pytest.mark.parametrize("g", [-3000.0, -100.0, -0.5, 0.0])
-def test_extreme_gates(g: float, device: torch.device) -> None:
-    layer = Layer.make(Shape(1, 1, 32, 32), 90).with_gates(g)
+def test_extreme_gates(g: float, channel_gates: bool, device: torch.device) -> None:
+    layer = Layer.make(Shape(1, 1, 32, 32, channel_gates=channel_gates), 90).with_gates(g)
     segment = Segment(0, 0, 90, 8, 82, 1)
     ours, exact, before = captured(layer, [segment], device)
     check_segments(ours, exact, [segment], before)
     assert (ours.records.block_of[1] < 0).all() == (g <= -0.5)
 
 
-def test_strong_gates_amid_weak_ones(device: torch.device) -> None:
-    """One gate of -3000 and then gates near 0: only differences of float64 sums tell the latter apart."""
-    layer = Layer.make(Shape(1, 1, 32, 32), 64)
-    weights = replace(layer.weights, rate=torch.tensor([-1.0]), dt_bias=torch.tensor([-6.0]))
+@GATES
+def test_strong_gates_amid_weak_ones(channel_gates: bool, device: torch.device) -> None:
+    """One gate of -3000 and then gates near 0: differences of float32 sums would lose the latter."""
+    layer = Layer.make(Shape(1, 1, 32, 32, channel_gates=channel_gates), 64)
+    bias = torch.full_like(layer.weights.dt_bias, -6.0)
+    weights = replace(layer.weights, rate=torch.tensor([-1.0]), dt_bias=bias)
     layer = replace(layer, weights=weights)
     layer.x.a[PAD + 2] = 3000.0
     segment = Segment(0, 0, 64, 0, 64, 1)

@@ -11,19 +11,20 @@ from pathlib import Path
 
 from test_launches import as_launch
 
-from vllm_hypic.backends.ops.gated_delta.triton import capture, compose, terms
+from vllm_hypic.backends.ops.gated_delta.triton import capture, channel_terms, compose, terms
 from vllm_hypic.backends.ops.linear_layer.triton import convolution
 from vllm_hypic.backends.ops.mamba2.triton import capture as mamba2_capture
 from vllm_hypic.backends.ops.mamba2.triton import compose as mamba2_compose
 
-MODULES = (capture, compose, terms, convolution, mamba2_capture, mamba2_compose)
+MODULES = (capture, compose, terms, channel_terms, convolution, mamba2_capture, mamba2_compose)
 VARIANTS = {
-    # A gated delta net's, and Mamba2's with states of two sizes.
-    "capture_kernel": 1 + 2,
+    # Gated delta nets' with gates of heads and of channels, and Mamba2's with states of two sizes.
+    "capture_kernel": 2 + 2,
     "records_kernel": 1,
     # One per length of chunk where that matters: segments have long ones.
     "terms_kernel": 2,
-    "compose_kernel": 2 + 2 * 2,
+    "channel_terms_kernel": 2,
+    "compose_kernel": 2 * 2 + 2 * 2,
     # Three families' convolutions: without a bias, with one, with a gate and fewer taps.
     "convolve_kernel": 2 * 3,
     "contexts_kernel": 2,

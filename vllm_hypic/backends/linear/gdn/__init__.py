@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms; on CPU OLMo-Hybrid, Kimi-Linear, Bailing V3)."""
+"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms, Kimi-Linear, Bailing V3; on CPU OLMo-Hybrid)."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _olmo_class(*, cpu: bool) -> type[DeltaNet]:
 
 def _kimi_classes(*, cpu: bool) -> tuple[type[DeltaNet], type[DeltaNet]]:
     """Kimi-Linear's and Bailing V3's."""
-    from . import kimi
+    from . import kimi, kimi_cuda
 
     if cpu:
         return kimi.HypicCPUKimiDeltaNet, kimi.HypicCPUBailingDeltaNet
-    return kimi.HypicKimiDeltaNet, kimi.HypicBailingDeltaNet
+    return kimi_cuda.HypicCUDAKimiDeltaNet, kimi_cuda.HypicCUDABailingDeltaNet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -25,6 +25,8 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
     """Mixin before one of vLLM's layers: capture and composition by ``gdn_segments`` and ``gdn_compose``."""
 
     family = GATED_DELTA_NET
+    channel_gates: ClassVar[bool] = False
+    """Channels of K decay apart."""
 
     if TYPE_CHECKING:  # vLLM's
         num_k_heads: int
@@ -54,7 +56,7 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
         heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
         channels = self.conv_dim // self.tp_size
-        terms = heads * (K + V + _CHUNK) * _FLOAT
+        terms = heads * (K + V + _CHUNK + (2 * K if self.channel_gates else 0)) * _FLOAT
         return Scratch(rows * (terms + channels * dtype.itemsize), _CARRIED * heads * K * (K + V) * _FLOAT)
 
     def records(self, runtime: HypicRuntime) -> LinearRecords:

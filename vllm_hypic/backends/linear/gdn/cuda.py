@@ -1,8 +1,4 @@
-"""Gated DeltaNet under PIC on CUDA: Triton operators beside vLLM's own kernels.
-
-vLLM's custom operator looks the layer up by name and calls its ``_forward_core``, so the compiled graph is
-stock vLLM's and only that method is ours.
-"""
+"""Gated DeltaNet under PIC on CUDA: Triton operators beside vLLM's own kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from ....pool.shared import Once
 from ...ops import gated_delta
 from ..cuda import SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
-from .base import HypicGatedDeltaNet
+from .base import DeltaNet, HypicGatedDeltaNet
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
@@ -39,21 +35,10 @@ class _SharedParts:
     sub_batch: Once[_SubBatch] = field(default_factory=Once)
 
 
-class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
-    """vLLM's CUDA layer plus capture and composition."""
+class CUDADeltaNet(DeltaNet):
+    """Mixin before one of vLLM's layers: capture and composition on CUDA."""
 
     _views: _Views | None = None
-
-    def _forward_core(
-        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
-    ) -> None:
-        """Same contract as the stock method, which vLLM's custom operator calls."""
-        self.core(mixed_qkv, b, a, core_attn_out)
-
-    def stock_core(
-        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
-    ) -> None:
-        QwenGatedDeltaNetAttention._forward_core(self, mixed_qkv, b, a, core)
 
     def run_segments(
         self,
@@ -136,12 +121,13 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
         from ...ops.gated_delta.triton import operators
 
         views, records = self._current_views(), self.records(runtime)
-        weight, device = self.conv1d.weight, views.state.device
+        conv, device = views.conv, views.state.device
         caches = views.caches(torch.zeros(1, dtype=torch.int32, device=device))
-        heads, V = views.state.size(1), views.state.size(3)
+        heads, K, V = views.state.shape[1:]
         for n, segments, composing in warm_up_plans(device):
-            mixed, gates = weight.new_zeros(n, views.conv.size(2)), weight.new_zeros(n, heads)
-            x, out = gated_delta.Inputs(mixed, gates, gates), weight.new_empty(n, heads, V)
+            mixed, b = conv.new_zeros(n, conv.size(2)), conv.new_zeros(n, heads)
+            a = conv.new_zeros(n, heads, K) if self.channel_gates else b
+            x, out = gated_delta.Inputs(mixed, a, b), conv.new_empty(n, heads, V)
             runtime.pool.transition_blocks.offer(0)
             operators.run_segments(
                 segments, x, views.weights, caches, out, records, [], runtime.dead_transition
@@ -155,10 +141,29 @@ class HypicCUDAGatedDeltaNet(HypicGatedDeltaNet):
         return self._views
 
 
+class HypicCUDAGatedDeltaNet(CUDADeltaNet, HypicGatedDeltaNet):
+    """vLLM's CUDA layer plus capture and composition.
+
+    vLLM's custom operator looks the layer up by name and calls its ``_forward_core``, so the compiled graph
+    is stock vLLM's and only that method is ours.
+    """
+
+    def _forward_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
+    ) -> None:
+        """Same contract as the stock method, which vLLM's custom operator calls."""
+        self.core(mixed_qkv, b, a, core_attn_out)
+
+    def stock_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
+    ) -> None:
+        QwenGatedDeltaNetAttention._forward_core(self, mixed_qkv, b, a, core)
+
+
 class _Views:
     """A layer's constants and caches as our operators take them."""
 
-    def __init__(self, layer: HypicCUDAGatedDeltaNet) -> None:
+    def __init__(self, layer: CUDADeltaNet) -> None:
         conv, state = layer.kv_cache
         self.of = conv
         self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]

@@ -1,8 +1,8 @@
-"""Kimi delta attention (KDA) under PIC, on CPU: the gated delta rule with a gate of every channel.
+"""Kimi delta attention (KDA) under PIC: the gated delta rule with a gate of every channel; layers for CPUs.
 
 Per head ``S <- (I - beta k k^T) Diag(e^g) S + beta k v^T`` with ``g [K]``; arXiv:2510.26692, section 3.  vLLM
-has this recurrence in Triton alone, so ordinary rows run ours, too, as OLMo-Hybrid's do.  It has two layers,
-for Kimi-Linear and for Bailing V3 (Ling 3).
+has this recurrence in Triton alone, so on CPUs ordinary rows run ours, too, as OLMo-Hybrid's do.  It has two
+layers, for Kimi-Linear and for Bailing V3 (Ling 3).
 """
 
 from __future__ import annotations
@@ -20,23 +20,10 @@ from .base import DeltaNet
 from .own_recurrence import OwnRecurrence
 
 
-class _Refused(DeltaNet):
-    """A layer elsewhere than on CPU, refused by name."""
+class KimiDelta(DeltaNet):
+    """Mixin before either of vLLM's layers and what a platform adds: names and constants."""
 
-    def refusal(self) -> str | None:
-        return "Kimi delta attention on this platform (served: CPU)"
-
-
-class HypicKimiDeltaNet(_Refused, KimiGatedDeltaNetAttention):
-    """Kimi-Linear's layer on GPUs."""
-
-
-class HypicBailingDeltaNet(_Refused, BailingMoeV3KimiDeltaAttention):
-    """Bailing V3's layer on GPUs."""
-
-
-class _KimiDelta(OwnRecurrence):
-    """Mixin before either of vLLM's layers: capture and composition, and the recurrence of ordinary rows."""
+    channel_gates = True
 
     if TYPE_CHECKING:  # vLLM's
         num_heads: int
@@ -61,12 +48,31 @@ class _KimiDelta(OwnRecurrence):
             self.A_log.flatten(),
             self.dt_bias.view(-1, self.head_dim),
             self.local_num_heads,
-            self.l2_eps,
+            OwnRecurrence.l2_eps,
             gate_bound=self.gate_bound() or 0.0,
         )
 
 
-class HypicCPUKimiDeltaNet(_KimiDelta, KimiGatedDeltaNetAttention):
+class BailingDelta(KimiDelta):
+    """Mixin before Bailing V3's layer: its constants."""
+
+    if TYPE_CHECKING:  # vLLM's
+        q_conv1d: Any
+        k_conv1d: Any
+        v_conv1d: Any
+        lower_bound: float
+        safe_gate: bool
+
+    def conv_weight(self) -> torch.Tensor:
+        """Depthwise weights ``[3 H K, k]``; vLLM has a convolution each for q, k and v."""
+        return torch.cat([conv.weight.flatten(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+
+    def gate_bound(self) -> float | None:
+        bound: float | None = self.lower_bound
+        return bound if self.safe_gate else None
+
+
+class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention):
     """Stock projections and output stay; ``_forward``, which runs convolution, recurrence and norm, is ours.
     vLLM does not compile its models."""
 
@@ -91,7 +97,7 @@ class HypicCPUKimiDeltaNet(_KimiDelta, KimiGatedDeltaNetAttention):
         return bound
 
 
-class HypicCPUBailingDeltaNet(_KimiDelta, BailingMoeV3KimiDeltaAttention):
+class HypicCPUBailingDeltaNet(BailingDelta, OwnRecurrence, BailingMoeV3KimiDeltaAttention):
     """Stock projections, norm and output stay.  The stock ``forward`` calls a kernel of Triton for the gates,
     which our operators take as they are projected; so it is ours, with our custom operator in its graph."""
 
@@ -108,11 +114,3 @@ class HypicCPUBailingDeltaNet(_KimiDelta, BailingMoeV3KimiDeltaAttention):
         torch.ops.vllm.hypic_gdn_attention_core(mixed, beta, gates, core, _encode_layer_name(self.prefix))
         opened = self.o_norm(core, self.g_proj(hidden_states)[0].view(heads))
         output[:] = self.o_proj(opened.flatten(1))[0]
-
-    def conv_weight(self) -> torch.Tensor:
-        """Depthwise weights ``[3 H K, k]``; vLLM has a convolution each for q, k and v."""
-        return torch.cat([conv.weight.flatten(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
-
-    def gate_bound(self) -> float | None:
-        bound: float | None = self.lower_bound
-        return bound if self.safe_gate else None

@@ -23,6 +23,7 @@ class Weights:
     eps       of the l2 norm, see `l2_eps`
     largest_beta    of sigmoid(b): beta is this times it, at most 2
     gate_bound      of gates per channel: below 0, g = gate_bound sigmoid(-rate (a + dt_bias))
+    gates_given     of gates per channel: inputs `a` and `b` are g and beta themselves
     """
 
     weight: Tensor
@@ -33,6 +34,7 @@ class Weights:
     eps: float
     largest_beta: float = 1.0
     gate_bound: float = 0.0
+    gates_given: bool = False
 
     @property
     def channel_gates(self) -> bool:
@@ -41,11 +43,17 @@ class Weights:
 
     def log_decay(self, a: Tensor) -> Tensor:
         """g of gates `a` [n, Hv] or [n, Hv, K], in the dtype of `a`."""
+        if self.gates_given:
+            return a
         rate, bias = self.rate.to(a.dtype), self.dt_bias.to(a.dtype)
         rate = rate[:, None] if self.channel_gates else rate
         if self.gate_bound < 0:
             return self.gate_bound * torch.sigmoid(-rate * (a + bias))
         return rate * torch.nn.functional.softplus(a + bias)
+
+    def write_strength(self, b: Tensor) -> Tensor:
+        """beta of gates `b` [n, Hv], in the dtype of `b`."""
+        return b if self.gates_given else self.largest_beta * torch.sigmoid(b)
 
     @staticmethod
     def prepare(

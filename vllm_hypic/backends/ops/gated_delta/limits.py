@@ -14,8 +14,6 @@ def refuses(weights: Weights, caches: Caches) -> str | None:
         return reason
     if weights.largest_beta != 1:
         return f"write strengths up to {weights.largest_beta:g}, not 1"
-    if weights.channel_gates:
-        return "gates per channel"
     heads, K, V = caches.state.shape[1:]
     if K not in HEAD_SIZES or V not in HEAD_SIZES:
         return f"head sizes {K} and {V}, not among {', '.join(map(str, HEAD_SIZES))}"

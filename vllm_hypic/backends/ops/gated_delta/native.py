@@ -15,6 +15,8 @@ STATES = (torch.float32,)
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
     """Why the C++ operators do not serve such a layer, or `None`: they do."""
+    if weights.gates_given:
+        return "gates that are log decays and write strengths already"
     return native_layer.refuses(len(weights.weight), caches.conv, caches.state, STATES)
 
 

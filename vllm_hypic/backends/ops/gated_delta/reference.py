@@ -254,7 +254,7 @@ class _Layer:
         k = _expand(_l2norm(k.unflatten(-1, (-1, K)), w.eps), heads)
         v = v.unflatten(-1, (-1, V))
         g = w.log_decay(self.x.a[first:stop].double())
-        beta = w.largest_beta * torch.sigmoid(self.x.b[first:stop].double())
+        beta = w.write_strength(self.x.b[first:stop].double())
         for i, token in enumerate(zip(q, k, v, g, beta, strict=True)):
             self.state = _step(self.state, *token[1:])
             out[first + i] = torch.einsum("hk,hkv->hv", token[0], self.state).to(out.dtype)

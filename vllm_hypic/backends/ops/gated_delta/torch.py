@@ -252,7 +252,7 @@ class _Tokens:
         row = torch.cat([*rows, nothing]).to(device)
         q, k, v = convolved.split([weights.key_heads * K, weights.key_heads * K, heads * V], dim=-1)
         g = weights.log_decay(x.a[row].float())
-        beta = weights.largest_beta * torch.sigmoid(x.b[row].float())
+        beta = weights.write_strength(x.b[row].float())
         return _Tokens(q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V)), g, beta)
 
 

@@ -68,6 +68,7 @@ def capture_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    CHANNEL_GATES: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
@@ -111,6 +112,7 @@ def capture_kernel(
                     K,
                     V,
                     C,
+                    CHANNEL_GATES,
                     BLOCK,
                     SLICES,
                     SLICE,
@@ -156,6 +158,7 @@ def capture_kernel(
                     K,
                     V,
                     C,
+                    CHANNEL_GATES,
                     BLOCK,
                     SLICES,
                     SLICE,
@@ -306,7 +309,7 @@ def capture(
         out.stride(1),
         len(plan.summaries),
         tiny,
-        **constants(plan.chunk, K, V, weights.key_heads, heads),
+        **constants(plan.chunk, K, V, weights.key_heads, heads, weights.channel_gates),
         num_warps=shape.warps,
         num_stages=_STAGES,
     )
@@ -366,12 +369,15 @@ def _spec(name: str, kernel: Any, given: dict[str, int], warps: int, stages: int
 
 
 SPECS = (
-    _spec(
-        "gated_delta capture",
-        capture_kernel,
-        {"state_k": 1, **constants(CHUNKS[-1], 128, 128, 16, 32)},
-        Shape.of(CHUNKS[-1], 128, 128).warps,
-        _STAGES,
+    *(
+        _spec(
+            f"gated_delta capture, gates of {gates}",
+            capture_kernel,
+            {"state_k": 1, **constants(CHUNKS[-1], 128, 128, key_heads, 32, gates == "channels")},
+            Shape.of(CHUNKS[-1], 128, 128).warps,
+            _STAGES,
+        )
+        for gates, key_heads in (("heads", 16), ("channels", 32))
     ),
     _spec(
         "gated_delta records",

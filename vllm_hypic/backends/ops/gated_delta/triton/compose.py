@@ -62,6 +62,7 @@ def compose_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    CHANNEL_GATES: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
@@ -102,6 +103,7 @@ def compose_kernel(
                 K,
                 V,
                 C,
+                CHANNEL_GATES,
                 BLOCK,
                 SLICES,
                 SLICE,
@@ -175,7 +177,7 @@ def compose(
         out.stride(1),
         records.state.stride(0),
         records.block_of.stride(0),
-        **constants(plan.chunk, K, V, weights.key_heads, heads),
+        **constants(plan.chunk, K, V, weights.key_heads, heads, weights.channel_gates),
         num_warps=shape.warps,
         num_stages=_STAGES,
     )
@@ -194,16 +196,18 @@ _ALIGNED = {
 
 SPECS = tuple(
     KernelSpec(
-        f"gated_delta compose C={C}",
+        f"gated_delta compose C={C}, gates of {gates}",
         compose_kernel,
         {**_ALIGNED, "slots_ptr": "*i32"},
-        {"state_k": 1, **constants(C, 128, 128, 16, 32)},
+        {"state_k": 1, **constants(C, 128, 128, key_heads, 32, gates == "channels")},
         warps=Shape.of(C, 128, 128).warps,
         stages=_STAGES,
         aligned=tuple(_ALIGNED),
-        # At most 12 spilled words per thread on a B200, 6 elsewhere.
-        limit=Limits(mma=1, stack=24),
-        limits={SM100: Limits(mma=1, stack=48)},
+        # At most 12 spilled words per thread on a B200, 6 elsewhere; of gates of channels, whose keys are
+        # float32 and take two parts in registers, 26.
+        limit=Limits(mma=1, stack=24 if gates == "heads" else 104),
+        limits={SM100: Limits(mma=1, stack=48 if gates == "heads" else 104)},
     )
+    for gates, key_heads in (("heads", 16), ("channels", 32))
     for C in CHUNKS
 )

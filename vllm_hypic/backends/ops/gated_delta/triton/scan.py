@@ -6,7 +6,8 @@ A block of columns of S, or of T, stays in registers while its program goes from
     o   =  e^G q S + A D              T has no outputs
     S'  =  e^{G_C} S + Kd^T D
 
-`terms` prepares all but S; the products that feed states are as exact as float32's.
+`terms` prepares all but S, of gates per channel also e^G q, Kd and e^{G_C}; the products that feed states are
+as exact as float32's.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -26,7 +27,9 @@ from .terms import block_floats
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 
 
-def constants(chunk: int, K: int, V: int, key_heads: int, heads: int) -> dict[str, int]:
+def constants(
+    chunk: int, K: int, V: int, key_heads: int, heads: int, channel_gates: bool = False
+) -> dict[str, int]:
     """Constants of the kernels that go from chunk to chunk."""
     shape = Shape.of(chunk, K, V)
     return {
@@ -35,7 +38,8 @@ def constants(chunk: int, K: int, V: int, key_heads: int, heads: int) -> dict[st
         "K": K,
         "V": V,
         "C": chunk,
-        "BLOCK": block_floats(chunk, K, V),
+        "CHANNEL_GATES": channel_gates,
+        "BLOCK": block_floats(chunk, K, V, channel_gates),
         "COLUMNS": shape.columns,
         "SLICES": K // shape.slice,
         "SLICE": shape.slice,
@@ -69,6 +73,7 @@ def scan_chunk(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    CHANNEL_GATES: tl.constexpr,
     BLOCK: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -85,29 +90,42 @@ def scan_chunk(
     keys = queries + KEY_HEADS * K
     factors = terms + C * (K + V + C)
 
+    precision: tl.constexpr = "tf32x3" if conv_ptr.dtype.element_ty == tl.float32 else "tf32"
+
     WS = tl.zeros([C, column.shape[0]], tl.float32)
     out = tl.zeros([C, column.shape[0]], tl.float32)
     for i in tl.static_range(SLICES):
         W = tl.load(terms + t * K + (i * SLICE + in_slice))
         WS = tl.dot(W, S[i], acc=WS, input_precision="tf32x3")
         if IS_STATE:
-            q = tl.load(queries + i * SLICE, mask=real, other=0.0)
-            out = add_times_roughly(q, S[i], out)
+            if CHANNEL_GATES:
+                q = tl.load(factors + t * K + (i * SLICE + in_slice))
+                out = tl.dot(q, S[i], acc=out, input_precision=precision)
+            else:
+                q = tl.load(queries + i * SLICE, mask=real, other=0.0)
+                out = add_times_roughly(q, S[i], out)
     if IS_STATE:
         D = tl.load(terms + C * K + t * V + column[None, :]) - WS
-        out *= tl.load(factors + C + t)
+        if not CHANNEL_GATES:
+            out *= tl.load(factors + C + t)
         A = tl.load(terms + C * (K + V) + t * C + tl.arange(0, C)[None, :])
-        precision: tl.constexpr = "tf32x3" if conv_ptr.dtype.element_ty == tl.float32 else "tf32"
         out = tl.dot(A, D, acc=out, input_precision=precision)
         to = out_ptr + row * out_row + head * out_head + column[None, :]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=real)
     else:
         D = -WS
 
-    D *= tl.load(factors + t)
-    end = tl.load(factors + 2 * C)
     after = ()
-    for i in tl.static_range(SLICES):
-        k = tl.load(keys + i * SLICE, mask=real, other=0.0)
-        after = after + (add_times(tl.trans(k), D, S[i] * end),)
+    if CHANNEL_GATES:
+        decayed = factors + C * K
+        for i in tl.static_range(SLICES):
+            k = tl.load(decayed + t * K + (i * SLICE + in_slice))
+            end = tl.load(decayed + C * K + (i * SLICE + tl.arange(0, SLICE)))[:, None]
+            after = after + (add_times(tl.trans(k), D, S[i] * end),)
+    else:
+        D *= tl.load(factors + t)
+        end = tl.load(factors + 2 * C)
+        for i in tl.static_range(SLICES):
+            k = tl.load(keys + i * SLICE, mask=real, other=0.0)
+            after = after + (add_times(tl.trans(k), D, S[i] * end),)
     return after

@@ -10,11 +10,7 @@ In the symbols of `chunk`, for chunk rows C and one value head:
 
 in float32, side by side in a block of `block_floats` floats per (chunk, head). Keys and queries themselves
 stay what the convolution left, so that the scan multiplies bf16 and fp16 numbers exactly. Rows behind the
-chunk's last are zero, but for A's diagonal of no consequence.
-
-(I + L)^-1 is found by forward substitution in diagonal blocks of 16 rows; with X the inverse of these and B
-the part of L below them, that of 32 rows is X - X B X. Powers of L never occur: they grow without bound where
-keys are alike.
+chunk's last are zero, but for A's diagonal of no consequence. Of gates per channel: see `channel_terms`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,43 +28,18 @@ from ...linear_layer.triton.gates import decay, softplus
 from ...linear_layer.triton.plan import CHUNKS, ChunkRow, ComposePlan, SegmentPlan
 from ...linear_layer.triton.products import add_times_few
 from ..arguments import Inputs, Weights
+from .channel_terms import compute_channel_terms
+from .inverse import unit_lower_inverse
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _EXTRA = 16
 """Floats for `end`, padded so that blocks stay aligned."""
 
 
-def block_floats(C: int, K: int, V: int) -> int:
+def block_floats(C: int, K: int, V: int, channel_gates: bool = False) -> int:
     """Floats of a block; `scan.scan` knows the order of its parts."""
-    return C * (K + V + C + 2) + _EXTRA
-
-
-@triton.jit
-def unit_lower_inverse(L, N: tl.constexpr):
-    """(I + L)^-1 of L [N, N], zero on and above its diagonal; N: 16 or 32."""
-    BLOCKS: tl.constexpr = N // 16
-    block = tl.arange(0, BLOCKS)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    by_block = tl.reshape(L, (BLOCKS, 16, BLOCKS, 16))
-    diagonal = tl.sum(tl.where(same, by_block, 0.0), axis=2)
-    row = tl.arange(0, 16)
-    eye = (row[:, None] == row[None, :]).to(tl.float32)
-    X = tl.zeros([BLOCKS, 16, 16], tl.float32) + eye[None, :, :]
-    for i in range(1, 16):
-        here = (row == i)[None, :, None]
-        factors = tl.sum(tl.where(here, diagonal, 0.0), axis=1)
-        X -= tl.where(here, tl.sum(factors[:, :, None] * X, axis=1)[:, None, :], 0.0)
-    inverse = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (N, N))
-    if BLOCKS > 1:
-        at = tl.arange(0, N)
-        below = (at >= 16)[:, None] & (at < 16)[None, :]
-        inverse -= _product(_product(inverse, tl.where(below, L, 0.0)), inverse)
-    return inverse
-
-
-@triton.jit
-def _product(a, b):
-    return tl.dot(a, b, input_precision="tf32x3")
+    common = C * (K + V + C)
+    return common + (2 * C * K + K if channel_gates else 2 * C + _EXTRA)
 
 
 @triton.jit
@@ -153,9 +124,11 @@ def chunk_terms(
 ) -> Tensor:
     """Blocks [chunks, Hv, block_floats] of the plan's chunks; `conv`: what `convolve` gave."""
     heads = len(weights.rate)
-    floats = block_floats(plan.chunk, K, V)
+    floats = block_floats(plan.chunk, K, V, weights.channel_gates)
     terms = torch.empty(len(plan.chunks), heads, floats, dtype=torch.float32, device=conv.device)
-    if len(plan.chunks):
+    if len(plan.chunks) and weights.channel_gates:
+        compute_channel_terms(plan, conv, x, weights, terms, K, V)
+    elif len(plan.chunks):
         terms_kernel[(len(plan.chunks) * heads,)](
             conv,
             x.a,

@@ -1,0 +1,105 @@
+"""Kimi delta attention (KDA) under PIC on CUDA: Triton operators beside vLLM's own kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
+
+from ...ops import gated_delta
+from ..layout import LinearStep
+from .cuda import CUDADeltaNet
+from .kimi import BailingDelta, KimiDelta
+
+if TYPE_CHECKING:
+    from ....pool.runtime import HypicRuntime
+    from ....pool.step import StepContext
+
+
+@dataclass(frozen=True)
+class _Rows(gated_delta.Inputs):
+    """And the gates of the output's norm, ``opening [rows, H, K]``."""
+
+    opening: torch.Tensor
+
+    def part(self, tokens: slice | torch.Tensor) -> _Rows:
+        return _Rows(self.mixed[tokens], self.a[tokens], self.b[tokens], self.opening[tokens])
+
+
+class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention):
+    """Kimi-Linear's layer plus capture and composition.  Stock ``_forward``, which runs convolution,
+    recurrence and norm, is called for the rows that are not ours."""
+
+    @eager_break_during_capture
+    def _forward(
+        self,
+        mixed_qkv: torch.Tensor,
+        g1: torch.Tensor,
+        g2: torch.Tensor,
+        beta: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """Same contract as the stock method: ``mixed_qkv [n, 3 H K]``, gates of the recurrence and of its
+        output ``g1 [1, n, H, K]``, ``g2 [n, H, K]``, ``beta [1, n, H]``, ``core_attn_out [1, n, H, K]``."""
+        if get_forward_context().attn_metadata is not None:  # else vLLM's profile run
+            self.run(_Rows(mixed_qkv, g1[0], beta[0], g2), core_attn_out[0])
+
+    def run_special(
+        self,
+        runtime: HypicRuntime,
+        step: StepContext,
+        work: LinearStep,
+        x: gated_delta.Inputs,
+        out: torch.Tensor,
+    ) -> None:
+        super().run_special(runtime, step, work, x, out)
+        assert isinstance(x, _Rows)
+        # Of all rows: those of stock code are written afterwards.
+        out.copy_(self.o_norm(out[None], x.opening)[0])
+
+    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+        assert isinstance(x, _Rows)
+        KimiGatedDeltaNetAttention._forward(self, x.mixed, x.a[None], x.opening, x.b[None], out[None])
+
+    def gate_bound(self) -> float | None:
+        bound: float | None = self.gate_lower_bound
+        return bound
+
+
+class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDeltaAttention):
+    """Bailing V3's layer plus capture and composition.
+
+    Its custom operator looks the layer up by name and calls ``_forward`` with q, k and v apart, log decays
+    and write strengths: the compiled graph is stock vLLM's.
+    """
+
+    def _forward(
+        self,
+        q_proj_states: torch.Tensor,
+        k_proj_states: torch.Tensor,
+        v_proj_states: torch.Tensor,
+        g1: torch.Tensor,
+        beta: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """Same contract as the stock method: ``q_proj_states``, ``k_``, ``v_ [n, H K]``, ``g1 [1, n, H, K]``,
+        ``beta [1, n, H]``, ``core_attn_out [1, n, H, K]``."""
+        self.hypic_reached = True
+        runtime = self.hypic_runtime
+        parts = q_proj_states, k_proj_states, v_proj_states
+        if runtime is None or runtime.step is None:
+            BailingMoeV3KimiDeltaAttention._forward(self, *parts, g1, beta, core_attn_out)
+        else:
+            self.run(gated_delta.Inputs(torch.cat(parts, -1), g1[0], beta[0]), core_attn_out[0])
+
+    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+        parts = x.mixed.chunk(3, -1)
+        BailingMoeV3KimiDeltaAttention._forward(self, *parts, x.a[None], x.b[None], out[None])
+
+    def weights(self) -> gated_delta.Weights:
+        return replace(super().weights(), gates_given=True)

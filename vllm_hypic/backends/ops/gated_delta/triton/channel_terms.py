@@ -1,0 +1,209 @@
+"""Chunk terms where channels of K have a gate each (Kimi delta attention).
+
+What `terms` makes, with decays inside the products, and in a block of its own layout, float32:
+
+    W [C, K], U [C, V], A [C, C]    as there, of products sum_c k_tc k_sc e^{G_tc - G_sc}, and likewise for q
+    Q [C, K]                        e^{G_t} q_t, with the scale K^-1/2
+    Kd [C, K]                       e^{G_C - G_s} k_s
+    end [K]                         e^{G_C}
+
+Keys decay row by row, in products of decays: differences of sums would need a reference row for each, whose
+factors overflow where gates are strong.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Arguments of kernels have the types of Triton's language, which has no annotations for them.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...kernel_spec import KernelSpec, Limits
+from ...linear_layer.triton.gates import softplus
+from ...linear_layer.triton.plan import CHUNKS, ChunkRow
+from ...linear_layer.triton.products import add_times_few
+from ..arguments import Inputs, Weights
+from .inverse import unit_lower_inverse
+
+if TYPE_CHECKING:
+    from ...linear_layer.triton.plan import ComposePlan, SegmentPlan
+
+_CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
+
+
+@triton.jit
+def _log_decay(a, dt_bias, rate, gate_bound, GIVEN: tl.constexpr, BOUNDED: tl.constexpr):
+    """g <= 0 of gates as they are projected, or given."""
+    if GIVEN:
+        g = a.to(tl.float32)
+    elif BOUNDED:
+        g = gate_bound * tl.sigmoid(-rate * (a.to(tl.float32) + dt_bias))
+    else:
+        g = rate * softplus(a.to(tl.float32) + dt_bias)
+    return g
+
+
+@triton.jit
+def channel_terms_kernel(
+    conv_ptr,
+    a_ptr,
+    b_ptr,
+    rate_ptr,
+    dt_bias_ptr,
+    chunks_ptr,
+    terms_ptr,
+    channels,
+    a_row,
+    b_row,
+    eps,
+    scale,
+    gate_bound,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    GIVEN: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    key_head = head // (HEADS // KEY_HEADS)
+    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
+    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
+    t, in_slice = tl.arange(0, C), tl.arange(0, SLICE)[None, :]
+    real = t < tokens
+    row = (first + t).to(tl.int64)
+    conv = conv_ptr + row[:, None] * channels + in_slice
+    queries, keys = conv + key_head * K, conv + (KEY_HEADS + key_head) * K
+    values = conv + (2 * KEY_HEADS * K + head * V)
+    gates = a_ptr + row[:, None] * a_row + head * K + in_slice
+    terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
+    in_terms = t[:, None] * K + in_slice
+    Q = terms + C * (K + V + C)
+    Kd = Q + C * K
+    rate = tl.load(rate_ptr + head)
+
+    squares_k, squares_q = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    for at in range(0, K, SLICE):
+        k = tl.load(keys + at, mask=real[:, None], other=0.0).to(tl.float32)
+        q = tl.load(queries + at, mask=real[:, None], other=0.0).to(tl.float32)
+        squares_k += tl.sum(k * k, axis=1)
+        squares_q += tl.sum(q * q, axis=1)
+    key = tl.rsqrt(squares_k + eps)
+    query = tl.rsqrt(squares_q + eps) * scale
+
+    gram, A = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for at in range(0, K, SLICE):
+        k = tl.load(keys + at, mask=real[:, None], other=0.0).to(tl.float32) * key[:, None]
+        q = tl.load(queries + at, mask=real[:, None], other=0.0).to(tl.float32) * query[:, None]
+        a = tl.load(gates + at, mask=real[:, None], other=0.0)
+        dt_bias = tl.load(dt_bias_ptr + head * K + at + in_slice)
+        g = tl.where(real[:, None], _log_decay(a, dt_bias, rate, gate_bound, GIVEN, BOUNDED), 0.0)
+        # Rows are taken out of memory: taking them out of registers would cost as much as the products.
+        tl.store(Kd + in_terms + at, tl.exp(g))
+        tl.store(Q + in_terms + at, q)
+        tl.store(terms + in_terms + at, k)
+        tl.debug_barrier()
+        decayed = tl.zeros([C, SLICE], tl.float32)
+        for i in range(C):
+            here = (t == i)[:, None]
+            one = i * K + at + in_slice
+            decayed = tl.where(here, k, decayed * tl.load(Kd + one))
+            of_key = tl.sum(decayed * tl.load(terms + one), axis=1)
+            of_query = tl.sum(decayed * tl.load(Q + one), axis=1)
+            gram += tl.where(here, of_key[None, :], 0.0)
+            A += tl.where(here, of_query[None, :], 0.0)
+        tl.debug_barrier()
+        G = tl.cumsum(g, axis=0)
+        tl.store(Kd + in_terms + at, decayed)
+        tl.store(Q + in_terms + at, q * tl.exp(G))
+        end = tl.exp(tl.sum(g, axis=0))
+        tl.store(Kd + C * K + at + tl.arange(0, SLICE), end)
+    tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
+
+    b = tl.load(b_ptr + row * b_row + head, mask=real, other=0.0).to(tl.float32)
+    beta = tl.where(real, b if GIVEN else tl.sigmoid(b), 0.0)
+    L = tl.where(t[:, None] > t[None, :], gram * beta[:, None], 0.0)
+    inverse = unit_lower_inverse(L, C) * beta[None, :]
+    for at in range(0, V, SLICE):
+        v = tl.load(values + at, mask=real[:, None], other=0.0)
+        U = add_times_few(inverse, v, tl.zeros([C, SLICE], tl.float32))
+        tl.store(terms + C * K + t[:, None] * V + at + in_slice, U)
+    for at in range(0, K, SLICE):
+        k = tl.load(keys + at, mask=real[:, None], other=0.0).to(tl.float32) * key[:, None]
+        a = tl.load(gates + at, mask=real[:, None], other=0.0)
+        dt_bias = tl.load(dt_bias_ptr + head * K + at + in_slice)
+        g = tl.where(real[:, None], _log_decay(a, dt_bias, rate, gate_bound, GIVEN, BOUNDED), 0.0)
+        k *= tl.exp(tl.cumsum(g, axis=0))
+        W = tl.dot(inverse, k, input_precision="tf32x3")
+        tl.store(terms + in_terms + at, W)
+
+
+def compute_channel_terms(
+    plan: SegmentPlan | ComposePlan, conv: Tensor, x: Inputs, weights: Weights, terms: Tensor, K: int, V: int
+) -> None:
+    """Fills blocks `terms` [chunks, Hv, floats] of the plan's chunks; `conv`: what `convolve` gave."""
+    chunks, heads, floats = terms.shape
+    assert x.a.stride()[1:] == (K, 1), "gates of a row must be contiguous"
+    channel_terms_kernel[(chunks * heads,)](
+        conv,
+        x.a,
+        x.b,
+        weights.rate,
+        weights.dt_bias,
+        plan.chunks,
+        terms,
+        conv.shape[1],
+        x.a.stride(0),
+        x.b.stride(0),
+        weights.eps,
+        K**-0.5,
+        weights.gate_bound,
+        KEY_HEADS=weights.key_heads,
+        HEADS=heads,
+        K=K,
+        V=V,
+        C=plan.chunk,
+        GIVEN=weights.gates_given,
+        BOUNDED=weights.gate_bound < 0,
+        BLOCK=floats,
+        SLICE=min(SLICE, K, V),
+        num_warps=WARPS,
+    )
+
+
+WARPS = 4
+SLICE = 32
+
+_ALIGNED = {
+    **dict.fromkeys(("conv_ptr", "a_ptr", "b_ptr"), "*bf16"),
+    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
+    "chunks_ptr": "*i32",
+    **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
+}
+
+SPECS = tuple(
+    KernelSpec(
+        f"gated_delta channel terms C={C}",
+        channel_terms_kernel,
+        {**_ALIGNED, **dict.fromkeys(("eps", "scale", "gate_bound"), "fp32")},
+        {
+            **{"KEY_HEADS": 32, "HEADS": 32, "K": 128, "V": 128},
+            "C": C,
+            **{"GIVEN": False, "BOUNDED": False},
+            "BLOCK": C * (3 * 128 + 128 + C) + 128,
+            "SLICE": SLICE,
+        },
+        warps=WARPS,
+        stages=3,
+        aligned=tuple(_ALIGNED),
+        limit=Limits(mma=1),
+    )
+    for C in CHUNKS
+)
