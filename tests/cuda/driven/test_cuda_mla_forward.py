@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import triton_decode_attention
 
+from vllm_hypic.backends.attach import layer_refusal
 from vllm_hypic.backends.attention import cuda_rows
 from vllm_hypic.backends.attention.base import AttentionLink
 from vllm_hypic.backends.attention.cuda_mla import backend_of
@@ -402,8 +403,10 @@ def test_what_latent_layers_are_refused_for() -> None:
     world = World(torch.bfloat16)
     impl = world.impl
     assert impl.refusal_in(world.layer) is None and not impl.fused_output_quant_supported(None)
-    other: Any = torch.nn.Module()
-    assert impl.refusal_in(other) == "Module, latent attention of the model's own,"
+    assert layer_refusal(world.layer, "DeepseekV3ForCausalLM") is None
+    other: Any = SimpleNamespace(impl=impl)
+    found = layer_refusal(other, "KimiLinearForCausalLM")
+    assert found == "SimpleNamespace, latent attention of the model's own,"
     for field, value, says in (
         ("indexer", object(), "sparse attention (MLA with an indexer)"),
         ("kv_cache_dtype", "fp8_e4m3", "quantised KV cache (fp8_e4m3)"),

@@ -442,20 +442,23 @@ SPECS = (
         for block, of in ((64, (SM80, SM100)), (128, (SM90,)))
     ),
     _attention_spec("256, 64 rotated, fp32", 256, 64, 32, (SM80,), kv_heads=2, dtype=torch.float32),
-    KernelSpec(
-        "merge_parts[256]",
-        merge_parts_kernel,
-        {"merges": "*i32", **dict.fromkeys(("part_out", "part_lse", "out", "lse"), "*fp32")},
-        {
-            "KV_HEADS": 2,
-            "GROUP": 8,
-            "SIZE": 256,
-            "SIZE_TILE": 256,
-            "PARTS": MERGED_PARTS,
-            "FIELDS": MERGE_FIELDS,
-        },
-        warps=4,
-        stages=3,
-        aligned=("merges", "part_out", "part_lse", "out", "lse"),
+    *(
+        KernelSpec(
+            f"merge_parts[{size}]",
+            merge_parts_kernel,
+            {"merges": "*i32", **dict.fromkeys(("part_out", "part_lse", "out", "lse"), "*fp32")},
+            {
+                "KV_HEADS": kv_heads,
+                "GROUP": group,
+                "SIZE": size,
+                "SIZE_TILE": size,
+                "PARTS": MERGED_PARTS,
+                "FIELDS": MERGE_FIELDS,
+            },
+            warps=4,
+            stages=3,
+            aligned=("merges", "part_out", "part_lse", "out", "lse"),
+        )
+        for size, kv_heads, group in ((256, 2, 8), (512, 1, 16))
     ),
 )

@@ -110,12 +110,14 @@ def merge_rows_(
     )
 
 
-def _spec(name: str, lse_stride: dict[str, str], constants: dict[str, int]) -> KernelSpec:
+def _spec(
+    name: str, lse_stride: dict[str, str], constants: dict[str, int], output: str = "*bf16"
+) -> KernelSpec:
     return KernelSpec(
         name,
         merge_kernel,
         {
-            "output": "*bf16",
+            "output": output,
             **dict.fromkeys(("output_lse", "other", "other_lse"), "*fp32"),
             "token_rows": "*i32",
             **dict.fromkeys(("rows", "output_stride", "output_head_stride", "lse_head_stride"), "i32"),
@@ -134,4 +136,5 @@ def _spec(name: str, lse_stride: dict[str, str], constants: dict[str, int]) -> K
 SPECS = (
     _spec("merge[256]", {}, {"lse_stride": 1}),
     _spec("merge[256, ours in both parts]", {"lse_stride": "i32"}, {}),
+    _spec("merge[512 of latents]", {"lse_stride": "i32"}, {"SIZE": 512, "SIZE_TILE": 512}, "*fp32"),
 )
