@@ -19,6 +19,9 @@ namespace HYPIC_ISA {
 #define HYPIC_SUMS_3 6
 #define HYPIC_WEIGHTS 7
 
+// Has everything written that tiles are about to read: GCC's intrinsics do not say which memory they do.
+HYPIC_INLINE void settle(const void* read) { __asm__ volatile("" : : "r"(read) : "memory"); }
+
 // Sets tiles up for as long as it lives; then they are as another kernel (oneDNN's) left them.
 class Tiles {
  public:
@@ -29,9 +32,13 @@ class Tiles {
       shapes.row_bytes[i] = 64;
       shapes.rows[i] = uint8_t(i < HYPIC_SUMS_0 ? 16 : rows);
     }
+    settle(&shapes);
     _tile_loadconfig(&shapes);
   }
-  ~Tiles() { _tile_loadconfig(before_); }
+  ~Tiles() {
+    settle(before_);
+    _tile_loadconfig(before_);
+  }
   Tiles(const Tiles&) = delete;
 
  private:
@@ -70,6 +77,7 @@ static void pack_query(const bf16* query, int rows, int kv_heads, int size, bf16
 static void score_tiles(const bf16* packed, const bf16* keys, int rows, int kv_heads, int size, float* scores) {
   alignas(64) int32_t found[16 * 16], turned[16 * 16];
   const ptrdiff_t block = ptrdiff_t(size / 32) * TILE_ELEMENTS;
+  settle(keys);
   _tile_zero(HYPIC_SCORES);
   for (int h = 0, started = 0; h < kv_heads; ++h) {
     const RowBlocks blocks(h, rows);
@@ -117,6 +125,7 @@ static void weigh_tiles(const Span& s, int kv_head, int64_t c0, int n, int rows,
   for (int j = 0; j < n; j += 32) {
     bf16* here = packed + (j / 32 % 2) * 4 * TILE_ELEMENTS;
     pack_values(s.pool, value, c0 + j, n - j, here);
+    settle(here);
     _tile_loadd(HYPIC_WEIGHTS, weights + j, TILE * sizeof(bf16));
     _tile_loadd(HYPIC_PACKED, here, 64);
     _tile_dpbf16ps(HYPIC_SUMS_0, HYPIC_WEIGHTS, HYPIC_PACKED);
