@@ -32,7 +32,7 @@ found = [
     *span_checks._cache_lse(triton, cpu, dtype, (4, 18)),
     *span_checks._cached(triton, cpu, dtype, (4, 18)),
     *delta_checks._segments(triton, "", layer, [Segment(20, 2, 20)], (12,)),
-    *delta_checks._compose(triton, cpu, dtype, delta),
+    *delta_checks._compose(triton, "all modes", cpu, dtype, delta),
 ]
 for f in found:
     print(f)
