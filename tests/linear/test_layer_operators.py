@@ -450,7 +450,10 @@ def test_what_triton_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     strong = replace(layer.weights, largest_beta=2.0)
     assert limits.refuses(strong, layer.caches) == "write strengths up to 2, not 1"
     channels = Layer.make(Shape(1, 2, 16, 16, channel_gates=True), 4)
-    assert limits.refuses(channels.weights, channels.caches) == "gates per channel"
+    assert limits.refuses(channels.weights, channels.caches) is None
+    given = replace(channels.weights, gates_given=True)
+    assert limits.refuses(given, channels.caches) is None
+    assert "log decays" in str(native.refuses(given, channels.caches))
 
 
 def test_a_bound_is_of_channels() -> None:
