@@ -269,12 +269,12 @@ def test_attention_layers(field: str, value: object, says: str | None) -> None:
     impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
     for name, usual in USUAL.items():
         setattr(impl, name, usual)
-    assert impl.refusal() is None
+    assert impl.refusal(None) is None
     setattr(impl, field, value)
     if field in ("logits_soft_cap", "kv_sharing_target_layer_name"):  # served on CPU
-        assert impl.refusal() is None
+        assert impl.refusal(None) is None
         impl.serves_soft_caps = impl.serves_shared_kv = False
-    assert impl.refusal() == says
+    assert impl.refusal(None) == says
 
 
 def stock_layer(kind: type[Any], **fields: Any) -> Any:

@@ -192,16 +192,16 @@ def test_mamba2s_stock_operator_calls_the_method_that_is_ours() -> None:
 )
 def test_layers_are_refused(field: str, value: object, says: str) -> None:
     impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
-    assert impl.refusal() is None
+    assert impl.refusal(None) is None
     setattr(impl, field, value)
-    assert (reason := impl.refusal()) is not None and says in reason
+    assert (reason := impl.refusal(None)) is not None and says in reason
 
 
 @pytest.mark.parametrize(("field", "value"), [("sliding_window", (63, 0)), ("sinks", torch.zeros(4))])
 def test_windows_and_sinks_are_served(field: str, value: object) -> None:
     impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
     setattr(impl, field, value)
-    assert impl.refusal() is None
+    assert impl.refusal(None) is None
 
 
 def test_a_sliding_window_is_seen_as_vllm_stores_it() -> None:

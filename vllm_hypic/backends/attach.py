@@ -73,7 +73,7 @@ def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
         return f"linear attention {kind} (supported: {', '.join(s for f in FAMILIES for s in f.stock)})"
     impl = getattr(layer, "impl", None)
     if isinstance(impl, LinkedAttention):
-        return impl.refusal_in(layer)
+        return impl.refusal(layer)
     backend = getattr(layer, "attn_backend", None)
     if backend is not None:
         return f"{kind} by {backend.get_name()}, which the model chooses itself"

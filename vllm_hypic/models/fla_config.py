@@ -109,7 +109,7 @@ class FlaConfig(PreTrainedConfig):
 
 
 class DeltaNetConfig(FlaConfig):
-    """Of ``DeltaNetForCausalLM``."""
+    """Configuration of ``DeltaNetForCausalLM``."""
 
     model_type = "delta_net"
     expected: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -145,7 +145,7 @@ class DecayConfig(FlaConfig):
 
 
 class RetNetConfig(DecayConfig):
-    """Of ``RetNetForCausalLM``."""
+    """Configuration of ``RetNetForCausalLM``."""
 
     model_type = "retnet"
 
@@ -155,7 +155,7 @@ class RetNetConfig(DecayConfig):
 
 
 class GLAConfig(DecayConfig):
-    """Of ``GLAForCausalLM``."""
+    """Configuration of ``GLAForCausalLM``."""
 
     model_type = "gla"
 

@@ -32,7 +32,8 @@ def apply() -> None:
 def _layernorm_fn(
     x: torch.Tensor, weight: torch.Tensor, bias: None, *, eps: float, is_rms_norm: bool
 ) -> torch.Tensor:
-    """As this module calls it: RMSNorm over the last axis, without bias."""
+    """RMSNorm of ``x [rows, channels]`` over its last axis, in x's dtype; the arguments are those that
+    ``bailing_linear_attn`` gives."""
     assert bias is None and is_rms_norm
     return _rms_norm(x, weight, eps, x.shape[-1]).to(x.dtype)
 
@@ -45,7 +46,7 @@ def _grouped(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, group: int) -> torch.Tensor:
-    """In fp32, over groups of so many channels."""
+    """RMSNorm of ``x [rows, channels]`` over each ``group`` of channels, times ``weight``; float32."""
     grouped = x.float().unflatten(-1, (-1, group))
     normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
     return normed.flatten(-2) * weight.float()

@@ -13,7 +13,10 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """With the patches without which no such model is built, read or run.  Idempotent."""
+    """Applies this patch and those without which no model with this layer is built, read or run.
+
+    Idempotent.
+    """
     from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingMoELinearAttention
 
     from ..backends.linear.lightning import register

@@ -14,7 +14,10 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """With the patches without which no such model is built and no worker starts.  Idempotent."""
+    """Applies this patch and those without which no model with this layer is built and no worker starts.
+
+    Idempotent.
+    """
     from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
     from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 

@@ -402,7 +402,7 @@ def test_a_fault_would_show(fault: str) -> None:
 def test_what_latent_layers_are_refused_for() -> None:
     world = World(torch.bfloat16)
     impl = world.impl
-    assert impl.refusal_in(world.layer) is None and not impl.fused_output_quant_supported(None)
+    assert impl.refusal(world.layer) is None and not impl.fused_output_quant_supported(None)
     assert layer_refusal(world.layer, "DeepseekV3ForCausalLM") is None
     other: Any = SimpleNamespace(impl=impl)
     found = layer_refusal(other, "KimiLinearForCausalLM")
@@ -413,5 +413,5 @@ def test_what_latent_layers_are_refused_for() -> None:
         ("kv_lora_rank", 1024, "latents of 1024: expected a multiple of 16 up to 512"),
     ):
         vars(impl)[field], before = value, vars(impl)[field]
-        assert impl.refusal_in(world.layer) == says
+        assert impl.refusal(world.layer) == says
         vars(impl)[field] = before

@@ -60,13 +60,12 @@ class LinkedAttention(Generic[LinkT]):
         """Take part in PIC from now on.  ``layer``: the module whose cache, allocated, this serves."""
         raise NotImplementedError
 
-    def refusal(self) -> str | None:
-        """Why this layer cannot take part in PIC, or ``None``."""
-        raise NotImplementedError
+    def refusal(self, layer: Any) -> str | None:
+        """Why this cannot take part in PIC, or ``None``.
 
-    def refusal_in(self, layer: Any) -> str | None:
-        """The same, with the module that this serves, whose cache need not be allocated yet."""
-        return self.refusal()
+        ``layer``: the module that it serves, whose cache need not be allocated yet.
+        """
+        raise NotImplementedError
 
     def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         """Have ``tell`` told of the K that reaches ``layer`` in passes without attention metadata outside
@@ -102,7 +101,7 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
     serves_shared_kv = False
     """Whether layers that read another layer's cache, with no K and V of their own, do."""
 
-    def refusal(self) -> str | None:
+    def refusal(self, layer: Any) -> str | None:
         if self.logits_soft_cap and not self.serves_soft_caps:
             return f"logits soft-cap {self.logits_soft_cap}"
         if self.alibi_slopes is not None:

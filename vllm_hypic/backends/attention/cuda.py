@@ -115,7 +115,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
     def has_quantised_cache(self) -> bool:
         return is_quantized_kv_cache(self.kv_cache_dtype)
 
-    def refusal(self) -> str | None:
+    def refusal(self, layer: Any) -> str | None:
         from ..ops.span_attention.triton import operators
 
         if (reason := operators.refuses(self.head_size, "cuda")) is not None:
@@ -124,7 +124,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
             return f"attention of kind {self.attn_type}"
         if self.dcp_world_size > 1:
             return f"a KV cache divided among {self.dcp_world_size} ranks"
-        return super().refusal()
+        return super().refusal(layer)
 
     def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
         """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""

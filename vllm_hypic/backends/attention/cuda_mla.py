@@ -94,10 +94,10 @@ class CUDALatentAttention(LatentAttention[CUDALatentLink, LatentPiece]):
         latents.warm_up(self.num_heads, self.qk_rope_head_dim, link.table(), link.neox, cache)
         self.link = CUDALatentLink(link.runtime, link.public, link.rope, layer, latents)
 
-    def refusal(self) -> str | None:
+    def refusal(self, layer: Any) -> str | None:
         from ..ops.span_attention.triton import latents
 
-        return super().refusal() or latents.refuses(self.kv_lora_rank, self.qk_rope_head_dim)
+        return super().refusal(layer) or latents.refuses(self.kv_lora_rank, self.qk_rope_head_dim)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
         """No: rows of ours are written in the model's dtype."""
@@ -107,35 +107,9 @@ class CUDALatentAttention(LatentAttention[CUDALatentLink, LatentPiece]):
         """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
         return PARTIAL_BYTES if rows else 0
 
-    def forward_mha(
-        self,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: MLACommonMetadata,
-        k_scale: torch.Tensor,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-    ) -> None:
-        self.capture(kv_cache, attn_metadata)
-        super().forward_mha(q, kv_c_normed, k_pe, kv_cache, attn_metadata, k_scale, output, output_scale)
-
-    def forward_mqa(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        attn_metadata: MLACommonMetadata,
-        layer: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # vLLM calls the other one first, where there are rows for it.
-        if attn_metadata.num_actual_tokens == attn_metadata.num_decode_tokens:
-            self.capture(kv_cache, attn_metadata)
-        return super().forward_mqa(q, kv_cache, attn_metadata, layer)
-
-    def capture(self, kv_cache: torch.Tensor, metadata: MLACommonMetadata) -> None:
+    def before(self, kv_cache: torch.Tensor, metadata: MLACommonMetadata) -> None:
         """Copy interior rows of segment requests from vLLM's cache into the pool, their ``k_pe`` with its
-        rotation undone; once a pass."""
+        rotation undone."""
         link = self.link
         if link is None or (step := link.runtime.step) is None or (captured := step.captured) is None:
             return

@@ -141,7 +141,7 @@ def _divide(
 
 
 def _partial_bytes(plan: SpanPlan) -> int:
-    """Of partial results, while the plan's attention is computed."""
+    """Device memory of a plan's partial results, held while its attention is computed."""
     return sum(work.partial_rows for work in plan.work) * plan.kv_heads * plan.head_size * FLOAT_BYTES
 
 

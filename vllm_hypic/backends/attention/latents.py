@@ -100,18 +100,15 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
     ``PieceT``: what a platform's operator is told of the rows of one call of it.
     """
 
-    def refusal(self) -> str | None:
+    def refusal(self, layer: Any) -> str | None:
+        forward = getattr(type(layer), "forward_impl", None)
+        if forward is not MLAAttention.forward_impl:
+            return f"{type(layer).__name__}, latent attention of the model's own,"
         if self.indexer is not None:
             return "sparse attention (MLA with an indexer)"
         if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
             return f"quantised KV cache ({self.kv_cache_dtype})"
         return None
-
-    def refusal_in(self, layer: Any) -> str | None:
-        forward = getattr(type(layer), "forward_impl", None)
-        if forward is not MLAAttention.forward_impl:
-            return f"{type(layer).__name__}, latent attention of the model's own,"
-        return self.refusal()
 
     def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         """Told of ``k_pe [tokens, 1, rope]``, all of K that may depend on positions."""
@@ -138,6 +135,7 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
         ``q [rows, heads, nope + rope]``, rotated; ``output [rows, heads * value size]``: of the pass's
         requests of many rows.
         """
+        self.before(kv_cache, attn_metadata)
         super().forward_mha(
             q, kv_c_normed, k_pe, kv_cache, attn_metadata, k_scale, output=output, output_scale=output_scale
         )
@@ -167,6 +165,9 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
         few rows, on CPUs one.  Returns the latents ``[rows, heads, rank]`` and stock's log-sum-exp of the
         private part: decode context parallelism alone reads that.
         """
+        # vLLM calls the other one first, where there are rows for it.
+        if attn_metadata.num_actual_tokens == attn_metadata.num_decode_tokens:
+            self.before(kv_cache, attn_metadata)
         output, lse = super().forward_mqa(q, kv_cache, attn_metadata, layer)
         decode = attn_metadata.decode
         assert decode is not None
@@ -179,6 +180,9 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
             latent = self.latent(link, piece, *given, kv_cache, decode.block_table)
             output.index_copy_(0, rows, latent.to(output.dtype))
         return output, lse
+
+    def before(self, kv_cache: torch.Tensor, metadata: MLACommonMetadata) -> None:
+        """Called once a pass, when its latents are in vLLM's cache and no row is attended yet."""
 
     def absorbed(self, layer: Any, nope: torch.Tensor) -> torch.Tensor:
         """``q_nope W_UK``: ``[rows, heads, nope]`` -> ``[rows, heads, rank]``."""

@@ -43,8 +43,8 @@ class CPULatentAttention(LatentAttention[CPULatentLink, PublicRows]):
         ops = span_attention.choose(self.head_size, link.public.key.device.type)
         self.link = CPULatentLink(link.runtime, link.public, link.rope, layer, index.int(), ops)
 
-    def refusal(self) -> str | None:
-        if (reason := super().refusal()) is not None:
+    def refusal(self, layer: Any) -> str | None:
+        if (reason := super().refusal(layer)) is not None:
             return reason
         if self.head_size not in (sizes := CPUMLABackend.get_supported_head_sizes()):
             return f"latent attention with rows of {self.head_size} (vLLM's kernels for CPUs have {sizes})"

@@ -89,7 +89,8 @@ class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDelta
     ) -> None:
         """Same contract as the stock method: ``q_proj_states``, ``k_``, ``v_ [n, H K]``, ``g1 [1, n, H, K]``,
         ``beta [1, n, H]``, ``core_attn_out [1, n, H, K]``."""
-        self.hypic_reached = True
+        if not self.hypic_reached:  # setting an attribute of a module is slow
+            self.hypic_reached = True
         runtime = self.hypic_runtime
         parts = q_proj_states, k_proj_states, v_proj_states
         if runtime is None or runtime.step is None:

@@ -24,15 +24,13 @@ from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.triton.gates import softplus
-from ...linear_layer.triton.plan import CHUNKS, ChunkRow
-from ...linear_layer.triton.products import add_times_few
+from ...linear_layer.triton.plan import CHUNKS
 from ..arguments import Inputs, Weights
+from .chunk_rows import chunk_rows, store_values
 from .inverse import unit_lower_inverse
 
 if TYPE_CHECKING:
     from ...linear_layer.triton.plan import ComposePlan, SegmentPlan
-
-_CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 
 
 @triton.jit
@@ -72,18 +70,11 @@ def channel_terms_kernel(
     BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    key_head = head // (HEADS // KEY_HEADS)
-    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
-    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
+    head, row, real, queries, keys, values, terms = chunk_rows(
+        conv_ptr, chunks_ptr, terms_ptr, channels, KEY_HEADS, HEADS, K, V, C, BLOCK, SLICE
+    )
     t, in_slice = tl.arange(0, C), tl.arange(0, SLICE)[None, :]
-    real = t < tokens
-    row = (first + t).to(tl.int64)
-    conv = conv_ptr + row[:, None] * channels + in_slice
-    queries, keys = conv + key_head * K, conv + (KEY_HEADS + key_head) * K
-    values = conv + (2 * KEY_HEADS * K + head * V)
     gates = a_ptr + row[:, None] * a_row + head * K + in_slice
-    terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
     in_terms = t[:, None] * K + in_slice
     Q = terms + C * (K + V + C)
     Kd = Q + C * K
@@ -131,10 +122,7 @@ def channel_terms_kernel(
     beta = tl.where(real, b if GIVEN else tl.sigmoid(b), 0.0)
     L = tl.where(t[:, None] > t[None, :], gram * beta[:, None], 0.0)
     inverse = unit_lower_inverse(L, C) * beta[None, :]
-    for at in range(0, V, SLICE):
-        v = tl.load(values + at, mask=real[:, None], other=0.0)
-        U = add_times_few(inverse, v, tl.zeros([C, SLICE], tl.float32))
-        tl.store(terms + C * K + t[:, None] * V + at + in_slice, U)
+    store_values(inverse, values, real, terms + C * K + t[:, None] * V + in_slice, V, SLICE)
     for at in range(0, K, SLICE):
         k = tl.load(keys + at, mask=real[:, None], other=0.0).to(tl.float32) * key[:, None]
         a = tl.load(gates + at, mask=real[:, None], other=0.0)

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.triton.gates import decay, softplus
-from ...linear_layer.triton.plan import CHUNKS, ChunkRow, ComposePlan, SegmentPlan
+from ...linear_layer.triton.plan import CHUNKS, ComposePlan, SegmentPlan
 from ...linear_layer.triton.products import add_times_few
 from ..arguments import Inputs, Weights
 from .channel_terms import compute_channel_terms
+from .chunk_rows import chunk_rows, store_values
 from .inverse import unit_lower_inverse
 
-_CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _EXTRA = 16
 """Floats for `end`, padded so that blocks stay aligned."""
 
@@ -64,17 +64,10 @@ def terms_kernel(
     BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    key_head = head // (HEADS // KEY_HEADS)
-    first = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS)
-    tokens = tl.load(chunks_ptr + chunk * _CHUNK_FIELDS + 1)
+    head, row, real, queries, keys, values, terms = chunk_rows(
+        conv_ptr, chunks_ptr, terms_ptr, channels, KEY_HEADS, HEADS, K, V, C, BLOCK, SLICE
+    )
     t, in_slice = tl.arange(0, C), tl.arange(0, SLICE)[None, :]
-    real = t < tokens
-    row = (first + t).to(tl.int64)
-    conv = conv_ptr + row[:, None] * channels + in_slice
-    queries, keys = conv + key_head * K, conv + (KEY_HEADS + key_head) * K
-    values = conv + (2 * KEY_HEADS * K + head * V)
-    terms = terms_ptr + (chunk * HEADS + head).to(tl.int64) * BLOCK
     factors = terms + C * (K + V + C)
 
     # Products of q and k are taken before these are normalised: their types have few bits.
@@ -108,10 +101,7 @@ def terms_kernel(
     tl.store(terms + C * (K + V) + t[:, None] * C + t[None, :], A)
     L = tl.where(t[:, None] > t[None, :], gram * decays * (beta * key)[:, None], 0.0)
     inverse = unit_lower_inverse(L, C) * beta[None, :]
-    for at in range(0, V, SLICE):
-        v = tl.load(values + at, mask=real[:, None], other=0.0)
-        U = add_times_few(inverse, v, tl.zeros([C, SLICE], tl.float32))
-        tl.store(terms + C * K + t[:, None] * V + at + in_slice, U)
+    store_values(inverse, values, real, terms + C * K + t[:, None] * V + in_slice, V, SLICE)
     inverse *= (from_start * key)[None, :]
     for at in range(0, K, SLICE):
         k = tl.load(keys + at, mask=real[:, None], other=0.0)

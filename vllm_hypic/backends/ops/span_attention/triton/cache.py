@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...kernel_spec import KernelSpec, Limits
-from .kernels import LOG2_E
+from .online import LOG2_E, load_rows, weigh
 from .tiles import SMALLEST, dot_precision
 
 ROWS, COLUMNS = 16, 64
@@ -49,10 +49,7 @@ def cache_lse_kernel(
     """One tile and KV head: ``ROWS`` folded rows, the last row of a request sees all of its tokens."""
     tile = tiles + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
-    first_query = tl.load(tile)
-    first_output = tl.load(tile + 1)
-    request_rows = tl.load(tile + 2)
-    first_folded = tl.load(tile + 3)
+    first_query, first_output, request_rows, first_folded = load_rows(tile)
     blocks = block_table + tl.load(tile + 4).to(tl.int64) * table_stride
     tokens = tl.load(tile + 5)
 
@@ -79,10 +76,7 @@ def cache_lse_kernel(
         keys = tl.load(kv_cache + (block * block_stride)[:, None] + place, mask=mask, other=0.0)
         scores = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * scale_log2
         scores = tl.where(token[None, :] < seen[:, None], scores, float("-inf"))
-        raised = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
-        highest = raised
+        _, _, highest, total = weigh(scores, highest, total)
     at = (first_output + row).to(tl.int64) * (KV_HEADS * GROUP) + head
     tl.store(lse + at, (highest + tl.log2(tl.where(ours, total, 1.0))) / LOG2_E, mask=ours)
 

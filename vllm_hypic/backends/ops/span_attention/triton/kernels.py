@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,8 @@ import triton.language as tl
 
 from ...kernel_spec import ARCHITECTURES, SM80, SM90, SM100, KernelSpec, Limits
 from ..plan import FEW_ROWS, ITEM_FIELDS, MERGE_FIELDS, SpanPlan, SpanWork
+from .online import LOG2_E, load_range, load_rows, store_results, turn, weigh
 from .tiles import SMALLEST, HeadTiles, dot_precision, load_angles, load_pairs, load_span
-
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 MERGED_PARTS = 16
 """Parts that are read at a time while merging, so that few waits for memory follow one another."""
@@ -87,16 +85,10 @@ def span_attention_kernel(
     Softmax is online and in base 2.  A tile that is not split writes ``out`` and ``lse`` (natural logarithm),
     another its own rows of ``part_out`` and ``part_lse`` (base 2).
     """
-    item = items + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
-    first_query = tl.load(item)
-    first_output = tl.load(item + 1)
-    request_rows = tl.load(item + 2)
-    first_folded = tl.load(item + 3)
-    first_column = tl.load(item + 4)
-    begin = tl.load(item + 5)
-    end = tl.load(item + 6)
-    first_partial = tl.load(item + 7)
+    item = items + tl.program_id(0) * FIELDS
+    first_query, first_output, request_rows, first_folded = load_rows(item)
+    first_column, begin, end, first_partial = load_range(item)
 
     place = tl.arange(0, ROWS)
     folded = first_folded + place
@@ -133,8 +125,7 @@ def span_attention_kernel(
             position = tl.load(positions + first_column + column, mask=inside, other=0).to(tl.int64)
             cos, sin = load_angles(table + position * table_stride, inside, HALF, HALF_TILE)
             a, b = load_pairs(key_rows, inside, HALF, HALF_TILE, NEOX)
-            first = (a.to(tl.float32) * cos - b.to(tl.float32) * sin).to(a.dtype)
-            second = (b.to(tl.float32) * cos + a.to(tl.float32) * sin).to(a.dtype)
+            first, second = turn(a, b, cos, sin)
             scores = tl.dot(query_first, tl.trans(first), scores, input_precision=PRECISION)
             scores = tl.dot(query_second, tl.trans(second), scores, input_precision=PRECISION)
         if TAIL:
@@ -147,31 +138,15 @@ def span_attention_kernel(
         if hidden_kv_lens is not None:
             shown = shown & (column[None, :] >= hidden[:, None])
         scores = tl.where(shown, scores * scale_log2, float("-inf"))
-
-        raised = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen nothing yet: any finite number will do, its weights are 0 all the same.
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weights, 1)
+        weights, shrink, highest, total = weigh(scores, highest, total)
         value = load_span(value_rows, inside, 0, SIZE, SIZE_TILE)
         sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
-        highest = raised
 
-    blind = total == 0
-    total = tl.where(blind, 1.0, total)
-    result = sums / total[:, None]
-    result_lse = tl.where(blind, float("-inf"), highest + tl.log2(total))
-    dimension = tl.arange(0, SIZE_TILE)
-    inside_head = ours[:, None] & (dimension < SIZE)[None, :]
-    if first_partial < 0:
-        at = (first_output + row).to(tl.int64) * (KV_HEADS * GROUP) + query_head
-        tl.store(out + at[:, None] * SIZE + dimension[None, :], result, mask=inside_head)
-        tl.store(lse + at, result_lse / LOG2_E, mask=ours)
-    else:
-        at = (first_partial + place).to(tl.int64) * KV_HEADS + kv_head
-        tl.store(part_out + at[:, None] * SIZE + dimension[None, :], result, mask=inside_head)
-        tl.store(part_lse + at, result_lse, mask=ours)
+    at = (first_output + row).to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    partial = (first_partial + place).to(tl.int64) * KV_HEADS + kv_head
+    store_results(
+        sums, highest, total, ours, at, partial, first_partial, out, lse, part_out, part_lse, SIZE, SIZE_TILE
+    )
 
 
 @triton.jit

@@ -22,8 +22,9 @@ import triton.language as tl
 from ...kernel_spec import ARCHITECTURES, SM90, KernelSpec, Limits
 from ..plan import FEW_ROWS, ITEM_FIELDS, SpanColumns, SpanPlan, many_rows, part_columns
 from .capture import capture_latents_
-from .kernels import LOG2_E, merge_parts_
+from .kernels import merge_parts_
 from .merge import merge_rows_
+from .online import LOG2_E, load_range, load_rows, store_results, turn, weigh
 from .tiles import SMALLEST, dot_precision, load_angles, load_pairs, load_span
 
 LARGEST_RANK, LARGEST_ROPE = 512, 64
@@ -73,14 +74,8 @@ def latent_attention_kernel(
     ``span_attention_kernel``.
     """
     item = items + tl.program_id(0) * FIELDS
-    first_query = tl.load(item)
-    first_output = tl.load(item + 1)
-    request_rows = tl.load(item + 2)
-    first_folded = tl.load(item + 3)
-    first_column = tl.load(item + 4)
-    begin = tl.load(item + 5)
-    end = tl.load(item + 6)
-    first_partial = tl.load(item + 7)
+    first_query, first_output, request_rows, first_folded = load_rows(item)
+    first_column, begin, end, first_partial = load_range(item)
 
     place = tl.arange(0, ROWS)
     folded = first_folded + place
@@ -115,8 +110,7 @@ def latent_attention_kernel(
             position = tl.load(positions + first_column + column, mask=inside, other=0).to(tl.int64)
             cos, sin = load_angles(table + position * table_stride, inside, HALF, ROPE_TILE)
             a, b = load_pairs(keys + offset, inside, HALF, ROPE_TILE, NEOX)
-            first = (a.to(tl.float32) * cos - b.to(tl.float32) * sin).to(a.dtype)
-            second = (b.to(tl.float32) * cos + a.to(tl.float32) * sin).to(a.dtype)
+            first, second = turn(a, b, cos, sin)
             scores = tl.dot(query_first, tl.trans(first), scores, input_precision=PRECISION)
             scores = tl.dot(query_second, tl.trans(second), scores, input_precision=PRECISION)
         else:
@@ -124,30 +118,14 @@ def latent_attention_kernel(
             scores = tl.dot(query_plain, tl.trans(plain), scores, input_precision=PRECISION)
         shown = column[None, :] < tl.minimum(seen, end)[:, None]
         scores = tl.where(shown, scores * scale_log2, float("-inf"))
-
-        raised = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen nothing yet: any finite number will do, its weights are 0 all the same.
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weights, 1)
+        weights, shrink, highest, total = weigh(scores, highest, total)
         sums = tl.dot(weights.to(latent.dtype), latent, sums * shrink[:, None], input_precision=PRECISION)
-        highest = raised
 
-    blind = total == 0
-    total = tl.where(blind, 1.0, total)
-    result = sums / total[:, None]
-    result_lse = tl.where(blind, float("-inf"), highest + tl.log2(total))
-    dimension = tl.arange(0, RANK_TILE)
-    real = ours[:, None] & (dimension < RANK)[None, :]
-    if first_partial < 0:
-        at = (first_output + row).to(tl.int64) * GROUP + head
-        tl.store(out + at[:, None] * RANK + dimension[None, :], result, mask=real)
-        tl.store(lse + at, result_lse / LOG2_E, mask=ours)
-    else:
-        at = (first_partial + place).to(tl.int64)
-        tl.store(part_out + at[:, None] * RANK + dimension[None, :], result, mask=real)
-        tl.store(part_lse + at, result_lse, mask=ours)
+    at = (first_output + row).to(tl.int64) * GROUP + head
+    partial = (first_partial + place).to(tl.int64)
+    store_results(
+        sums, highest, total, ours, at, partial, first_partial, out, lse, part_out, part_lse, RANK, RANK_TILE
+    )
 
 
 def refuses(rank: int, rope: int) -> str | None:
