@@ -1,8 +1,8 @@
 """What of vLLM this package rests on, and which of it another vLLM has changed.
 
 Read from sources, nothing is imported.  A *seam* is a name of vLLM's that our code imports or reaches from
-what it imports, a method of vLLM's that a class of ours overrides, or one that it calls on itself.  The signature
-counts; of methods overridden and of what `patches/` touches the body, too, as ours stand in for it.
+what it imports, a method of vLLM's that a class of ours overrides, or one that it calls on itself.  The
+signature counts; of methods overridden and of what `patches/` touches the body, too, as ours stand in for it.
 """
 
 from __future__ import annotations

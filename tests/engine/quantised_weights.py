@@ -31,8 +31,8 @@ class Scheme:
 
 
 def save_quantised(model: Path, folder: Path, name: str) -> Path:
-    """Save ``model`` with weights of scheme ``name`` under ``folder / name``, and what these weights stand for,
-    as an ordinary model, under ``folder / "read-back"``.  Returns the former."""
+    """Save ``model`` with weights of scheme ``name`` under ``folder / name``, and what these weights stand
+    for, as an ordinary model, under ``folder / "read-back"``.  Returns the former."""
     scheme = SCHEMES[name]
     quantised, read_back = folder / name, folder / "read-back"
     for path in (quantised, read_back):
