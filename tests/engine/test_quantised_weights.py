@@ -19,7 +19,8 @@ REORDERED = Ask(prompt(C, A, B, lead=LEAD, query=QUERY))
 FULL = {"hypic_link": "full"}
 ROUNDING = {"awq": ("float16", 0.12), "gptq": ("float16", 0.12), "w8a8": ("bfloat16", 0.4)}
 """The model's dtype, and how far in logprobs answers of quantised weights may be from those of the weights
-that they stand for.  The last quantises activations, too, and vLLM's kernel of it ends the process in float16."""
+that they stand for.  The last quantises activations, too, and vLLM's kernel of it ends the process in
+float16."""
 
 
 def disk(path: Path) -> dict[str, Any]:
