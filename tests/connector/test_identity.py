@@ -158,6 +158,7 @@ CHANGES = [
     setting("load_config", "model_loader_extra_config", {"qlora_adapter_name_or_path": "x"}),
     setting("load_config", "ignore_patterns", ["*-00002-*"]),
     setting("load_config", "safetensors_load_strategy", "torchao"),
+    setting("cache_config", "cache_dtype", "fp8"),
     setting("cache_config", "mamba_ssm_cache_dtype", "bfloat16"),
     setting("kernel_config", "moe_backend", "marlin"),
     setting("vllm_config", "additional_config", {"platform": 1}),
