@@ -6,6 +6,7 @@
 #   make models  fetch and convert the pretrained model that tests and evaluation use, once
 #   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it
 #   make test-slow    the other tests
+#   make compat  what another vLLM has changed of what we rest on, and tests on its Python; VERSION=, TESTS=
 #   make triton  Triton kernels in Triton's interpreter; they are in `test` and `check`, too
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -34,7 +35,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export LMCACHE_TRACK_USAGE := false
 
-.PHONY: venv models demo demo-parallel test test-slow triton lint format check docs bench clean distclean
+.PHONY: venv models demo demo-parallel test test-slow triton lint format check docs bench compat clean distclean
 
 venv: $(READY)
 
@@ -109,6 +110,9 @@ $(VENV)/.docs: $(INSTALLED)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks ttft
+
+compat: $(READY)
+	$(BIN)/python tools/compat.py $(if $(VERSION),--version $(VERSION)) $(if $(TESTS),--tests "$(TESTS)")
 
 clean:
 	rm -rf build dist docs/autoapi *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
