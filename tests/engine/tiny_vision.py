@@ -33,7 +33,14 @@ class Vision:
 
 
 _SIGLIP = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-_QWEN = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+_QWEN = {
+    "patch_size": 14,
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+}
 _QWEN_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
 VISIONS = {
     "Qwen2VL": Vision({"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2}, _QWEN_PROCESSORS),
