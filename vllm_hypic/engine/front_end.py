@@ -121,16 +121,16 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
 
 def _refused_images(request: EngineCoreRequest, vllm_config: VllmConfig, spans: Spans) -> str | None:
     """Why the request's images cannot be beside segments; ``None``: they can, or there are none."""
-    features, model = request.mm_features or (), vllm_config.model_config
+    features = request.mm_features or ()
     if not features:
         return None
-    if reason := refused_media(features, model):
+    if reason := refused_media(features, vllm_config):
         return reason
     # Those that the engine has got before are not sent again.
     here = [feature for feature in features if feature.data is not None]
     try:
         require_whole(placed(features), spans)
-        MediaReader(model).of(here, request.prompt_token_ids or ())
+        MediaReader(vllm_config.model_config).of(here, request.prompt_token_ids or ())
     except PromptError as e:
         return str(e)
     return None

@@ -13,15 +13,17 @@ from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 MODALITIES = ("image", "video")
 """What prompts with segments may have beside text."""
 
 
-def refused_media(features: Sequence[MultiModalFeatureSpec], model: ModelConfig) -> str | None:
+def refused_media(features: Sequence[MultiModalFeatureSpec], vllm_config: VllmConfig) -> str | None:
     """Why prompts with segments cannot have these inputs; ``None``: they can."""
+    model = vllm_config.model_config
+    processing = model.get_multimodal_config()
     for feature in features:
         if feature.modality not in MODALITIES:
             return f"{feature.modality} inputs are not supported, {' and '.join(MODALITIES)} inputs are"
@@ -29,13 +31,18 @@ def refused_media(features: Sequence[MultiModalFeatureSpec], model: ModelConfig)
         return "image inputs of encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:
         return "image inputs are not supported by this model: its images attend to what stands behind them"
+    if not processing.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        return (
+            "image inputs are not supported where vLLM gives them no digests: "
+            "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0"
+        )
     if model.uses_mrope:
         if _has_windows(model):
             return (
                 "image inputs are not supported by this model: its windows count tokens, "
                 "and its three-dimensional positions (M-RoPE) do not"
             )
-        if model.get_multimodal_config().mm_processor_cache_type == "shm":
+        if processing.mm_processor_cache_gb and processing.mm_processor_cache_type == "shm":
             return (
                 "image inputs are not supported with --mm-processor-cache-type shm: "
                 "the scheduler, which needs the size of images, does not see them; expected lru"
