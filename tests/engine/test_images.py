@@ -78,6 +78,8 @@ class Model:
 
 ORACLE_BOUND = 2e-3
 """On logprobs of the whole vocabulary, in float32."""
+ENGINE: dict[str, Any] = {"max_logprobs": -1, "enable_prefix_caching": False, "max_num_batched_tokens": 128}
+"""Prefill chunks end inside images."""
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
 QWEN2 = {"num_hidden_layers": 1, "hidden_size": 256, "rope_parameters": MROPE}
 MODELS = [
@@ -113,7 +115,7 @@ def _save(path: Path, model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def engine(module_engine: EngineFactory, path: Path, model: Model) -> Iterator[Engine]:
-    with module_engine(path, dtype=model.dtype, max_logprobs=-1, enable_prefix_caching=False) as started:
+    with module_engine(path, dtype=model.dtype, **ENGINE) as started:
         yield started
         left = started.call(audit)
         assert left.clean, left
@@ -213,9 +215,7 @@ def test_plain_and_full_are_stock(
 ) -> None:
     """Bit for bit, and a second time, from the encoder's cache."""
     asks = list(ASKS.values())
-    with start_engine(
-        path, hypic=False, dtype=model.dtype, max_logprobs=-1, enable_prefix_caching=False
-    ) as stock:
+    with start_engine(path, hypic=False, dtype=model.dtype, **ENGINE) as stock:
         theirs = stock.ask_one_by_one(*(given.plain() for given in asks))
     ours = engine.ask_one_by_one(*(given.plain() for given in asks))
     full = engine.ask_one_by_one(*(replace(given, extra={"hypic_link": "full"}) for given in asks))
@@ -286,7 +286,7 @@ def refusals(llm: Any) -> list[str | None]:
     model = config.model_config
 
     def said(modality: str = "image", **changed: Any) -> str | None:
-        parts = (model.multimodal_config, model.hf_text_config, model.model_arch_config)
+        parts = (model.multimodal_config, model, model.hf_text_config)
         where = {name: next(part for part in parts if hasattr(part, name)) for name in changed}
         before = {name: getattr(part, name) for name, part in where.items()}
         try:
