@@ -91,8 +91,9 @@ Below, the same for {architectures} architectures: all of text generation that v
 hybrids that see, and those that have a class here (`vllm_hypic/models/`). On CPU, each with the
 configuration that transformers {transformers}, or vLLM, takes where a model says nothing
 (`tools/model_configurations.py` adds what LFM2's, GLM-4.7-Flash's, Kimi-Linear's, Ring's and Ling's must
-say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models that see are served for prompts
-of text where these have segments. Models of one class differ, a window is on in one and off in another: ask
+say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models that see are asked
+about text here; which images they may have beside segments says the
+[reference](reference.md#images). Models of one class differ, a window is on in one and off in another: ask
 about yours. Soft-caps and shared KV are served on CPUs only:
 on GPUs models that have them are refused.
 

@@ -30,7 +30,7 @@ PARTS: dict[str, str] = {
     "watermark_config": "the same",
     "structured_outputs_config": "the same",
     "reasoning_config": "the same",
-    "ec_transfer_config": "images, which are refused",
+    "ec_transfer_config": "where images are encoded; what they show stands in the record's key",
     "ec_manager_config": "the same",
     "aux_output_config": "what is given back beside tokens",
     "observability_config": "what is told",
@@ -48,9 +48,8 @@ FIELDS: dict[str, Reasons] = {
             "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin "
             "renderer_num_workers enable_prompt_embeds"
         ),
-        "images and pooling, which are refused": (
-            "multimodal_config allowed_local_media_path allowed_media_domains pooler_config runner convert"
-        ),
+        "pooling, which is refused": "pooler_config runner convert",
+        "where images may come from": "allowed_local_media_path allowed_media_domains",
         "what is made of the last layer's output": (
             "max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask enable_trace_replay "
             "logits_processors generation_config override_generation_config "

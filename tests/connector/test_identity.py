@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -12,12 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import MultiModalConfig, VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.identity import ALWAYS, NON_DEFAULT, NON_DEFAULT_OPTIONS, namespace_of, non_default
+from vllm_hypic.connector.identity import (
+    ALWAYS,
+    IMAGES,
+    NON_DEFAULT,
+    NON_DEFAULT_OPTIONS,
+    namespace_of,
+    non_default,
+)
 from vllm_hypic.fingerprint import fingerprint
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
@@ -158,6 +166,7 @@ CHANGES = [
     setting("model_config", "code_revision", "v2"),
     setting("model_config", "quantization_config", QuantizationConfigArgs(ignore=["lm_head"])),
     setting("model_config", "model_impl", "transformers"),
+    setting("model_config", "multimodal_config", MultiModalConfig(mm_processor_kwargs={"max_pixels": 1})),
     setting("model_config", "model_class_overrides", {"Qwen3_5ForCausalLM": "mine:Model"}),
     setting("model_config", "model_weights", "s3://bucket/model"),
     setting("load_config", "model_loader_extra_config", {"qlora_adapter_name_or_path": "x"}),
@@ -204,6 +213,20 @@ def test_a_long_context_counts_only_where_factors_depend_on_it(ordinary: VllmCon
 )
 def test_what_changes_no_bytes_changes_no_name(ordinary: VllmConfig, change: Change) -> None:
     assert name_of(changed(ordinary, change)) == GOLDEN
+
+
+def test_how_images_are_processed_is_told(ordinary: VllmConfig, tmp_path: Path) -> None:
+    """By the engine's options, and by files beside the weights."""
+    names = set()
+    for given, file in (({}, "1"), ({"media_io_kwargs": {"image": {"mode": "L"}}}, "1"), ({}, "2")):
+        (tmp_path / "preprocessor_config.json").write_text(file)
+        made = changed(ordinary, setter("model_config", "multimodal_config", MultiModalConfig(**given)))
+        names.add(json.dumps(non_default(changed(made, setter("model_config", "model", str(tmp_path))))))
+    assert len(names) == 3
+
+
+def test_every_option_of_images_has_its_ordinary_value() -> None:
+    assert {name: getattr(MultiModalConfig(), name) for name in IMAGES} == IMAGES
 
 
 # -- weights

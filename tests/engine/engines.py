@@ -63,11 +63,13 @@ class Ask:
     salt: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's ``SamplingParams``."""
+    media: dict[str, list[Any]] = field(default_factory=dict)
+    """Images and the like, by modality."""
 
     def plain(self) -> Ask:
         """The same logical prompt as an ordinary request."""
         tokens = tuple(t for t in self.tokens if t not in (SEP, PDEP, PAD))
-        return Ask(tokens, self.max_tokens, {}, self.salt, self.sampling)
+        return Ask(tokens, self.max_tokens, {}, self.salt, self.sampling, self.media)
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,8 @@ def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
         entry: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
         if ask.salt is not None:
             entry["cache_salt"] = ask.salt
+        if ask.media:
+            entry["multi_modal_data"] = ask.media
         prompts.append(entry)
     outputs = llm.generate(prompts, [sampling_params(a) for a in asks], use_tqdm=False)
     return [answer_of(output) for output in outputs]

@@ -1,7 +1,8 @@
-"""Random vision-language checkpoints, small enough to start in seconds, to be asked about text."""
+"""Random vision-language checkpoints, small enough to start in seconds."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,15 @@ from .tiny_models import SMALL
 SPECIAL = ("image", "video", "image_start", "image_end", "image_thumbnail", "image_id_start", "image_id_end")
 SPECIAL += ("slice_start", "slice_end")
 """What image processors ask the tokenizer for."""
+QWEN_NAMES = {
+    "image": "image_pad",
+    "video": "video_pad",
+    "image_start": "vision_start",
+    "image_end": "vision_end",
+}
 IMAGE_ID = 480
 """Of the first of these; ids behind the words are left to the engine."""
+VIDEO_ID, START_ID, END_ID = IMAGE_ID + 1, IMAGE_ID + 2, IMAGE_ID + 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,14 @@ class Vision:
 
 
 _SIGLIP = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-_QWEN = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+_QWEN = {
+    "patch_size": 14,
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+}
 _QWEN_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
 VISIONS = {
     "Qwen2VL": Vision({"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2}, _QWEN_PROCESSORS),
@@ -65,8 +80,8 @@ def save_vision(
     import transformers
 
     vision = VISIONS[name]
-    tokens = {"image_token_id": IMAGE_ID, "video_token_id": IMAGE_ID + 1}
-    tokens |= {"vision_start_token_id": IMAGE_ID + 2, "vision_end_token_id": IMAGE_ID + 3}
+    tokens = {"image_token_id": IMAGE_ID, "video_token_id": VIDEO_ID}
+    tokens |= {"vision_start_token_id": START_ID, "vision_end_token_id": END_ID}
     config = getattr(transformers, f"{name}Config")(
         text_config=SMALL | text,
         vision_config=vision.config,
@@ -82,6 +97,9 @@ def save_vision(
         for key, weight in language.named_parameters():
             if any(part in key for part in silent):
                 weight.zero_()
+        for key, weight in model.named_parameters():
+            if "merger" in key and weight.dim() == 2:  # images are seen as well as words are
+                weight.normal_(0, weight.shape[1] ** -0.5)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     _save_processors(path, vision)
@@ -98,7 +116,11 @@ def _save_processors(path: Path, vision: Vision) -> None:
     import transformers
 
     random_models.save_tokenizer(path, SMALL["vocab_size"])
-    special = {f"{name}_token": f"w{IMAGE_ID + i}" for i, name in enumerate(SPECIAL)}
+    special = {f"{name}_token": f"<|{QWEN_NAMES.get(name, name)}|>" for name in SPECIAL}
+    words = json.loads((path / "tokenizer.json").read_text())
+    for i, text in enumerate(special.values(), IMAGE_ID):
+        words["model"]["vocab"][text] = words["model"]["vocab"].pop(f"w{i}")
+    (path / "tokenizer.json").write_text(json.dumps(words))
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens=special)
     tokenizer.save_pretrained(path)
     for processor in vision.processors:

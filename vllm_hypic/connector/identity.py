@@ -75,6 +75,31 @@ def _lora_dtype(value: object, vllm_config: VllmConfig) -> object:
     return None if value in ("auto", None, vllm_config.model_config.dtype) else str(value)
 
 
+def _images(value: Any, vllm_config: VllmConfig) -> object:
+    """What images become on their way to the model.  A digest of what one shows, and of what its request says
+    of the way, stands in a record's key; this is what the engine says."""
+    if value is None:
+        return None
+    model = vllm_config.model_config
+    told = {name: _plain(getattr(value, name)) for name in IMAGES}
+    folder = vllm_config.load_config.download_dir
+    files = contents(model.model, model.revision, ("*processor_config.json",), folder)
+    return {name: one for name, one in told.items() if one != IMAGES[name]} | {"files": files}
+
+
+IMAGES: Mapping[str, object] = {
+    "media_io_kwargs": {},
+    "mm_processor_kwargs": None,
+    "mm_device_do_normalize": True,
+    "mm_encoder_attn_dtype": None,
+    "mm_encoder_fp8_scale_path": None,
+    "video_pruning_rate": None,
+    "video_pruning_method": "evs",
+}
+"""Fields of vLLM's ``MultiModalConfig`` that are told where they are not ordinary, and their ordinary values.
+Others say how inputs travel, where they are kept, and which kernels run."""
+
+
 def _load_strategy(value: str | None, _: VllmConfig) -> object:
     """The others only say how files are read."""
     return value if value == "torchao" else None
@@ -109,6 +134,7 @@ NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
         "model_class_overrides": _unless({}),
         "disable_sliding_window": _unless(False),
         "max_model_len": _max_model_len,
+        "multimodal_config": _images,
     },
     "load_config": {
         "model_loader_extra_config": _unless({}),

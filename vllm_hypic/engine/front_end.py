@@ -18,10 +18,13 @@ from ..primitives.options import (
     spans_of_request,
     transfer_of_request,
 )
+from ..primitives.pieces import PromptError, require_whole
 from ..primitives.policies import LinkError, ModelTraits
+from ..primitives.segmenter import Spans
 from ..primitives.tokens import PrimitiveIds
 from ..segment_parallel.permits import Permits, Subject
 from ..store.shared import shared_tiers
+from .media import MediaReader, placed, refused_media
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,7 +81,7 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         return
     if spans and primitives.contains(ids):
         raise RequestRefused(f"{SEGMENTS}: the prompt has separators or other primitives of its own")
-    if reason := refusal(request, primitives):
+    if reason := refusal(request, primitives) or _refused_images(request, vllm_config, spans or ()):
         what = SEGMENTS if spans else "prompts with segment separators"
         raise RequestRefused(f"{what}: {reason}")
 
@@ -104,8 +107,6 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
     params = request.sampling_params
     if params is None:
         return "pooling requests are not supported"
-    if request.mm_features:
-        return "multimodal inputs are not supported"
     if request.prompt_embeds is not None:
         return "prompt_embeds are not supported"
     if request.resumable:
@@ -116,6 +117,30 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
     if all(token in markers for token in request.prompt_token_ids or []):
         return "the prompt has no tokens besides separators, PDep and padding"
     return None
+
+
+def _refused_images(request: EngineCoreRequest, vllm_config: VllmConfig, spans: Spans) -> str | None:
+    """Why the request's images cannot be beside segments; ``None``: they can, or there are none."""
+    features = request.mm_features or ()
+    if not features:
+        return None
+    if reason := refused_media(features, vllm_config):
+        return reason
+    # Those that the engine has got before are not sent again.
+    here = [feature for feature in features if feature.data is not None]
+    try:
+        require_whole(placed(features), spans)
+        MediaReader(vllm_config.model_config).of(here, request.prompt_token_ids or ())
+    except PromptError as e:
+        return str(e)
+    return None
+
+
+def unsearched(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
+    """Why no segments are looked for in a request without separators, or ``None``."""
+    if request.mm_features and not primitives.contains(request.prompt_token_ids or ()):
+        return "segments are not looked for in prompts with images: separators, or hypic_segments, cut them"
+    return refusal(request, primitives)
 
 
 def _traits(vllm_config: VllmConfig) -> ModelTraits:

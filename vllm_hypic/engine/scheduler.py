@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from queue import Queue
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
@@ -32,11 +33,13 @@ from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
 from .explaining import explanation
-from .front_end import refusal
+from .front_end import unsearched
 from .idle_wait import IdleWait, watch_arrivals
 from .instance import RoutedInstance
+from .media import MediaReader, in_stream, moved
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -70,6 +73,9 @@ class _HypicMixin(Scheduler):
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
         model = self.vllm_config.model_config
+        self._media = MediaReader(model)
+        self._images: WeakKeyDictionary[Request, list[MultiModalFeatureSpec]] = WeakKeyDictionary()
+        """All images of requests whose streams have some of them at most."""
         served = model.served_model_name
         self._instance = RoutedInstance(
             self.hypic, (served,) if isinstance(served, str) else tuple(served), model.max_model_len
@@ -116,7 +122,7 @@ class _HypicMixin(Scheduler):
         mode, counts = _take_found(request)
         if counts:
             self.hypic.counters.count(mode, **counts)
-        planner, wanted = self.hypic.planner, _plan_request(request)
+        planner, wanted = self.hypic.planner, self._plan_request(request)
         try:
             plan, transfer = planner.plan(wanted), planner.transfer(wanted)
             if transfer.push_to is not None and (plan is None or not plan.warm_only):
@@ -138,12 +144,23 @@ class _HypicMixin(Scheduler):
         if plan is not None:
             self._adopt(request, plan, transfer, mode)
 
+    def _plan_request(self, request: Request) -> PlanRequest:
+        params, lora = request.sampling_params, request.lora_request
+        ids = request.prompt_token_ids or []
+        return PlanRequest(
+            token_ids=ids,
+            extra_args=None if params is None else params.extra_args,
+            salt=request.cache_salt,
+            lora=None if lora is None else f"{lora.lora_name}:{lora.lora_path}",
+            media=lambda: self._media.of(request.mm_features, ids),
+        )
+
     def _explain(self, request: Request) -> None:
         """Answer what the request would be, and end it unrun.  Looks records up without using them: none is
         moved, loaded or kept by it."""
         self.hypic.retention.drop_expired()  # as the next pump() does
-        found, wanted = _take_found(request), _plan_request(request)
-        refused = refusal(request, self.hypic.planner.ids)
+        found, wanted = _take_found(request), self._plan_request(request)
+        refused = unsearched(request, self.hypic.planner.ids)
         answer: Explanation | Failure
         try:
             if (plan := self.hypic.planner.plan(wanted)) is not None:
@@ -189,6 +206,9 @@ class _HypicMixin(Scheduler):
             salt = f"hypic:{self._secret}:unshared:{request.request_id}"
         # A warm-up prompt may have nothing to compute; it is never scheduled, but vLLM wants a token.
         stream = list(plan.stream) or [plan.segments[-1].tokens[-1]]
+        if request.mm_features:
+            self._images[request] = request.mm_features
+            request.mm_features = in_stream(request.mm_features, plan)
         _replace_tokens(request, stream, salt)
 
     def _end_unrun(self, request: Request, status: RequestStatus) -> None:
@@ -244,6 +264,7 @@ class _HypicMixin(Scheduler):
 
     def _segment_request(self, segment: SegmentRequest) -> Request:
         owner = self.requests[segment.for_request]
+        images = {feature.identifier: feature for feature in self._images.get(owner, ())}
         return Request(
             request_id=segment.request_id,
             prompt_token_ids=segment.token_ids,
@@ -252,6 +273,7 @@ class _HypicMixin(Scheduler):
                 max_tokens=1, temperature=0.0, skip_reading_prefix_cache=not segment.waits
             ),
             pooling_params=None,
+            mm_features=[moved(images[medium.digest], medium.start) for medium in segment.media],
             client_index=owner.client_index,
             arrival_time=owner.arrival_time,
             lora_request=owner.lora_request,
@@ -341,16 +363,6 @@ def _take_found(request: Request) -> tuple[str, dict[str, int]]:
     params.extra_args = {name: value for name, value in extra.items() if name != FOUND}
     counts = dict(extra[FOUND])
     return str(counts.pop("mode")), counts
-
-
-def _plan_request(request: Request) -> PlanRequest:
-    params, lora = request.sampling_params, request.lora_request
-    return PlanRequest(
-        token_ids=request.prompt_token_ids or [],
-        extra_args=None if params is None else params.extra_args,
-        salt=request.cache_salt,
-        lora=None if lora is None else f"{lora.lora_name}:{lora.lora_path}",
-    )
 
 
 def _replace_tokens(request: Request, tokens: list[int], salt: str | None) -> None:

@@ -17,7 +17,7 @@ from ..primitives.segmenter import Found, Segmenter
 from ..primitives.structure import locate
 from ..primitives.token_texts import TokenTexts
 from ..primitives.tokens import PrimitiveIds
-from .front_end import refusal
+from .front_end import unsearched
 from .renderer import CHAT
 from .token_lengths import TokenLengths
 
@@ -51,7 +51,7 @@ class SegmentFinder:
         mode = segment_mode_of_request(extra, config.segment.mode)
         if mode == "off" or not link_of_request(extra, config.link_defaults).reuse:
             return
-        if self._primitives.contains(ids) or refusal(request, self._primitives) is not None:
+        if self._primitives.contains(ids) or unsearched(request, self._primitives) is not None:
             return
         found = self.found(ids, mode, prompt)
         params.extra_args = {**(params.extra_args or {}), FOUND: {"mode": mode, **found.counts}}

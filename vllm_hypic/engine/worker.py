@@ -120,8 +120,10 @@ class HypicModelRunner(GPUModelRunner):
         rows, logical = rewritten
         self.positions.index_copy_(0, rows, logical)
         if self.uses_mrope:
+            # An image's tokens have three different coordinates, all of them as far from where they belong.
             whole: torch.Tensor = self.mrope_positions.gpu
-            whole.index_copy_(1, rows, logical.expand(len(whole), -1))
+            there = whole.index_select(1, rows)
+            whole.index_copy_(1, rows, there + (logical - there[0]))
 
 
 class HypicWorker(WorkerBase):

@@ -82,7 +82,9 @@ class ComposePoint:
 class StreamPlan:
     """A composed request as the worker sees it.
 
-    ``positions [stream]`` int64: logical positions; ``slot_mapping [columns]`` and
+    ``positions [stream]`` int64: where the model sees its tokens, and ``n_logical`` the first generated one:
+    logical positions, but behind and in images of models with three-dimensional ones
+    (``primitives/media.py``); ``slot_mapping [columns]`` and
     ``kv_positions [columns]`` int64: token slot in the pool and logical position of every
     public column, the request's interiors laid end to end.  ``islands``: ranges ``[begin, end)`` of stream
     indices, ascending, behind which linear layers go on from the state before them: a record that is applied

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
+from .media import Media, described
 from .pieces import PromptError
 
 FORMAT_VERSION = 1
@@ -75,13 +76,14 @@ def segment_key(
     fixed_start: int | None = None,
     context: SegmentKey | None = None,
     learned: str = "",
+    media: Media = (),
 ) -> SegmentKey:
     """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids),
     renamed for the generation.
 
     ``context``: the record that it is computed behind; ``learned``: digest of the file that its K and V are
-    from, where they are not computed.  Raises :class:`PromptError` for a token id of more
-    than 63 bits.
+    from, where they are not computed; ``media``: its images, by indices of ``tokens``.  Raises
+    :class:`PromptError` for a token id of more than 63 bits.
     """
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
     digest = hashlib.sha256(shape.encode())
@@ -98,6 +100,9 @@ def segment_key(
     if offsets is not None:
         digest.update(b"offsets")
         digest.update(array("q", offsets).tobytes())
+    if media:
+        digest.update(b"media")
+        digest.update(json.dumps(described(media)).encode())
     return namespace.renamed(SegmentKey(digest.hexdigest()))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
+from .media import Media
 from .segmenter import Spans
 from .tokens import PrimitiveIds
 
@@ -26,19 +28,36 @@ class Piece:
     positions: range | tuple[int, ...]
     dependent_from: int
 
+    def index(self, position: int) -> int:
+        """Of the token at a logical position."""
+        return bisect_left(self.positions, position)
+
+    def own(self, media: Media) -> Media:
+        """Those of a prompt's ``media`` that lie before what follows a PDep, by its tokens' indices."""
+        positions = self.positions[: self.dependent_from]
+        if not media or not positions:
+            return ()
+        inside = [m for m in media if positions[0] <= m.start <= positions[-1]]
+        return tuple(m.moved(self.index(m.start) - m.start) for m in inside)
+
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """A prompt cut at its primitives; the last piece is the query (it may be empty)."""
+    """A prompt cut at its primitives; the last piece is the query (it may be empty).
+
+    ``media``: its images, by logical positions.
+    """
 
     pieces: tuple[Piece, ...]
     n_logical: int
     has_primitives: bool
+    media: Media = ()
 
 
-def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds) -> ParsedPrompt:
+def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds, media: Media = ()) -> ParsedPrompt:
     """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, padding one each.
 
+    ``media``: images, by indices of ``ids``; no primitive stands in one.
     Prompts are long and primitives few: work per token is left to slices and ranges.
     """
     pieces: list[Piece] = []
@@ -63,23 +82,35 @@ def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds) -> ParsedPrompt:
             position += 1
         elif dependent_from is None:
             dependent_from = len(tokens)
-    return ParsedPrompt(tuple(pieces), position, bool(marks))
+    placeless = [mark for mark in marks if ids[mark] != primitives.pad]
+    placed = tuple(m.moved(-bisect_left(placeless, m.start)) for m in media)
+    return ParsedPrompt(tuple(pieces), position, bool(marks), placed)
 
 
-def cut_prompt(ids: Sequence[int], spans: Spans) -> ParsedPrompt:
+def cut_prompt(ids: Sequence[int], spans: Spans, media: Media = ()) -> ParsedPrompt:
     """Cut ``ids``, which have no primitives, at segments ``[start, stop)``, in order.
 
     Before the first lies the leading segment; what lies behind one and before the next is computed in the
-    stream; behind the last comes the query.
+    stream; behind the last comes the query.  Raises :class:`PromptError` where that cuts one of ``media``.
     """
     ids = tuple(ids)
+    require_whole(media, spans)
     starts = [start for start, _ in spans]
     pieces = [Piece(ids[: starts[0]], range(starts[0]), starts[0])]
     for (start, stop), end in zip(spans, [*starts[1:], spans[-1][1]], strict=True):
         pieces.append(Piece(ids[start:end], range(start, end), stop - start))
     rest = ids[spans[-1][1] :]
     pieces.append(Piece(rest, range(len(ids) - len(rest), len(ids)), len(rest)))
-    return ParsedPrompt(tuple(pieces), len(ids), has_primitives=False)
+    return ParsedPrompt(tuple(pieces), len(ids), has_primitives=False, media=media)
+
+
+def require_whole(media: Media, spans: Spans) -> None:
+    """Raises :class:`PromptError` where an edge of a segment cuts one of ``media``."""
+    for medium in media:
+        if any(medium.cut_by(edge) for span in spans for edge in span):
+            raise PromptError(
+                f"tokens [{medium.start}, {medium.stop}) are one image, which an edge of a segment cuts"
+            )
 
 
 def _where(ids: list[int], primitives: PrimitiveIds) -> list[int]:

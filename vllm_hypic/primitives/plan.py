@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from .islands import Ranges
 from .keys import Namespace, Role, SegmentKey, segment_key
+from .media import Media, outside
 from .pieces import ParsedPrompt, Piece, PromptError
 from .policies import LinkMethod
 
@@ -56,6 +57,8 @@ class CachedSegment:
     anchor: tuple[int, ...]
     context: CachedSegment | None = None
     parts: tuple[Part, ...] = ()
+    media: Media = ()
+    """Images, by the indices of ``tokens``."""
     learned: bool = False
     """Its K and V are those of a learned context; what is computed of its tokens is replaced."""
 
@@ -146,6 +149,8 @@ class PromptPlan:
     warm_only: bool
     salt: str | None
     contexts: tuple[CachedSegment, ...] = ()
+    media: Media = ()
+    """All images of the prompt, by logical positions; each is in the stream, or in a record, as a whole."""
 
     @property
     def records(self) -> tuple[CachedSegment, ...]:
@@ -187,17 +192,22 @@ def build_plan(
     if last and method.reuse:
         budget = _Budget(limits, kept, most)
         lead = prompt.pieces[0]
-        leading = _leading_record(lead, namespace, min_segment_tokens)
+        leading = _leading_record(lead, namespace, min_segment_tokens, prompt.media)
         if leading is not None and budget.take(leading):
             cached[0] = leading
-        behind = _context_record(method, lead, context, namespace, learned)
+        behind = _context_record(method, lead, context, namespace, learned, prompt.media)
         if behind is not None and budget.take(behind):
             contexts = (behind,)
-        anchor = lead.tokens[: min(method.anchor, lead.dependent_from)]
+        images = lead.own(prompt.media)
+        anchored = min(method.anchor, lead.dependent_from)
+        # Text alone: an image before segments that do not have it would be computed again for each.
+        anchor = lead.tokens[: min(anchored, images[0].start) if images else anchored]
         for index, piece in enumerate(prompt.pieces[1:last], 1):
             # One that is too long behind the context has a record that saw nothing.
             before = next((c for c in contexts if budget.fits(c.span + piece.dependent_from)), None)
-            segment = _interior_record(piece, method, anchor, before, namespace, min_segment_tokens)
+            segment = _interior_record(
+                piece, method, anchor, before, namespace, min_segment_tokens, prompt.media
+            )
             if segment is not None and budget.take(segment):
                 cached[index] = segment
         if not any(s.context for s in cached.values()) or (contexts and contexts[0].key in _keys(cached)):
@@ -226,7 +236,7 @@ def _islands(
     interiors = [s.tokens[s.head : s.stop] for s in inside.values()]
     chosen = choose(interiors, query, method.islands.budget(sum(map(len, interiors))))
     return {
-        i: tuple((s.head + first, s.head + stop) for first, stop in ranges)
+        i: outside(((s.head + first, s.head + stop) for first, stop in ranges), s.media)
         for (i, s), ranges in zip(inside.items(), chosen, strict=True)
     }
 
@@ -272,6 +282,7 @@ def _assemble(
         warm_only=len(prompt.pieces) > 1 and not prompt.pieces[-1].tokens,
         salt=_stream_salt(segments, [*positions, prompt.n_logical], method),
         contexts=contexts,
+        media=prompt.media,
     )
 
 
@@ -316,7 +327,9 @@ class _Budget:
         return True
 
 
-def _leading_record(piece: Piece, namespace: Namespace, min_tokens: int) -> CachedSegment | None:
+def _leading_record(
+    piece: Piece, namespace: Namespace, min_tokens: int, media: Media = ()
+) -> CachedSegment | None:
     """The record of the leading segment's own tokens, or ``None`` when it is too short for one.
 
     Padding before the leading segment moves it away from position 0: its record would not be the prefix that
@@ -325,19 +338,24 @@ def _leading_record(piece: Piece, namespace: Namespace, min_tokens: int) -> Cach
     tokens = piece.tokens[: piece.dependent_from]
     if len(tokens) < max(1, min_tokens) or piece.positions[0] != 0:
         return None
-    offsets = _offsets(piece)
-    key = segment_key(namespace, Role.LEADING, tokens, head=0, tail=0, offsets=offsets)
-    return CachedSegment(key, Role.LEADING, tokens, offsets, 0, 0, 0, 0, ())
+    offsets, own = _offsets(piece), piece.own(media)
+    key = segment_key(namespace, Role.LEADING, tokens, head=0, tail=0, offsets=offsets, media=own)
+    return CachedSegment(key, Role.LEADING, tokens, offsets, 0, 0, 0, 0, (), media=own)
 
 
 def _context_record(
-    method: LinkMethod, lead: Piece, context: Sequence[int], namespace: Namespace, learned: str
+    method: LinkMethod,
+    lead: Piece,
+    context: Sequence[int],
+    namespace: Namespace,
+    learned: str,
+    media: Media,
 ) -> CachedSegment | None:
     """The record that interior segments are computed behind, a leading one; ``None``: they see nothing."""
     if method.context == "none":
         return None
     if method.context == "lead":
-        return _leading_record(lead, namespace, 1)
+        return _leading_record(lead, namespace, 1, media)
     if not context:
         raise ValueError(f"context {method.context!r}: no tokens given")
     tokens = tuple(context)
@@ -354,10 +372,19 @@ def _interior_record(
     context: CachedSegment | None,
     namespace: Namespace,
     min_tokens: int,
+    media: Media,
 ) -> CachedSegment | None:
-    """The record of ``piece``'s own tokens, or ``None`` when it is too short for one."""
+    """The record of ``piece``'s own tokens, or ``None`` when it is too short for one.
+
+    Seams end where an image begins: it is computed in the stream, or served by the record, as a whole.
+    """
     tokens = piece.tokens[: piece.dependent_from]
-    head, tail = method.head, method.tail
+    head, stop = method.head, len(tokens) - method.tail
+    own = piece.own(media)
+    for medium in own:
+        head = medium.start if medium.cut_by(head) else head
+        stop = medium.stop if medium.cut_by(stop) else stop
+    tail = len(tokens) - stop
     if len(tokens) - head - tail < max(1, min_tokens):
         return None
     start, offsets = piece.positions[0], _offsets(piece)
@@ -372,9 +399,10 @@ def _interior_record(
         offsets=offsets,
         fixed_start=start if method.fixed_position else None,
         context=None if context is None else context.key,
+        media=own,
     )
     return CachedSegment(
-        key, Role.INTERIOR, tokens, offsets, start, head, tail, method.dummies, anchor, context
+        key, Role.INTERIOR, tokens, offsets, start, head, tail, method.dummies, anchor, context, media=own
     )
 
 

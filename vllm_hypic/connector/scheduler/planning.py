@@ -13,6 +13,7 @@ from ...pool.plans import Space
 from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
 from ...primitives.learned import NONE_HERE, LearnedContext
+from ...primitives.media import Media
 from ...primitives.options import Transfer, link_of_request, spans_of_request, transfer_of_request
 from ...primitives.pieces import cut_prompt, parse_prompt
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
@@ -28,12 +29,14 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the planner needs to know of a request."""
+    """What the planner needs to know of a request; ``media``, which is asked where the prompt is cut: its
+    images, by indices of ``token_ids``, or :class:`~...primitives.pieces.PromptError`."""
 
     token_ids: list[int]
     extra_args: Mapping[str, Any] | None
     salt: str | None
     lora: str | None
+    media: Callable[[], Media] = tuple
 
 
 def _no_tokenizer() -> Any:
@@ -128,8 +131,9 @@ class Planner:
             return None  # the ordinary request
         if reason := method.refused_by(self.traits):
             raise LinkError(reason)
+        media = request.media()
         return build_plan(
-            cut_prompt(ids, spans) if spans else parse_prompt(ids, self.ids),
+            cut_prompt(ids, spans, media) if spans else parse_prompt(ids, self.ids, media),
             method,
             self.namespace.scoped(salt=request.salt, lora=request.lora),
             self._limits(self._unkept),

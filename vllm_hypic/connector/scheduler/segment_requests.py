@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from ...primitives.keys import SegmentKey
+from ...primitives.media import Media
 from ...primitives.plan import CachedSegment
 from .directory import Entry
 
@@ -14,13 +15,14 @@ from .directory import Entry
 class SegmentRequest:
     """A segment to be computed on behalf of ``for_request``: what it is computed behind, and its tokens up to
     the interior's end.  ``priority``: that of the most urgent request that waits for it; ``waits``: for the
-    record of its context."""
+    record of its context; ``media``: images, by indices of ``token_ids``."""
 
     request_id: str
     token_ids: list[int]
     for_request: str
     priority: int = 0
     waits: bool = False
+    media: Media = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class SegmentRequests:
         self._computed_by[work.entry.serial] = request_id
         dummy = segment.tokens[0] if self._dummy_token is None else self._dummy_token
         tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
-        return SegmentRequest(request_id, tokens, owner, priority, waits=segment.context is not None)
+        media = tuple(m.moved(segment.prepended) for m in segment.media if m.stop <= segment.stop)
+        return SegmentRequest(request_id, tokens, owner, priority, segment.context is not None, media)
 
     def behind(self, context: Entry) -> list[Follower]:
         """The requests whose segments are computed behind this record."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StreamPlan
 from ...primitives.keys import Role, SegmentKey
+from ...primitives.media import Media, rotary
 from ...primitives.plan import CachedSegment, Part, PromptPlan
 from .directory import Entry
 from .island_runs import Runs
@@ -50,8 +51,9 @@ class WorkerView:
         """A composed request whose records, ``held``, are all resident; ``islands``: as linear layers run
         them; ``with_tokens``: and which tokens its segments have."""
         points: list[ComposePoint] = []
+        starts = _seen(sorted(s.start for s in plan.segments), plan.media).tolist()
         slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-        for s in plan.segments:
+        for s, start in zip(plan.segments, starts, strict=True):
             entry = held[s.key]
             places = self.slot_mapping(entry)
             for part in s.parts:
@@ -62,14 +64,15 @@ class WorkerView:
                         part.stop - part.first,
                         replace_state=s.role is Role.LEADING,
                         applies=part is s.parts[-1],
-                        shift=s.start - s.before,
+                        shift=start - self._before(s),
                     )
                 )
                 slots.append(places[part.first - s.head : part.stop - s.head])
-                kv_positions.append(np.asarray(s.offsets_of(part), dtype=np.int64) + s.start)
+                kv_positions.append(_seen(s.offsets_of(part), self._placed(s)) + start)
+        positions = _seen([*plan.positions, plan.n_logical], plan.media)
         return StreamPlan(
-            positions=np.asarray(plan.positions, dtype=np.int64),
-            n_logical=plan.n_logical,
+            positions=positions[:-1],
+            n_logical=int(positions[-1]),
             points=tuple(points),
             slot_mapping=np.concatenate(slots),
             kv_positions=np.concatenate(kv_positions),
@@ -86,25 +89,41 @@ class WorkerView:
             return None
         return StreamPlan(
             positions=self._own_positions(segment),
-            n_logical=segment.before + segment.span,
+            n_logical=self._before(segment) + self._span(segment),
             points=(ComposePoint(0, entry.slot, entry.columns, replace_state=True),),
             slot_mapping=self.slot_mapping(entry),
-            kv_positions=np.asarray(context.offsets_of(Part(0, 0, context.stop)), dtype=np.int64),
+            kv_positions=_seen(context.offsets_of(Part(0, 0, context.stop)), self._placed(context)),
             use_transition=True,
         )
 
-    @staticmethod
-    def _own_positions(segment: CachedSegment) -> np.ndarray:
+    def _own_positions(self, segment: CachedSegment) -> np.ndarray:
         """Positions of a segment request's tokens, int64; those of its context come before them."""
-        prepended = np.arange(segment.before - segment.prepended, segment.before, dtype=np.int64)
-        own = np.asarray(segment.offsets_of(Part(0, 0, segment.stop)), dtype=np.int64)
-        return np.concatenate([prepended, segment.before + own])
+        before = self._before(segment)
+        prepended = np.arange(before - segment.prepended, before, dtype=np.int64)
+        own = _seen(segment.offsets_of(Part(0, 0, segment.stop)), self._placed(segment))
+        return np.concatenate([prepended, before + own])
+
+    def _before(self, segment: CachedSegment) -> int:
+        """Where its segment request sees the segment's first token."""
+        return segment.prepended + (0 if segment.context is None else self._span(segment.context))
+
+    def _span(self, segment: CachedSegment) -> int:
+        """Positions that the segment takes."""
+        return int(_seen([segment.span], self._placed(segment))[0])
+
+    @staticmethod
+    def _placed(segment: CachedSegment) -> Media:
+        """The segment's images, by offsets from its start."""
+        offsets = segment.offsets
+        if offsets is None:
+            return segment.media
+        return tuple(m.moved(offsets[m.start] - m.start) for m in segment.media)
 
     def capture(self, segment: CachedSegment, entry: Entry, *, stored: bool) -> CapturePlan:
         """A segment request that fills ``entry``; ``stored``: its record goes to the store."""
         lo = segment.prepended + segment.head
         positions = None
-        if segment.context is not None or segment.offsets is not None:
+        if segment.context is not None or segment.offsets is not None or segment.media:
             positions = self._own_positions(segment)
         return CapturePlan(
             lo=lo,
@@ -118,3 +137,8 @@ class WorkerView:
             learned=segment.learned,
             stored=self.place(entry, segment.role) if stored else None,
         )
+
+
+def _seen(positions: Sequence[int], media: Media) -> np.ndarray:
+    """Where the model sees tokens at ascending positions: see :func:`~...primitives.media.rotary`; int64."""
+    return np.asarray(rotary(positions, media) if media else positions, dtype=np.int64)

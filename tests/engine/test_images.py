@@ -1,0 +1,351 @@
+"""Images in prompts with segments: in the query, in the leading segment, and in segments at any position.
+
+Behind one layer of attention alone composing is exact: K and V of every token depend on its embedding and on
+where the model sees it.  So it is behind one linear layer.  Ordinary requests of the same engine are then the
+yardstick, and stock vLLM is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import random_segments
+from oracle.vision import VisionOracle
+from PIL import Image
+
+from .conftest import EngineFactory
+from .engines import Answer, Ask, Engine, EngineError, audit, prompt, run_apart, same
+from .test_vision_text import DELTA_NET
+from .tiny_vision import END_ID, IMAGE_ID, START_ID, VIDEO_ID, save_vision
+
+LEAD, FIRST, SECOND, QUERY = random_segments([40, 150, 70, 21], vocab=480)
+PICTURE, VIDEO = [START_ID, IMAGE_ID, END_ID], [START_ID, VIDEO_ID, END_ID]
+DOCUMENT = [*FIRST[:60], *PICTURE, *FIRST[60:]]
+
+
+def picture(seed: int, height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8))
+
+
+def video(seed: int, frames: int, height: int, width: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """Two frames a second."""
+    known = {"fps": 2.0, "duration": frames / 2, "total_num_frames": frames, "do_sample_frames": False}
+    known |= {"frames_indices": list(range(frames)), "video_backend": "opencv"}
+    pixels = np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
+    return pixels, known
+
+
+WIDE, TALL = picture(0, 64, 160), picture(1, 196, 96)
+
+
+def ask(*segments: list[int], query: list[int], lead: list[int] = LEAD, **media: list[Any]) -> Ask:
+    return Ask(prompt(*segments, lead=lead, query=query), sampling={"logprobs": -1}, media=dict(media))
+
+
+ASKS = {
+    "lead-and-query": ask(
+        FIRST, SECOND, lead=[*LEAD, *PICTURE], query=[*PICTURE, *QUERY], image=[WIDE, TALL]
+    ),
+    "segment": ask(DOCUMENT, SECOND, query=[*PICTURE, *QUERY], image=[TALL, WIDE]),
+    "reordered": ask(SECOND, DOCUMENT, query=QUERY, image=[TALL]),
+    "alone": ask(PICTURE, FIRST, query=QUERY, image=[TALL]),
+    "two-of-one": ask(DOCUMENT, [*SECOND, *PICTURE], query=QUERY, image=[TALL, TALL]),
+}
+MOVING = ask([*DOCUMENT, *VIDEO], SECOND, query=QUERY, image=[TALL], video=[video(2, 4, 64, 96)])
+
+
+@dataclass(frozen=True)
+class Model:
+    """``bound``: on logprobs of the whole vocabulary, a thousandth of what a wrong position is worth in
+    float32, and elsewhere that of ``test_families``; ``steps``: answers that are compared."""
+
+    name: str
+    kind: str
+    fields: dict[str, Any]
+    bound: float
+    steps: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ORACLE_BOUND = 2e-3
+"""On logprobs of the whole vocabulary, in float32."""
+ENGINE: dict[str, Any] = {"max_logprobs": -1, "enable_prefix_caching": False, "max_num_batched_tokens": 128}
+"""Prefill chunks end inside images."""
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+QWEN2 = {"num_hidden_layers": 1, "hidden_size": 256, "rope_parameters": MROPE}
+MODELS = [
+    Model("qwen2-vl", "Qwen2VL", QWEN2, 1e-4, steps=8, dtype="float32"),
+    *(
+        Model(
+            f"qwen3.5-{live}", "Qwen3_5", DELTA_NET, 0.15, options={"norm_center": 0.0, "silent": (silent,)}
+        )
+        for live, silent in (
+            ("attention", "layers.0.linear_attn.out_proj"),
+            ("linear", "layers.1.self_attn.o_proj"),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
+def model(request: pytest.FixtureRequest) -> Model:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(model: Model, tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
+    path = tmp_path_factory.mktemp(model.name)
+
+    run_apart(_save, path, model, log=engine_logs / "models.log")
+    return path
+
+
+def _save(path: Path, model: Model) -> None:
+    save_vision(path, model.kind, model.fields, **model.options)
+
+
+@pytest.fixture(scope="module")
+def engine(module_engine: EngineFactory, path: Path, model: Model) -> Iterator[Engine]:
+    with module_engine(path, dtype=model.dtype, **ENGINE) as started:
+        yield started
+        left = started.call(audit)
+        assert left.clean, left
+
+
+def farthest(one: Answer, other: Answer, steps: int) -> float:
+    """Largest difference of a logprob in the first ``steps`` answers, whose tokens are the same."""
+    assert one.tokens[: steps - 1] == other.tokens[: steps - 1]
+    pairs = zip(one.logprobs[0][:steps], other.logprobs[0][:steps], strict=True)
+    return max(abs(a[t] - b[t]) for a, b in pairs for t in a)
+
+
+@pytest.mark.fast("qwen2-vl", "qwen3.5-attention")
+def test_composed_is_full_recompute(engine: Engine, model: Model) -> None:
+    for name, given in ASKS.items():
+        [plain] = engine.ask(given.plain())
+        for extra in ({}, {"hypic_link": "block"}, {"hypic_context": "lead"}, {"hypic_link": "epic-8"}):
+            [composed] = engine.ask(replace(given, extra=extra))
+            found = farthest(composed, plain, model.steps)
+            assert found <= model.bound, f"{name} {extra}: {found:.1e}"
+
+
+@pytest.mark.fast("qwen2-vl", "qwen3.5-attention")
+def test_cold_is_warm(engine: Engine) -> None:
+    for given in ASKS.values():
+        engine.reset()
+        cold, warm = engine.ask_one_by_one(given, given)
+        assert same(cold, warm) and warm.cached > cold.cached == 0
+
+
+@pytest.mark.fast("qwen2-vl", "qwen3.5-attention")
+def test_documents_with_images_serve_any_order(engine: Engine) -> None:
+    engine.reset()
+    first, second = engine.ask_one_by_one(ASKS["segment"], ASKS["reordered"])
+    assert first.cached == 0
+    tokens = engine.call(prompt_tokens, ASKS["reordered"])
+    assert second.cached == tokens - len(QUERY) - 2 * 16  # all but the seam windows
+
+
+def prompt_tokens(llm: Any, given: Ask) -> int:
+    """Of the logical prompt, with those that stand for images."""
+    [output] = llm.generate(
+        [{"prompt_token_ids": list(given.plain().tokens), "multi_modal_data": given.media}]
+    )
+    return len(output.prompt_token_ids)
+
+
+@pytest.mark.parametrize("model", MODELS[:2], ids=str, indirect=True)
+@pytest.mark.fast("qwen2-vl")
+def test_another_image_is_another_record(engine: Engine, model: Model) -> None:
+    engine.reset()
+    shown = ASKS["segment"]
+    other = replace(shown, media={"image": [picture(7, *TALL.size[::-1]), WIDE]})
+    [first] = engine.ask(shown)
+    [second] = engine.ask(other)
+    assert second.cached == len(LEAD) + len(SECOND) - 16, "the document's record was of another image"
+    assert farthest(second, first, 1) > 6 * model.bound, "the image goes unseen"
+
+
+@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
+def test_a_position_too_many_is_seen(engine: Engine, model: Model) -> None:
+    """Were tokens behind an image to count its tokens, or its own to be rotated alike, the bound would be
+    broken by a factor of a thousand."""
+    given = ASKS["segment"]
+    [plain] = engine.ask(given.plain())
+    engine.reset()
+    engine.call(count_tokens)
+    [wrong] = engine.ask(given)
+    engine.call(count_positions)
+    engine.reset()
+    assert farthest(wrong, plain, 1) > 1000 * model.bound
+
+
+def count_tokens(llm: Any) -> None:
+    from vllm_hypic.connector.scheduler import worker_view
+
+    worker_view.hypic_right = worker_view.rotary
+    worker_view.rotary = lambda positions, media: list(positions)
+
+
+def count_positions(llm: Any) -> None:
+    from vllm_hypic.connector.scheduler import worker_view
+
+    worker_view.rotary = worker_view.hypic_right
+
+
+@pytest.mark.parametrize("model", MODELS[:2], ids=str, indirect=True)
+@pytest.mark.fast("qwen2-vl")
+def test_videos_too(engine: Engine, model: Model) -> None:
+    plain, composed = engine.ask_one_by_one(MOVING.plain(), MOVING)
+    assert farthest(composed, plain, model.steps) <= model.bound
+
+
+@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
+def test_plain_and_full_are_stock(
+    engine: Engine, start_engine: EngineFactory, path: Path, model: Model
+) -> None:
+    """Bit for bit, and a second time, from the encoder's cache."""
+    asks = list(ASKS.values())
+    with start_engine(path, hypic=False, dtype=model.dtype, **ENGINE) as stock:
+        theirs = stock.ask_one_by_one(*(given.plain() for given in asks))
+    ours = engine.ask_one_by_one(*(given.plain() for given in asks))
+    full = engine.ask_one_by_one(*(replace(given, extra={"hypic_link": "full"}) for given in asks))
+    for a, b, c in zip(theirs, ours, full, strict=True):
+        assert same(a, b) and same(a, c)
+
+
+@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
+def test_named_segments(engine: Engine, model: Model) -> None:
+    """By indices of the prompt with the tokens that stand for images; none is cut."""
+    given = ask(query=[*DOCUMENT, *SECOND, *QUERY], image=[TALL]).plain()
+    [plain] = engine.ask(given)
+    end = engine.call(prompt_tokens, given) - len(QUERY)
+    begin, second = len(LEAD), end - len(SECOND)
+    named = replace(given, extra={"hypic_segments": [begin, second, second, end]})
+    cold, warm = engine.ask_one_by_one(named, named)
+    assert farthest(cold, plain, model.steps) <= model.bound
+    assert warm.cached == end - 2 * 16
+    cut = replace(given, extra={"hypic_segments": [begin, begin + 70, second, end]})
+    with pytest.raises(EngineError, match="are one image, which an edge of a segment cuts"):
+        engine.ask(cut)
+
+
+def test_two_layers_agree_with_the_oracle(
+    start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """What a record's second layer has seen is what it should have: the segment and its image, alone."""
+    model = replace(MODELS[0], fields=QWEN2 | {"num_hidden_layers": 2})
+    run_apart(_save, tmp_path, model, log=engine_logs / "models.log")
+    oracle = VisionOracle(tmp_path)
+    lead, query = [*LEAD, *PICTURE], [*PICTURE, *QUERY]
+    images = {False: [WIDE, TALL, WIDE], True: [WIDE, TALL, WIDE]}
+    with start_engine(tmp_path, dtype="float32", max_logprobs=-1) as engine:
+        for turned, shown in images.items():
+            segments = [SECOND, DOCUMENT] if turned else [DOCUMENT, SECOND]
+            given = ask(*segments, lead=lead, query=query, image=shown)
+            for one, whole in ((given, False), (given.plain(), True)):
+                [answer] = engine.ask(one)
+                expected = oracle.next_token_logprobs(lead, segments, query, shown, whole=whole)
+                found = max(abs(answer.first[t] - float(p)) for t, p in enumerate(expected))
+                assert found <= ORACLE_BOUND, f"{turned} {whole}: {found:.1e}"
+            link = oracle.next_token_logprobs(lead, segments, query, shown) - expected
+            assert float(link.abs().max()) > 10 * ORACLE_BOUND, "the link's own difference goes unseen"
+
+
+@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
+def test_refused(engine: Engine, model: Model) -> None:
+    assert engine.call(refusals) == [
+        None,
+        "audio inputs are not supported, image and video inputs are",
+        "image inputs are not supported where vLLM gives them no digests: "
+        "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0",
+        "image inputs are not supported with --mm-processor-cache-type shm: "
+        "the scheduler, which needs the size of images, does not see them; expected lru",
+        "image inputs are not supported by this model: its windows count tokens, "
+        "and its three-dimensional positions (M-RoPE) do not",
+        "image inputs are not supported by this model: its images attend to what stands behind them",
+    ]
+
+
+def refusals(llm: Any) -> list[str | None]:
+    """What the engine's front end would say if the request or the engine were others."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    from vllm_hypic.engine.media import refused_media
+
+    config = llm.llm_engine.vllm_config
+    model = config.model_config
+
+    def said(modality: str = "image", **changed: Any) -> str | None:
+        parts = (model.multimodal_config, model, model.hf_text_config)
+        where = {name: next(part for part in parts if hasattr(part, name)) for name in changed}
+        before = {name: getattr(part, name) for name, part in where.items()}
+        try:
+            for name, part in where.items():
+                object.__setattr__(part, name, changed[name])
+            return refused_media([MultiModalFeatureSpec(None, modality, "x", PlaceholderRange(0, 4))], config)
+        finally:
+            for name, part in where.items():
+                object.__setattr__(part, name, before[name])
+
+    return [
+        said(),
+        said("audio"),
+        said(mm_processor_cache_gb=0),
+        said(mm_processor_cache_type="shm"),
+        said(layer_types=["full_attention", "sliding_attention"]),
+        said(is_mm_prefix_lm=True),
+    ]
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %} <|vision_start|><|image_pad|><|vision_end|> {% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
+def test_chat(engine: Engine, model: Model) -> None:
+    """A chat whose documents are texts and an image, between separators."""
+    engine.reset()
+    texts = [" ".join(f"w{i}" for i in piece) for piece in (LEAD, FIRST, SECOND, QUERY)]
+    plain, cold, warm = engine.call(chat, texts, WIDE)
+    assert cold[:2] == warm[:2] and warm[2] > cold[2] == 0
+    assert cold[0] == plain[0]
+    assert max(abs(a - b) for a, b in zip(cold[1], plain[1], strict=True)) <= model.bound
+
+
+def chat(llm: Any, texts: list[str], image: Image.Image) -> list[tuple[tuple[int, ...], list[float], int]]:
+    """Answer, its logprobs, and tokens from records: without separators, and twice with them."""
+    from vllm import SamplingParams
+
+    sep = llm.get_tokenizer().prompt_texts.sep
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+    found = []
+    for mark in (" ", sep, sep):
+        lead, first, second, query = texts
+        content = [
+            {"type": "text", "text": f"{lead}{mark}{first}"},
+            {"type": "image_pil", "image_pil": image},
+            {"type": "text", "text": f"{mark}{second}{mark}{query}"},
+        ]
+        [output] = llm.chat(
+            [{"role": "user", "content": content}],
+            params,
+            chat_template=TEMPLATE,
+            chat_template_content_format="openai",
+            use_tqdm=False,
+        )
+        sample = output.outputs[0]
+        logprobs = [at[t].logprob for t, at in zip(sample.token_ids, sample.logprobs, strict=True)]
+        found.append((tuple(sample.token_ids), logprobs, output.num_cached_tokens or 0))
+    return found

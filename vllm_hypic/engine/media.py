@@ -1,0 +1,135 @@
+"""Images of vLLM's requests: where they stand, how many positions they take, and which a stream computes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ..primitives.media import Media, Medium
+from ..primitives.pieces import PromptError
+from ..primitives.plan import PromptPlan
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+MODALITIES = ("image", "video")
+"""What prompts with segments may have beside text."""
+
+
+def refused_media(features: Sequence[MultiModalFeatureSpec], vllm_config: VllmConfig) -> str | None:
+    """Why prompts with segments cannot have these inputs; ``None``: they can."""
+    model = vllm_config.model_config
+    processing = model.get_multimodal_config()
+    for feature in features:
+        if feature.modality not in MODALITIES:
+            return f"{feature.modality} inputs are not supported, {' and '.join(MODALITIES)} inputs are"
+    if model.is_encoder_decoder:
+        return "image inputs of encoder-decoder models are not supported"
+    if model.is_mm_prefix_lm:
+        return "image inputs are not supported by this model: its images attend to what stands behind them"
+    if not processing.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        return (
+            "image inputs are not supported where vLLM gives them no digests: "
+            "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0"
+        )
+    if model.uses_mrope:
+        if _has_windows(model):
+            return (
+                "image inputs are not supported by this model: its windows count tokens, "
+                "and its three-dimensional positions (M-RoPE) do not"
+            )
+        if processing.mm_processor_cache_gb and processing.mm_processor_cache_type == "shm":
+            return (
+                "image inputs are not supported with --mm-processor-cache-type shm: "
+                "the scheduler, which needs the size of images, does not see them; expected lru"
+            )
+    return None
+
+
+def _has_windows(model: ModelConfig) -> bool:
+    text = model.hf_text_config
+    if kinds := getattr(text, "layer_types", None):
+        return any("sliding" in kind for kind in kinds)
+    return model.get_sliding_window() is not None and getattr(text, "use_sliding_window", True)
+
+
+def placed(features: Sequence[MultiModalFeatureSpec]) -> Media:
+    """Where a prompt's images stand, by indices of its tokens.  Raises :class:`PromptError` where one lies in
+    another."""
+    media: list[Medium] = []
+    for feature in features:
+        at = feature.mm_position
+        if media and at.offset < media[-1].stop:
+            raise PromptError(f"{feature.modality} at token {at.offset}: overlaps the one before it")
+        media.append(Medium(at.offset, at.offset + at.length, feature.identifier))
+    return tuple(media)
+
+
+class MediaReader:
+    """Reads the images of one engine's requests; for one thread."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+
+    def of(self, features: Sequence[MultiModalFeatureSpec], token_ids: Sequence[int]) -> Media:
+        """The images of a prompt, by indices of its tokens.
+
+        Raises :class:`PromptError` where one lies in another, or nothing tells how many positions it takes.
+        """
+        media = placed(features)
+        if not self._model.uses_mrope:
+            return media
+        return tuple(
+            self._measured(medium, feature, list(token_ids[medium.start : medium.stop]))
+            for medium, feature in zip(media, features, strict=True)
+        )
+
+    @cached_property
+    def _positions(self) -> Any:
+        """The model class's own rule for three-dimensional positions, without a model: it reads the
+        configuration."""
+        from vllm.model_executor.model_loader.utils import get_model_cls
+
+        cls: Any = get_model_cls(self._model)
+        unbuilt = object.__new__(cls)
+        object.__setattr__(unbuilt, "config", self._model.hf_config)
+        return unbuilt.get_mrope_input_positions
+
+    def _measured(self, medium: Medium, feature: MultiModalFeatureSpec, tokens: list[int]) -> Medium:
+        """With what the model's rule says of the image alone."""
+        length = len(tokens)
+        try:
+            found, _ = self._positions([*tokens, 0], [moved(feature, 0)])
+        except (AttributeError, KeyError, TypeError, AssertionError, NotImplementedError) as e:
+            raise PromptError(
+                f"{self._model.architecture} does not tell without a loaded model where tokens behind an "
+                f"{feature.modality} stand ({type(e).__name__}: {e}): ask without separators and segments"
+            ) from e
+        time, behind = found[0].tolist(), set(found[:, -1].tolist())
+        if len(time) != length + 1 or len(behind) > 1:
+            raise PromptError(
+                f"{self._model.architecture} does not number all dimensions alike behind an "
+                f"{feature.modality}: ask without separators and segments"
+            )
+        if time == list(range(length + 1)):
+            return medium
+        return replace(medium, offsets=tuple(time[:-1]), span=time[-1])
+
+
+def in_stream(features: Sequence[MultiModalFeatureSpec], plan: PromptPlan) -> list[MultiModalFeatureSpec]:
+    """Those of the plan's images whose tokens its stream computes, where they stand in it."""
+    found = []
+    for feature, medium in zip(features, plan.media, strict=True):
+        at = bisect_left(plan.positions, medium.start)
+        if at < len(plan.positions) and plan.positions[at] == medium.start:
+            found.append(moved(feature, at))
+    return found
+
+
+def moved(feature: MultiModalFeatureSpec, offset: int) -> MultiModalFeatureSpec:
+    """The same input at another place in the prompt."""
+    return replace(feature, mm_position=replace(feature.mm_position, offset=offset))
