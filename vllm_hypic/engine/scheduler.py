@@ -32,9 +32,10 @@ from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
 from .explaining import explanation
-from .front_end import refusal
+from .front_end import reason_not_to_cut
 from .idle_wait import IdleWait, watch_arrivals
 from .instance import RoutedInstance
+from .prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -85,6 +86,7 @@ class _HypicMixin(Scheduler):
             name_weights=self.hypic.name_weights,
         )
         self._commands.start()
+        self._prompt_logprobs = PromptLogprobs(self.hypic.planner.ids)
         self._idle_wait = IdleWait()
         self._ran = True
         """Something ran in the last step, or has come in since."""
@@ -136,6 +138,7 @@ class _HypicMixin(Scheduler):
             key = self.hypic.namespace.renamed(plan.segments[0].key) if plan and plan.segments else None
             self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
         if plan is not None:
+            self._prompt_logprobs.expect(request, wanted.token_ids, plan)
             self._adopt(request, plan, transfer, mode)
 
     def _explain(self, request: Request) -> None:
@@ -143,15 +146,13 @@ class _HypicMixin(Scheduler):
         moved, loaded or kept by it."""
         self.hypic.retention.drop_expired()  # as the next pump() does
         found, wanted = _take_found(request), _plan_request(request)
-        refused = refusal(request, self.hypic.planner.ids)
+        uncut = reason_not_to_cut(request, self.hypic.planner.ids)
         answer: Explanation | Failure
         try:
             if (plan := self.hypic.planner.plan(wanted)) is not None:
                 self._set_stream(request, plan)
             prefix_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
-            answer = explanation(
-                wanted, plan, self.hypic, *found, prefix_cached=prefix_cached, refused=refused
-            )
+            answer = explanation(wanted, plan, self.hypic, *found, prefix_cached=prefix_cached, uncut=uncut)
         except (LinkError, PromptError) as e:
             answer = Failure(400, str(e))
         self._commands.submit_answer(request.request_id, answer)
@@ -212,9 +213,11 @@ class _HypicMixin(Scheduler):
                 self._commands.forget(request_id)
                 continue
             answer = self._commands.take_answer(request_id)
+            nulls = self._prompt_logprobs.of_prompt(request_id, None)
             if self.finish_requests(request_id, status):
                 reason = request.get_finished_reason()
                 output = EngineCoreOutput(request_id, [], finish_reason=reason, kv_transfer_params=answer)
+                output.new_prompt_logprobs_tensors = nulls
                 finished.append((output, request.client_index))
         return finished
 
@@ -298,6 +301,10 @@ class _HypicMixin(Scheduler):
             self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
         super()._free_request_blocks(request)
 
+    def _free_blocks(self, request: Request) -> None:
+        self._prompt_logprobs.forget(request.request_id)
+        super()._free_blocks(request)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -305,6 +312,9 @@ class _HypicMixin(Scheduler):
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
         hits = {r: self.hypic.hit_tokens(r) for r in scheduler_output.num_scheduled_tokens}
         plans = {r: p for r in hits if (p := self.hypic.plan_of(r)) is not None}
+        prompts = model_runner_output.prompt_logprobs_dict
+        for request_id, stream in prompts.items():
+            prompts[request_id] = self._prompt_logprobs.of_prompt(request_id, stream)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for core_outputs in outputs.values():
             core_outputs.outputs = [o for o in core_outputs.outputs if o.request_id not in internal]
