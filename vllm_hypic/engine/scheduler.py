@@ -138,8 +138,19 @@ class _HypicMixin(Scheduler):
             key = self.hypic.namespace.renamed(plan.segments[0].key) if plan and plan.segments else None
             self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
         if plan is not None:
+            self._look_for_reasoning(request)
             self._prompt_logprobs.expect(request, wanted.token_ids, plan)
             self._adopt(request, plan, transfer, mode)
+
+    def _look_for_reasoning(self, request: Request) -> None:
+        """Decide whether a prompt has ended the model's reasoning, behind which grammars begin, while it is
+        whole."""
+        asked = request.structured_output_request
+        if asked is None or asked.reasoning_ended is not None:
+            return
+        reasoner = self.structured_output_manager._get_reasoner(request)
+        if reasoner is not None:
+            asked.reasoning_ended = reasoner.is_reasoning_end(request.prompt_token_ids or [])
 
     def _explain(self, request: Request) -> None:
         """Answer what the request would be, and end it unrun.  Looks records up without using them: none is
