@@ -125,6 +125,16 @@ def test_padding_and_dependent_tokens(exact: Engine) -> None:
     )
 
 
+def test_named_segments(exact: Engine) -> None:
+    """The same segments, named in a prompt without separators."""
+    bounds = [len(LEAD), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST + SECOND)]
+    named = Ask(ask().plain().tokens, 1, LINK | {"hypic_segments": bounds}, sampling=ask().sampling)
+    marked = exact.call(scored, ask(**LINK))[0]
+    assert exact.call(scored, named)[0] == [
+        entry for token, entry in zip(PROMPT, marked, strict=True) if token != SEP
+    ]
+
+
 def test_a_prompt_that_only_warms_its_segments_has_nulls(exact: Engine) -> None:
     assert given(exact.call(scored, ask((*LEAD, SEP, *FIRST, SEP), **LINK))[0]) == []
 
