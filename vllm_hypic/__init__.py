@@ -23,6 +23,7 @@ def register() -> None:
         engine_args,
         engine_inbox,
         engine_stop,
+        null_prompt_logprobs,
         request_check,
     )
 
@@ -33,6 +34,7 @@ def register() -> None:
         engine_args,
         engine_inbox,
         engine_stop,
+        null_prompt_logprobs,
         request_check,
     ):
         patch.apply()

@@ -340,7 +340,10 @@ def audit(llm: Any) -> Audit:
         pinned=side.directory.pinned,
         composed=len(side.admission.requests) + len(side.admission._pending),
         captures=len(requests._segments) + len(requests._lost) + len(side.arrivals) + len(side._deliveries),
-        held=len(side._held) + len(scheduler._ending) + len(scheduler._commands._answers),
+        held=len(side._held)
+        + len(scheduler._ending)
+        + len(scheduler._commands._answers)
+        + len(scheduler._prompt_logprobs._rows),
         worker_streams=len(worker._streams),
         worker_captures=len(worker._captures),
         carried=sum(len(layer.carries) for layer in worker.runtime.carrying),

@@ -58,3 +58,23 @@ def save(
     model.to(dtype).save_pretrained(path)
     random_models.save_tokenizer(path, 512)
     return path
+
+
+def save_adapter(path: Path, seed: int, rank: int = 8) -> None:
+    """Save a random LoRA adapter of the projections of a one-layer attention model of :data:`SMALL`."""
+    import json
+
+    from safetensors.torch import save_file
+
+    rng = torch.Generator().manual_seed(seed)
+    hidden, head = SMALL["hidden_size"], SMALL["head_dim"]
+    sizes = {"q_proj": SMALL["num_attention_heads"], "k_proj": 2, "v_proj": SMALL["num_key_value_heads"]}
+    weights = {}
+    for name, heads in sizes.items():
+        for part, shape in (("lora_A", (rank, hidden)), ("lora_B", (heads * head, rank))):
+            key = f"base_model.model.model.layers.0.self_attn.{name}.{part}.weight"
+            weights[key] = torch.randn(shape, generator=rng) / shape[1] ** 0.5
+    path.mkdir(parents=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4 * rank, "target_modules": list(sizes)}
+    (path / "adapter_config.json").write_text(json.dumps(config))

@@ -156,6 +156,7 @@ def byte_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
         *("--chat-template", str(template)),
         *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         env=ENV | CACHE_API | ONE_PROCESS,
         log=folder / "server.log",
     ) as server:

@@ -40,8 +40,6 @@ REFUSALS = {
     "unknown option": ({"vllm_xargs": {"hypic_seem": 4}}, "unknown request option 'hypic_seem'"),
     "only separators": ({"prompt": SEP * 3}, "no tokens besides separators"),
     "only padding": ({"prompt": PAD + SEP + PAD}, "no tokens besides separators"),
-    "prompt_logprobs": ({"prompt_logprobs": 1}, "prompt_logprobs (or echo with logprobs) are not supported"),
-    "echo with logprobs": ({"echo": True, "logprobs": 1}, "prompt_logprobs (or echo with logprobs)"),
     "too long": ({"prompt": SEP.join(["w1 " * 20000, "w2 " * 500, "w3"])}, "maximum context length is 20480"),
     "too long by padding": ({"prompt": "w1" + PAD * 20500 + SEP + "w2"}, "maximum context length is 20480"),
 }

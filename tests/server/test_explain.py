@@ -203,7 +203,6 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "x", "cache_salt": "a/b"}, "cache_salt"),
     ({"prompt": "x", "vllm_xargs": {"hypic_segment": "paragraphs"}}, "hypic_segment='paragraphs'"),
     ({"prompt": "x", "vllm_xargs": {"hypic_command": "explain"}}, "'hypic_command'"),
-    ({"prompt": f"x{SEP}y", "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"prompt": "<|hypic_segment:nobody|>"}, "nobody"),
     ({"messages": [{"role": "user"}], "tools": 3}, "tools"),
     ({"messages": []}, "at least one message"),

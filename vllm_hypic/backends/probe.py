@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..errors import ConfigError
@@ -93,7 +94,9 @@ def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> N
     context = set_forward_context(
         None, runner.vllm_config, num_tokens=PROBE_TOKENS, skip_compiled=skip_compiled
     )
-    with torch.inference_mode(), context:
+    # With adapters each pass says which of its tokens have one: none.
+    no_adapters = runner.maybe_select_dummy_loras(runner.lora_config, np.array([PROBE_TOKENS]))
+    with torch.inference_mode(), context, no_adapters:
         runner.get_model()(
             input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
         )

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from .build import build_scheduler_side, build_worker_side
 from .metadata import HypicMetadata, WorkerReport
+from .prompt_readers import prompt_readers
 from .stats import HypicCounters, HypicPromMetrics, HypicStats
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         self._told: HypicCounters | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = build_scheduler_side(vllm_config, kv_cache_config)
+            self._reads_prompt = prompt_readers(vllm_config)
         else:
             self.worker = build_worker_side(vllm_config, kv_cache_config)
 
@@ -66,8 +68,8 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.instruct(metadata)
         for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params
-            penalised = sampling is not None and sampling.repetition_penalty != 1.0
-            if (stream := self.scheduler.stream_plan(new.req_id, penalised=penalised)) is not None:
+            asked = sampling is not None and self._reads_prompt(sampling)
+            if (stream := self.scheduler.stream_plan(new.req_id, with_prompt=asked)) is not None:
                 metadata.streams[new.req_id] = stream
             if (capture := self.scheduler.capture_plan(new.req_id)) is not None:
                 metadata.captures[new.req_id] = capture

@@ -22,11 +22,11 @@ def explanation(
     pieces: Mapping[str, int],
     *,
     prefix_cached: int,
-    refused: str | None,
+    uncut: str | None,
 ) -> Explanation:
     """``mode``, ``pieces``: how the segments of ``plan`` were found, and what became of the pieces;
-    ``prefix_cached``: tokens of its stream that vLLM's prefix cache has; ``refused``: what the request asks
-    for that only plain ones get.  Changes nothing.
+    ``prefix_cached``: tokens of its stream that vLLM's prefix cache has; ``uncut``: why no segments are
+    looked for.  Changes nothing.
     """
     config, ids = side.config, side.planner.ids
     own = [i for i, token in enumerate(request.token_ids) if ids.marker(token) is None]
@@ -42,10 +42,10 @@ def explanation(
         looked = segment_mode_of_request(request.extra_args, config.segment.mode)
         if not link.reuse:
             reason = f"link method {link.name!r} reuses nothing"
-        elif refused is not None:
-            reason = refused
         elif plan is not None or pieces.get("pieces"):
             reason = "no piece of the prompt is long enough for a record, or the pool is too small"
+        elif uncut is not None:
+            reason = uncut
         elif looked == "off":
             reason = "the prompt has no separators, and hypic_segment is 'off'"
         else:

@@ -111,8 +111,8 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
         return "prompt_embeds are not supported"
     if request.resumable:
         return "streaming input is not supported"
-    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
-        return "prompt_logprobs (or echo with logprobs) are not supported: cached tokens are not computed"
+    if params.prompt_logprob_token_ids is not None:
+        return "prompt_logprob_token_ids are not supported"
     markers = (primitives.sep, primitives.pdep, primitives.pad)
     if all(token in markers for token in request.prompt_token_ids or []):
         return "the prompt has no tokens besides separators, PDep and padding"
@@ -136,10 +136,13 @@ def _refused_images(request: EngineCoreRequest, vllm_config: VllmConfig, spans: 
     return None
 
 
-def unsearched(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
-    """Why no segments are looked for in a request without separators, or ``None``."""
+def reason_not_to_cut(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
+    """Why no segments are to be found in a prompt that names none, or ``None``."""
     if request.mm_features and not primitives.contains(request.prompt_token_ids or ()):
         return "segments are not looked for in prompts with images: separators, or hypic_segments, cut them"
+    params = request.sampling_params
+    if params is not None and params.prompt_logprobs is not None:
+        return "prompt_logprobs (or echo with logprobs) are null for tokens of segments"
     return refusal(request, primitives)
 
 

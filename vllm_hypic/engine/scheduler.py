@@ -33,10 +33,11 @@ from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
 from .explaining import explanation
-from .front_end import unsearched
+from .front_end import reason_not_to_cut
 from .idle_wait import IdleWait, watch_arrivals
 from .instance import RoutedInstance
 from .media import MediaReader, in_stream, moved
+from .prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -91,6 +92,7 @@ class _HypicMixin(Scheduler):
             name_weights=self.hypic.name_weights,
         )
         self._commands.start()
+        self._prompt_logprobs = PromptLogprobs(self.hypic.planner.ids)
         self._idle_wait = IdleWait()
         self._ran = True
         """Something ran in the last step, or has come in since."""
@@ -142,6 +144,8 @@ class _HypicMixin(Scheduler):
             key = self.hypic.namespace.renamed(plan.segments[0].key) if plan and plan.segments else None
             self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
         if plan is not None:
+            self._look_for_reasoning(request)
+            self._prompt_logprobs.expect(request, wanted.token_ids, plan)
             self._adopt(request, plan, transfer, mode)
 
     def _plan_request(self, request: Request) -> PlanRequest:
@@ -155,20 +159,28 @@ class _HypicMixin(Scheduler):
             media=lambda: self._media.of(request.mm_features, ids),
         )
 
+    def _look_for_reasoning(self, request: Request) -> None:
+        """Decide whether a prompt has ended the model's reasoning, behind which grammars begin, while it is
+        whole."""
+        asked = request.structured_output_request
+        if asked is None or asked.reasoning_ended is not None:
+            return
+        reasoner = self.structured_output_manager._get_reasoner(request)
+        if reasoner is not None:
+            asked.reasoning_ended = reasoner.is_reasoning_end(request.prompt_token_ids or [])
+
     def _explain(self, request: Request) -> None:
         """Answer what the request would be, and end it unrun.  Looks records up without using them: none is
         moved, loaded or kept by it."""
         self.hypic.retention.drop_expired()  # as the next pump() does
         found, wanted = _take_found(request), self._plan_request(request)
-        refused = unsearched(request, self.hypic.planner.ids)
+        uncut = reason_not_to_cut(request, self.hypic.planner.ids)
         answer: Explanation | Failure
         try:
             if (plan := self.hypic.planner.plan(wanted)) is not None:
                 self._set_stream(request, plan)
             prefix_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
-            answer = explanation(
-                wanted, plan, self.hypic, *found, prefix_cached=prefix_cached, refused=refused
-            )
+            answer = explanation(wanted, plan, self.hypic, *found, prefix_cached=prefix_cached, uncut=uncut)
         except (LinkError, PromptError) as e:
             answer = Failure(400, str(e))
         self._commands.submit_answer(request.request_id, answer)
@@ -232,9 +244,11 @@ class _HypicMixin(Scheduler):
                 self._commands.forget(request_id)
                 continue
             answer = self._commands.take_answer(request_id)
+            nulls = self._prompt_logprobs.of_prompt(request_id, None)
             if self.finish_requests(request_id, status):
                 reason = request.get_finished_reason()
                 output = EngineCoreOutput(request_id, [], finish_reason=reason, kv_transfer_params=answer)
+                output.new_prompt_logprobs_tensors = nulls
                 finished.append((output, request.client_index))
         return finished
 
@@ -320,6 +334,10 @@ class _HypicMixin(Scheduler):
             self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
         super()._free_request_blocks(request)
 
+    def _free_blocks(self, request: Request) -> None:
+        self._prompt_logprobs.forget(request.request_id)
+        super()._free_blocks(request)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -327,6 +345,9 @@ class _HypicMixin(Scheduler):
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
         hits = {r: self.hypic.hit_tokens(r) for r in scheduler_output.num_scheduled_tokens}
         plans = {r: p for r in hits if (p := self.hypic.plan_of(r)) is not None}
+        prompts = model_runner_output.prompt_logprobs_dict
+        for request_id, stream in prompts.items():
+            prompts[request_id] = self._prompt_logprobs.of_prompt(request_id, stream)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for core_outputs in outputs.values():
             core_outputs.outputs = [o for o in core_outputs.outputs if o.request_id not in internal]

@@ -17,7 +17,7 @@ from ..primitives.segmenter import Found, Segmenter
 from ..primitives.structure import locate
 from ..primitives.token_texts import TokenTexts
 from ..primitives.tokens import PrimitiveIds
-from .front_end import unsearched
+from .front_end import reason_not_to_cut
 from .renderer import CHAT
 from .token_lengths import TokenLengths
 
@@ -36,7 +36,7 @@ class SegmentFinder:
 
     def find(self, request: EngineCoreRequest, prompt: Any) -> None:
         """Write the segments of a checked request, and what became of its pieces, into its extra arguments,
-        unless it names segments itself, has separators, or asks for something that only plain requests get.
+        unless it names segments itself, has separators, or asks for what segments would take away.
 
         ``prompt``: what the request was made of, an engine input of :class:`.renderer.HypicRenderer`.
         """
@@ -51,7 +51,7 @@ class SegmentFinder:
         mode = segment_mode_of_request(extra, config.segment.mode)
         if mode == "off" or not link_of_request(extra, config.link_defaults).reuse:
             return
-        if self._primitives.contains(ids) or unsearched(request, self._primitives) is not None:
+        if self._primitives.contains(ids) or reason_not_to_cut(request, self._primitives):
             return
         found = self.found(ids, mode, prompt)
         params.extra_args = {**(params.extra_args or {}), FOUND: {"mode": mode, **found.counts}}

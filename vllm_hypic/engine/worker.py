@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import CompilationMode
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -20,9 +21,9 @@ from ..connector.connector import HypicConnector
 from ..connector.metadata import HypicMetadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
+from .batch_updates import PromptTellingBuilder
 
 if TYPE_CHECKING:
-    import numpy as np
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -31,6 +32,8 @@ else:
     GPUModelRunner = WorkerBase = object
 
 logger = init_logger("vllm.hypic.worker")
+
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
 def worker_side() -> WorkerSide:
@@ -49,7 +52,7 @@ def current_step() -> StepContext | None:
 
 
 class HypicModelRunner(GPUModelRunner):
-    """Mixin for vLLM's V1 model runners: logical positions, and penalties over logical prompts."""
+    """Mixin for vLLM's V1 model runners: logical positions, and sampling that sees logical prompts."""
 
     _counted: SamplingMetadata | None = None
 
@@ -95,6 +98,19 @@ class HypicModelRunner(GPUModelRunner):
             self._count_segments()
         return prepared
 
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        batch = self.input_batch
+        if not isinstance(batch.batch_update_builder, PromptTellingBuilder):
+            batch.batch_update_builder = PromptTellingBuilder(batch.batch_update_builder, self._whole_prompts)
+        metadata = scheduler_output.kv_connector_metadata
+        assert isinstance(metadata, HypicMetadata)
+        worker_side().absorb(metadata)  # the prompts of new requests
+        return super()._update_states(scheduler_output)
+
+    def _whole_prompts(self) -> dict[int, np.ndarray]:
+        prompts = worker_side().prompts.items()
+        return {id(self.requests[r].prompt_token_ids): prompt for r, prompt in prompts if r in self.requests}
+
     def _count_segments(self) -> None:
         """Have repetition penalties see the prompt's tokens that are not in the stream."""
         batch = self.input_batch
@@ -102,7 +118,8 @@ class HypicModelRunner(GPUModelRunner):
         if metadata.no_penalties or metadata is self._counted:
             return
         self._counted = metadata
-        read = [worker_side().tokens_read(request_id) for request_id in batch.req_ids]
+        prompts = worker_side().prompts
+        read = [np.unique(prompts.get(request_id, _NO_TOKENS)) for request_id in batch.req_ids]
         if (most := max(map(len, read))) == 0:
             return
         more = torch.full((len(read), most), batch.vocab_size)  # which stands for no token

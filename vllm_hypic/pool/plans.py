@@ -88,8 +88,8 @@ class StreamPlan:
     ``kv_positions [columns]`` int64: token slot in the pool and logical position of every
     public column, the request's interiors laid end to end.  ``islands``: ranges ``[begin, end)`` of stream
     indices, ascending, behind which linear layers go on from the state before them: a record that is applied
-    later has these tokens, too.  No pass ends inside one.  ``read``: distinct tokens of the segments, int64,
-    where sampling asks which tokens a prompt has: not all of them are in the stream.
+    later has these tokens, too.  No pass ends inside one.  ``prompt``: tokens of the whole prompt, int64,
+    where sampling asks for them: not all of them are in the stream.
     """
 
     positions: np.ndarray
@@ -99,7 +99,7 @@ class StreamPlan:
     kv_positions: np.ndarray
     use_transition: bool
     islands: tuple[tuple[int, int], ...] = ()
-    read: np.ndarray | None = None
+    prompt: np.ndarray | None = None
 
     @staticmethod
     def alone(positions: np.ndarray) -> StreamPlan:

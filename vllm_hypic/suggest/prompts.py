@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from ..config.engine import TOKENIZER_MODE, HypicConfig
 from ..connector.build import primitive_ids_of
-from ..engine.front_end import refusal
+from ..engine.front_end import reason_not_to_cut
 from ..engine.tokenizer import publish_texts, refuses_model, register_mode
 from ..errors import ConfigError
 
@@ -121,7 +121,7 @@ class FrontEnd:
         for engine_input in inputs:
             ids, salt = engine_input["prompt_token_ids"], engine_input.get("cache_salt")
             asked = EngineCoreRequest("", ids, None, params, None, 0.0, None, salt, None)
-            yield Prompt(ids, engine_input, salt, refusal(asked, self.primitives) is None)
+            yield Prompt(ids, engine_input, salt, reason_not_to_cut(asked, self.primitives) is None)
 
     async def _render(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
         """The engine's inputs, and parameters of sampling."""

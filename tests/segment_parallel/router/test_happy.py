@@ -136,7 +136,7 @@ def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
         ("no_segments", {"prompt": "a b c"}),
         ("no_segments", {"prompt": [1, 2, 3]}),
         ("unsupported", {"n": 2}),
-        ("unsupported", {"prompt_logprobs": 1}),
+        ("unsupported", {"use_beam_search": True}),
         ("unsupported", {"truncate_prompt_tokens": 9}),
         ("unsupported", {"prompt": ["a <|hypic_sep|> b", "c"]}),
         ("segment_ids", {"prompt": "a <|hypic_segment:x|> b <|hypic_sep|>"}),

@@ -42,7 +42,6 @@ from ..orders import (
 )
 from .link import RecordLink
 
-_NO_TOKENS = np.zeros(0, dtype=np.int64)
 OpenLinks = Callable[[DevicePool, RecordMover], list[RecordLink]]
 
 
@@ -181,10 +180,10 @@ class WorkerSide:
             self.runtime.step = StepContext(composed, captures, self.device, batch, contexts)
         return self.runtime.step
 
-    def tokens_read(self, request_id: str) -> np.ndarray:
-        """Distinct tokens of a request's segments, int64, where its sampling asks for them."""
-        stream = self._streams.get(request_id)
-        return _NO_TOKENS if stream is None or stream.plan.read is None else stream.plan.read
+    @property
+    def prompts(self) -> dict[str, np.ndarray]:
+        """Tokens of whole prompts, int64, of the requests with streams whose sampling asks for them."""
+        return {r: s.plan.prompt for r, s in self._streams.items() if s.plan.prompt is not None}
 
     def end_step(self) -> None:
         """The forward pass is over: records that it completed give spare blocks back and go to the store.

@@ -18,7 +18,6 @@ SEGMENT_ID = "<|hypic_segment:"
 _UNSPREADABLE = (
     "use_beam_search",
     "prompt_embeds",
-    "prompt_logprobs",
     "logprob_token_ids",
     "truncate_prompt_tokens",
     "suffix",
@@ -126,7 +125,6 @@ def _spreadable(body: Mapping[str, Any]) -> bool:
     return (
         body.get("n") in (None, 1)
         and not any(body.get(name) for name in _UNSPREADABLE)
-        and not (body.get("echo") and body.get("logprobs") is not None)
         and isinstance(body.get("cache_salt"), str | None)
         and isinstance(body.get("chat_template_kwargs"), Mapping | None)
         and isinstance(extra, Mapping)

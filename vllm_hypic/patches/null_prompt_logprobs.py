@@ -1,0 +1,50 @@
+"""Patch: prompt logprobs have nulls where nothing was computed.
+
+Target: ``vllm.v1.engine.logprobs.LogprobsProcessor._update_prompt_logprobs``.
+Why: vLLM knows one such token, the first, and takes a row of the engine's for each of the others.  Rows of
+tokens behind one that was read from a record have the rank :data:`NO_RANK` (``engine/prompt_logprobs.py``),
+which stock engines never give.
+Until: vLLM returns prompt logprobs of requests that read a part of their prompt from a cache.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from .signature import require_parameters
+
+NO_RANK = -1
+"""The rank of a prompt token whose logprobs were not computed."""
+
+
+def apply() -> None:
+    """Idempotent; answers without such rows are left alone."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    stock = LogprobsProcessor._update_prompt_logprobs
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "self", "prompt_logprobs_tensors")
+
+    @wraps(stock)
+    def update(self: LogprobsProcessor, prompt_logprobs_tensors: Any) -> None:
+        begin = len(self.prompt_logprobs or ())
+        # All rows: tokens that end in the middle of a character are spelt by those before them.
+        stock(self, prompt_logprobs_tensors)
+        ranks = prompt_logprobs_tensors.selected_token_ranks
+        nulls = {begin + row for row in (ranks == NO_RANK).nonzero().flatten().tolist()}
+        if not nulls:
+            return
+        entries = self.prompt_logprobs
+        assert entries is not None
+        kept = [None if i in nulls else entry for i, entry in enumerate(entries)]
+        if isinstance(entries, FlatLogprobs):
+            self.prompt_logprobs = FlatLogprobs()
+            self.prompt_logprobs.extend(kept)
+        else:
+            self.prompt_logprobs = kept
+
+    update._hypic = True  # type: ignore[attr-defined]
+    LogprobsProcessor._update_prompt_logprobs = update
