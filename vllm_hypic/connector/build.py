@@ -9,7 +9,7 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from ..config.engine import HypicConfig, config_of
-from ..config.segment_parallel import SegmentParallelConfig
+from ..config.segment_parallel import Address, SegmentParallelConfig
 from ..errors import ConfigError
 from ..fingerprint import weights_digest
 from ..pool.codec import RankPart, RecordCodec
@@ -141,8 +141,13 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         part = RankPart(get_pp_group().rank_in_group * heads.world + heads.rank, parallel.world_size)
         links: list[RecordLink] = []
         if config.segment_parallel is not None:
-            codec = RecordCodec(pool, namespace, RankPart(), mover)
-            links.append(_open_transfer(config.segment_parallel, parallel.world_size, codec))
+            if parallel.nnodes > 1:
+                raise ConfigError(
+                    f"hypic config: segment_parallel: nnodes={parallel.nnodes}: expected 1, as an engine's "
+                    "ranks listen at one address"
+                )
+            codec = RecordCodec(pool, namespace, part, mover)
+            links.append(_open_transfer(config.segment_parallel, codec))
         if (store := build_store(config.store, namespace.digest)) is not None:
             link = StoreLink(store, RecordCodec(pool, namespace, part, mover))
             links.append(link)
@@ -164,20 +169,25 @@ def _require_weights_of(context: LearnedContext, vllm_config: VllmConfig) -> Non
         raise ConfigError(f"hypic config: context_file={str(context.path)!r} was tuned for other weights")
 
 
-def _open_transfer(config: SegmentParallelConfig, world: int, codec: RecordCodec) -> TransferLink:
+def _open_transfer(config: SegmentParallelConfig, codec: RecordCodec) -> TransferLink:
     from ..segment_parallel.nixl import open_nixl
     from ..segment_parallel.permits import Permits
     from ..segment_parallel.receiver import Receiver
     from ..segment_parallel.secret import Secret
     from ..segment_parallel.sender import Sender
 
-    if world > 1:
-        raise ConfigError(
-            f"hypic config: segment_parallel: tensor and pipeline parallel size {world}: expected 1, as "
-            "records of several ranks cannot be sent yet"
-        )
     namespace, secret = codec.namespace.digest, Secret.read(config.secret_file)
     Permits.read(config.secret_file)  # what is wrong with it ends the start, not the first request
     exporter, puller = open_nixl(config) if config.transport == "nixl" else (None, None)
-    receiver = Receiver(config.listen, namespace, secret, codec.pool.geometry.nbytes, puller)
+    listen, events = Address.parse(config.listen), Address.parse(config.events)
+    if listen.port < events.port < listen.port + codec.part.world:
+        raise ConfigError(
+            f"hypic config: segment_parallel: events={config.events!r}: expected a port that none of "
+            f"{codec.part.world} ranks listens at, from {listen.port} on"
+        )
+    try:
+        url = listen.of_rank(codec.part.rank).url
+    except ValueError as e:
+        raise ConfigError(f"hypic config: segment_parallel: listen={e}") from e
+    receiver = Receiver(url, namespace, secret, codec.pool.geometry.nbytes, puller)
     return TransferLink(receiver, Sender(namespace, secret, exporter), codec)
