@@ -17,6 +17,7 @@ def register() -> None:
     from . import models
     from .engine.tokenizer import register_mode
     from .patches import (
+        all_stages,
         backend_name,
         cpu_backend_choice,
         cuda_backend_choice,
@@ -28,6 +29,7 @@ def register() -> None:
     )
 
     for patch in (
+        all_stages,
         backend_name,
         cpu_backend_choice,
         cuda_backend_choice,

@@ -89,7 +89,7 @@ FIELDS: dict[str, Reasons] = {
     },
     "parallel_config": {
         "last bits: who computes what": (
-            "pipeline_parallel_size prefill_context_parallel_size data_parallel_size "
+            "prefill_context_parallel_size data_parallel_size "
             "data_parallel_size_local data_parallel_rank data_parallel_rank_local "
             "data_parallel_index is_moe_model enable_hc_sp enable_expert_parallel "
             "enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb eplb_config "

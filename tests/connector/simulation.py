@@ -201,7 +201,8 @@ class Worker:
         return WorkerReport(saved={key})
 
     def push(self, fault: str) -> WorkerReport:
-        return WorkerReport(pushed={self.pushing.pop(0): fault})
+        """The oldest order has ended on every rank, on the first one so."""
+        return WorkerReport(pushed={self.pushing.pop(0): (fault, *[""] * (self.ranks - 1))})
 
 
 @dataclass

@@ -35,8 +35,8 @@ def pushes(orders: list[Order]) -> list[PushRecord]:
     return [order for order in orders if isinstance(order, PushRecord)]
 
 
-def parallel_side(**options: Any) -> SchedulerSide:
-    return side(store=False, segment_parallel=PARALLEL, **options)
+def parallel_side(ranks: int = 1, **options: Any) -> SchedulerSide:
+    return side(store=False, ranks=ranks, segment_parallel=PARALLEL, **options)
 
 
 def admit(
@@ -146,7 +146,7 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     assert (order.place.key, order.destination, order.deadline_s) == (key, ELSEWHERE, 7)
     assert not on.over("w") and pushes(step(on)) == [], "ordered once"
     assert on.directory.get(key).pins == 1, "the record stays while it is sent"
-    on.absorb(WorkerReport(pushed={order.number: ""}))
+    on.absorb(WorkerReport(pushed={order.number: ("",)}))
     assert on.over("w") and on.push_fault("w") is None
     on.finished("w", completed=True)
     assert on.take_counters().segments_pushed == 1
@@ -155,9 +155,37 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     on.pump()
     assert not on.over("again")
     (order,) = pushes(step(on))
-    on.absorb(WorkerReport(pushed={order.number: "nobody there"}))
+    on.absorb(WorkerReport(pushed={order.number: ("nobody there",)}))
     assert on.over("again") and on.push_fault("again") == "nobody there"
     assert on.take_counters().segments_unpushed == 1
+
+
+def test_a_record_has_gone_out_when_every_rank_has_sent_its_part() -> None:
+    on = parallel_side(ranks=2)
+    admit(on, "w", 0, query=False, hypic_push_to=ELSEWHERE)
+    on.hold("w")
+    (job,) = on.pump()
+    on.finished(job.request_id, completed=True)
+    assert not on.over("w")
+    (order,) = pushes(step(on))
+    on.absorb(WorkerReport(pushed={order.number: ("",)}))
+    assert not on.over("w") and not on.take_counters().segments_pushed
+    on.absorb(WorkerReport(pushed={order.number: ("broken",)}))
+    assert on.over("w") and on.push_fault("w") == "broken"
+    counters = on.take_counters()
+    assert (counters.segments_pushed, counters.segments_unpushed) == (0, 1)
+
+
+def test_without_one_rank_s_part_nobody_waits_for_the_others() -> None:
+    on = parallel_side(ranks=2)
+    admit(on, "r", 0, hypic_remote=[0])
+    on.pump()
+    (place,) = awaited(step(on))
+    say(on, missed=(place.serial,))
+    assert on.pump() == [] and unawaited(step(on)) == [place.serial]
+    say(on, taken=(place.serial,))
+    (job,) = on.pump()
+    assert job.token_ids == DOCUMENTS[0], "it is computed here"
 
 
 def test_with_a_store_the_others_are_fetched_as_ever() -> None:
@@ -224,8 +252,10 @@ def test_changes_of_the_directory_are_told_once_and_in_their_last_state() -> Non
 
 
 def test_reports_of_pushes_add_up() -> None:
-    merged = WorkerReport(pushed={1: "", 2: "broken"}).aggregate(WorkerReport(pushed={1: "", 3: ""}))
-    assert isinstance(merged, WorkerReport) and merged.pushed == {1: "", 2: "broken", 3: ""}
+    one, other = WorkerReport(pushed={1: ("",), 2: ("broken",)}), WorkerReport(pushed={1: ("",), 3: ("",)})
+    merged = one.aggregate(other)
+    assert isinstance(merged, WorkerReport)
+    assert merged.pushed == {1: ("", ""), 2: ("broken",), 3: ("",)}
     loads = WorkerReport(loads={1: LoadCount(taken=1)}).aggregate(WorkerReport())
     assert isinstance(loads, WorkerReport) and loads.loads[1].taken == 1
 

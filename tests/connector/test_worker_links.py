@@ -147,7 +147,7 @@ def test_outcomes_become_the_report_once(worker: Worker) -> None:
     assert report == WorkerReport(
         loads={1: LoadCount(taken=1, route="disk", transition_blocks=2), 2: LoadCount(missed=1)},
         saved={place(3).key},
-        pushed={7: "", 8: "nobody there"},
+        pushed={7: ("",), 8: ("nobody there",)},
     )
     assert worker.step() is None
 

@@ -156,18 +156,44 @@ def test_the_v2_model_runner_is_refused(
         complete(config)
 
 
-def test_pipelines_and_speculation_are_refused_before_a_configuration_is_made(cuda: CUDA) -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: expected 1"):
-        choose(arguments(pipeline_parallel_size=2))
+def test_speculation_is_refused_before_a_configuration_is_made(cuda: CUDA) -> None:
     with pytest.raises(ConfigError, match="speculative decoding is not supported"):
         choose(arguments(speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
 
 
+def test_pipelines_and_replicas_are_served_but_for_those_of_experts(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        object.__setattr__(config.parallel_config, name, 2)
+    assert support.refusal(config) is None
+    monkeypatch.setattr(type(config.model_config), "is_moe", True)
+    assert "data_parallel_size=2 with experts: expected 1" in (support.refusal(config) or "")
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ("external_launcher", "gives every rank a scheduler of its own"),
+        ("ray", "pipeline_parallel_size=2 with --distributed-executor-backend ray is not tested; use mp"),
+    ],
+)
+def test_launchers_that_do_not_fit_are_refused(
+    cuda: CUDA, config: VllmConfig, backend: str, says: str
+) -> None:
+    for name, value in (
+        ("pipeline_parallel_size", 2),
+        ("world_size", 2),
+        ("distributed_executor_backend", backend),
+    ):
+        object.__setattr__(config.parallel_config, name, value)
+    with pytest.raises(ConfigError, match=says):
+        complete(config)
+
+
 CASES = [
-    ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=2: expected 1"),
     ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2: expected 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size=2: expected 1"),
-    ("parallel_config.data_parallel_size", 2, "data_parallel_size=2: expected 1"),
     ("parallel_config.enable_dbo", True, "micro-batches"),
     ("parallel_config.ubatch_size", 2, "micro-batches"),
     ("model_config.dtype", torch.float32, "dtype=torch.float32: expected bfloat16 or float16"),

@@ -52,7 +52,6 @@ REFUSALS = {
     ),
     "another worker": ({"worker_cls": "my.Worker"}, f"needs --worker-cls {CPU_WORKER}, got 'my.Worker'"),
     "another scheduler": ({"scheduler_cls": "my.Scheduler"}, f"needs --scheduler-cls {SCHEDULER}"),
-    "pipeline parallel": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: expected 1"),
 }
 
 

@@ -42,13 +42,16 @@ def _device(config: VllmConfig) -> Iterator[str]:
 def _parallelism(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
     for name, why in (
-        ("pipeline_parallel_size", "every worker composes all layers"),
         ("decode_context_parallel_size", "public columns are not divided among ranks"),
         ("prefill_context_parallel_size", "a request's rows must be on one rank"),
-        ("data_parallel_size", "engines do not share a directory; run one engine per GPU behind a router"),
     ):
         if (given := getattr(parallel, name)) > 1:
             yield f"{name}={given}: expected 1, {why}"
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        yield (
+            f"data_parallel_size={parallel.data_parallel_size} with experts: expected 1, as all replicas "
+            "would run every step together; run one server per replica"
+        )
     if parallel.use_ubatching:
         yield "micro-batches (--enable-dbo, --ubatch-size) are not supported: a pass is composed whole"
 

@@ -98,8 +98,27 @@ def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> N
     no_adapters = runner.maybe_select_dummy_loras(runner.lora_config, np.array([PROBE_TOKENS]))
     with torch.inference_mode(), context, no_adapters:
         runner.get_model()(
-            input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+            input_ids=input_ids,
+            positions=positions,
+            intermediate_tensors=_from_stage_before(runner),
+            inputs_embeds=None,
         )
+
+
+def _from_stage_before(runner: Any) -> Any:
+    """What a pipeline stage without embeddings gets in place of hidden states: different rows, the same on
+    every rank and in every call."""
+    from vllm.distributed import get_pp_group
+
+    if get_pp_group().is_first_rank:
+        return None
+    tensors = runner.get_model().make_empty_intermediate_tensors(
+        batch_size=PROBE_TOKENS, dtype=runner.model_config.dtype, device=runner.device
+    )
+    rng = torch.Generator().manual_seed(0)
+    for tensor in tensors.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=rng))
+    return tensors
 
 
 class _Observer:

@@ -45,6 +45,8 @@ class Compile(Command, tag="compile", frozen=True):
     bare_from: int = 0
     ttl_s: Ttl = UNSET
     pin: bool = False
+    id: str | None = None
+    """The id that another replica gave it; ``None``: a new one, or that which it has here."""
 
 
 class Show(Command, tag="show", frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +21,10 @@ from .commands import (
     MOST_IDS,
     MOST_RESOLVED,
     AnyCommand,
+    Change,
     Compile,
+    Delete,
+    Describe,
     Explain,
     Failure,
     Resolve,
@@ -28,6 +32,7 @@ from .commands import (
     unpack,
 )
 from .forms import sealed_texts
+from .replicas import joined
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -52,19 +57,26 @@ def unsupported(engine: EngineClient) -> str | None:
         return "the server runs without --attention-backend hypic"
     if config.model_config.skip_tokenizer_init:
         return "the server runs without a tokenizer (--skip-tokenizer-init)"
-    if (size := config.parallel_config.data_parallel_size) > 1:
-        return (
-            f"data_parallel_size={size}: expected 1, as each replica has segments and ids of its own; run "
-            "one server per replica"
-        )
+    parallel = config.parallel_config
+    for name in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
+        if getattr(parallel, name) and parallel.data_parallel_size > 1:
+            return (
+                f"{name} with data_parallel_size={parallel.data_parallel_size}: this server does not reach "
+                "all replicas; let vLLM balance between them, or run servers without data parallelism"
+            )
     return None
 
 
 class Control:
-    """One API server's line to its engine.  Several API servers may share it: the ids are the engine's."""
+    """One API server's line to its engine.  Several API servers may share it: the ids are the engine's.
+
+    Of data-parallel engines each executes every command, so that any of them may get a request.  The first
+    does so before the others and says which id a segment has: they agree whatever comes in at once.
+    """
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
+        self._replicas: int = engine.vllm_config.parallel_config.data_parallel_size
         self.config = config_of(engine.vllm_config)
         self.max_model_len: int = engine.vllm_config.model_config.max_model_len
         self.ids = primitive_ids_of(engine.vllm_config, self.config)
@@ -84,18 +96,51 @@ class Control:
     async def compile(self, command: Compile, tokens: list[int], salt: str | None) -> Segment:
         """Returns when the segment's record is resident.  Raises :class:`CommandFailed`."""
         before = [] if command.place.leading else [self.ids.sep]
-        return await self._send(command, Segment, _input([*before, *tokens, self.ids.sep], salt))
+        return await self._everywhere(command, Segment, _input([*before, *tokens, self.ids.sep], salt))
 
     async def send(self, command: AnyCommand, wanted: type[_Wanted], salt: str | None) -> _Wanted:
         """The scheduler's answer, one engine step later.  Raises :class:`CommandFailed`."""
-        return await self._send(command, wanted, _input(self._nothing, salt))
+        prompt = _input(self._nothing, salt)
+        if isinstance(command, (Resolve, Describe)):
+            return _unless_failed(await self._ask(command, wanted, prompt, replica=0))
+        return await self._everywhere(command, wanted, prompt)
+
+    async def _everywhere(self, command: AnyCommand, wanted: type[_Wanted], prompt: Any) -> _Wanted:
+        """Have all replicas execute the command, also when who asked goes in between."""
+        if self._replicas == 1:
+            return _unless_failed(await self._ask(command, wanted, prompt))
+        return _unless_failed(await asyncio.shield(self._of_replicas(command, wanted, prompt)))
+
+    async def _of_replicas(
+        self, command: AnyCommand, wanted: type[_Wanted], prompt: Any
+    ) -> _Wanted | Failure:
+        first = await self._ask(command, wanted, prompt, replica=0)
+        known: str | None = None
+        if isinstance(command, Compile):
+            known = first.id if isinstance(first, (Segment, Failure)) else None
+            if known is None:
+                return first  # it has no id
+            # A pin that was refused is asked for nowhere else.
+            command = replace(command, id=known, pin=command.pin and not isinstance(first, Failure))
+        elif isinstance(first, Failure) and not isinstance(command, Delete):
+            return first
+        others = await asyncio.gather(
+            *(self._ask(command, wanted, prompt, replica=n) for n in range(1, self._replicas))
+        )
+        answer = first if isinstance(first, Failure) else joined(first, others)
+        if isinstance(command, Compile) and command.pin and isinstance(answer, Failure):
+            # Pinned everywhere, or nowhere.
+            assert known is not None
+            unpin = Change(known, unpin=True)
+            await self._of_replicas(unpin, Segment, _input(self._nothing, prompt.get("cache_salt")))
+        return answer
 
     async def explain(self, prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> Explanation:
         """What the request of these arguments of ``generate`` would be, which is not run.  ``prompt``: an
         engine input with token ids.  Raises :class:`CommandFailed`, and what ``generate`` does."""
         params = params.clone()
         params.n, params.output_kind = 1, RequestOutputKind.FINAL_ONLY
-        found = await self._send(Explain(), Explanation, prompt, params, lora)
+        found = _unless_failed(await self._ask(Explain(), Explanation, prompt, params, lora))
         ids: list[int] = prompt["prompt_token_ids"]
         texts = self._token_texts.of(ids)
         for i, text in enumerate(texts):
@@ -124,14 +169,17 @@ class Control:
             found = Resolved(found.contents | more.contents, more.unknown)
         return found
 
-    async def _send(
+    async def _ask(
         self,
         command: AnyCommand,
         wanted: type[_Wanted],
         prompt: Any,
         params: SamplingParams | None = None,
         lora: LoRARequest | None = None,
-    ) -> _Wanted:
+        *,
+        replica: int | None = None,
+    ) -> _Wanted | Failure:
+        """The answer of one engine, which vLLM chooses where none is named."""
         params = params or SamplingParams(
             max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -139,15 +187,21 @@ class Control:
         params.extra_args = {COMMAND: command, **(params.extra_args or {})}
         last = None
         request_id = f"hypic-{type(command).__name__.lower()}-{uuid.uuid4().hex}"
-        async for output in self.engine.generate(prompt, params, request_id, lora_request=lora):
+        outputs = self.engine.generate(
+            prompt, params, request_id, lora_request=lora, data_parallel_rank=replica
+        )
+        async for output in outputs:
             last = output
         if last is None or last.kv_transfer_params is None:
             ended = None if last is None else last.outputs[0].finish_reason
-            raise CommandFailed(Failure(503, f"the engine gave the command up (finish reason {ended!r})"))
-        answer = unpack(last.kv_transfer_params, wanted)
-        if isinstance(answer, Failure):
-            raise CommandFailed(answer)
-        return answer
+            return Failure(503, f"the engine gave the command up (finish reason {ended!r})")
+        return unpack(last.kv_transfer_params, wanted)
+
+
+def _unless_failed(answer: _Wanted | Failure) -> _Wanted:
+    if isinstance(answer, Failure):
+        raise CommandFailed(answer)
+    return answer
 
 
 def _input(tokens: list[int], salt: str | None) -> Any:

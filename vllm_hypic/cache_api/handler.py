@@ -237,7 +237,13 @@ class CommandHandler:
     def _compiled(self, command: Compile, tokens: list[int], key: SegmentKey | None, owner: str) -> Answer:
         try:
             entry = self._registry.add(
-                owner, command.place, tokens, text=command.text, bare_from=command.bare_from, key=key
+                owner,
+                command.place,
+                tokens,
+                text=command.text,
+                bare_from=command.bare_from,
+                key=key,
+                segment_id=command.id,
             )
         except TooManySegments as e:
             return Failure(409, str(e))

@@ -102,11 +102,13 @@ class SegmentRegistry:
         clock: Callable[[], float] = time.time,
         *,
         most: int = sys.maxsize,
+        replica: int = 0,
     ) -> None:
         """Open, or make, a file in ``folder`` that is the engine's own; ``None``: keep everything in memory.
 
-        ``namespace``: hex digits of the engine's.  ``most``: entries of one owner.  A damaged file is set
-        aside (``.damaged``) and a new one begun: ids are lost then.  A file of a newer version is refused.
+        ``namespace``: hex digits of the engine's.  ``most``: entries of one owner.  ``replica``: its number
+        among engines that have the same entries.  A damaged file is set aside (``.damaged``) and a new one
+        begun: ids are lost then.  A file of a newer version is refused.
         """
         self._clock, self._most = clock, most
         self._used: dict[tuple[str, str], float] = {}
@@ -114,7 +116,7 @@ class SegmentRegistry:
         self._file: RegistryFile | None = None
         with _reported(folder):
             if folder is not None:
-                self._file = claim_file(folder, namespace)
+                self._file = claim_file(folder, namespace, replica)
             try:
                 self._db = self._open()
             except BaseException:
@@ -156,21 +158,24 @@ class SegmentRegistry:
         text: str | None = None,
         bare_from: int = 0,
         key: SegmentKey | None = None,
+        segment_id: str | None = None,
     ) -> Entry:
         """The entry of these tokens at this place: a new one, or the one that is there already.
 
-        The record's key, and a text where there was none, are brought up to date.  Raises
+        The record's key, and a text where there was none, are brought up to date.  ``segment_id``: its id,
+        also of one that is there; ``None``: new ones get an unguessable one.  Raises
         :class:`TooManySegments` for a new one where the owner has ``most``.
         """
         now = self._clock()
         packed = array("i", tokens).tobytes()
         digest = hashlib.sha256(packed).digest()
-        fresh = secrets.token_urlsafe(ID_BYTES)
+        fresh = segment_id or secrets.token_urlsafe(ID_BYTES)
+        renamed = "" if segment_id is None else " id = excluded.id,"
         with self._change():
             self._check_room(owner, place, digest)
             self._db.execute(
                 "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, 0)"
-                " ON CONFLICT (owner, place, digest) DO UPDATE SET"
+                f" ON CONFLICT (owner, place, digest) DO UPDATE SET{renamed}"
                 " text = coalesce(text, excluded.text), record_key = excluded.record_key, last_used = ?",
                 (
                     *(owner, fresh, place.value, digest, len(tokens), packed, text, bare_from, key),

@@ -43,14 +43,18 @@ class RegistryFile:
         os.close(self._lock)
 
 
-def claim_file(folder: Path, namespace: str) -> RegistryFile:
+def claim_file(folder: Path, namespace: str, replica: int = 0) -> RegistryFile:
     """Take a file of ``namespace`` (hex digits) in ``folder``, which is made if it is missing.
+
+    Of the replicas of a server only the first, 0, says what ids there are: it gets its own again, however
+    many there are next time.
 
     Never waits.  Raises ``OSError`` where the folder cannot be written or knows no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    of_replica = f"replica{replica}-" if replica else ""
     for i in range(_MOST):
-        path = folder / f"registry-{namespace[:16]}-{i}.sqlite"
+        path = folder / f"registry-{namespace[:16]}-{of_replica}{i}.sqlite"
         lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,7 +64,7 @@ def claim_file(folder: Path, namespace: str) -> RegistryFile:
         except BaseException:
             os.close(lock)
             raise
-        if not path.exists():
+        if not path.exists() and not replica:
             _take_over(folder / FORMER_NAME, path)
         return RegistryFile(path, lock)
     raise OSError(f"{folder}: {_MOST} engines use it already")

@@ -50,6 +50,12 @@ class Address:
     def url(self) -> str:
         return f"tcp://[{self.host}]:{self.port}" if self.ipv6 else f"tcp://{self.host}:{self.port}"
 
+    def of_rank(self, rank: int) -> Address:
+        """Where rank ``rank`` of an engine listens whose first one listens here.  ``ValueError``: nowhere."""
+        if not (port := self.port + rank) < 65536:
+            raise ValueError(f"{self.url!r}: expected a port of at most {65535 - rank}, for rank {rank}")
+        return Address(self.host, port)
+
     @property
     def ipv6(self) -> bool:
         return ":" in self.host
@@ -95,7 +101,8 @@ class SegmentParallelConfig(ConfigSection):
     missing = "expected tcp://ADDRESS:PORT"
 
     listen: Url
-    """``tcp://ADDRESS:PORT``, where records of other instances are received."""
+    """``tcp://ADDRESS:PORT``, where records of other instances are received; of several ranks by the first,
+    and by the others at the ports that follow."""
     events: Url
     """``tcp://ADDRESS:PORT``, where changes of what is cached here are published."""
     advertise: Url | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from ..config.engine import HypicConfig, config_of
-from ..config.segment_parallel import SegmentParallelConfig
+from ..config.segment_parallel import Address, SegmentParallelConfig
 from ..errors import ConfigError
 from ..fingerprint import weights_digest
 from ..pool.codec import RankPart, RecordCodec
@@ -45,6 +45,7 @@ logger = init_logger("vllm.hypic.connector")
 
 
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PoolGeometry:
+    """The pool's geometry, of all pipeline stages: the same wherever it is asked for."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return pool_geometry(
@@ -94,7 +95,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         vllm_config.model_config.max_model_len,
         lambda: primitive_ids_of(vllm_config, config),
         _flop_model(vllm_config, geometry).prefill,
-        vllm_config.parallel_config.tensor_parallel_size,
+        vllm_config.parallel_config.world_size,
         planning_texts_of(vllm_config, config),
         _island_runs(vllm_config, kv_cache_config) if geometry.linear else None,
     )
@@ -136,16 +137,22 @@ def _flop_model(vllm_config: VllmConfig, geometry: PoolGeometry) -> FlopModel:
 
 
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
-    geometry, config = geometry_of(vllm_config, kv_cache_config), config_of(vllm_config)
-    namespace = namespace_of(vllm_config, geometry)
+    whole, config = geometry_of(vllm_config, kv_cache_config), config_of(vllm_config)
+    namespace, parallel = namespace_of(vllm_config, whole), vllm_config.parallel_config
+    geometry = whole.stage({name for group in kv_cache_config.kv_cache_groups for name in group.layer_names})
+    heads = RankPart(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
 
     def open_links(pool: DevicePool, mover: RecordMover) -> list[RecordLink]:
-        parallel = vllm_config.parallel_config
-        part = RankPart(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+        part = RankPart(get_pp_group().rank_in_group * heads.world + heads.rank, parallel.world_size)
         links: list[RecordLink] = []
         if config.segment_parallel is not None:
-            codec = RecordCodec(pool, namespace, RankPart(), mover)
-            links.append(_open_transfer(config.segment_parallel, parallel.world_size, codec))
+            if parallel.nnodes > 1:
+                raise ConfigError(
+                    f"hypic config: segment_parallel: nnodes={parallel.nnodes}: expected 1, as an engine's "
+                    "ranks listen at one address"
+                )
+            codec = RecordCodec(pool, namespace, part, mover)
+            links.append(_open_transfer(config.segment_parallel, codec))
         if (store := build_store(config.store, namespace.digest)) is not None:
             link = StoreLink(store, RecordCodec(pool, namespace, part, mover))
             links.append(link)
@@ -153,34 +160,39 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 links.append(SharedTierLink(link, shared_tiers(config.store)))
         return links
 
-    learned = None if config.learned is None else _learned_rows(config.learned, vllm_config, geometry)
+    learned = None
+    if config.learned is not None:
+        _require_weights_of(config.learned, vllm_config)
+        learned = LearnedRows.of(config.learned, whole, heads).of_stage(geometry)
     return WorkerSide(geometry, config, open_links, learned)
 
 
-def _learned_rows(context: LearnedContext, vllm_config: VllmConfig, geometry: PoolGeometry) -> LearnedRows:
+def _require_weights_of(context: LearnedContext, vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     digest = weights_digest(model.model, model.revision, vllm_config.load_config.download_dir)
     if digest != context.model:
         raise ConfigError(f"hypic config: context_file={str(context.path)!r} was tuned for other weights")
-    parallel = vllm_config.parallel_config
-    part = RankPart(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
-    return LearnedRows.of(context, geometry, part)
 
 
-def _open_transfer(config: SegmentParallelConfig, world: int, codec: RecordCodec) -> TransferLink:
+def _open_transfer(config: SegmentParallelConfig, codec: RecordCodec) -> TransferLink:
     from ..segment_parallel.nixl import open_nixl
     from ..segment_parallel.permits import Permits
     from ..segment_parallel.receiver import Receiver
     from ..segment_parallel.secret import Secret
     from ..segment_parallel.sender import Sender
 
-    if world > 1:
-        raise ConfigError(
-            f"hypic config: segment_parallel: tensor and pipeline parallel size {world}: expected 1, as "
-            "records of several ranks cannot be sent yet"
-        )
     namespace, secret = codec.namespace.digest, Secret.read(config.secret_file)
     Permits.read(config.secret_file)  # what is wrong with it ends the start, not the first request
     exporter, puller = open_nixl(config) if config.transport == "nixl" else (None, None)
-    receiver = Receiver(config.listen, namespace, secret, codec.pool.geometry.nbytes, puller)
+    listen, events = Address.parse(config.listen), Address.parse(config.events)
+    if listen.port < events.port < listen.port + codec.part.world:
+        raise ConfigError(
+            f"hypic config: segment_parallel: events={config.events!r}: expected a port that none of "
+            f"{codec.part.world} ranks listens at, from {listen.port} on"
+        )
+    try:
+        url = listen.of_rank(codec.part.rank).url
+    except ValueError as e:
+        raise ConfigError(f"hypic config: segment_parallel: listen={e}") from e
+    receiver = Receiver(url, namespace, secret, codec.pool.geometry.nbytes, puller)
     return TransferLink(receiver, Sender(namespace, secret, exporter), codec)

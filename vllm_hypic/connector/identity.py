@@ -116,10 +116,10 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     "model_config": ("model", "revision", "dtype", "quantization", "seed", "hf_config", "hf_text_config"),
     "load_config": ("load_format",),
     "cache_config": ("mamba_cache_dtype",),
-    "parallel_config": ("tensor_parallel_size",),
+    "parallel_config": ("tensor_parallel_size", "pipeline_parallel_size"),
 }
 """Fields that every namespace holds, by their value, the fingerprint of weights (``load_format``; with dummy
-weights the ``seed``), the geometry (types of K, V and convolution) or the names of objects (ranks)."""
+weights the ``seed``), the geometry (types of K, V and convolution, stages) or names of objects (ranks)."""
 
 NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
     "model_config": {
@@ -183,6 +183,7 @@ def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
             "dead_transition": config_of(vllm_config).dead_transition,
             "layer_types": getattr(text, "layer_types", None),
             "rope": _rope(vllm_config),
+            **({"stages": geometry.stages} if geometry.stages else {}),
             **non_default(vllm_config),
         }
     )

@@ -60,8 +60,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Numbers of awaited records that are in a shared tier: the store fetches them now."""
     saved: set[SegmentKey] = field(default_factory=set)
     """Records that the store was handed."""
-    pushed: dict[int, str] = field(default_factory=dict)
-    """Push orders that ended, by number: why the record was not delivered, or nothing."""
+    pushed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Push orders that ended, by number: of each rank why its part was not delivered, or nothing."""
     store: StoreStats | None = None
     """What the store counted since the last report, and its levels now."""
     unfinished: int = 0
@@ -87,7 +87,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             },
             at_store=self.at_store | other.at_store,
             saved=self.saved & other.saved,
-            pushed={n: self.pushed.get(n) or other.pushed.get(n, "") for n in self.pushed | other.pushed},
+            pushed={n: self.pushed.get(n, ()) + other.pushed.get(n, ()) for n in self.pushed | other.pushed},
             store=add_stats(self.store, other.store),
             unfinished=max(self.unfinished, other.unfinished),
         )

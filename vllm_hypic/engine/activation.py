@@ -16,7 +16,7 @@ from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_
 from ..pool.families import NOT_SERVED
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger("vllm.hypic.activation")
@@ -39,10 +39,6 @@ def choose(args: EngineArgs) -> bool:
     if args.speculative_config:
         raise ConfigError(
             "--attention-backend hypic: speculative decoding is not supported; drop --speculative-config"
-        )
-    if args.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"--attention-backend hypic: pipeline_parallel_size={args.pipeline_parallel_size}: expected 1"
         )
     from .tokenizer import publish_texts
 
@@ -73,12 +69,34 @@ def complete(config: VllmConfig) -> None:
         raise ConfigError(
             "--attention-backend hypic: --kv-sharing-fast-prefill passes over rows that are needed; drop it"
         )
+    _refuse_executors(config.parallel_config)
     _refuse_on_cuda(config)
     _use_tokenizer(config)
     _use_options(config, config_of(config).for_model(config.model_config))
     _take_what_is_signed_off(config)
+    if config_of(config).segment_parallel is not None and config.parallel_config.data_parallel_size > 1:
+        raise ConfigError(
+            "hypic config: segment_parallel: data_parallel_size="
+            f"{config.parallel_config.data_parallel_size}: expected 1, as all replicas would listen at one "
+            "address; run one server per replica behind a router"
+        )
     _look_at_gate(config)
     _give_time_to_end(config)
+
+
+def _refuse_executors(parallel: ParallelConfig) -> None:
+    """Launchers of several ranks that records cannot be shared out among."""
+    backend = parallel.distributed_executor_backend
+    if backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            "--attention-backend hypic: --distributed-executor-backend external_launcher gives every rank a "
+            "scheduler of its own, and these would not agree on what is cached; use mp"
+        )
+    if backend == "ray" and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--attention-backend hypic: pipeline_parallel_size="
+            f"{parallel.pipeline_parallel_size} with --distributed-executor-backend ray is not tested; use mp"
+        )
 
 
 def _refuse_on_cuda(config: VllmConfig) -> None:

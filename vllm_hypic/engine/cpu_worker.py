@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -23,6 +26,15 @@ logger = init_logger("vllm.hypic.worker")
 
 class HypicCPUModelRunner(HypicModelRunner, SeededChunks):
     """vLLM's CPU model runner with logical positions."""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        if not get_pp_group().is_first_rank:
+            # vLLM makes it in a warm-up pass, leaves that out in eager engines with a given size of cache,
+            # and then asserts that it is there.
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        super().initialize_kv_cache(*args, **kwargs)
 
     def _log_operators(self) -> None:
         from ..backends.ops import extension

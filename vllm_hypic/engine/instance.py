@@ -42,6 +42,7 @@ class RoutedInstance:
             generation=self._side.namespace.generation,
             receiver=parallel.receiver_url,
             events=parallel.events_url,
+            ranks=self._side.ranks,
             separator=ids.sep,
             pdep=ids.pdep,
             pad=ids.pad,

@@ -84,7 +84,10 @@ class _HypicMixin(Scheduler):
         folder = registry_folder(self.hypic.config.store)
         self._commands = CommandHandler(
             lambda: SegmentRegistry(
-                folder, self.hypic.namespace.digest, most=self.hypic.config.max_tenant_segments
+                folder,
+                self.hypic.namespace.digest,
+                most=self.hypic.config.max_tenant_segments,
+                replica=self.vllm_config.parallel_config.data_parallel_index,
             ),
             self.hypic.retention,
             self._tenant,
@@ -341,6 +344,8 @@ class _HypicMixin(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        # With several batches on their way a step schedules nothing, and one that ran ends later.
+        self._ran |= bool(scheduler_output.total_num_scheduled_tokens)
         # A request that ends in this step is forgotten by the time its output is built.
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
         hits = {r: self.hypic.hit_tokens(r) for r in scheduler_output.num_scheduled_tokens}

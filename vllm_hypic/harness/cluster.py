@@ -28,7 +28,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from .processes import free_port
+from .processes import free_ports
 from .serving import Server, ServerError
 
 FAILURES = "hypic_router_failures_total"
@@ -58,6 +58,8 @@ class Setup:
     in_process: bool = True
     """Engine and worker are one process.  vLLM's default on CPUs is two, which wait for each other spinning:
     several servers would take the cores from each other."""
+    ranks: int = 1
+    """Tensor-parallel ranks of each server; with several ``in_process`` must be false."""
     options: tuple[str, ...] = ()
     """More options of ``vllm serve``."""
     hypic: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Instance(Server):
         """``port``: of HTTP, where another one should be replaced; its other ports are new."""
         self.name = name
         self.transport = setup.parallel.get("transport", "tcp")
-        self.listen, self.events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        self.events, self.listen = (f"tcp://127.0.0.1:{free_ports(n)}" for n in (1, setup.ranks))
         options = {
             "pool_bytes": setup.pool_bytes,
             **setup.hypic,
@@ -91,6 +93,7 @@ class Instance(Server):
             *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
             *(["--enforce-eager"] if setup.eager else []),
             *(["--distributed-executor-backend", "uni"] if setup.in_process else []),
+            *(["--tensor-parallel-size", str(setup.ranks)] if setup.ranks > 1 else []),
             *setup.options,
             env={
                 "VLLM_PLUGINS": "hypic,hypic_cache",

@@ -75,14 +75,14 @@ def launch(
         )
 
 
-def reserve_port() -> socket.socket:
-    """A socket on a port of 127.0.0.1 that nobody else is given as long as it is open.
+def reserve_port(port: int = 0) -> socket.socket:
+    """A socket on a port of 127.0.0.1, this one if given, that nobody else is given as long as it is open.
 
     Servers that set ``SO_REUSEADDR``, as all do here, can listen on that port meanwhile, and again after
     they were killed.
     """
     held = socket.socket()
-    held.bind(("127.0.0.1", 0))
+    held.bind(("127.0.0.1", port))
     # Only now: with it, a port that another process has reserved would do for an explicit bind.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return held
@@ -93,3 +93,14 @@ def free_port() -> int:
     _RESERVED.append(reserve_port())
     port: int = _RESERVED[-1].getsockname()[1]
     return port
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` ports in a row; each as :func:`free_port`."""
+    while True:
+        first = free_port()
+        try:
+            _RESERVED.extend([reserve_port(first + i) for i in range(1, count)])
+        except (OSError, OverflowError):
+            continue  # somebody has one of them
+        return first

@@ -1,13 +1,13 @@
 """Shapes and sizes of the public pool, derived alike by scheduler and worker.
 
-Both sides see the same ``KVCacheConfig``; the page and slot counts that the scheduler hands out are
-those that the worker allocates.
+Both sides see the same ``KVCacheConfig`` of every stage; the page and slot counts that the scheduler hands
+out are those that the worker allocates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -53,7 +53,11 @@ LayerGeometry = AttentionGeometry | StateGeometry
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Everything that fixes the pool's memory.  Sizes are summed once: every step asks for them."""
+    """Everything that fixes the pool's memory.  Sizes are summed once: every step asks for them.
+
+    With pipeline parallelism the layers are those of all stages, and sizes those of the fullest: every stage
+    has as many pages, slots and transition blocks, of its own layers.
+    """
 
     attention: tuple[AttentionGeometry, ...]
     linear: tuple[StateGeometry, ...]
@@ -61,14 +65,29 @@ class PoolGeometry:
     pages: int
     slots: int
     transition_blocks: int = 0
+    stages: tuple[tuple[str, ...], ...] = ()
+    """Names of each pipeline stage's layers; empty: there is one stage."""
+
+    def stage(self, names: Container[str]) -> PoolGeometry:
+        """The pool of the stage that has the layers of these names."""
+        return replace(
+            self,
+            attention=tuple(a for a in self.attention if a.layer in names),
+            linear=tuple(layer for layer in self.linear if layer.layer in names),
+            stages=(),
+        )
+
+    @cached_property
+    def _stages(self) -> tuple[PoolGeometry, ...]:
+        return tuple(map(self.stage, self.stages)) or (self,)
 
     @cached_property
     def page_bytes(self) -> int:
-        return self.page_tokens * sum(a.token_bytes for a in self.attention)
+        return self.page_tokens * max(sum(a.token_bytes for a in one.attention) for one in self._stages)
 
     @cached_property
     def slot_bytes(self) -> int:
-        return sum(layer.slot_bytes for layer in self.linear)
+        return max(sum(layer.slot_bytes for layer in one.linear) for one in self._stages)
 
     def bytes_of(self, space: Space) -> int:
         """Bytes that so many pages, slots and transition blocks take."""
@@ -88,10 +107,10 @@ class PoolGeometry:
         """K of transition blocks; 0 where no layer has any."""
         return max((layer.block_dim for layer in self.linear), default=0)
 
-    @property
+    @cached_property
     def record_transition_blocks(self) -> int:
         """Transition blocks of a record in which no transition has died out."""
-        return sum(layer.blocks for layer in self.linear)
+        return max(sum(layer.blocks for layer in one.linear) for one in self._stages)
 
     @cached_property
     def nbytes(self) -> int:
@@ -109,21 +128,32 @@ def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
     return int(kv_bytes * config.pool_fraction / (1 - config.pool_fraction))
 
 
+ALL_STAGES = "hypic_stages"
+"""Attribute of a ``KVCacheConfig`` beside which there are others, of other pipeline stages: all of them, its
+own included.  ``patches/all_stages.py`` sets it."""
+
+
 def pool_geometry(
     kv_cache_config: KVCacheConfig, config: HypicConfig, dtype: torch.dtype, *, conv_dim_first: bool
 ) -> PoolGeometry:
-    """Divide the byte budget into pages, slots and transition blocks so that they run out together at
+    """Divide a rank's byte budget into pages, slots and transition blocks so that they run out together at
     ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
 
-    ``dtype``: the model's.  Raises :class:`ConfigError` when not even one such segment fits.
+    ``dtype``: the model's.  The same from every stage's ``kv_cache_config``.  Raises :class:`ConfigError`
+    when not even one such segment fits.
     """
+    stages: Sequence[KVCacheConfig] = getattr(kv_cache_config, ALL_STAGES, (kv_cache_config,))
+    specs = [_layer_specs(stage) for stage in stages]
     layers = [
         layer_geometry(name, spec, dtype, conv_dim_first=conv_dim_first)
-        for name, spec in _layer_specs(kv_cache_config)
+        for name, spec in sorted((one for stage in specs for one in stage), key=lambda one: one[0])
     ]
+    sized = unsized(layers, config)
+    if len(stages) > 1:
+        sized = replace(sized, stages=tuple(tuple(name for name, _ in stage) for stage in specs))
     # Every tensor names the size of the one allocation that they share.
-    kv_bytes = max((t.size for t in kv_cache_config.kv_cache_tensors), default=0)
-    return divided(unsized(layers, config), config, pool_bytes(config, kv_bytes))
+    kv_bytes = min(max((t.size for t in stage.kv_cache_tensors), default=0) for stage in stages)
+    return divided(sized, config, pool_bytes(config, kv_bytes))
 
 
 def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometry:

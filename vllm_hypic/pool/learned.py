@@ -54,6 +54,11 @@ class LearnedRows:
         own = slice(part.rank * heads, (part.rank + 1) * heads)
         return LearnedRows(tuple(a.layer for a in layers), key[:, :, own], value[:, :, own])
 
+    def of_stage(self, geometry: PoolGeometry) -> LearnedRows:
+        """Those of the layers that one pipeline stage has."""
+        kept = [self.layers.index(a.layer) for a in geometry.attention]
+        return LearnedRows(tuple(self.layers[i] for i in kept), self.key[kept], self.value[kept])
+
     def write(self, pool: DevicePool, slots: np.ndarray) -> None:
         """Into the token ``slots [tokens]`` of all layers."""
         for index, name in enumerate(self.layers):

@@ -46,6 +46,15 @@ class Description(
     events: Annotated[
         str, Meta(description="Where changes of what is cached are published: `tcp://HOST:PORT`.")
     ]
+    ranks: Annotated[
+        int,
+        Meta(
+            description="Workers that each have a part of every record; the others receive theirs at the "
+            "ports that follow.",
+            ge=1,
+            le=4096,
+        ),
+    ] = 1
     separator: _Count
     pdep: _Count
     pad: _Count

@@ -116,6 +116,7 @@ def planned_alike(
         assert planned.made_by(description, segment)
         small = dataclasses.replace(description.limits, max_request_tokens=segment.tokens - 1)
         assert not planned.made_by(msgspec.structs.replace(description, limits=small), segment)
+        assert not planned.made_by(msgspec.structs.replace(description, ranks=2), segment)
     return expected
 
 
@@ -179,7 +180,7 @@ def test_an_engine_describes_itself_so() -> None:
     assert msgspec.json.decode(wire, type=Description) == said
     told = msgspec.json.decode(wire)
     # Names that routers of other versions look for.
-    numbers = "separator pdep pad seam_tokens min_segment_tokens max_model_len deadline_s quadratic"
+    numbers = "ranks separator pdep pad seam_tokens min_segment_tokens max_model_len deadline_s quadratic"
     others = (
         "instance model namespace landing events link context islands context_tokens has_linear has_attention"
     )

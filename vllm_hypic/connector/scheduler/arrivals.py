@@ -154,6 +154,8 @@ class Arrivals:
         arrival = self._arrivals[serial]
         arrival.count += count
         if arrival.count.taken + arrival.count.missed < self._ranks:
+            if arrival.count.missed and arrival.remote:
+                arrival.until = min(arrival.until, 0.0)  # without this part the others are of no use
             return None
         self._keys.discard(arrival.key)
         return self._arrivals.pop(serial)

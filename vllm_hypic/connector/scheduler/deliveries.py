@@ -22,10 +22,13 @@ class _Delivery:
 
 
 class Deliveries:
-    """Deliveries by request.  Orders are numbered through; the worker reports each once."""
+    """Deliveries by request.  Orders are numbered through; each of ``ranks`` workers, which send a part of
+    every record, reports each once."""
 
-    def __init__(self, orders: OrderQueue) -> None:
-        self._orders = orders
+    def __init__(self, orders: OrderQueue, ranks: int = 1) -> None:
+        self._orders, self._ranks = orders, ranks
+        self._reported: dict[int, tuple[str, ...]] = {}
+        """What some ranks said of their parts, by number of the order."""
         self._deliveries: dict[str, _Delivery] = {}
         self._number = 0
 
@@ -59,13 +62,22 @@ class Deliveries:
         delivery = self._deliveries.get(request_id)
         return delivery.faults[0] if delivery is not None and delivery.faults else None
 
-    def reported(self, number: int, fault: str) -> None:
-        """The worker says that an order has ended; ``fault`` is empty when the record was delivered."""
+    def reported(self, number: int, faults: tuple[str, ...]) -> str | None:
+        """Some ranks say that an order has ended; a fault is empty where the part was delivered.
+
+        Returns the record's fault, empty if it was delivered, when these were the last ranks.
+        """
+        faults = self._reported.pop(number, ()) + faults
+        if len(faults) < self._ranks:
+            self._reported[number] = faults
+            return None
+        fault = next(filter(None, faults), "")
         for delivery in self._deliveries.values():
             if number in delivery.open:
                 delivery.open.discard(number)
                 if fault:
                     delivery.faults.append(fault)
+        return fault
 
     def forget(self, request_id: str) -> None:
         """The request is over."""

@@ -52,7 +52,7 @@ class SchedulerSide:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
         part of every record; ``texts``: what planning reads; ``island_runs``: how linear layers run islands,
         ``None`` without such layers."""
-        self.config, self.geometry = config, geometry
+        self.config, self.geometry, self.ranks = config, geometry, ranks
         self.directory = SegmentDirectory(
             geometry.pages,
             geometry.slots,
@@ -81,7 +81,7 @@ class SchedulerSide:
             ranks=ranks,
             share=self.directory.total.part(awaited),
         )
-        self._deliveries = Deliveries(self._orders)
+        self._deliveries = Deliveries(self._orders, ranks)
         self._view, self._island_runs = WorkerView(geometry), island_runs
         self.counters = HypicCounters()
         self._held: set[str] = set()
@@ -364,10 +364,10 @@ class SchedulerSide:
         for serial, count in report.loads.items():
             self._arrived(serial, count)
         self.retention.stored(report.saved)
-        for number, fault in report.pushed.items():
-            self.counters.segments_pushed += not fault
-            self.counters.segments_unpushed += bool(fault)
-            self._deliveries.reported(number, fault)
+        for number, faults in report.pushed.items():
+            if (fault := self._deliveries.reported(number, faults)) is not None:
+                self.counters.segments_pushed += not fault
+                self.counters.segments_unpushed += bool(fault)
         if report.store is not None:
             self.retention.absorb(report.store)
             self.counters.store = append_stats(self.counters.store, report.store)

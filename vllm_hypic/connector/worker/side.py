@@ -141,7 +141,7 @@ class WorkerSide:
                 if done:
                     self._report.saved.add(place.key)
             case PushRecord(number):
-                self._report.pushed[number] = outcome.reason
+                self._report.pushed[number] = (outcome.reason,)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from ...config.segment_parallel import Address
 from ...pool.codec import RecordCodec
 from ...primitives.options import tier_of
 from ...segment_parallel import received as receiving
@@ -169,7 +170,8 @@ class TransferLink(RecordLink):
         seal_record(buffer)
         name = self.codec.name_of(push.place.key)
         try:
-            self._sent[self.sender.send(name, buffer, push.destination, push.deadline_s)] = push
+            destination = Address.parse(push.destination).of_rank(self.codec.part.rank).url
+            self._sent[self.sender.send(name, buffer, destination, push.deadline_s)] = push
         except ValueError as e:
             self._finish(push, Result.FAILED, str(e))
 

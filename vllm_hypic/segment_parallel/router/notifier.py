@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from ...config.router import RecordRoute
+from ...config.segment_parallel import Address
 from ...store.cache_value import object_name
 from ..notifier import tell_stored, withdraw
 from .assign import Traffic
@@ -81,9 +82,12 @@ class ReceiverNotifier:
         description = combine.description
         if description is None:
             return False
-        names = [object_name(key) for key in keys]
+        receiver, ranks = Address.parse(description.receiver), description.ranks
         try:
-            await asyncio.to_thread(tell, description.receiver, description.namespace, names, self._secret)
+            for rank in range(ranks):
+                names = [object_name(key, rank, ranks) for key in keys]
+                url = receiver.of_rank(rank).url
+                await asyncio.to_thread(tell, url, description.namespace, names, self._secret)
         except (OSError, TimeoutError, ValueError, zmq.ZMQError) as e:
             self._metrics.failures.labels(failure, description.receiver).inc()
             log.warning(

@@ -64,6 +64,8 @@ class Planned:
         """Whether ``worker``, which may have a smaller pool, makes this very record of the warm-up prompt."""
         if not ask.prompt or worker.primitives != self.description.primitives:
             return False
+        if worker.ranks != self.description.ranks:
+            return False  # its parts are others
         try:
             found = _plan(ask.prompt, self.plan.method, worker, self.salt)
         except (LinkError, PromptError):

@@ -1,0 +1,1 @@
+"""Engines and servers of several ranks, with real processes on the CPU."""

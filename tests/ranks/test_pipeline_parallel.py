@@ -1,0 +1,86 @@
+"""Two stages, one directory: vLLM's pipeline parallelism with real processes, on the CPU.
+
+Each stage has its layers of every record; several batches are on their way at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import save_mamba2_model, save_short_conv_model
+
+from vllm_hypic.harness.random_models import save_attention_model, save_hybrid_model
+
+from .several import answers, stock_answer
+
+NOISE = 2e-5
+"""Of logprobs in float32, between engines that batch differently."""
+TWO_STAGES = {"pipeline_parallel_size": 2}
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "dense": partial(save_attention_model, tie=False),
+    "gated delta net": partial(save_hybrid_model, tie=False),
+    # The stages differ: one has attention, and not the other.
+    "short convolutions": partial(save_short_conv_model, layer_types=["conv", "full_attention", "conv"]),
+    "Mamba2": partial(save_mamba2_model, name="NemotronH"),
+}
+
+
+def furthest(one: list[list[float]], other: list[list[float]]) -> float:
+    return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.engine
+@pytest.mark.fast("dense")
+@pytest.mark.parametrize("family", MODELS)
+def test_two_stages_answer_like_one(family: str, tmp_path: Path) -> None:
+    model = MODELS[family](tmp_path / "model")
+    # Where layers run in it, float32, so that rounding, which batches change, decides nothing.
+    exact = family != "gated delta net"
+    engine = {"dtype": "float32" if exact else "auto"}
+    one, two = (answers(model, engine | stages) for stages in ({}, TWO_STAGES))
+    assert two["plain"] == one["plain"]
+    assert two["tokens"] == one["tokens"] and two["cached"] == one["cached"]
+    cold, warm = zip(two["tokens"], two["logprobs"], strict=True)
+    assert cold == warm and two["cached"][1] > two["cached"][0]
+    for calls in two["calls"]:
+        assert calls and all(0 < n < one["calls"][0][name] for name, n in calls.items())
+    if exact:
+        assert furthest(two["logprobs"], one["logprobs"]) < NOISE
+        assert two["together"]["tokens"] == one["together"]["tokens"]
+        assert furthest(two["together"]["logprobs"], one["together"]["logprobs"]) < NOISE
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.engine
+def test_plain_requests_are_those_of_a_stock_engine_of_two_stages(tmp_path: Path) -> None:
+    model = MODELS["gated delta net"](tmp_path / "model")
+    assert answers(model, TWO_STAGES)["plain"] == stock_answer(model, TWO_STAGES)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.slow
+@pytest.mark.engine
+def test_stages_load_their_parts_after_a_restart(tmp_path: Path) -> None:
+    """And records of another layout are not taken for theirs."""
+    model = MODELS["dense"](tmp_path / "model")
+    disk = {"type": "disk", "path": str(tmp_path / "disk"), "bytes": "64MiB"}
+
+    def run(**ranks: Any) -> Any:
+        return answers(model, {"dtype": "float32"} | ranks, store={"tiers": [disk]})
+
+    before, again, whole, heads = (
+        run(**TWO_STAGES),
+        run(**TWO_STAGES),
+        run(),
+        run(tensor_parallel_size=2),
+    )
+    assert not before["cached"][0] and again["cached"][0] == before["cached"][1]
+    assert again["tokens"] == before["tokens"] and again["logprobs"] == before["logprobs"]
+    assert not whole["cached"][0] and not heads["cached"][0]
+    assert whole["tokens"] == heads["tokens"] == before["tokens"]

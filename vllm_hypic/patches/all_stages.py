@@ -1,0 +1,46 @@
+"""Patch: scheduler and workers know the KV caches of all pipeline stages.
+
+Target: ``generate_scheduler_kv_cache_config``, as ``vllm.v1.engine.core`` calls it.
+Why: vLLM tells every worker which caches it has itself, and the scheduler those of the first.  The public
+pool has the same numbers of pages, slots and transition blocks on every stage, so that all must know what the
+fullest one needs.
+Until: a KV connector is told the caches of all workers.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import wraps
+from typing import TYPE_CHECKING
+
+from ..pool.geometry import ALL_STAGES
+from .signature import require_parameters
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def apply() -> None:
+    """Idempotent; the configurations are only added to."""
+    from vllm.v1.engine import core
+
+    stock = core.generate_scheduler_kv_cache_config
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "kv_cache_configs")
+
+    @wraps(stock)
+    def generate_scheduler_kv_cache_config(kv_cache_configs: list[KVCacheConfig]) -> KVCacheConfig:
+        # Tensor-parallel ranks of a stage have the same layers, and one speaks for them.
+        stages = {_layers(config): copy.copy(config) for config in kv_cache_configs}
+        scheduler = stock(kv_cache_configs)
+        for config in (*kv_cache_configs, scheduler):
+            setattr(config, ALL_STAGES, tuple(stages.values()))
+        return scheduler
+
+    generate_scheduler_kv_cache_config._hypic = True  # type: ignore[attr-defined]
+    core.generate_scheduler_kv_cache_config = generate_scheduler_kv_cache_config
+
+
+def _layers(config: KVCacheConfig) -> tuple[str, ...]:
+    return tuple(name for group in config.kv_cache_groups for name in group.layer_names)
