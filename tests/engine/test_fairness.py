@@ -10,7 +10,17 @@ import pytest
 from oracle.models import random_segments
 
 from .conftest import EngineFactory, lent, tight_args, tight_options
-from .engines import Ask, Engine, drain, pool_unit_bytes, prompt, sampling_params, scheduler_of
+from .engines import (
+    Answer,
+    Ask,
+    Engine,
+    answer_of,
+    drain,
+    pool_unit_bytes,
+    prompt,
+    sampling_params,
+    scheduler_of,
+)
 
 DOCUMENTS = random_segments([200, 300, 250, 280, 220, 240, 310, 290, 260, 230], seed=41)
 (QUERY,) = random_segments([40], seed=42)
@@ -129,6 +139,46 @@ def hold(llm: Any) -> list[int]:
 def test_who_holds_room_hurries_when_an_urgent_request_waits_for_it(engine: Engine) -> None:
     urgent, plain = engine.call(hold)
     assert urgent < plain
+
+
+def preempt(llm: Any, asked: Ask) -> tuple[Answer, int]:
+    """A composed request decodes, and is preempted when urgent ones want its blocks: its answer, and how many
+    of the tokens were there before."""
+    course, answers = Course(llm), []
+    step = llm.llm_engine.step
+
+    def watched() -> list[Any]:
+        outputs = step()
+        answers.extend(answer_of(o) for o in outputs if o.finished and o.request_id.startswith("patient"))
+        return outputs
+
+    llm.llm_engine.step = watched
+    try:
+        course.add("patient", asked, 9)
+        while (patient := course.find("patient")).num_output_tokens < 3:
+            course.step()
+        for i in range(24):  # each outgrows its first block of 256 tokens
+            course.add(f"urgent {i}", Ask(tuple(LONG[i % 4][:240]), 60), 0)
+        while not patient.num_preemptions:
+            assert "patient" not in course.over, "it was not preempted"
+            course.step()
+        before = patient.num_output_tokens
+        course.until_over(*course.came)
+    finally:
+        llm.llm_engine.step = step
+    return answers[0], before
+
+
+def test_a_preempted_request_goes_on_as_if_it_had_not_been(engine: Engine) -> None:
+    """The urgent ones came later: first come, first served, they would have been preempted themselves."""
+    asked = ask(0, max_tokens=GENERATED)
+    (alone,) = engine.ask(asked)
+    answer, before = engine.call(preempt, asked)
+    assert len(answer.tokens) == GENERATED
+    agreed = next((i for i in range(GENERATED) if answer.tokens[i] != alone.tokens[i]), GENERATED - 1)
+    assert agreed > before, "no token behind the preemption can be compared"
+    for one, other in zip(answer.logprobs[0][: agreed + 1], alone.logprobs[0], strict=False):
+        assert max(abs(one[t] - other[t]) for t in one.keys() & other.keys()) <= 0.3
 
 
 def crowd(llm: Any) -> tuple[int, int, int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle.models import random_segments
+from oracle.models import random_segments, save_hybrid_model
 
 from .conftest import EngineFactory, lent
 from .engines import (
@@ -18,6 +20,7 @@ from .engines import (
     answer_of,
     distance,
     prompt,
+    run_apart,
     same,
     sampling_params,
     scheduler_of,
@@ -160,6 +163,59 @@ def test_after_new_weights_answers_are_those_of_an_engine_that_never_had_others(
     for one, other in zip(cold, expected, strict=True):
         assert same(one, other) and one.cached == other.cached, "a record of the old weights was read"
     assert all(same(one, other) and one.cached for one, other in zip(warm, expected, strict=True))
+
+
+def reload(llm: Any, model: str) -> None:
+    """Weights from other files, without a word to the caches."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+
+
+def called(llm: Any, method: str) -> str:
+    """What a call of the workers raises."""
+    try:
+        llm.collective_rpc(method)
+    except Exception as e:
+        return str(e)
+    return ""
+
+
+def test_records_are_forgotten_where_weights_are_reloaded(
+    engine: Engine,
+    start_engine: EngineFactory,
+    hybrid_model: Path,
+    tmp_path: Path,
+    engine_logs: Path,
+) -> None:
+    other = run_apart(partial(save_hybrid_model, tie=False, seed=5), tmp_path, log=engine_logs / "other.log")
+    asks = [ask(ONE, TWO), ask(TWO, LONG)]
+    before = engine.ask_one_by_one(*asks)
+    expected = start_engine(other, options=OPTIONS, **ARGS).ask_one_by_one(*asks)
+    assert not any(same(one, other) for one, other in zip(before, expected, strict=True))
+    old = engine.call(resident) | engine.call(stored)
+    try:
+        engine.call(reload, str(other))
+        assert not engine.call(resident)
+        cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
+        assert not engine.call(stored) & old
+    finally:
+        engine.call(reload, str(hybrid_model))
+    for one, other in zip(cold, expected, strict=True):
+        assert same(one, other) and one.cached == other.cached, "a record of the old weights was read"
+    assert all(same(one, other) and one.cached for one, other in zip(warm, expected, strict=True))
+    assert not engine.call(resident)
+    again = engine.ask_one_by_one(*asks)
+    assert all(same(one, other) for one, other in zip(again, before, strict=True)), "the old weights are back"
+
+
+def test_calls_of_workers_that_may_change_weights(engine: Engine) -> None:
+    """A call that failed may have changed some; one that cannot change any leaves records alone."""
+    engine.ask(ask(ONE, TWO))
+    kept = engine.call(resident)
+    assert not engine.call(called, "hypic_calls") and engine.call(resident) == kept
+    assert "Weight transfer not configured" in engine.call(called, "start_weight_update")
+    assert not engine.call(resident)
+    (answer,) = engine.ask(ask(ONE, TWO))
+    assert answer.cached == 0
 
 
 def test_reset_between_overlapping_steps(overlapped: Engine) -> None:

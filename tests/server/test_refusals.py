@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic import register
-from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose
+from vllm_hypic.config.engine import config_of
+from vllm_hypic.connector.beside import MultiConnector
+from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server, ServerError
@@ -38,13 +41,9 @@ REFUSALS = {
     "negative seam": (hypic(seam_tokens=-3), "hypic_seam_tokens=-3"),
     "damaged tokens": (hypic(tokens={"separator": "x"}), "unknown name 'separator'; expected sep, pdep, pad"),
     "empty separator": (hypic(tokens={"sep": ""}), "sep='': expected a non-empty string"),
-    "MultiConnector": (
+    "MultiConnector without connectors": (
         {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")},
-        "cannot run beside 'MultiConnector'; drop --kv-transfer-config",
-    ),
-    "another connector": (
-        {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")},
-        "cannot run beside 'ExampleConnector'",
+        "MultiConnector without connectors: name some, or drop it",
     ),
     "speculative decoding": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -85,6 +84,57 @@ def test_an_explicit_connector_config_wins():
     assert choose(args)
     chosen = args.kv_transfer_config.kv_connector_extra_config
     assert (chosen["seam_tokens"], chosen["page_tokens"]) == (4, 32)
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+OURS = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": {"page_tokens": 32}}
+BESIDE = {
+    "one": ({"kv_transfer_config": KVTransferConfig(**NIXL)}, 64, ["NixlConnector"]),
+    "several": (
+        {
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="MultiConnector",
+                kv_role="kv_consumer",
+                kv_connector_extra_config={"connectors": [NIXL, OURS, OFFLOADING]},
+            )
+        },
+        32,
+        ["NixlConnector", "OffloadingConnector"],
+    ),
+    "offloading": ({"kv_offloading_size": 1.0}, 64, ["OffloadingConnector"]),
+    "offloading instead of a named one": (
+        {
+            "kv_offloading_size": 1.0,
+            "kv_transfer_config": KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both"),
+        },
+        64,
+        ["OffloadingConnector"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_other_connectors_stand_behind_ours(case):
+    options, page_tokens, others = BESIDE[case]
+    config = arguments(**options, seed=0).create_engine_config()
+    transfer = config.kv_transfer_config
+    ours, *found = transfer.kv_connector_extra_config["connectors"]
+    assert transfer.kv_connector == "MultiConnector" and transfer.has_connector(CONNECTOR)
+    assert ours["kv_connector"] == CONNECTOR and config_of(config).page_tokens == page_tokens
+    assert [c["kv_connector"] for c in found] == others
+    consumes = "NixlConnector" in others
+    assert transfer.kv_role == ("kv_consumer" if consumes else "kv_both")
+    assert found[0]["kv_role"] == transfer.kv_role
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    assert issubclass(connector, MultiConnector) and KVConnectorFactory.supports_hma_config(transfer)
+
+
+def test_workers_are_not_added_while_others_serve():
+    config = arguments().create_engine_config()
+    config.parallel_config.enable_elastic_ep = True
+    with pytest.raises(ConfigError, match="--enable-elastic-ep: workers that are added"):
+        complete(config)
 
 
 @pytest.mark.engine

@@ -69,7 +69,10 @@ def _model(config: VllmConfig) -> Iterator[str]:
     if model.dtype not in DTYPES:
         yield f"dtype={model.dtype}: expected bfloat16 or float16"
     if model.enable_sleep_mode:
-        yield "--enable-sleep-mode: records would not survive sleep; drop it"
+        yield (
+            "--enable-sleep-mode: sleep discards the pool under requests that it keeps; drop it, and "
+            "pause with /pause or /sleep?level=0"
+        )
     multimodal = model.multimodal_config
     if multimodal is not None and multimodal.video_pruning_rate:
         yield "--video-pruning-rate moves positions inside a pass; drop it"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from ..config.engine import CONNECTOR, config_of
+from ..config.engine import config_of, own_options
 from ..connector.build import primitive_ids_of
 from ..primitives.token_texts import SPECIAL, TokenTexts
 from ..segment_parallel.description import Description
@@ -52,8 +52,7 @@ class CommandFailed(Exception):
 def unsupported(engine: EngineClient) -> str | None:
     """Why this engine takes no commands; ``None`` when it does."""
     config = engine.vllm_config
-    transfer = config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != CONNECTOR:
+    if own_options(config.kv_transfer_config) is None:
         return "the server runs without --attention-backend hypic"
     if config.model_config.skip_tokenizer_init:
         return "the server runs without a tokenizer (--skip-tokenizer-init)"

@@ -19,12 +19,16 @@ from .segmenting import SegmentingConfig
 from .store import StoreConfig
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from collections.abc import Mapping
+
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
 SECTION = "hypic"
 """Key of our options inside ``--additional-config``."""
 CONNECTOR = "HypicConnector"
 """Name of our KV connector in ``--kv-transfer-config``."""
+MULTI = "MultiConnector"
+"""vLLM's name of a KV connector that is made of several."""
 TOKENIZER_MODE = "hypic"
 """vLLM's ``tokenizer_mode`` in which tokenizers know the primitives and the texts of tokens."""
 
@@ -160,7 +164,20 @@ class HypicConfig(ConfigSection):
         return LinkDefaults(self.link, self.seam_tokens, self.context, self.islands)
 
 
+def own_options(transfer: KVTransferConfig | None) -> Mapping[str, Any] | None:
+    """What a KV transfer configuration gives our connector, alone or as one of several; ``None``: it is not
+    there."""
+    if transfer is None or transfer.kv_connector not in (CONNECTOR, MULTI):
+        return None
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == CONNECTOR:
+        return extra
+    given = [c for c in extra.get("connectors", ()) if c.get("kv_connector") == CONNECTOR]
+    return given[0].get("kv_connector_extra_config", {}) if given else None
+
+
 def config_of(vllm_config: VllmConfig) -> HypicConfig:
     """The plugin's options of an engine (written there by ``patches/engine_args.py``)."""
-    assert vllm_config.kv_transfer_config is not None
-    return HypicConfig.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    options = own_options(vllm_config.kv_transfer_config)
+    assert options is not None
+    return HypicConfig.from_mapping(options)

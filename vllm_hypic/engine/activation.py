@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
 from vllm.logger import init_logger
 
-from ..config.engine import CONNECTOR, SECTION, TOKENIZER_MODE, HypicConfig, config_of
+from ..config.engine import CONNECTOR, MULTI, SECTION, TOKENIZER_MODE, HypicConfig, config_of, own_options
 from ..errors import ConfigError, redacted
 from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
 from ..pool.families import NOT_SERVED
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger("vllm.hypic.activation")
@@ -54,6 +54,14 @@ def choose(args: EngineArgs) -> bool:
 
 def complete(config: VllmConfig) -> None:
     """What can only be checked or set in the finished configuration."""
+    assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
+    if config.kv_transfer_config.kv_connector != CONNECTOR:
+        config.kv_transfer_config = _with_ours(config.kv_transfer_config, config.additional_config[SECTION])
+    if config.parallel_config.enable_elastic_ep:
+        raise ConfigError(
+            "--attention-backend hypic: --enable-elastic-ep: workers that are added link their layers by "
+            "passes in which those that serve take no part; drop it, and add servers instead"
+        )
     if config.use_v2_model_runner:
         raise ConfigError(
             "--attention-backend hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
@@ -129,15 +137,7 @@ def _config(args: EngineArgs) -> HypicConfig:
     if not isinstance(section, dict):
         raise ConfigError(f"--additional-config: {SECTION}={redacted(repr(section))}: expected an object")
     options |= section
-    transfer = args.kv_transfer_config
-    if transfer is not None:
-        if transfer.kv_connector != CONNECTOR:
-            raise ConfigError(
-                "--attention-backend hypic brings its own KV connector and cannot run beside "
-                f"{transfer.kv_connector!r}; "
-                f'drop --kv-transfer-config or use {{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'
-            )
-        options |= transfer.kv_connector_extra_config
+    options |= own_options(args.kv_transfer_config) or {}
     return HypicConfig.from_mapping(options)
 
 
@@ -207,7 +207,7 @@ def _use_options(config: VllmConfig, chosen: HypicConfig) -> None:
     """Put options into this configuration alone: the arguments behind it may serve another model."""
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
     options = chosen.to_mapping()
-    config.kv_transfer_config = replace(config.kv_transfer_config, kv_connector_extra_config=options)
+    config.kv_transfer_config = _with_ours(config.kv_transfer_config, options)
     config.additional_config = {**config.additional_config, SECTION: options}
 
 
@@ -231,8 +231,36 @@ def _give_time_to_end(config: VllmConfig) -> None:
 
 
 def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
+    """Ours, unless others are asked for: of these vLLM makes its configuration first, as ever."""
     from vllm.config import KVTransferConfig
 
-    if args.kv_transfer_config is None:
+    transfer = args.kv_transfer_config
+    named = None if transfer is None else transfer.kv_connector
+    if args.kv_offloading_size is not None:
+        # It stands for a connector, which vLLM puts in the place of the one that is named.
+        if named == CONNECTOR:
+            args.kv_transfer_config = None
+    elif transfer is None or named is None:
         args.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
-    args.kv_transfer_config.kv_connector_extra_config = config.to_mapping()
+    elif named == MULTI and not transfer.kv_connector_extra_config.get("connectors"):
+        raise ConfigError(f"--kv-transfer-config: {MULTI} without connectors: name some, or drop it")
+    if (transfer := args.kv_transfer_config) is not None and transfer.kv_connector == CONNECTOR:
+        transfer.kv_connector_extra_config = config.to_mapping()
+
+
+def _with_ours(transfer: KVTransferConfig, options: dict[str, Any]) -> KVTransferConfig:
+    """A KV transfer configuration with our connector as the first; ``options``: what it is given."""
+    if transfer.kv_connector == CONNECTOR:
+        return replace(transfer, kv_connector_extra_config=options)
+    if transfer.kv_connector == MULTI:
+        named = transfer.kv_connector_extra_config["connectors"]
+        others = [c for c in named if c.get("kv_connector") != CONNECTOR]
+    else:
+        others = [{f.name: getattr(transfer, f.name) for f in fields(transfer) if f.name != "engine_id"}]
+    ours = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": options}
+    return replace(
+        transfer,
+        kv_connector=MULTI,
+        kv_connector_module_path="vllm_hypic.connector.beside",
+        kv_connector_extra_config={"connectors": [ours, *others]},
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 
 from ..cache_api.commands import COMMAND, is_command
-from ..config.engine import CONNECTOR, config_of
+from ..config.engine import config_of, own_options
 from ..pool.families import family_in
 from ..primitives.learned import NONE_HERE
 from ..primitives.options import (
@@ -40,8 +40,7 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
 
     Requests without primitives are only checked for bad ``hypic_*`` options.
     """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != CONNECTOR:
+    if own_options(vllm_config.kv_transfer_config) is None:
         return
     config = config_of(vllm_config)
     params = request.sampling_params

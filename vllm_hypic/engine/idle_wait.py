@@ -25,10 +25,10 @@ def watch_arrivals(wake: Callable[[], None]) -> bool:
     """A :data:`Watch`: False when the engine's worker is another process, or takes no records of others."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from ..connector.connector import HypicConnector
+    from ..connector.beside import own_connector
 
-    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-    if not isinstance(connector, HypicConnector) or connector.worker is None:
+    connector = own_connector(get_kv_transfer_group() if has_kv_transfer_group() else None)
+    if connector is None or connector.worker is None:
         return False
     return connector.worker.watch_arrivals(wake)
 

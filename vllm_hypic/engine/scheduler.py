@@ -7,6 +7,7 @@ synchronous or the asynchronous variant, as the engine is configured.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -38,6 +39,7 @@ from .idle_wait import IdleWait, watch_arrivals
 from .instance import RoutedInstance
 from .media import MediaReader, in_stream, moved
 from .prompt_logprobs import PromptLogprobs
+from .weight_changes import may_change_weights
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -54,20 +56,24 @@ class _HypicMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # For connectors that fill blocks beside the model's stream.  Ours does not, and with blocks that are
-        # still held vLLM cannot reset its cache between two overlapping steps.
-        self.defer_block_free = False
         # vLLM asks where prefill chunks end only of engines that keep states for its prefix cache.
         self._splits_for_states = self.need_mamba_block_aligned_split
         self.need_mamba_block_aligned_split = self.has_mamba_layers
-        from ..connector.connector import HypicConnector
+        from ..connector.beside import own_connector
 
-        if not isinstance(self.connector, HypicConnector) or self.connector.scheduler is None:
+        own = own_connector(self.connector)
+        if own is None or own.scheduler is None:
             raise ValueError(
                 "HypicScheduler needs HypicConnector as the KV connector, "
                 f"got {type(self.connector).__name__}; use --attention-backend hypic"
             )
-        self.hypic: SchedulerSide = self.connector.scheduler
+        self.hypic: SchedulerSide = own.scheduler
+        self._has_others = own is not self.connector
+        """Other connectors stand beside ours."""
+        if not self._has_others:
+            # For connectors that fill blocks beside the model's stream.  Ours does not, and with blocks that
+            # are still held vLLM cannot reset its cache between two overlapping steps.
+            self.defer_block_free = False
         # In every cache salt of ours, so that no client can name one and read another's blocks.
         self._secret = secrets.token_hex(16)
         self._segment_salt = f"hypic:{self._secret}:segment"
@@ -103,6 +109,16 @@ class _HypicMixin(Scheduler):
     def take_inbox(self, inbox: Queue[Any]) -> None:
         """``patches/engine_inbox.py`` tells where the engine's requests come in."""
         self._idle_wait = IdleWait(inbox, watch_arrivals)
+
+    def workers_called(self, method: str | Callable[..., Any]) -> bool:
+        """``patches/engine_calls.py`` tells what workers were called to do.  Where that may have changed
+        weights, records begin anew, and workers are to be told."""
+        if not may_change_weights(method):
+            return False
+        name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
+        logger.info("hypic: %s may have changed weights: all records are forgotten", name)
+        self.hypic.reset(secrets.token_hex(16))
+        return True
 
     def _tenant(self, salt: str | None) -> str:
         """A tenant's name wherever its salt itself should not stand."""
@@ -259,7 +275,7 @@ class _HypicMixin(Scheduler):
         if self._ran or not self.hypic.awaits_others:
             self._idle_wait.reset()
         else:
-            self._idle_wait.wait(until_woken=self.hypic.only_arrivals_matter)
+            self._idle_wait.wait(until_woken=self.hypic.only_arrivals_matter and not self._has_others)
         self._end_unwanted()
         for segment in self.hypic.pump():
             super().add_request(self._segment_request(segment))

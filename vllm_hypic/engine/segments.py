@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from ..cache_api.commands import COMMAND, Explain
-from ..config.engine import CONNECTOR, HypicConfig, config_of
+from ..config.engine import HypicConfig, config_of, own_options
 from ..config.segmenting import SegmentingConfig
 from ..connector.build import primitive_ids_of
 from ..primitives.options import FOUND, SEGMENTS, link_of_request, segment_mode_of_request
@@ -30,8 +30,7 @@ class SegmentFinder:
     """Finds the segments of one engine's requests, in its front end; for one thread."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        transfer = vllm_config.kv_transfer_config
-        self._ours = transfer is not None and transfer.kv_connector == CONNECTOR
+        self._ours = own_options(vllm_config.kv_transfer_config) is not None
         self._vllm_config = vllm_config
 
     def find(self, request: EngineCoreRequest, prompt: Any) -> None:

@@ -17,8 +17,7 @@ from vllm.logger import init_logger
 
 from ..backends.ops import extension
 from ..config.engine import config_of
-from ..connector.connector import HypicConnector
-from ..connector.metadata import HypicMetadata
+from ..connector.beside import own_connector, own_metadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
 from .batch_updates import PromptTellingBuilder
@@ -38,8 +37,8 @@ _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 def worker_side() -> WorkerSide:
     """The worker half of this process's connector."""
-    connector = get_kv_transfer_group()
-    assert isinstance(connector, HypicConnector) and connector.worker is not None
+    connector = own_connector(get_kv_transfer_group())
+    assert connector is not None and connector.worker is not None
     return connector.worker
 
 
@@ -87,8 +86,7 @@ class HypicModelRunner(GPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        metadata = scheduler_output.kv_connector_metadata
-        assert isinstance(metadata, HypicMetadata)
+        metadata = own_metadata(scheduler_output.kv_connector_metadata)
         batch = self.input_batch
         step = worker_side().begin_step(
             metadata, batch.req_ids, batch.num_computed_tokens_cpu[: batch.num_reqs], num_scheduled_tokens
@@ -176,6 +174,14 @@ class HypicWorker(WorkerBase):
     def _scratch_bytes(self) -> int:
         """Memory to leave for what our operators allocate while they run."""
         return 0
+
+    def hypic_weights_changed(self) -> None:
+        """Weights may be others than before; called on every worker (``patches/engine_calls.py``)."""
+        from ..backends.linear.base import LinearLayer
+
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            if isinstance(layer, LinearLayer):
+                layer.weights_changed()
 
     def hypic_calls(self) -> dict[str, int]:
         """How often each of our operators ran; for ``collective_rpc``."""

@@ -77,6 +77,9 @@ class LinearLayer(Generic[InputsT, CarryT]):
     carries: dict[str, CarryT]
     """What is carried, by segment request whose interior is cut."""
 
+    def weights_changed(self) -> None:
+        """What is derived from weights is made anew before the next pass."""
+
     # -- a pass --------------------------------------------------------------------------------
 
     def run(self, x: InputsT, out: torch.Tensor) -> None:

@@ -242,6 +242,11 @@ class SchedulerSide:
     def is_internal(self, request_id: str) -> bool:
         return request_id in self.segment_requests
 
+    def is_private(self, request_id: str) -> bool:
+        """Whether a request's tokens in vLLM begin no prompt (its stream, a segment), or it never runs."""
+        composed = request_id in self.admission.requests
+        return composed or request_id in self._held or self.is_internal(request_id)
+
     def plan_of(self, request_id: str) -> PromptPlan | None:
         composed = self.admission.requests.get(request_id)
         return None if composed is None else composed.plan

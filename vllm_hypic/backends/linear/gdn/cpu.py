@@ -86,6 +86,9 @@ class CPUDeltaNet(DeltaNet):
         """Why the C++ operators do not serve this layer, or ``None``."""
         return self._current_views().refusal
 
+    def weights_changed(self) -> None:
+        self._views = None
+
     def _current_views(self) -> _Views:
         if self._views is None or self._views.of is not self.kv_cache[0]:
             self._views = _Views(self)

@@ -135,6 +135,9 @@ class CUDADeltaNet(DeltaNet):
             operators.run_compose(composing, x, views.weights, caches, out, records)
         runtime.pool.transition_blocks.release([0])
 
+    def weights_changed(self) -> None:
+        self._views = None
+
     def _current_views(self) -> _Views:
         if self._views is None or self._views.of is not self.kv_cache[0]:
             self._views = _Views(self)

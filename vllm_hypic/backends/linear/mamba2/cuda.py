@@ -116,6 +116,9 @@ class HypicCUDAMamba2(HypicMamba2):
         metadata = get_forward_context().attn_metadata[self.prefix]
         return step.shared.of(SharedPlans).slots(metadata, slots_of)
 
+    def weights_changed(self) -> None:
+        self._constants = None
+
     def _weights(self) -> mamba2.Weights:
         if self._constants is None:
             self._constants = self.weights()

@@ -120,6 +120,9 @@ class HypicCUDAShortConv(HypicShortConv):
         # A row as it came, its projection in three parts, what is convolved of these, and two results.
         return Scratch(rows * 9 * self.conv.weight.size(0) * dtype.itemsize, 0)
 
+    def weights_changed(self) -> None:
+        self._constants = None
+
     def _weights(self) -> short_conv.Weights:
         if self._constants is None:
             self._constants = self.weights()

@@ -1,0 +1,98 @@
+"""Another KV connector beside ours: it serves plain requests as in a stock engine, and sees no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle.models import random_segments
+
+from .conftest import EngineFactory
+from .engines import Ask, Engine, distance, drain, prompt, same, scheduler_of
+
+PLAIN, OTHER, ONE, TWO, MIDDLE = random_segments([300, 200, 250, 180, 100], seed=93)
+(QUERY,) = random_segments([40], seed=94)
+TWIN = [*ONE[:75], *MIDDLE, *ONE[175:]]
+"""Begins and ends as ``ONE`` does: their streams are one."""
+
+
+def saving_to(folder: Path) -> dict[str, Any]:
+    """vLLM's own connector that saves every prompt it sees, by its tokens, and loads it again."""
+    extra = {"shared_storage_path": str(folder)}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def saved(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def _engine(module_engine: EngineFactory, attention_model: Path, folder: Path) -> Engine:
+    return module_engine(attention_model, kv_transfer_config=saving_to(folder), enable_prefix_caching=False)
+
+
+@pytest.fixture
+def engine(_engine: Engine) -> Iterator[Engine]:
+    _engine.reset()
+    yield _engine
+    assert not _engine.call(left), "the test left something behind"
+
+
+def left(llm: Any) -> list[str]:
+    """Requests that are held or hidden, but for those of which the next step says that they are over.
+
+    vLLM's connector fails on the short prompt of the audit that other tests end with.
+    """
+    drain(llm)
+    scheduler = scheduler_of(llm)
+    side, hidden = scheduler.hypic, scheduler.connector._hidden
+    return [*side.admission.requests, *side._held, *(hidden - scheduler.finished_req_ids)]
+
+
+@pytest.fixture(scope="module")
+def alone(module_engine: EngineFactory, attention_model: Path) -> Engine:
+    return module_engine(attention_model, enable_prefix_caching=False)
+
+
+def test_plain_requests_are_saved_and_loaded_as_in_a_stock_engine(
+    engine: Engine, start_engine: EngineFactory, attention_model: Path, folder: Path, tmp_path: Path
+) -> None:
+    stock = start_engine(
+        attention_model, hypic=False, kv_transfer_config=saving_to(tmp_path), enable_prefix_caching=False
+    )
+    asks = [Ask(tuple(PLAIN)), Ask(tuple(OTHER)), Ask(tuple(PLAIN))]
+    ours, theirs = engine.ask_one_by_one(*asks), stock.ask_one_by_one(*asks)
+    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert [a.cached for a in ours] == [a.cached for a in theirs] and ours[2].cached == 256
+    assert saved(folder) == saved(tmp_path) and saved(folder), "what is saved is what a stock engine saves"
+
+
+def test_composed_requests_are_not_shown_to_it(engine: Engine, alone: Engine, folder: Path) -> None:
+    before = saved(folder)
+    asks = [Ask(prompt(one, TWO, query=QUERY)) for one in (ONE, TWIN)]
+    cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
+    expected = alone.ask_one_by_one(*asks)
+    assert not same(*expected), "the test's twins are no different prompts"
+    for one, again, other in zip(cold, warm, expected, strict=True):
+        assert same(one, again) and same(one, other)
+    assert cold[0].cached == 0 and all(a.cached == len(ONE) + len(TWO) - 32 for a in warm)
+    assert saved(folder) == before, "a stream or a segment was saved"
+
+
+def test_both_in_one_batch(engine: Engine, alone: Engine) -> None:
+    """Plain requests are loaded in the step in which a composed one runs."""
+    plain, composed = Ask(tuple(PLAIN)), Ask(prompt(TWO, ONE, query=QUERY))
+    (first,) = engine.ask(plain)
+    alone.reset()
+    (expected,) = alone.ask(composed)
+    for _ in range(2):
+        loaded, answer = engine.ask(plain, composed)
+        assert loaded.cached and loaded.tokens == first.tokens
+        assert answer.tokens == expected.tokens and distance(answer, expected) <= 0.05
