@@ -156,11 +156,9 @@ def test_the_v2_model_runner_is_refused(
         complete(config)
 
 
-def test_pipelines_and_speculation_are_refused_before_a_configuration_is_made(cuda: CUDA) -> None:
+def test_pipelines_are_refused_before_a_configuration_is_made(cuda: CUDA) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2: expected 1"):
         choose(arguments(pipeline_parallel_size=2))
-    with pytest.raises(ConfigError, match="speculative decoding is not supported"):
-        choose(arguments(speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
 
 
 CASES = [

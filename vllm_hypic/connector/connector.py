@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ..config.drafting import looks_drafts_up
 from .build import build_scheduler_side, build_worker_side
 from .metadata import HypicMetadata, WorkerReport
 from .stats import HypicCounters, HypicPromMetrics, HypicStats
@@ -42,6 +43,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self._told: HypicCounters | None = None
+        self._looks_drafts_up = looks_drafts_up(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = build_scheduler_side(vllm_config, kv_cache_config)
         else:
@@ -67,7 +69,10 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params
             penalised = sampling is not None and sampling.repetition_penalty != 1.0
-            if (stream := self.scheduler.stream_plan(new.req_id, penalised=penalised)) is not None:
+            stream = self.scheduler.stream_plan(
+                new.req_id, penalised=penalised, drafted=self._looks_drafts_up
+            )
+            if stream is not None:
                 metadata.streams[new.req_id] = stream
             if (capture := self.scheduler.capture_plan(new.req_id)) is not None:
                 metadata.captures[new.req_id] = capture

@@ -20,6 +20,8 @@ from ..connector.connector import HypicConnector
 from ..connector.metadata import HypicMetadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
+from .drafter import ComposingDrafter, composing
+from .drafting import WholePrompts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +54,13 @@ class HypicModelRunner(GPUModelRunner):
     """Mixin for vLLM's V1 model runners: logical positions, and penalties over logical prompts."""
 
     _counted: SamplingMetadata | None = None
+    input_batch: Any
+    """vLLM's; while drafts are looked up, :class:`.drafting.WholePrompts`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if hasattr(self, "drafter"):
+            self.drafter = composing(self)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
@@ -63,6 +72,9 @@ class HypicModelRunner(GPUModelRunner):
 
         worker = worker_side()
         found = attach(self, worker.geometry, worker.start)
+        if isinstance(drafter := getattr(self, "drafter", None), ComposingDrafter):
+            assert worker.runtime is not None
+            drafter.runtime = worker.runtime
         config, geometry = config_of(self.vllm_config), worker.geometry
         self._log_operators()
         logger.info(
@@ -94,6 +106,19 @@ class HypicModelRunner(GPUModelRunner):
             self._rewrite_positions(step)
             self._count_segments()
         return prepared
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
+        """Drafts of the next step, after what this one generated."""
+        runtime, batch = worker_side().runtime, self.input_batch
+        assert runtime is not None
+        step = runtime.step
+        prompts = [worker_side().prompt(request_id) for request_id in batch.req_ids]
+        if any(prompt is not None for prompt in prompts):
+            self.input_batch = WholePrompts.of(batch, prompts)
+        try:
+            return super().propose_draft_token_ids(*args, **kwargs)
+        finally:
+            self.input_batch, runtime.step = batch, step
 
     def _count_segments(self) -> None:
         """Have repetition penalties see the prompt's tokens that are not in the stream."""

@@ -87,7 +87,8 @@ class StreamPlan:
     public column, the request's interiors laid end to end.  ``islands``: ranges ``[begin, end)`` of stream
     indices, ascending, behind which linear layers go on from the state before them: a record that is applied
     later has these tokens, too.  No pass ends inside one.  ``read``: distinct tokens of the segments, int64,
-    where sampling asks which tokens a prompt has: not all of them are in the stream.
+    where sampling asks which tokens a prompt has: not all of them are in the stream.  ``prompt``: the tokens
+    of the whole prompt in order, int32, where drafts are looked up in them.
     """
 
     positions: np.ndarray
@@ -98,6 +99,7 @@ class StreamPlan:
     use_transition: bool
     islands: tuple[tuple[int, int], ...] = ()
     read: np.ndarray | None = None
+    prompt: np.ndarray | None = None
 
     @staticmethod
     def alone(positions: np.ndarray) -> StreamPlan:

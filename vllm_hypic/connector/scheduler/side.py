@@ -301,13 +301,17 @@ class SchedulerSide:
         """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
         return self._deliveries.fault(request_id)
 
-    def stream_plan(self, request_id: str, *, penalised: bool = False) -> StreamPlan | None:
+    def stream_plan(
+        self, request_id: str, *, penalised: bool = False, drafted: bool = False
+    ) -> StreamPlan | None:
         """The worker's view of a request that is about to run and reads records: a composed one, or a segment
-        request with a context.  ``penalised``: its repetition penalty asks for the tokens of the prompt."""
+        request with a context.  ``penalised``: its repetition penalty asks for the tokens of the prompt;
+        ``drafted``: drafts are looked up in them."""
         composed = self.admission.requests.get(request_id)
         if composed is not None:
             plan, islands = composed.plan, composed.islands
-            return self._view.stream(plan, composed.held, islands, with_tokens=penalised)
+            held = composed.held
+            return self._view.stream(plan, held, islands, with_tokens=penalised, with_prompt=drafted)
         work = self.segment_requests.work_of(request_id)
         return None if work is None else self._view.behind(work.segment, work.context)
 

@@ -46,9 +46,10 @@ class WorkerView:
         islands: Runs = (),
         *,
         with_tokens: bool = False,
+        with_prompt: bool = False,
     ) -> StreamPlan:
         """A composed request whose records, ``held``, are all resident; ``islands``: as linear layers run
-        them; ``with_tokens``: and which tokens its segments have."""
+        them; ``with_tokens``: and which tokens its segments have; ``with_prompt``: and all of the prompt."""
         points: list[ComposePoint] = []
         slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for s in plan.segments:
@@ -76,6 +77,7 @@ class WorkerView:
             use_transition=plan.method.use_transition,
             islands=islands,
             read=np.fromiter({t for s in plan.segments for t in s.tokens}, np.int64) if with_tokens else None,
+            prompt=np.asarray(plan.prompt(), np.int32) if with_prompt else None,
         )
 
     def behind(self, segment: CachedSegment, entry: Entry | None) -> StreamPlan | None:

@@ -186,6 +186,11 @@ class WorkerSide:
         stream = self._streams.get(request_id)
         return _NO_TOKENS if stream is None or stream.plan.read is None else stream.plan.read
 
+    def prompt(self, request_id: str) -> np.ndarray | None:
+        """Tokens of a composed request's whole prompt, int32, where drafts are looked up in them."""
+        stream = self._streams.get(request_id)
+        return None if stream is None else stream.plan.prompt
+
     def end_step(self) -> None:
         """The forward pass is over: records that it completed give spare blocks back and go to the store.
 
