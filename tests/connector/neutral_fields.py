@@ -24,7 +24,7 @@ PARTS: dict[str, str] = {
     "device_config": "last bits: the machine",
     "offload_config": "where weights lie",
     "engram_config": "where tables of weights lie",
-    "speculative_config": "refused at the start",
+    "speculative_config": "told where a model drafts",
     "kv_transfer_config": "the plugin's own",
     "diffusion_config": "how tokens are chosen, not what is computed from them",
     "watermark_config": "the same",

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,11 @@ def longrope(config: VllmConfig) -> None:
     config.model_config.hf_text_config.rope_parameters = {"rope_type": "longrope"}
 
 
+def drafts(method: str) -> SimpleNamespace:
+    drafting = SimpleNamespace(model="nowhere/drafting", revision=None, dtype="bfloat16", quantization=None)
+    return SimpleNamespace(method=method, draft_model_config=drafting)
+
+
 CHANGES = [
     setting("model_config", "hf_overrides", {"attn_output_gate": False}),
     setting("model_config", "hf_overrides", lambda config: config),
@@ -176,6 +182,7 @@ CHANGES = [
     setting("cache_config", "mamba_ssm_cache_dtype", "bfloat16"),
     setting("kernel_config", "moe_backend", "marlin"),
     setting("vllm_config", "additional_config", {"platform": 1}),
+    setting("vllm_config", "speculative_config", drafts("draft_model")),
     pytest.param(option, id="dummy_token"),
 ]
 
@@ -209,6 +216,7 @@ def test_a_long_context_counts_only_where_factors_depend_on_it(ordinary: VllmCon
         setting("load_config", "safetensors_load_strategy", "eager"),
         setting("model_config", "enforce_eager", True),
         setting("vllm_config", "additional_config", {}),
+        setting("vllm_config", "speculative_config", drafts("ngram")),
     ],
 )
 def test_what_changes_no_bytes_changes_no_name(ordinary: VllmConfig, change: Change) -> None:

@@ -156,11 +156,6 @@ def test_the_v2_model_runner_is_refused(
         complete(config)
 
 
-def test_speculation_is_refused_before_a_configuration_is_made(cuda: CUDA) -> None:
-    with pytest.raises(ConfigError, match="speculative decoding is not supported"):
-        choose(arguments(speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
-
-
 def test_pipelines_and_replicas_are_served_but_for_those_of_experts(
     cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,11 @@ from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba1, cpu
 from vllm_hypic.patches import cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks
 from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
 from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
-from vllm_hypic.patches import all_stages, cpu_one_token_conv, cpu_rope_heads
+from vllm_hypic.patches import all_stages, cpu_numba_threads, cpu_one_token_conv, cpu_rope_heads
 from vllm_hypic.patches import cuda_backend_choice, engine_args, engine_calls, engine_inbox, engine_stop
 from vllm_hypic.patches import null_prompt_logprobs, request_check
-plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_one_token_conv,
+plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_numba_threads,
+         cpu_one_token_conv,
          cuda_backend_choice, cpu_rope_heads, cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence,
          cpu_mla_blocks, bailing_config, cpu_bailing_norms, cpu_bailing_recurrence,
          cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_calls, engine_inbox,
@@ -321,3 +322,22 @@ def test_another_signature_is_refused() -> None:
 
     with pytest.raises(PatchError, match="supports vLLM"):
         require_parameters(changed, "self", "usage_context")
+
+
+THREADS = """
+import torch
+torch.set_num_threads(3)
+import numpy as np
+from vllm_hypic.patches import cpu_numba_threads
+cpu_numba_threads.apply()
+from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba, get_num_threads
+known = np.array([20, 20], dtype=np.int32), np.zeros((2, 100), dtype=np.int32)
+batch_propose_numba([0, 1], *known, 1, 3, 100, 3, np.zeros((2, 3), np.int32), np.zeros(2, np.int32))
+assert (get_num_threads(), torch.get_num_threads()) == (3, 3), (get_num_threads(), torch.get_num_threads())
+"""
+
+
+def test_looking_drafts_up_leaves_the_number_of_threads() -> None:
+    script = [sys.executable, "-c", THREADS]
+    run = subprocess.run(script, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr

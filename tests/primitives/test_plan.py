@@ -483,3 +483,16 @@ def test_ranges_and_modes_of_a_request() -> None:
     assert segment_mode_of_request(None, "text") == "text"
     with pytest.raises(LinkError, match="hypic_segment='yes': expected one of off, structure, text, cdc"):
         segment_mode_of_request({"hypic_segment": "yes"}, "off")
+
+
+@pytest.mark.parametrize("link", ["hypic", "epic-0", "full"])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [*run(0, 9), SEP, *run(20, 8), SEP, *run(20, 8), SEP, 9, 7],
+        [SEP, 0, 1, 2, PAD, PAD, 3, 4, 5, PDEP, 6, SEP, PAD, 9],
+        [5, 6],
+    ],
+)
+def test_the_whole_prompt_is_known_whatever_is_in_records(tokens: list[int], link: str) -> None:
+    assert plan_of(tokens, link).prompt() == [t for t in tokens if t not in IDS]

@@ -45,10 +45,6 @@ REFUSALS = {
         {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")},
         "MultiConnector without connectors: name some, or drop it",
     ),
-    "speculative decoding": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "speculative decoding is not supported; drop --speculative-config",
-    ),
     "another worker": ({"worker_cls": "my.Worker"}, f"needs --worker-cls {CPU_WORKER}, got 'my.Worker'"),
     "another scheduler": ({"scheduler_cls": "my.Scheduler"}, f"needs --scheduler-cls {SCHEDULER}"),
 }
@@ -60,6 +56,14 @@ def test_refused_with_the_way_out(case):
     with pytest.raises(ConfigError) as refused:
         choose(arguments(**options))
     assert reason in str(refused.value)
+
+
+def test_drafts_of_a_model_with_linear_layers_are_refused():
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(
+        ConfigError, match="its linear layers would have to keep the states behind each draft"
+    ):
+        arguments(speculative_config=drafts).create_engine_config()
 
 
 def test_the_name_of_the_backend_switches_everything_on():

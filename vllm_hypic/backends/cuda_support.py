@@ -59,7 +59,10 @@ def _parallelism(config: VllmConfig) -> Iterator[str]:
 def _model(config: VllmConfig) -> Iterator[str]:
     model = config.model_config
     if config.speculative_config is not None:
-        yield "speculative decoding is not supported; drop --speculative-config"
+        yield (
+            "speculative decoding is not supported on CUDA, where composed requests with drafts were never "
+            "run; drop --speculative-config"
+        )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:

@@ -54,7 +54,7 @@ def link_ropes(
 
     ``readers``: the layers that read the caches of others: no K of theirs is rotated.
     """
-    ropes = [m for m in runner.get_model().modules() if isinstance(m, RopeTap)]
+    ropes = [m for model in _models(runner) for m in model.modules() if isinstance(m, RopeTap)]
     limit = min([runner.max_model_len, *(len(r.cos_sin_cache) for r in ropes if hasattr(r, "cos_sin_cache"))])
     positions = torch.linspace(0, limit - 1, PROBE_TOKENS).long()
     watched = {**impls, **readers}
@@ -82,8 +82,14 @@ def _observe(
     return observer.calls
 
 
+def _models(runner: Any) -> list[torch.nn.Module]:
+    """The loaded model, and the one that drafts for it."""
+    drafting = getattr(getattr(runner, "drafter", None), "model", None)
+    return [runner.get_model(), *([] if drafting is None else [drafting])]
+
+
 def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> None:
-    """Run the loaded model on :data:`PROBE_TOKENS` tokens at ``positions [PROBE_TOKENS]``, no attention
+    """Run the loaded models on :data:`PROBE_TOKENS` tokens at ``positions [PROBE_TOKENS]``, no attention
     metadata set: caches and states are neither read nor written."""
     from vllm.forward_context import set_forward_context
 
@@ -103,6 +109,8 @@ def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> N
             intermediate_tensors=_from_stage_before(runner),
             inputs_embeds=None,
         )
+        for drafting in _models(runner)[1:]:
+            drafting(input_ids=input_ids, positions=positions, inputs_embeds=None)
 
 
 def _from_stage_before(runner: Any) -> Any:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ..config.drafting import looks_drafts_up
 from .build import build_scheduler_side, build_worker_side
 from .metadata import HypicMetadata, WorkerReport
 from .prompt_readers import prompt_readers
@@ -43,6 +44,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self._told: HypicCounters | None = None
+        self._looks_drafts_up = looks_drafts_up(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = build_scheduler_side(vllm_config, kv_cache_config)
             self._reads_prompt = prompt_readers(vllm_config)
@@ -69,7 +71,8 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params
             asked = sampling is not None and self._reads_prompt(sampling)
-            if (stream := self.scheduler.stream_plan(new.req_id, with_prompt=asked)) is not None:
+            stream = self.scheduler.stream_plan(new.req_id, with_prompt=asked or self._looks_drafts_up)
+            if stream is not None:
                 metadata.streams[new.req_id] = stream
             if (capture := self.scheduler.capture_plan(new.req_id)) is not None:
                 metadata.captures[new.req_id] = capture

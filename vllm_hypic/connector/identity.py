@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from ..config.drafting import BY_A_MODEL
 from ..config.engine import SECTION, config_of
-from ..fingerprint import contents, fingerprint
+from ..fingerprint import contents, fingerprint, weights_digest
 from ..pool.geometry import PoolGeometry
 from ..primitives.keys import Namespace
 
@@ -100,6 +101,15 @@ IMAGES: Mapping[str, object] = {
 Others say how inputs travel, where they are kept, and which kernels run."""
 
 
+def _drafting(value: Any, vllm_config: VllmConfig) -> object:
+    """Records hold what a model that drafts reads, too."""
+    if value is None or value.method not in BY_A_MODEL:
+        return None
+    model = value.draft_model_config
+    weights = weights_digest(model.model, model.revision, vllm_config.load_config.download_dir)
+    return [weights, str(model.dtype), model.quantization]
+
+
 def _load_strategy(value: str | None, _: VllmConfig) -> object:
     """The others only say how files are read."""
     return value if value == "torchao" else None
@@ -159,7 +169,7 @@ NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
         "linear_backend": _unless("auto"),
         "linear_backend_per_quant": _unless(None),
     },
-    "vllm_config": {"additional_config": _additional},
+    "vllm_config": {"additional_config": _additional, "speculative_config": _drafting},
 }
 """Fields that are told where they are not ordinary, by the part of ``VllmConfig`` that has them."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs as envs
 from vllm.logger import init_logger
 
+from ..config.drafting import refusal as refusal_of_drafts
 from ..config.engine import CONNECTOR, MULTI, SECTION, TOKENIZER_MODE, HypicConfig, config_of, own_options
 from ..errors import ConfigError, redacted
 from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
@@ -36,10 +37,6 @@ def choose(args: EngineArgs) -> bool:
     """
     if not _backend_is_hypic(args):
         return False
-    if args.speculative_config:
-        raise ConfigError(
-            "--attention-backend hypic: speculative decoding is not supported; drop --speculative-config"
-        )
     from .tokenizer import publish_texts
 
     config = _config(args)
@@ -79,6 +76,7 @@ def complete(config: VllmConfig) -> None:
         )
     _refuse_executors(config.parallel_config)
     _refuse_on_cuda(config)
+    _look_at_drafting(config)
     _use_tokenizer(config)
     _use_options(config, config_of(config).for_model(config.model_config))
     _take_what_is_signed_off(config)
@@ -105,6 +103,18 @@ def _refuse_executors(parallel: ParallelConfig) -> None:
             "--attention-backend hypic: pipeline_parallel_size="
             f"{parallel.pipeline_parallel_size} with --distributed-executor-backend ray is not tested; use mp"
         )
+
+
+def _look_at_drafting(config: VllmConfig) -> None:
+    """Refuse speculative decoding that is not served, and have what drafts take our attention backend, which
+    vLLM chooses apart."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if (reason := refusal_of_drafts(config)) is not None:
+        raise ConfigError(f"--attention-backend hypic: {reason}")
+    speculative = config.speculative_config
+    if speculative is not None and speculative.attention_backend is None:
+        speculative.attention_backend = AttentionBackendEnum["HYPIC"]
 
 
 def _refuse_on_cuda(config: VllmConfig) -> None:

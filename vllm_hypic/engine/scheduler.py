@@ -56,9 +56,9 @@ class _HypicMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM asks where prefill chunks end only of engines that keep states for its prefix cache.
+        # vLLM asks where passes end only of engines that keep states for its prefix cache.
         self._splits_for_states = self.need_mamba_block_aligned_split
-        self.need_mamba_block_aligned_split = self.has_mamba_layers
+        self.need_mamba_block_aligned_split = self.has_mamba_layers or self.num_spec_tokens > 0
         from ..connector.beside import own_connector
 
         own = own_connector(self.connector)
@@ -336,15 +336,20 @@ class _HypicMixin(Scheduler):
 
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any) -> int:
         """Stock ends prefill chunks where states are kept for its prefix cache, at the price of a step for
-        the rest of the prompt.  Nobody resumes from a segment request's states: it is not split.  No chunk
-        ends inside an island, whose state is not the request's: one that finds no room waits for the next
-        step."""
+        the rest of the prompt.  Nobody resumes from a segment request's states: it is not split, and its one
+        token has no drafts.  No chunk ends inside an island, whose state is not the request's: one that finds
+        no room waits for the next step.  Drafts end where the model's positions do, which a stream is short
+        of."""
+        begin = request.num_computed_tokens + sum(args)
         if self._is_segment(request):
-            return num_new_tokens
+            return min(num_new_tokens, request.num_tokens - begin)
         if self._splits_for_states:
             num_new_tokens = super()._mamba_block_aligned_split(request, num_new_tokens, *args)
-        begin = request.num_computed_tokens + sum(args)
-        return max(0, self.hypic.pass_end(request.request_id, begin + num_new_tokens) - begin)
+        end = begin + num_new_tokens
+        if (plan := self.hypic.plan_of(request.request_id)) is not None:
+            most = self.max_model_len - 1 - (plan.n_logical - len(plan.stream))
+            end = min(end, max(request.num_tokens, most))
+        return max(0, self.hypic.pass_end(request.request_id, end) - begin)
 
     def _free_request_blocks(self, request: Request) -> None:
         """A segment request's blocks leave the prefix cache, instead of pushing useful ones out of it."""

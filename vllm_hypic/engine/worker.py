@@ -16,11 +16,14 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.logger import init_logger
 
 from ..backends.ops import extension
+from ..config.drafting import looks_drafts_up
 from ..config.engine import config_of
 from ..connector.beside import own_connector, own_metadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
 from .batch_updates import PromptTellingBuilder
+from .drafter import ComposingDrafter, composing
+from .drafting import WholePrompts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,6 +57,14 @@ class HypicModelRunner(GPUModelRunner):
     """Mixin for vLLM's V1 model runners: logical positions, and sampling that sees logical prompts."""
 
     _counted: SamplingMetadata | None = None
+    input_batch: Any
+    """vLLM's; while drafts are looked up, :class:`.drafting.WholePrompts`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._looks_drafts_up = looks_drafts_up(self.vllm_config)
+        if hasattr(self, "drafter"):
+            self.drafter = composing(self)
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
@@ -65,6 +76,9 @@ class HypicModelRunner(GPUModelRunner):
 
         worker = worker_side()
         found = attach(self, worker.geometry, worker.start)
+        if isinstance(drafter := getattr(self, "drafter", None), ComposingDrafter):
+            assert worker.runtime is not None
+            drafter.runtime = worker.runtime
         config, geometry = config_of(self.vllm_config), worker.geometry
         self._log_operators()
         logger.info(
@@ -100,14 +114,25 @@ class HypicModelRunner(GPUModelRunner):
         batch = self.input_batch
         if not isinstance(batch.batch_update_builder, PromptTellingBuilder):
             batch.batch_update_builder = PromptTellingBuilder(batch.batch_update_builder, self._whole_prompts)
-        metadata = scheduler_output.kv_connector_metadata
-        assert isinstance(metadata, HypicMetadata)
-        worker_side().absorb(metadata)  # the prompts of new requests
+        # With the prompts of new requests.
+        worker_side().absorb(own_metadata(scheduler_output.kv_connector_metadata))
         return super()._update_states(scheduler_output)
 
     def _whole_prompts(self) -> dict[int, np.ndarray]:
         prompts = worker_side().prompts.items()
         return {id(self.requests[r].prompt_token_ids): prompt for r, prompt in prompts if r in self.requests}
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
+        """Drafts of the next step, after what this one generated."""
+        runtime, batch = worker_side().runtime, self.input_batch
+        assert runtime is not None
+        step = runtime.step
+        if self._looks_drafts_up and (prompts := worker_side().prompts):
+            self.input_batch = WholePrompts.of(batch, [prompts.get(request) for request in batch.req_ids])
+        try:
+            return super().propose_draft_token_ids(*args, **kwargs)
+        finally:
+            self.input_batch, runtime.step = batch, step
 
     def _count_segments(self) -> None:
         """Have repetition penalties see the prompt's tokens that are not in the stream."""

@@ -89,7 +89,7 @@ class StreamPlan:
     public column, the request's interiors laid end to end.  ``islands``: ranges ``[begin, end)`` of stream
     indices, ascending, behind which linear layers go on from the state before them: a record that is applied
     later has these tokens, too.  No pass ends inside one.  ``prompt``: tokens of the whole prompt, int64,
-    where sampling asks for them: not all of them are in the stream.
+    where sampling asks for them or drafts are looked up in them: not all of them are in the stream.
     """
 
     positions: np.ndarray

@@ -286,11 +286,9 @@ def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:
     for capture in step.captures:
         if (own := capture.plan.positions) is not None:
             row = capture.row
-            known = own[row.s0 : row.s1]
-            # The one token that a segment request samples is never computed.
-            assert len(known) == row.s1 - row.s0
             rows.append(np.arange(row.q0, row.q1))
-            positions.append(known)
+            # Only drafts go beyond the request's tokens, and of them nothing is kept.
+            positions.append(own[np.minimum(np.arange(row.s0, row.s1), len(own) - 1)])
     return upload([np.concatenate(rows), np.concatenate(positions)], step.device) if rows else None
 
 

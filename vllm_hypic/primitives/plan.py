@@ -157,6 +157,14 @@ class PromptPlan:
         """All that must be in the pool: contexts come first, and a leading segment before what follows it."""
         return self.contexts + self.segments
 
+    def prompt(self) -> list[int]:
+        """The prompt's tokens in logical order, without primitives."""
+        placed = dict(zip(self.positions, self.stream, strict=True))
+        for s in self.segments:
+            offsets = range(len(s.tokens)) if s.offsets is None else s.offsets
+            placed.update((s.start + o, t) for o, t in zip(offsets, s.tokens, strict=True))
+        return [placed[position] for position in sorted(placed)]
+
 
 IslandChooser = Callable[[Sequence[tuple[int, ...]], tuple[int, ...], int], list[Ranges]]
 """Interiors' tokens, the query's tokens and a budget in tokens -> of each interior the ranges of its tokens

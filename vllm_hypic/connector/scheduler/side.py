@@ -308,7 +308,8 @@ class SchedulerSide:
 
     def stream_plan(self, request_id: str, *, with_prompt: bool = False) -> StreamPlan | None:
         """The worker's view of a request that is about to run and reads records: a composed one, or a segment
-        request with a context.  ``with_prompt``: its sampling asks for the whole prompt."""
+        request with a context.  ``with_prompt``: its sampling, or who drafts, asks for the whole
+        prompt."""
         composed = self.admission.requests.get(request_id)
         if composed is not None:
             plan, islands = composed.plan, composed.islands

@@ -78,7 +78,7 @@ class WorkerView:
             kv_positions=np.concatenate(kv_positions),
             use_transition=plan.method.use_transition,
             islands=islands,
-            prompt=_prompt(plan) if with_prompt else None,
+            prompt=np.asarray(plan.prompt(), dtype=np.int64) if with_prompt else None,
         )
 
     def behind(self, segment: CachedSegment, entry: Entry | None) -> StreamPlan | None:
@@ -137,17 +137,6 @@ class WorkerView:
             learned=segment.learned,
             stored=self.place(entry, segment.role) if stored else None,
         )
-
-
-def _prompt(plan: PromptPlan) -> np.ndarray:
-    """Tokens ``[prompt]`` int64, without primitives."""
-    tokens = np.full(plan.n_logical, -1, dtype=np.int64)
-    tokens[list(plan.positions)] = plan.stream
-    for segment in plan.segments:
-        for part in segment.parts:
-            places = np.asarray(segment.offsets_of(part), dtype=np.int64) + segment.start
-            tokens[places] = segment.tokens[part.first : part.stop]
-    return tokens[tokens >= 0]  # nothing stands where there is padding
 
 
 def _seen(positions: Sequence[int], media: Media) -> np.ndarray:

@@ -182,7 +182,7 @@ class WorkerSide:
 
     @property
     def prompts(self) -> dict[str, np.ndarray]:
-        """Tokens of whole prompts, int64, of the requests with streams whose sampling asks for them."""
+        """Tokens of whole prompts, int64, of requests whose sampling, or who drafts, asks for them."""
         return {r: s.plan.prompt for r, s in self._streams.items() if s.plan.prompt is not None}
 
     def end_step(self) -> None:

@@ -1,0 +1,317 @@
+"""Speculative decoding: drafts change no answer, and are those of the whole prompt, records or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import random_segments
+
+from .conftest import EngineFactory, lent
+from .engines import LAST_WORD, PAD, PDEP, SEP, Answer, Ask, Engine, metrics, prompt, same, scheduler_of
+
+DRAFTS, LOOKUP = 3, (1, 3)
+"""Tokens that are drafted at most; shortest and longest n-gram."""
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": DRAFTS,
+    "prompt_lookup_min": LOOKUP[0],
+    "prompt_lookup_max": LOOKUP[1],
+}
+MAX_MODEL_LEN = 1024
+# Exact enough that a draft's logits are those of a token that decodes alone; chunks, and few blocks.
+ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 10,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+}
+ANSWER, WORDS = 48, 4
+
+
+def by_model(path: Path) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(path), "num_speculative_tokens": DRAFTS}
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Steps that had drafts, tokens drafted in them, and those of them that were accepted."""
+
+    steps: int
+    tokens: int
+    accepted: int
+
+
+@pytest.fixture(scope="module")
+def engines(module_engine: EngineFactory, attention_model: Path) -> dict[str, Engine]:
+    return {
+        "drafting": module_engine(attention_model, speculative_config=NGRAMS, **ARGS),
+        "plain": module_engine(attention_model, **ARGS),
+        "stock": stock_engine(module_engine, attention_model, NGRAMS),
+    }
+
+
+def stock_engine(start: EngineFactory, model: Path, drafts: dict[str, Any]) -> Engine:
+    # Numba keeps to the threads of the test's engines where the plugin does not see to it.
+    return start(model, hypic=False, speculative_config=drafts, env={"NUMBA_NUM_THREADS": "1"}, **ARGS)
+
+
+@pytest.fixture
+def drafting(engines: dict[str, Engine]) -> Iterator[Engine]:
+    yield from lent(engines["drafting"])
+
+
+@pytest.fixture
+def plain(engines: dict[str, Engine]) -> Iterator[Engine]:
+    """The same engine without speculative decoding."""
+    yield from lent(engines["plain"])
+
+
+@pytest.fixture
+def stock(engines: dict[str, Engine]) -> Engine:
+    engines["stock"].reset()
+    return engines["stock"]
+
+
+def asks(seed: int = 0, max_tokens: int = ANSWER) -> list[Ask]:
+    """Their answers are of few words, which repeat each other and the prompt; the model itself is random."""
+    lead, a, b, c, query = random_segments([50, 140, 310, 77, 19], vocab=480, seed=seed)
+    words = {"allowed_token_ids": [*b[: WORDS // 2], *range(LAST_WORD - WORDS // 2, LAST_WORD)]}
+    return [
+        Ask(prompt(a, b, c, lead=lead, query=query), max_tokens, sampling=words),
+        Ask(prompt(c, b, query=query[:1]), max_tokens, {"hypic_link": "epic-0"}, sampling=words),
+        Ask(prompt(b, b, lead=lead, query=query), max_tokens, {"hypic_link": "seam-4-4"}, sampling=words),
+    ]
+
+
+def by_full(ask: Ask) -> Ask:
+    return replace(ask, extra={"hypic_link": "full"})
+
+
+def counts(llm: Any) -> tuple[int, int, int]:
+    found = metrics(llm)
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return tuple(int(found.get(f"vllm:spec_decode_{name}", 0)) for name in names)  # type: ignore[return-value]
+
+
+def watched(engine: Engine, ask: Ask) -> tuple[Answer, Drafted]:
+    """An answer, and what was drafted of it."""
+    before = engine.call(counts)
+    [answer] = engine.ask(ask)
+    return answer, Drafted(*(b - a for a, b in zip(before, engine.call(counts), strict=True)))
+
+
+def looked_up(known: Sequence[int], answer: Sequence[int], length: int) -> Drafted:
+    """What vLLM's proposer drafts of the first ``length`` tokens of an answer behind the tokens ``known``."""
+    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as find
+
+    steps = tokens = accepted = 0
+    done = 1
+    while done < length:
+        seen = np.array([*known, *answer[:done]], dtype=np.int32)
+        draft = find(seen, *LOOKUP, MAX_MODEL_LEN, DRAFTS).tolist()
+        right = next((i for i, t in enumerate(draft) if t != answer[done + i]), len(draft))
+        steps, tokens, accepted = steps + bool(draft), tokens + len(draft), accepted + right
+        done += right + 1
+    return Drafted(steps, tokens, accepted)
+
+
+def test_answers_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
+    for ask in asks():
+        [expected] = plain.ask(ask)
+        answer, drafted = watched(drafting, ask)
+        assert answer.tokens == expected.tokens
+        assert drafted.accepted > 0, "no draft was right: nothing is shown"
+
+
+def test_cold_and_warm_are_bit_identical(drafting: Engine) -> None:
+    for ask in asks():
+        cold, warm = watched(drafting, ask), watched(drafting, ask)
+        assert same(cold[0], warm[0]) and cold[1] == warm[1]
+        assert warm[0].cached > cold[0].cached
+
+
+def test_plain_requests_and_link_full_are_stock(drafting: Engine, stock: Engine) -> None:
+    for ask in asks():
+        expected = watched(stock, ask.plain())
+        for answer in (watched(drafting, ask.plain()), watched(drafting, by_full(ask))):
+            assert same(answer[0], expected[0]) and answer[1] == expected[1]
+
+
+def test_drafts_are_looked_up_in_the_whole_prompt(drafting: Engine, plain: Engine) -> None:
+    for ask in asks():
+        [longer] = plain.ask(replace(ask, max_tokens=ANSWER + DRAFTS))
+        answer, drafted = watched(drafting, ask)
+        assert answer.tokens == longer.tokens[:ANSWER]
+        whole = [t for t in ask.tokens if t not in (SEP, PDEP, PAD)]
+        assert drafted == looked_up(whole, longer.tokens, ANSWER)
+        # What its stream has, at least: all that follows the last separator.
+        query = ask.tokens[len(ask.tokens) - ask.tokens[::-1].index(SEP) :]
+        assert drafted != looked_up(query, longer.tokens, ANSWER)
+
+
+def preemptions(llm: Any) -> float:
+    return metrics(llm)["vllm:num_preemptions"]
+
+
+def test_requests_side_by_side_are_preempted_and_end_alike(drafting: Engine, plain: Engine) -> None:
+    side_by_side = [*asks(1, 160), *(ask.plain() for ask in asks(2, 160))]
+    expected = plain.ask_one_by_one(*side_by_side)
+    before = drafting.call(preemptions)
+    answers = drafting.ask(*side_by_side)
+    assert drafting.call(preemptions) > before, "there was room for all: nothing is shown"
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+
+
+def longest_row(llm: Any) -> None:
+    """Have the model runner fail where a position is beyond the model's."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    stock = runner._rewrite_positions
+
+    def checked(step: Any) -> None:
+        stock(step)
+        ends = [c.stream.plan.logical(c.row.s1 - 1, c.row.s1)[0] for c in step.composed]
+        assert all(end < MAX_MODEL_LEN for end in ends), ends
+
+    runner._rewrite_positions = checked
+
+
+def test_answers_may_reach_the_models_length(drafting: Engine, plain: Engine) -> None:
+    [ask, *_] = asks()
+    room = MAX_MODEL_LEN - len(ask.plain().tokens)
+    long = replace(ask, max_tokens=room)
+    drafting.call(longest_row)
+    [expected], [answer] = plain.ask(long), drafting.ask(long)
+    assert len(answer.tokens) == room
+    assert answer.tokens == expected.tokens
+
+
+def test_penalties_count_the_whole_prompt(drafting: Engine, plain: Engine) -> None:
+    changed = 0
+    for ask in asks():
+        penalised = replace(ask, sampling=ask.sampling | {"repetition_penalty": 2.0})
+        [expected], [answer] = plain.ask(penalised), drafting.ask(penalised)
+        assert answer.tokens == expected.tokens
+        changed += answer.tokens != plain.ask(ask)[0].tokens
+    assert changed, "the penalty changes nothing: nothing is shown"
+
+
+def test_segment_requests_have_no_drafts(drafting: Engine) -> None:
+    """One of a single token, beside a request that runs, is what vLLM pads with drafts."""
+
+    [ask, *_] = asks()
+    long, short = replace(ask, max_tokens=200), Ask(prompt([7], [9], query=ask.tokens[-5:]), 8)
+    expected = drafting.ask_one_by_one(long, short)
+    drafting.reset()
+    assert [a.tokens for a in drafting.call(ask_later, long, short)] == [a.tokens for a in expected]
+
+
+def ask_later(llm: Any, first: Ask, second: Ask) -> list[Answer]:
+    """The second request comes when the first decodes."""
+    from .engines import answer_of, sampling_params
+
+    outputs: dict[str, Any] = {}
+
+    def step() -> None:
+        for output in llm.llm_engine.step():
+            outputs[output.request_id] = output
+
+    llm.llm_engine.add_request("first", {"prompt_token_ids": list(first.tokens)}, sampling_params(first))
+    while "first" not in outputs:
+        step()
+    llm.llm_engine.add_request("second", {"prompt_token_ids": list(second.tokens)}, sampling_params(second))
+    while scheduler_of(llm).get_num_unfinished_requests():
+        step()
+    return [answer_of(outputs["first"]), answer_of(outputs["second"])]
+
+
+# -- drafts of a model
+
+
+@pytest.fixture(scope="module")
+def _own(module_engine: EngineFactory, attention_model: Path) -> Engine:
+    return module_engine(attention_model, speculative_config=by_model(attention_model), **ARGS)
+
+
+@pytest.fixture
+def own(_own: Engine) -> Iterator[Engine]:
+    """An engine whose model drafts for itself: in float32 it is always right, if it sees what it sees."""
+    yield from lent(_own)
+
+
+def free(seed: int = 0, max_tokens: int = ANSWER) -> list[Ask]:
+    """The same prompts with answers of any words."""
+    return [replace(ask, sampling={}) for ask in asks(seed, max_tokens)]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(own: Engine, plain: Engine) -> None:
+    for ask in free():
+        expected = plain.ask_one_by_one(ask, ask.plain())
+        cold, warm = watched(own, ask), watched(own, ask)
+        assert same(cold[0], warm[0]) and cold[1] == warm[1] and warm[0].cached > cold[0].cached
+        for (answer, drafted), wanted in zip((cold, watched(own, ask.plain())), expected, strict=True):
+            assert answer.tokens == wanted.tokens
+            # The pass that decodes one token more than was drafted has it for nothing.
+            assert drafted.accepted == drafted.tokens >= ANSWER * DRAFTS // (DRAFTS + 1) - DRAFTS
+
+
+def test_drafts_of_a_model_side_by_side(own: Engine, plain: Engine) -> None:
+    side_by_side = [*free(1, 160), *(ask.plain() for ask in free(2, 160))]
+    expected = plain.ask_one_by_one(*side_by_side)
+    stopped, before = own.call(preemptions), own.call(counts)
+    answers = own.ask(*side_by_side)
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+    assert own.call(preemptions) > stopped, "there was room for all: nothing is shown"
+    _, tokens, accepted = (b - a for a, b in zip(before, own.call(counts), strict=True))
+    assert accepted == tokens
+
+
+def test_what_drafts_reaches_the_models_length(own: Engine, plain: Engine) -> None:
+    ask = free()[0]
+    long = replace(ask, max_tokens=MAX_MODEL_LEN - len(ask.plain().tokens))
+    assert own.ask(long)[0].tokens == plain.ask(long)[0].tokens
+
+
+def save_near(model: Path, path: Path) -> Path:
+    """The model with other weights, near enough to draft half of its answers."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, path)
+    rng = torch.Generator().manual_seed(0)
+    file = path / "model.safetensors"
+    moved = {
+        name: (w.float() * (1 + 0.05 * torch.randn(w.shape, generator=rng))).to(w.dtype)
+        for name, w in load_file(file).items()
+    }
+    save_file(moved, file, metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.slow
+def test_drafts_of_another_model(
+    start_engine: EngineFactory, plain: Engine, attention_model: Path, tmp_path: Path
+) -> None:
+    drafts = by_model(save_near(attention_model, tmp_path / "near"))
+    stock = stock_engine(start_engine, attention_model, drafts)
+    expected = [watched(stock, ask.plain()) for ask in free()]
+    assert all(0 < drafted.accepted < drafted.tokens for _, drafted in expected), expected
+    stock.close()
+    drafting = start_engine(attention_model, speculative_config=drafts, **ARGS)
+    rates = []
+    for ask, (answer, drafted) in zip(free(), expected, strict=True):
+        for found in (watched(drafting, ask.plain()), watched(drafting, by_full(ask))):
+            assert same(found[0], answer) and found[1] == drafted
+        composed, of_composed = watched(drafting, ask)
+        assert composed.tokens == plain.ask(ask)[0].tokens
+        rates.append((of_composed.accepted / of_composed.tokens, drafted.accepted / drafted.tokens))
+    assert abs(np.subtract(*np.transpose(rates)).mean()) < 0.15, rates

@@ -1,0 +1,64 @@
+"""Which kinds of speculative decoding an engine with the plugin runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LOOKED_UP = ("ngram", "suffix")
+"""Methods of vLLM whose drafts are looked up in a request's own tokens, without a model."""
+BY_A_MODEL = ("draft_model",)
+"""Methods of vLLM whose drafts are those of a model that reads records, too."""
+
+
+def looks_drafts_up(config: VllmConfig) -> bool:
+    """Whether this engine's drafts are looked up in the prompts' tokens."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method in LOOKED_UP
+
+
+def refusal(config: VllmConfig) -> str | None:
+    """Why the speculative decoding that an engine's complete configuration asks for is not served, or
+    ``None``: it is, or none is asked for."""
+    speculative, model = config.speculative_config, config.model_config
+    if speculative is None:
+        return None
+    if speculative.method not in LOOKED_UP + BY_A_MODEL:
+        return (
+            f"speculative decoding by {speculative.method!r} is not supported, as what drafts would have to "
+            f"read records, too: expected one of {', '.join(LOOKED_UP + BY_A_MODEL)}"
+        )
+    if speculative.method in BY_A_MODEL and (reason := _refusal_of_model(config)) is not None:
+        return f"speculative decoding by {speculative.method!r}: {reason}"
+    if model.is_hybrid or model.is_attention_free:
+        return (
+            f"speculative decoding of {model.architecture} is not supported, as its linear layers would have "
+            "to keep the states behind each draft; drop --speculative-config"
+        )
+    if model.use_mla:
+        return (
+            f"speculative decoding of {model.architecture} is not supported: vLLM's attention over latents "
+            "answers wrongly on CPUs where a request has several tokens; drop --speculative-config"
+        )
+    return None
+
+
+def _refusal_of_model(config: VllmConfig) -> str | None:
+    """Why what drafts cannot take part in composition, or ``None``."""
+    speculative, model = config.speculative_config, config.model_config
+    assert speculative is not None
+    drafting = speculative.draft_model_config
+    if speculative.parallel_drafting:
+        return "parallel_drafting has rows that stand for no token, which is not supported"
+    if model.uses_mrope or drafting.uses_mrope:
+        return "M-RoPE is not supported, as drafts have one position a token"
+    if drafting.is_hybrid or drafting.is_attention_free or drafting.use_mla:
+        return f"{drafting.architecture} is not supported: expected a model of full attention"
+    if drafting.max_model_len < model.max_model_len:
+        return (
+            f"the positions of {drafting.model} end at {drafting.max_model_len}: expected max_model_len="
+            f"{model.max_model_len} or more"
+        )
+    return None

@@ -1,0 +1,80 @@
+"""Speculative decoding by a model that drafts: its layers fill and read records as the model's own do.
+
+vLLM's proposers work out from a token's position both how it is rotated and where it lies in vLLM's cache.
+For composed requests the one is logical, the other an index in the stream: they are given indices, and
+positions are rewritten where the drafting model reads them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from ..pool.draft_steps import of_one_token, over_the_same
+from ..pool.step import StepContext, rewritten_positions
+
+if TYPE_CHECKING:
+    from ..pool.runtime import HypicRuntime
+
+
+class ComposingDrafter:
+    """Mixin before vLLM's proposers that run a model."""
+
+    positions: torch.Tensor
+    max_model_len: int
+    net_num_new_slots_per_request: int
+
+    runtime: HypicRuntime
+    """Set once records can be read.  Whoever has this propose puts the step back that was there before."""
+    _step: StepContext | None = None
+    """The model's pass that the drafts follow; ``None``: no request of ours was in it."""
+    _at: torch.Tensor
+    """Stream index of each request's token in the pass that was last set up."""
+
+    def set_inputs_first_pass(self, *, target_positions: torch.Tensor, **kwargs: Any) -> Any:
+        """Drafting begins with the rows of the model's pass, and may have one more of each request."""
+        self._step = step = self.runtime.step
+        if step is None:
+            return super().set_inputs_first_pass(target_positions=target_positions, **kwargs)  # type: ignore[misc]
+        indices = target_positions.clone()
+        for row in [*(c.row for c in step.composed), *(c.row for c in step.captures)]:
+            indices[row.q0 : row.q1] = torch.arange(row.s0, row.s1, device=indices.device)
+        found = super().set_inputs_first_pass(target_positions=indices, **kwargs)  # type: ignore[misc]
+        _, last_rows, _ = found
+        self._at = self.positions[last_rows].clone()
+        self._begin(over_the_same(step, self.net_num_new_slots_per_request))
+        return found
+
+    def _update_positions_dependent_metadata(
+        self, positions: torch.Tensor, common_attn_metadata: Any, batch_size: int, *args: Any
+    ) -> torch.Tensor:
+        """Each further pass has one token of each request."""
+        stock: Any = super()._update_positions_dependent_metadata  # type: ignore[misc]
+        if self._step is None:
+            found: torch.Tensor = stock(positions, common_attn_metadata, batch_size, *args)
+            return found
+        self._at = stock(self._at, common_attn_metadata, batch_size, *args).clone()
+        self._begin(of_one_token(self._step, self._at.tolist()))
+        return self.positions[:batch_size]
+
+    def _begin(self, step: StepContext) -> None:
+        self.runtime.step = step
+        if (rewritten := rewritten_positions(step)) is not None:
+            rows, logical = rewritten
+            # What is beyond the model's positions is no draft that counts.
+            self.positions.index_copy_(0, rows, logical.clamp(max=self.max_model_len - 1))
+
+
+class ComposingDraftModel(ComposingDrafter, DraftModelProposer):
+    """A model of its own."""
+
+
+COMPOSING = {DraftModelProposer: ComposingDraftModel}
+
+
+def composing(runner: Any) -> Any:
+    """The proposer for ``runner`` in place of the one that vLLM gave it; no weights are read yet."""
+    ours = COMPOSING.get(type(runner.drafter))
+    return runner.drafter if ours is None else ours(runner.vllm_config, runner.device, runner)

@@ -1,0 +1,38 @@
+"""Passes of a model that drafts, behind a pass of the model itself: the same requests, other token rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .step import Batch, BatchRow, ComposedRow, StepContext, capture_row, composed_row
+
+
+def over_the_same(step: StepContext, extra: int) -> StepContext:
+    """A pass over the rows of ``step``, behind which each request has ``extra`` more."""
+    if not extra:
+        return step
+
+    def row(of: BatchRow) -> BatchRow:
+        index = of.index
+        return BatchRow(index, of.q0 + index * extra, of.q1 + (index + 1) * extra, of.s0, of.s1 + extra)
+
+    return StepContext(
+        [composed_row(row(c.row), c.stream) for c in step.composed],
+        [capture_row(c.request_id, row(c.row), c.plan) for c in step.captures],
+        step.device,
+        Batch([start + i * extra for i, start in enumerate(step.batch.starts)], step.batch.computed),
+        [composed_row(row(c.row), c.stream) for c in step.contexts],
+    )
+
+
+def of_one_token(step: StepContext, at: Sequence[int]) -> StepContext:
+    """A pass over one token of each request of ``step``, which stands at stream index ``at [requests]``; it
+    captures nothing."""
+
+    def row(of: ComposedRow) -> ComposedRow:
+        i = of.row.index
+        return composed_row(BatchRow(i, i, i + 1, at[i], at[i] + 1), of.stream)
+
+    return StepContext(
+        [row(c) for c in step.composed], [], step.device, Batch(list(range(len(at) + 1)), list(at))
+    )
