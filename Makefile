@@ -6,6 +6,7 @@
 #   make models  fetch and convert the pretrained model that tests and evaluation use, once
 #   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it
 #   make test-slow    the other tests
+#   make compat  what another vLLM has changed of what we rest on, and tests on its Python; VERSION=, TESTS=
 #   make triton  Triton kernels in Triton's interpreter; they are in `test` and `check`, too
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -28,13 +29,16 @@ LLAMA_INDEX := llama-index-core==0.14.25 llama-index-llms-openai==0.8.3 llama-in
 # folder of their own, since transformers would run their Triton kernels where it can import them, on a CPU, too.
 FLA := fla-core==0.6.0 flash-linear-attention==0.6.0
 
+# The tools that make the environment.
+SETS_UP := cpu_torch_imports fetch_redis prepare_env torch_index
+
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export LMCACHE_TRACK_USAGE := false
 
-.PHONY: venv models demo demo-parallel test test-slow triton lint format check docs bench clean distclean
+.PHONY: venv models demo demo-parallel test test-slow triton lint format check docs bench compat clean distclean
 
 venv: $(READY)
 
@@ -44,7 +48,7 @@ venv: $(READY)
 # `lmcache` and `integrations`.
 # pip would report that as conflicts each time. NIXL asks for its builds for both CUDA 12 and 13; one is enough (69 MB to
 # fetch, 240 MB installed), and it needs no CUDA.
-$(INSTALLED): setup.py pyproject.toml $(filter-out tools/fetch_model.py,$(wildcard tools/*.py))
+$(INSTALLED): setup.py pyproject.toml $(SETS_UP:%=tools/%.py)
 	@echo "Setting up $(VENV): about 4 GB and a few minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	index=$$($(BIN)/python tools/torch_index.py) && HYPIC_BUILD_KERNELS=0 $(BIN)/python -m pip install --quiet --no-compile --no-warn-conflicts $$index --editable '.[cpu,dev,redis,lmcache,integrations]'
@@ -109,6 +113,9 @@ $(VENV)/.docs: $(INSTALLED)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks ttft
+
+compat: $(READY)
+	$(BIN)/python tools/compat.py $(if $(VERSION),--version $(VERSION)) $(if $(TESTS),--tests "$(TESTS)")
 
 clean:
 	rm -rf build dist docs/autoapi *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

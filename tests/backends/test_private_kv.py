@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_hypic.backends.attention.private_kv import cache_index, layout
+from vllm_hypic.backends.attention.quantised_kv import QuantisedCache
 from vllm_hypic.backends.ops.span_attention import Layout
 from vllm_hypic.backends.ops.span_attention.torch import gather
 
@@ -49,6 +52,40 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
             found = gather(cache, of_value, table, tokens)
             assert torch.equal(found, value[:tokens]), (heads, size, tokens)
         assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8)), "learning the layout wrote"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+def test_a_quantised_cache(kind: str, dtype: torch.dtype) -> None:
+    """Blocks of two requests are read back, each number within a step of FP8 of what was stored."""
+    block_size, heads, size = 32, 2, 64
+    isa = _get_attn_isa(dtype, block_size, size, kind)
+    rng = torch.Generator().manual_seed(3)
+    tokens = (block_size + 7, 5)
+    table = torch.tensor([[3, 1, 0], [0, 0, 0], [5, 0, 0]], dtype=torch.int32)
+    cache = torch.full((6, heads, block_size, 2 * size), 0x7F, dtype=torch.uint8)  # NaN
+    key_cache, value_cache = cache.view(6, heads, 2 * block_size, size).chunk(2, dim=2)
+    scales = {"k_scale": 0.25, "v_scale": 2.0}
+    stored = {}
+    for row, count in zip((0, 2), tokens, strict=True):
+        key, value = (torch.randn(count, heads, size, generator=rng).to(dtype) for _ in range(2))
+        at = torch.arange(count)
+        slots = table[row][at // block_size].long() * block_size + at % block_size
+        ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache, slots, isa, kv_cache_dtype=kind, **scales
+        )
+        stored[row] = key, value
+    layer = SimpleNamespace(_k_scale_float=scales["k_scale"], _v_scale_float=scales["v_scale"])
+    quantised = QuantisedCache.of(layer, kind, dtype)
+    assert quantised is not None and QuantisedCache.of(layer, "auto", dtype) is None
+    found, blocks = quantised.read(cache, table, torch.tensor([[0, 4, 0, tokens[0]], [4, 9, 2, tokens[1]]]))
+    assert len(found) == 3 and found.dtype == dtype
+    step = {"fp8": 2**-3, "fp8_e5m2": 2**-2}[kind]  # vLLM's operator cuts off what does not fit
+    for row, count in zip((0, 2), tokens, strict=True):
+        for of_value, meant in enumerate(stored[row]):
+            index = cache_index(cache, isa, of_value=bool(of_value), kv_cache_dtype=kind, dtype=dtype)
+            got = gather(found, index, blocks[row], count).float()
+            assert ((got - meant.float()).abs() <= step * meant.float().abs() + 2**-8).all()
 
 
 def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ USUAL: dict[str, Any] = {
 def geometry(*specs: KVCacheSpec, **options: Any) -> PoolGeometry:
     groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate(specs)]
     config = HypicConfig.from_mapping({"pool_bytes": 1 << 24, "expected_segment_tokens": 64, **options})
-    return pool_geometry(KVCacheConfig(8, [], groups), config, conv_dim_first=False)
+    return pool_geometry(KVCacheConfig(8, [], groups), config, torch.bfloat16, conv_dim_first=False)
 
 
 def test_supported_layers() -> None:
@@ -271,9 +271,9 @@ def test_attention_layers(field: str, value: object, says: str | None) -> None:
         setattr(impl, name, usual)
     assert impl.refusal(None) is None
     setattr(impl, field, value)
-    if field in ("logits_soft_cap", "kv_sharing_target_layer_name"):  # served on CPU
+    if field in ("logits_soft_cap", "kv_sharing_target_layer_name", "is_fp8_kv_cache"):  # served on CPU
         assert impl.refusal(None) is None
-        impl.serves_soft_caps = impl.serves_shared_kv = False
+        impl.serves_soft_caps = impl.serves_shared_kv = impl.serves_quantised_cache = False
     assert impl.refusal(None) == says
 
 

@@ -145,6 +145,14 @@ FIELDS: dict[str, Reasons] = {
     },
 }
 
+NEWER: dict[str, str] = {
+    "attention_config": "indexer_tp_shard_min_rows minimax_m3_indexer_cp trtllm_ragged_backend",
+    "cache_config": "simple_cpu_offload_num_blocks",
+    "kernel_config": "monokernel",
+    "vllm_config": "watchdog_config",
+}
+"""Fields that vLLM 0.33 adds: sizes, kernels of layers that are refused, and what is told."""
+
 OPTIONS: Reasons = {
     "defaults of requests, and what stands in the record's key": (
         "link seam_tokens context islands context_file min_segment_tokens segment"

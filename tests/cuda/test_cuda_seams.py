@@ -83,7 +83,7 @@ def test_metadata_has_what_is_read_and_replaced() -> None:
     fields = set(GDNAttentionMetadata.__dataclass_fields__)
     speculative = {name for name in fields if "spec_" in name and "non_spec" not in name}
     unused = {"checkpoint", "aiter_prefill_metadata", "num_accepted_tokens", "non_spec_token_indx"}
-    unused |= {"uniform_spec_sequence_length"} | speculative
+    unused |= {"uniform_spec_sequence_length", "flashinfer_checkpoint_plan"} | speculative  # 0.33's, too
     left_out = {name for name in fields - unused if f"{name}=" not in source}
     assert not left_out, f"stale in a sub-batch: {left_out}"
 

@@ -122,7 +122,7 @@ def find(model: Path, config: HypicConfig, engine_args: Mapping[str, Any]) -> Fi
         return dataclasses.replace(about, refusal=str(e))
     except Exception as e:
         raise NotBuilt(f"vLLM does not build {model_config.architecture} without weights: {_line(e)}") from e
-    return _judged(about, layers, config)
+    return _judged(about, layers, config, model_config.dtype)
 
 
 def _architecture(model: Path) -> str:
@@ -177,6 +177,7 @@ def _judged(
     about: Findings,
     layers: Mapping[str, tuple[AttentionLayerBase, KVCacheSpec | None]],
     config: HypicConfig,
+    dtype: torch.dtype,
 ) -> Findings:
     served: list[LayerGeometry] = []
     kinds: Counter[tuple[str, str | None, int]] = Counter()
@@ -188,7 +189,7 @@ def _judged(
             reads = reason is None and cache_owner(layer)
             kinds["attention over the KV of another layer" if reads else type(layer).__name__, reason, 0] += 1
             continue
-        geometry = layer_geometry(name, spec, conv_dim_first=is_conv_state_dim_first())
+        geometry = layer_geometry(name, spec, dtype, conv_dim_first=is_conv_state_dim_first())
         alone = unsized([geometry], config)
         kinds[_what(layer, spec, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
         served.append(geometry)

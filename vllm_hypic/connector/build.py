@@ -47,7 +47,12 @@ logger = init_logger("vllm.hypic.connector")
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PoolGeometry:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    return pool_geometry(kv_cache_config, config_of(vllm_config), conv_dim_first=is_conv_state_dim_first())
+    return pool_geometry(
+        kv_cache_config,
+        config_of(vllm_config),
+        vllm_config.model_config.dtype,
+        conv_dim_first=is_conv_state_dim_first(),
+    )
 
 
 def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveIds:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from ..config.engine import SECTION, config_of
 from ..fingerprint import contents, fingerprint
@@ -53,6 +54,11 @@ def _max_model_len(value: int, vllm_config: VllmConfig) -> object:
     return value if "longrope" in json.dumps(_rope(vllm_config), default=str) else None
 
 
+def _cache_dtype(value: str, _: VllmConfig) -> object:
+    """Others are told by the geometry; beside a quantised cache records keep the model's dtype."""
+    return value if is_quantized_kv_cache(value) else None
+
+
 def _ssm_dtype(value: str, vllm_config: VllmConfig) -> object:
     """States pass through vLLM's cache between chunks; records keep them in float32.
 
@@ -84,7 +90,7 @@ def _additional(value: Any, _: VllmConfig) -> object:
 ALWAYS: Mapping[str, tuple[str, ...]] = {
     "model_config": ("model", "revision", "dtype", "quantization", "seed", "hf_config", "hf_text_config"),
     "load_config": ("load_format",),
-    "cache_config": ("cache_dtype", "mamba_cache_dtype"),
+    "cache_config": ("mamba_cache_dtype",),
     "parallel_config": ("tensor_parallel_size",),
 }
 """Fields that every namespace holds, by their value, the fingerprint of weights (``load_format``; with dummy
@@ -110,6 +116,7 @@ NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
         "safetensors_load_strategy": _load_strategy,
     },
     "cache_config": {
+        "cache_dtype": _cache_dtype,
         "mamba_ssm_cache_dtype": _ssm_dtype,
         "kv_cache_dtype_skip_layers": _unless([]),
         "kv_sharing_fast_prefill": _unless(False),

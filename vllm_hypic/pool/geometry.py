@@ -110,15 +110,15 @@ def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
 
 
 def pool_geometry(
-    kv_cache_config: KVCacheConfig, config: HypicConfig, *, conv_dim_first: bool
+    kv_cache_config: KVCacheConfig, config: HypicConfig, dtype: torch.dtype, *, conv_dim_first: bool
 ) -> PoolGeometry:
     """Divide the byte budget into pages, slots and transition blocks so that they run out together at
     ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
 
-    Raises :class:`ConfigError` when not even one such segment fits.
+    ``dtype``: the model's.  Raises :class:`ConfigError` when not even one such segment fits.
     """
     layers = [
-        layer_geometry(name, spec, conv_dim_first=conv_dim_first)
+        layer_geometry(name, spec, dtype, conv_dim_first=conv_dim_first)
         for name, spec in _layer_specs(kv_cache_config)
     ]
     # Every tensor names the size of the one allocation that they share.
@@ -185,9 +185,11 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]
     return sorted(pairs, key=lambda p: p[0])
 
 
-def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> LayerGeometry:
-    """What records hold of a layer with this cache.  Raises :class:`ConfigError` where it has no place in
-    the pool."""
+def layer_geometry(
+    layer: str, spec: KVCacheSpec, dtype: torch.dtype, *, conv_dim_first: bool
+) -> LayerGeometry:
+    """What records hold of a layer with this cache, in the model's ``dtype`` where the cache is quantised.
+    Raises :class:`ConfigError` where it has no place in the pool."""
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
     if reason := cache_refusal(spec):
@@ -198,7 +200,8 @@ def layer_geometry(layer: str, spec: KVCacheSpec, *, conv_dim_first: bool) -> La
         return family.geometry.of(layer, spec.shapes, spec.dtypes, conv_dim_first)
     assert isinstance(spec, AttentionSpec)
     kind = LatentGeometry if isinstance(spec, MLAAttentionSpec) else AttentionGeometry
-    return kind(layer, spec.num_kv_heads, spec.head_size, spec.dtype)
+    quantised = spec.dtype.itemsize == 1
+    return kind(layer, spec.num_kv_heads, spec.head_size, dtype if quantised else spec.dtype)
 
 
 def cache_refusal(spec: KVCacheSpec) -> str | None:

@@ -98,6 +98,7 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
     """Where a request that generates has at most so many tokens in vLLM's cache, stock does not serve it."""
     serves_soft_caps = False
     """Whether layers whose scores have a soft-cap take part."""
+    serves_quantised_cache = False
     serves_shared_kv = False
     """Whether layers that read another layer's cache, with no K and V of their own, do."""
 
@@ -108,7 +109,7 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
             return "ALiBi"
         if self.kv_sharing_target_layer_name is not None and not self.serves_shared_kv:
             return f"KV shared with layer {self.kv_sharing_target_layer_name}"
-        if self.has_quantised_cache():
+        if self.has_quantised_cache() and not self.serves_quantised_cache:
             return f"quantised KV cache ({self.kv_cache_dtype})"
         return None
 

@@ -18,6 +18,7 @@ from ..ops.span_attention import CacheColumns, Layout, PoolColumns
 from ..ops.span_attention.torch import unrotate
 from .base import AttentionLink, PublicAttention
 from .private_kv import cache_index, layout
+from .quantised_kv import QuantisedCache
 
 if TYPE_CHECKING:
     from ...pool.step import CapturedRows, PublicRows, ReplacedRows, StepContext
@@ -39,12 +40,13 @@ class HypicCPUAttentionBackend(CPUAttentionBackend):
 class CPUAttentionLink(AttentionLink):
     """``key_index``, ``value_index [block_size, kv_heads, head_size]`` int32: where K and V lie in a block of
     vLLM's cache; ``layout``: what they say of it; ``ops``: the operators of ``ops.span_attention`` that serve
-    this layer."""
+    this layer; ``quantised``: what bytes of the cache stand for."""
 
     key_index: torch.Tensor
     value_index: torch.Tensor
     layout: Layout
     ops: ModuleType
+    quantised: QuantisedCache | None
 
 
 class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBackendImpl):
@@ -54,12 +56,26 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
     short = 512
     serves_soft_caps = True
     serves_shared_kv = True
+    serves_quantised_cache = True
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
-        key, value = (cache_index(layer.kv_cache, layer.isa, of_value=v) for v in (False, True))
+        dtype = link.public.key.dtype
+        key, value = (
+            cache_index(
+                layer.kv_cache, layer.isa, of_value=v, kv_cache_dtype=self.kv_cache_dtype, dtype=dtype
+            )
+            for v in (False, True)
+        )
         ops = span_attention.choose(self.head_size, link.public.key.device.type)
         self.link = CPUAttentionLink(
-            link.runtime, link.public, link.rope, key, value, layout(key, value), ops
+            link.runtime,
+            link.public,
+            link.rope,
+            key,
+            value,
+            layout(key, value),
+            ops,
+            QuantisedCache.of(layer, self.kv_cache_dtype, dtype),
         )
 
     def window(self) -> int | None:
@@ -124,6 +140,9 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
         hidden_columns: torch.Tensor | None,
         output: torch.Tensor,
     ) -> None:
+        if link.quantised is not None:
+            copy, table = link.quantised.read(cache.cache, cache.block_table, public.cache_ranges)
+            cache = cache._replace(cache=copy, block_table=table)
         pool = PoolColumns(
             link.public.key,
             link.public.value,

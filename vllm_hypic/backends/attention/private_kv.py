@@ -12,18 +12,28 @@ import torch
 from vllm import _custom_ops as ops
 
 from ..ops.span_attention import Layout
+from .quantised_kv import KINDS
 
-_DIGIT = 128
-"""Element numbers are stored in base 128: exact in every supported dtype."""
+_DIGIT, _FP8_DIGIT = 128, 8
+"""Element numbers are stored in base 128, in FP8 in base 8: exact in every supported dtype."""
 
 
-def cache_index(kv_cache: torch.Tensor, isa: str, *, of_value: bool = False) -> torch.Tensor:
+def cache_index(
+    kv_cache: torch.Tensor,
+    isa: str,
+    *,
+    of_value: bool = False,
+    kv_cache_dtype: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Offset inside a block of every element of K, or of V: ``[block_size, kv_heads, head_size]`` int32.
 
     ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]``: only its shape and dtype are looked at.
-    Raises
-    ``RuntimeError`` where the stock operator does not store every element.
+    ``dtype``: of K and V, where they are quantised on their way to the cache.  Raises ``RuntimeError`` where
+    the stock operator does not store every element.
     """
+    kind = KINDS.get(kv_cache_dtype, kv_cache.dtype)
+    dtype, base = dtype or kv_cache.dtype, _FP8_DIGIT if kv_cache_dtype in KINDS else _DIGIT
     _, kv_heads, block_size, double = kv_cache.shape
     head_size = double // 2
     shape = (block_size, kv_heads, head_size)
@@ -33,11 +43,11 @@ def cache_index(kv_cache: torch.Tensor, isa: str, *, of_value: bool = False) -> 
     slots = torch.arange(block_size, dtype=torch.int64)
     weight = 1
     while weight < count:
-        scratch = torch.full((1, *kv_cache.shape[1:]), -1.0, dtype=kv_cache.dtype)
+        scratch = torch.full((1, *kv_cache.shape[1:]), -1.0, dtype=dtype).to(kind).view(kv_cache.dtype)
         view = scratch.view(1, kv_heads, block_size * 2, head_size)
         key_cache, value_cache = view.chunk(2, dim=2)
-        digit = (numbers // weight % _DIGIT).view(shape).to(kv_cache.dtype)
-        other = torch.full(shape, -1.0, dtype=kv_cache.dtype)
+        digit = (numbers // weight % base).view(shape).to(dtype)
+        other = torch.full(shape, -1.0, dtype=dtype)
         ops.cpu_attn_reshape_and_cache(
             *((other, digit) if of_value else (digit, other)),
             key_cache,
@@ -46,11 +56,11 @@ def cache_index(kv_cache: torch.Tensor, isa: str, *, of_value: bool = False) -> 
             isa,
             k_scale=1.0,
             v_scale=1.0,
-            kv_cache_dtype="auto",
+            kv_cache_dtype=kv_cache_dtype,
         )
-        flat = scratch.view(-1).to(torch.int64)
+        flat = scratch.view(kind).view(-1).to(dtype).to(torch.int64)
         found = torch.where(flat >= 0, found + flat * weight, torch.full_like(found, -1))
-        weight *= _DIGIT
+        weight *= base
     where = torch.nonzero(found >= 0).view(-1)
     if not torch.equal(torch.sort(found[where]).values, numbers):
         raise RuntimeError(

@@ -1,0 +1,56 @@
+"""vLLM's KV cache in FP8 on CPU, read back.  Records are kept in the model's dtype beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+KINDS = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""What the bytes are, by ``--kv-cache-dtype``."""
+
+
+@dataclass(frozen=True)
+class QuantisedCache:
+    """What bytes of a layer's cache stand for: numbers of ``kind``, times a scale for K and one for V."""
+
+    kind: torch.dtype
+    dtype: torch.dtype
+    """In which rows are computed."""
+    key_scale: float
+    value_scale: float
+
+    @staticmethod
+    def of(layer: Any, kv_cache_dtype: str, dtype: torch.dtype) -> QuantisedCache | None:
+        """``None``: the cache is not quantised."""
+        kind = KINDS.get(kv_cache_dtype)
+        return kind and QuantisedCache(kind, dtype, layer._k_scale_float, layer._v_scale_float)
+
+    def read(
+        self, kv_cache: torch.Tensor, block_table: torch.Tensor, cache_ranges: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What requests have in ``kv_cache``: their blocks alone, in ``dtype``, and a block table of these.
+
+        ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]`` uint8; ``cache_ranges [requests, 4]``: see
+        ``PublicRows``.  Elements lie in the new blocks as in the old.
+        """
+        _, heads, block_size, _ = kv_cache.shape
+        used = [
+            (row, -(-tokens // block_size)) for row, tokens in cache_ranges[:, 2:].tolist()
+        ]  # a request's row of the table and how many blocks it has
+        blocks = torch.cat([block_table[row, :count] for row, count in used])
+        found = kv_cache.index_select(0, blocks).view(self.kind).to(self.dtype)
+        key, value = found.view(len(blocks), heads, 2 * block_size, -1).chunk(2, dim=2)
+        for part, scale in ((key, self.key_scale), (value, self.value_scale)):
+            if scale != 1.0:
+                part.mul_(scale)
+        table, first = torch.zeros_like(block_table), 0
+        for row, count in used:
+            table[row, :count] = torch.arange(first, first + count)
+            first += count
+        return found, table
