@@ -79,7 +79,8 @@ def test_stages_load_their_parts_after_a_restart(tmp_path: Path) -> None:
         run(),
         run(tensor_parallel_size=2),
     )
-    assert not before["cached"][0] and again["cached"][0] == before["cached"][1]
+    # The warm request finds its own blocks in vLLM's prefix cache, too.
+    assert 0 == before["cached"][0] < again["cached"][0] <= before["cached"][1]
     assert again["tokens"] == before["tokens"] and again["logprobs"] == before["logprobs"]
     assert not whole["cached"][0] and not heads["cached"][0]
     assert whole["tokens"] == heads["tokens"] == before["tokens"]
