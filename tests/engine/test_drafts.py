@@ -12,7 +12,20 @@ import pytest
 from oracle import random_segments
 
 from .conftest import EngineFactory, lent
-from .engines import LAST_WORD, PAD, PDEP, SEP, Answer, Ask, Engine, metrics, prompt, same, scheduler_of
+from .engines import (
+    LAST_WORD,
+    PAD,
+    PDEP,
+    SEP,
+    Answer,
+    Ask,
+    Engine,
+    metrics,
+    prompt,
+    run_apart,
+    same,
+    scheduler_of,
+)
 
 DRAFTS, LOOKUP = 3, (1, 3)
 """Tokens that are drafted at most; shortest and longest n-gram."""
@@ -38,6 +51,10 @@ ANSWER, WORDS = 48, 4
 
 def by_model(path: Path) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(path), "num_speculative_tokens": DRAFTS}
+
+
+def by_head(path: Path) -> dict[str, Any]:
+    return by_model(path) | {"method": "eagle"}
 
 
 @dataclass(frozen=True)
@@ -315,3 +332,57 @@ def test_drafts_of_another_model(
         assert composed.tokens == plain.ask(ask)[0].tokens
         rates.append((of_composed.accepted / of_composed.tokens, drafted.accepted / drafted.tokens))
     assert abs(np.subtract(*np.transpose(rates)).mean()) < 0.15, rates
+
+
+def save_with_head(path: Path, head: Path) -> None:
+    """A Llama of one layer, and an EAGLE head that is this layer: its embeddings are of size 1, so that norms
+    before attention change nothing, and the head reads them alone.  What tells both apart is that the head
+    does not see the first token."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from vllm_hypic.harness.random_models import save_text_model
+
+    fields = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False}
+    save_text_model(path, name="Llama", fields=fields, dtype=torch.float32)
+    weights = load_file(path / "model.safetensors")
+    words = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = words / words.pow(2).mean(1, keepdim=True).sqrt()
+    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+        weights[name] = torch.ones_like(weights[name])
+    # Answers depend on what is read.
+    weights["model.layers.0.self_attn.o_proj.weight"] *= 4
+    weights["model.layers.0.self_attn.q_proj.weight"] *= 2
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(path, head)
+    own = {n.removeprefix("model."): w for n, w in weights.items() if ".layers.0." in n}
+    del own["layers.0.input_layernorm.weight"]
+    own["fc.weight"] = torch.cat([torch.eye(128), torch.zeros(128, 128)], dim=1)
+    save_file(own, head / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+def test_drafts_of_a_head_on_hidden_states(
+    start_engine: EngineFactory, engine_logs: Path, tmp_path: Path
+) -> None:
+    model, head = tmp_path / "model", tmp_path / "head"
+    run_apart(save_with_head, model, head, log=engine_logs / "models.log")
+    with stock_engine(start_engine, model, by_head(head)) as stock:
+        expected = [watched(stock, ask.plain()) for ask in free()]
+    with start_engine(model, **ARGS) as plain:
+        answers = plain.ask_one_by_one(*free())
+        query = free()[0].tokens[-19:]
+        assert plain.ask(Ask(query, ANSWER))[0].tokens != answers[0].tokens, "answers are the query's alone"
+    drafting = start_engine(model, speculative_config=by_head(head), **ARGS)
+    rates = []
+    for ask, answer, (of_stock, drafted) in zip(free(), answers, expected, strict=True):
+        for found in (watched(drafting, ask.plain()), watched(drafting, by_full(ask))):
+            assert same(found[0], of_stock) and found[1] == drafted
+        (cold, of_composed), warm = watched(drafting, ask), watched(drafting, ask)
+        assert same(cold, warm[0]) and warm[1] == of_composed and cold.tokens == answer.tokens
+        rates.append((of_composed.accepted / of_composed.tokens, drafted.accepted / drafted.tokens))
+    # Where a record ends and where it is composed the head reads another successor than the prompt's.
+    assert np.transpose(rates)[0].mean() > 0.75, rates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic import register
+from vllm_hypic.config.drafting import refusal
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.connector.beside import MultiConnector
 from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose, complete
@@ -151,3 +153,42 @@ def test_the_server_ends_with_the_reason(tmp_path):
     assert "unknown option 'seem_tokens'; expected one of" in str(ended.value)
     assert "exit code" in str(ended.value) and time.monotonic() - begin < 120
     assert not server.processes()
+
+
+def drafting(**given: Any) -> SimpleNamespace:
+    """A configuration as far as it says how an engine drafts; ``given``: what differs from a model of full
+    attention that drafts for another."""
+    layers = {"is_hybrid": False, "is_attention_free": False, "use_mla": False, "uses_mrope": False}
+    model = {**layers, "max_model_len": 4096, "architecture": "Model", "model": "path"}
+    how = {"method": "draft_model", "parallel_drafting": False, "disable_padded_drafter_batch": False}
+    of = {"model": {}, "draft": {}, "how": {}} | given
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model | of["model"]),
+        speculative_config=SimpleNamespace(
+            **how | of["how"], draft_model_config=SimpleNamespace(**model | of["draft"])
+        ),
+    )
+
+
+DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"how": {"method": "medusa"}}, "by 'medusa' is not supported"),
+    "linear layers": ({"model": {"is_hybrid": True}}, "states behind each draft"),
+    "latents": ({"model": {"use_mla": True}}, "attention over latents answers wrongly on CPUs"),
+    "drafting in parallel": ({"how": {"parallel_drafting": True}}, "parallel_drafting has rows"),
+    "rows left out": ({"how": {"disable_padded_drafter_batch": True}}, "disable_padded_drafter_batch"),
+    "three positions": ({"model": {"uses_mrope": True}}, "M-RoPE is not supported"),
+    "a hybrid drafts": ({"draft": {"is_hybrid": True}}, "expected a model of full attention"),
+    "positions end": ({"draft": {"max_model_len": 2048}}, "end at 2048: expected max_model_len=4096 or more"),
+}
+
+
+@pytest.mark.parametrize("case", DRAFTS)
+def test_drafts_that_are_not_served(case):
+    given, reason = DRAFTS[case]
+    assert reason in (refusal(drafting(**given)) or "")
+
+
+def test_drafts_that_are_served():
+    for method in ("ngram", "suffix", "draft_model", "eagle"):
+        assert refusal(drafting(how={"method": method})) is None
+    assert refusal(drafting(how={"method": "ngram"}, model={"uses_mrope": True})) is None

@@ -110,7 +110,10 @@ def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> N
             inputs_embeds=None,
         )
         for drafting in _models(runner)[1:]:
-            drafting(input_ids=input_ids, positions=positions, inputs_embeds=None)
+            more = {}
+            if runner.drafter.pass_hidden_states_to_model:
+                more["hidden_states"] = runner.drafter.hidden_states[:PROBE_TOKENS]
+            drafting(input_ids=input_ids, positions=positions, inputs_embeds=None, **more)
 
 
 def _from_stage_before(runner: Any) -> Any:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 LOOKED_UP = ("ngram", "suffix")
 """Methods of vLLM whose drafts are looked up in a request's own tokens, without a model."""
-BY_A_MODEL = ("draft_model",)
+BY_A_MODEL = ("draft_model", "eagle")
 """Methods of vLLM whose drafts are those of a model that reads records, too."""
 
 
@@ -52,6 +52,8 @@ def _refusal_of_model(config: VllmConfig) -> str | None:
     drafting = speculative.draft_model_config
     if speculative.parallel_drafting:
         return "parallel_drafting has rows that stand for no token, which is not supported"
+    if speculative.disable_padded_drafter_batch:
+        return "disable_padded_drafter_batch leaves rows out, which is not supported; drop it"
     if model.uses_mrope or drafting.uses_mrope:
         return "M-RoPE is not supported, as drafts have one position a token"
     if drafting.is_hybrid or drafting.is_attention_free or drafting.use_mla:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ..pool.draft_steps import of_one_token, over_the_same
 from ..pool.step import StepContext, rewritten_positions
@@ -71,7 +72,15 @@ class ComposingDraftModel(ComposingDrafter, DraftModelProposer):
     """A model of its own."""
 
 
-COMPOSING = {DraftModelProposer: ComposingDraftModel}
+class ComposingHead(ComposingDrafter, EagleProposer):
+    """A head on the model's hidden states (EAGLE), which reads each token's successor.
+
+    At the end of a segment, and where a record is composed, that is not the prompt's: such rows, one of each
+    record and one before it, guess worse.
+    """
+
+
+COMPOSING = {DraftModelProposer: ComposingDraftModel, EagleProposer: ComposingHead}
 
 
 def composing(runner: Any) -> Any:
