@@ -6,6 +6,7 @@ import click
 
 from .answers import answers
 from .criteria import criteria
+from .drafts import drafts
 from .eviction import eviction
 from .lmcache_bench import lmcache_bench
 from .load import load
@@ -28,6 +29,7 @@ def main() -> None:
 
 main.add_command(answers)
 main.add_command(criteria)
+main.add_command(drafts)
 main.add_command(ttft)
 main.add_command(ttft_length)
 main.add_command(ttft_segments)
