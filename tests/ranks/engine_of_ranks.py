@@ -34,14 +34,8 @@ def main(model: str, engine: dict[str, Any], prompts: int, options: dict[str, An
     from vllm import LLM, SamplingParams
 
     ours = {"attention_backend": "hypic", "additional_config": {"hypic": options}}
-    llm = LLM(
-        model=model,
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_batched_tokens=128,
-        **({} if options is None else ours),
-        **engine,
-    )
+    usual = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 128}
+    llm = LLM(model=model, **usual | ({} if options is None else ours) | engine)
     rng, sampling = random.Random(0), SamplingParams(max_tokens=8, temperature=0, logprobs=0)
 
     def ask(*asked: list[int]) -> dict[str, Any]:

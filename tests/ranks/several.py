@@ -14,24 +14,19 @@ CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 def answers(model: Path, engine: dict[str, Any], prompts: int = 1, **options: Any) -> Any:
     """What an engine with these arguments, and these options of the plugin, answers and counts."""
-    return _run(model, engine, prompts, options, CACHE)
+    return _run(model, engine, prompts, options)
 
 
 def stock_answer(model: Path, engine: dict[str, Any]) -> Any:
-    """A stock engine's answer to the ordinary prompt.
-
-    Without a given size of cache: a stage of an eager engine on CPU misses what it makes in its warm-up else.
-    """
-    return _run(model, {"gpu_memory_utilization": 0.1, **engine}, 0, None, {})["plain"]
+    """A stock engine's answer to the ordinary prompt."""
+    return _run(model, engine, 0, None)["plain"]
 
 
-def _run(
-    model: Path, engine: dict[str, Any], prompts: int, options: dict[str, Any] | None, env: dict[str, str]
-) -> Any:
+def _run(model: Path, engine: dict[str, Any], prompts: int, options: dict[str, Any] | None) -> Any:
     script = Path(__file__).parent / "engine_of_ranks.py"
     done = subprocess.run(
         [sys.executable, str(script), str(model), json.dumps(engine), str(prompts), json.dumps(options)],
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **env},
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **CACHE},
         capture_output=True,
         text=True,
         timeout=800,

@@ -23,8 +23,8 @@ TWO_STAGES = {"pipeline_parallel_size": 2}
 MODELS: dict[str, Callable[[Path], Path]] = {
     "dense": partial(save_attention_model, tie=False),
     "gated delta net": partial(save_hybrid_model, tie=False),
-    # The second stage has no convolution.  (One without attention vLLM itself does not start beside another.)
-    "short convolutions": partial(save_short_conv_model, layer_types=["conv", *["full_attention"] * 2]),
+    # vLLM itself runs no stage without attention beside another, nor one without states.
+    "short convolutions": partial(save_short_conv_model, layer_types=["conv", "full_attention"] * 2),
     "Mamba2": partial(save_mamba2_model, name="NemotronH"),
 }
 
@@ -59,7 +59,9 @@ def test_two_stages_answer_like_one(family: str, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_plain_requests_are_those_of_a_stock_engine_of_two_stages(tmp_path: Path) -> None:
     model = MODELS["gated delta net"](tmp_path / "model")
-    assert answers(model, TWO_STAGES)["plain"] == stock_answer(model, TWO_STAGES)
+    # Of an eager engine vLLM's second stage ends on CPU: it asks for what it makes where it is compiled.
+    compiled = TWO_STAGES | {"enforce_eager": False}
+    assert answers(model, compiled)["plain"] == stock_answer(model, compiled)
 
 
 @pytest.mark.timeout(1800)
