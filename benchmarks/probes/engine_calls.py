@@ -195,7 +195,7 @@ def _tapped(llm: Any, names: Layers, kv: bool) -> Iterator[_Taps]:
         return hook
 
     ours = {id(static[name]) for name in (*names.linear, *names.attention)}
-    [model] = llm.collective_rpc(loaded_model)
+    [model] = llm.collective_rpc("get_model")  # itself: the engine core runs in this process
     for name, module in model.named_modules():
         decoder = name.rpartition(".")[2].isdigit() and any(id(m) in ours for m in module.modules())
         if decoder:
@@ -207,11 +207,6 @@ def _tapped(llm: Any, names: Layers, kv: bool) -> Iterator[_Taps]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def loaded_model(worker: Any) -> Any:
-    """The worker's model itself, through ``collective_rpc``: the engine core runs in this process."""
-    return worker.model_runner.get_model()
 
 
 def _attention(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .engine_calls import layers, loaded_model
+from .engine_calls import layers
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def first_layer(llm: Any, tokens: list[int]) -> DeltaTokens:
     if isinstance(found, str):
         raise RuntimeError(found)
     layer, norm = found
-    [model] = llm.collective_rpc(loaded_model)
+    [model] = llm.collective_rpc("get_model")
     with torch.inference_mode():
         table = model.embed_input_ids(torch.tensor(tokens)).double()
         maps = _Maps.of(layer, table.shape[1])
@@ -82,7 +82,7 @@ def _first(llm: Any) -> tuple[Any, Any] | str:
     if not names:
         return "the model has no linear-attention layers"
     layer = llm.llm_engine.vllm_config.compilation_config.static_forward_context[names[0]]
-    [model] = llm.collective_rpc(loaded_model)
+    [model] = llm.collective_rpc("get_model")
     decoders = {name: m for name, m in model.named_modules() if getattr(m, "linear_attn", None) is layer}
     if len(decoders) != 1:
         return f"layer {names[0]} has no decoder layer of the known form around it"
