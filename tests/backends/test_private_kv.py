@@ -10,7 +10,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_hypic.backends.attention.private_kv import cache_index, layout
-from vllm_hypic.backends.attention.quantised_kv import QuantisedCache
+from vllm_hypic.backends.attention.quantised_kv import QuantisedCache, UsedBlocks
 from vllm_hypic.backends.ops.span_attention import Layout
 from vllm_hypic.backends.ops.span_attention.torch import gather
 
@@ -78,13 +78,15 @@ def test_a_quantised_cache(kind: str, dtype: torch.dtype) -> None:
     layer = SimpleNamespace(_k_scale_float=scales["k_scale"], _v_scale_float=scales["v_scale"])
     quantised = QuantisedCache.of(layer, kind, dtype)
     assert quantised is not None and QuantisedCache.of(layer, "auto", dtype) is None
-    found, blocks = quantised.read(cache, table, torch.tensor([[0, 4, 0, tokens[0]], [4, 9, 2, tokens[1]]]))
+    ranges = torch.tensor([[0, 4, 0, tokens[0]], [4, 9, 2, tokens[1]]])
+    used = UsedBlocks.of(table, ranges, block_size)
+    found = quantised.read(cache, used.blocks)
     assert len(found) == 3 and found.dtype == dtype
     step = {"fp8": 2**-3, "fp8_e5m2": 2**-2}[kind]  # vLLM's operator cuts off what does not fit
     for row, count in zip((0, 2), tokens, strict=True):
         for of_value, meant in enumerate(stored[row]):
             index = cache_index(cache, isa, of_value=bool(of_value), kv_cache_dtype=kind, dtype=dtype)
-            got = gather(found, index, blocks[row], count).float()
+            got = gather(found, index, used.table[row], count).float()
             assert ((got - meant.float()).abs() <= step * meant.float().abs() + 2**-8).all()
 
 

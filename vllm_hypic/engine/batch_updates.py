@@ -8,7 +8,7 @@ import numpy as np
 from vllm.v1.sample.logits_processor.interface import AddedRequest, BatchUpdate
 from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder
 
-WholePrompts = Callable[[], Mapping[int, np.ndarray]]
+PromptsOfLists = Callable[[], Mapping[int, np.ndarray]]
 """Tokens of whole prompts, by the ``id()`` of the list of tokens that the batch has instead."""
 
 
@@ -17,7 +17,7 @@ class PromptTellingBuilder(BatchUpdateBuilder):
 
     added: list[AddedRequest]
 
-    def __init__(self, stock: BatchUpdateBuilder, whole: WholePrompts) -> None:
+    def __init__(self, stock: BatchUpdateBuilder, whole: PromptsOfLists) -> None:
         super().__init__(stock._removed, stock.added, stock.moved)
         self.batch_changed = stock.batch_changed
         self._whole = whole

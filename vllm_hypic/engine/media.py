@@ -100,7 +100,7 @@ class MediaReader:
         return unbuilt.get_mrope_input_positions
 
     def _measured(self, medium: Medium, feature: MultiModalFeatureSpec, tokens: list[int]) -> Medium:
-        """With what the model's rule says of the image alone."""
+        """``medium`` with the positions that the model's rule gives the image alone."""
         length = len(tokens)
         try:
             found, _ = self._positions([*tokens, 0], [moved(feature, 0)])
@@ -121,7 +121,7 @@ class MediaReader:
 
 
 def in_stream(features: Sequence[MultiModalFeatureSpec], plan: PromptPlan) -> list[MultiModalFeatureSpec]:
-    """Those of the plan's images whose tokens its stream computes, where they stand in it."""
+    """The inputs of those images whose tokens the plan's stream computes, at their places in it."""
     found = []
     for feature, medium in zip(features, plan.media, strict=True):
         at = bisect_left(plan.positions, medium.start)

@@ -23,7 +23,7 @@ from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
 from .batch_updates import PromptTellingBuilder
 from .drafter import ComposingDrafter, composing
-from .drafting import WholePrompts
+from .prompt_lookup import WholePrompts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,7 +58,7 @@ class HypicModelRunner(GPUModelRunner):
 
     _counted: SamplingMetadata | None = None
     input_batch: Any
-    """vLLM's; while drafts are looked up, :class:`.drafting.WholePrompts`."""
+    """vLLM's; while drafts are looked up, :class:`.prompt_lookup.WholePrompts`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -13,7 +13,7 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """With the two patches without which no such model is built or loaded.  Idempotent."""
+    """Register our layer and apply the two patches that building and loading it needs; idempotent."""
     from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 
     from ..backends.linear.gdn import register_olmo

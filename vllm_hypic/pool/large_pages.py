@@ -18,7 +18,7 @@ LARGE = 2 << 20
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As :func:`torch.zeros`; its memory is touched at once."""
+    """A tensor of zeros, as :func:`torch.zeros` makes it, whose memory is touched at once."""
     count = math.prod(shape)
     if device.type != "cpu" or count * dtype.itemsize < LARGE:
         return torch.zeros(*shape, dtype=dtype, device=device)

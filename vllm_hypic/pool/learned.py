@@ -55,7 +55,7 @@ class LearnedRows:
         return LearnedRows(tuple(a.layer for a in layers), key[:, :, own], value[:, :, own])
 
     def of_stage(self, geometry: PoolGeometry) -> LearnedRows:
-        """Those of the layers that one pipeline stage has."""
+        """The rows of the layers that one pipeline stage has, of which ``geometry`` is."""
         kept = [self.layers.index(a.layer) for a in geometry.attention]
         return LearnedRows(tuple(self.layers[i] for i in kept), self.key[kept], self.value[kept])
 

@@ -287,7 +287,8 @@ def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:
         if (own := capture.plan.positions) is not None:
             row = capture.row
             rows.append(np.arange(row.q0, row.q1))
-            # Only drafts go beyond the request's tokens, and of them nothing is kept.
+            # Only a model that drafts goes beyond the request's tokens, by one that it keeps nothing of.
+            assert row.s1 <= len(own) + 1
             positions.append(own[np.minimum(np.arange(row.s0, row.s1), len(own) - 1)])
     return upload([np.concatenate(rows), np.concatenate(positions)], step.device) if rows else None
 

@@ -158,7 +158,7 @@ class DevicePool:
         }
 
     def records(self, layer: str, kind: type[RecordsT]) -> RecordsT:
-        """Of a layer whose records are of this class."""
+        """The records of ``layer``, which are of class ``kind``."""
         found = self.linear[layer]
         assert isinstance(found, kind)
         return found

@@ -39,7 +39,7 @@ class Medium:
 
 
 Media = tuple[Medium, ...]
-"""In order, none in another."""
+"""The images of a prompt or segment in order, none of which lies in another."""
 
 
 def rotary(positions: Iterable[int], media: Media) -> list[int]:

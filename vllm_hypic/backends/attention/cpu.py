@@ -18,7 +18,7 @@ from ..ops.span_attention import CacheColumns, Layout, PoolColumns
 from ..ops.span_attention.torch import unrotate
 from .base import AttentionLink, PublicAttention
 from .private_kv import cache_index, layout
-from .quantised_kv import QuantisedCache
+from .quantised_kv import OfPass, QuantisedCache, UsedBlocks
 
 if TYPE_CHECKING:
     from ...pool.step import CapturedRows, PublicRows, ReplacedRows, StepContext
@@ -141,8 +141,13 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
         output: torch.Tensor,
     ) -> None:
         if link.quantised is not None:
-            copy, table = link.quantised.read(cache.cache, cache.block_table, public.cache_ranges)
-            cache = cache._replace(cache=copy, block_table=table)
+            step, table = link.runtime.step, cache.block_table
+            assert step is not None
+            used = step.shared.of(OfPass)(
+                public, id(table), lambda: UsedBlocks.of(table, public.cache_ranges, cache.cache.shape[2])
+            )
+            copy = link.quantised.read(cache.cache, used.blocks)
+            cache = cache._replace(cache=copy, block_table=used.table)
         pool = PoolColumns(
             link.public.key,
             link.public.value,

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ...pool.shared import OncePer
+
 KINDS = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -21,7 +23,7 @@ class QuantisedCache:
 
     kind: torch.dtype
     dtype: torch.dtype
-    """In which rows are computed."""
+    """The model's, in which bytes are read."""
     key_scale: float
     value_scale: float
 
@@ -31,26 +33,37 @@ class QuantisedCache:
         kind = KINDS.get(kv_cache_dtype)
         return kind and QuantisedCache(kind, dtype, layer._k_scale_float, layer._v_scale_float)
 
-    def read(
-        self, kv_cache: torch.Tensor, block_table: torch.Tensor, cache_ranges: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What requests have in ``kv_cache``: their blocks alone, in ``dtype``, and a block table of these.
-
-        ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]`` uint8; ``cache_ranges [requests, 4]``: see
-        ``PublicRows``.  Elements lie in the new blocks as in the old.
-        """
+    def read(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """These blocks of ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]`` uint8, in ``dtype``;
+        elements lie in them as before."""
         _, heads, block_size, _ = kv_cache.shape
-        used = [
-            (row, -(-tokens // block_size)) for row, tokens in cache_ranges[:, 2:].tolist()
-        ]  # a request's row of the table and how many blocks it has
-        blocks = torch.cat([block_table[row, :count] for row, count in used])
         found = kv_cache.index_select(0, blocks).view(self.kind).to(self.dtype)
         key, value = found.view(len(blocks), heads, 2 * block_size, -1).chunk(2, dim=2)
         for part, scale in ((key, self.key_scale), (value, self.value_scale)):
             if scale != 1.0:
                 part.mul_(scale)
-        table, first = torch.zeros_like(block_table), 0
-        for row, count in used:
+        return found
+
+
+@dataclass(frozen=True)
+class UsedBlocks:
+    """The blocks of vLLM's cache that some requests have: ``blocks``, and ``table``, a block table that names
+    them by their place in ``blocks``."""
+
+    blocks: torch.Tensor
+    table: torch.Tensor
+
+    @staticmethod
+    def of(block_table: torch.Tensor, cache_ranges: torch.Tensor, block_size: int) -> UsedBlocks:
+        """``cache_ranges [requests, 4]``: see ``PublicRows``."""
+        found, table, first = [], torch.zeros_like(block_table), 0
+        for row, tokens in cache_ranges[:, 2:].tolist():
+            count = -(-tokens // block_size)
+            found.append(block_table[row, :count])
             table[row, :count] = torch.arange(first, first + count)
             first += count
-        return found, table
+        return UsedBlocks(torch.cat(found), table)
+
+
+class OfPass(OncePer):
+    """:class:`UsedBlocks` of the rows of a pass, by the block table: layers with one table share them."""

@@ -51,7 +51,7 @@ class WorkerView:
         """A composed request whose records, ``held``, are all resident; ``islands``: as linear layers run
         them; ``with_prompt``: and its whole prompt."""
         points: list[ComposePoint] = []
-        starts = _seen(sorted(s.start for s in plan.segments), plan.media).tolist()
+        starts = _seen([s.start for s in plan.segments], plan.media).tolist()
         slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for s, start in zip(plan.segments, starts, strict=True):
             entry = held[s.key]
