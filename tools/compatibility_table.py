@@ -50,7 +50,7 @@ Not yet; vLLM has none on CPU. What this package does in the V1 runner has other
 positions are written over vLLM's between `_prepare_inputs` and the model; V2 computes positions in a Triton
 kernel (`prepare_pos_seq_lens`) into buffers that it also takes cache slots from, inside `prepare_inputs`.
 Tokens of records are put before the sampler's penalties in `SamplingMetadata`; V2 counts tokens in tables
-on the device (`v1/worker/gpu/sample`). Passes with composed rows are kept out of full CUDA graphs by
+on the device. Passes with composed rows are kept out of full CUDA graphs by
 `_determine_batch_execution_and_padding`; V2 decides in `cudagraph_utils`. Between 0.32 and 0.33 about 1,700
 lines of these files changed, so they are followed when they settle.
 """
