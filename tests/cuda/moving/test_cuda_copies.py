@@ -226,7 +226,7 @@ def ordered(world: World) -> tuple[TransferLink, Elsewhere, RecordPlace, memoryv
     assert not link.get_finished()
     world.mover.drain()
     assert [o.result for o in link.get_finished()] == [Result.DONE]
-    assert link.submit(PushRecord(1, place, "tcp://there", 1.0))
+    assert link.submit(PushRecord(1, place, "tcp://there:1", 1.0))
     return link, there, place, data
 
 
