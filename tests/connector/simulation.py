@@ -27,7 +27,7 @@ from vllm_hypic.connector.orders import (
     StoreOrder,
 )
 from vllm_hypic.connector.scheduler import arrivals, retention
-from vllm_hypic.connector.scheduler.directory import Lookup
+from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_hypic.connector.scheduler.directory import Entry, Lookup, Need, SegmentDirectory
+from vllm_hypic.connector.scheduler.directory import SegmentDirectory
+from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import PolicyName, make_policy

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from vllm_hypic.connector.orders import ClearCaches, StoreAction, StoreOrder
-from vllm_hypic.connector.scheduler.directory import Lookup
+from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey, segment_key
 

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_hypic.connector.metadata import LoadCount, WorkerReport
 from vllm_hypic.connector.orders import AwaitRecord, DeclineRecord, Order, PushRecord, StopAwaiting
-from vllm_hypic.connector.scheduler.directory import Lookup
+from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import RecordPlace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_hypic.connector.scheduler.directory import Entry, Lookup, Need
+from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey

@@ -76,6 +76,9 @@ class HypicConfig(ConfigSection):
     that ``vllm-hypic tune`` wrote is the context ``learned``."""
     min_segment_tokens: Positive = 32
     """A segment whose interior is shorter is computed in the stream."""
+    checkpoint_tokens: Natural = 0
+    """Tokens between two checkpoints of a record, from which it is resumed for a segment that begins alike; 0:
+    records have none."""
     page_tokens: Positive = 64
     """Tokens in one page of the public pool."""
     pool_bytes: Positive | None = None
@@ -118,6 +121,11 @@ class HypicConfig(ConfigSection):
     def __post_init__(self) -> None:
         named = ("none" if option == AUTO else option for option in (self.context, self.islands))
         parse_link(self.link, self.seam_tokens, *named)
+        if self.checkpoint_tokens % self.page_tokens:
+            raise ValueError(
+                f"checkpoint_tokens={self.checkpoint_tokens}: expected a multiple of "
+                f"page_tokens={self.page_tokens}, or 0"
+            )
         learned = self.learned
         if self.context_file is not None and learned is None:
             context_text(self.context_file)

@@ -26,7 +26,7 @@ from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
 from ..store.shared import shared_tiers
 from .identity import namespace_of
-from .scheduler.directory import Need
+from .scheduler.entries import Need
 from .scheduler.island_runs import IslandRuns
 from .scheduler.planning import NO_TOKENIZER, PlanningTexts
 from .scheduler.side import SchedulerSide

@@ -31,6 +31,7 @@ class HypicCounters:
     segments_unpushed: int = 0
     tokens_reused: int = 0
     tokens_computed: int = 0
+    tokens_resumed: int = 0
     seam_tokens: int = 0
     island_tokens: int = 0
     evictions: int = 0
@@ -68,6 +69,7 @@ COUNTERS = {
     "segments_unpushed": "Segments that could not be delivered to another instance, or to a shared tier.",
     "tokens_reused": "Prompt tokens read from cached segments.",
     "tokens_computed": "Prompt tokens of such requests computed, their cold segments included.",
+    "tokens_resumed": "Tokens of segments that were not computed again, thanks to a checkpoint.",
     "seam_tokens": "Tokens recomputed in seam windows.",
     "island_tokens": "Tokens recomputed inside segments because the query asks about them.",
     "evictions": "Segments evicted from the public pool.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from ..connector.scheduler.directory import Lookup
+from ..connector.scheduler.entries import Lookup
 from ..connector.scheduler.side import SchedulerSide
 from ..segment_parallel.description import Description
 

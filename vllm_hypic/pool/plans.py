@@ -165,6 +165,8 @@ class RecordPlace:
 class CapturePlan:
     """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
 
+    Of a segment with checkpoints it is one stretch: K and V of these tokens, the state behind them.
+
     ``slot_mapping [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when they are not
     the tokens' indices: the segment has padding inside, or a context before it; ``leading`` records need no
     transition.
@@ -181,7 +183,10 @@ class CapturePlan:
     stored: RecordPlace | None = None
     """Given when the record goes to the store once it is complete."""
     has_context: bool = False
-    """It starts from the states of another record; a :class:`StreamPlan` of its own says which."""
+    """It goes on from the states of other records; a :class:`StreamPlan` of its own says which, and where."""
+    base: int | None = None
+    """Slot of the record of the segment's tokens before these, if there is one and this is not leading: with
+    it the record becomes that of both."""
     learned: bool = False
     """K and V are those of the engine's learned context."""
 

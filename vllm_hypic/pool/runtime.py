@@ -19,6 +19,9 @@ class CarryingLayer(Protocol):
     def forget(self, request_id: str) -> None:
         """Drop what the request carried, if it did."""
 
+    def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
+        """Make the record in ``slot``, of tokens that follow those of the one in ``base``, that of both."""
+
 
 @dataclass
 class HypicRuntime:
@@ -39,3 +42,9 @@ class HypicRuntime:
         """Drop what a segment request carried: it is over or starts anew."""
         for layer in self.carrying:
             layer.forget(request_id)
+
+    def append_record(self, slot: int, base: int) -> None:
+        """Make the record in ``slot``, of tokens that follow those of the one in ``base``, that of both:
+        ``T <- T T_base``, ``S <- T S_base + S``.  K and V are each's own."""
+        for layer in self.carrying:
+            layer.append_record(self, slot, base)

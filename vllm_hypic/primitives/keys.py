@@ -77,20 +77,22 @@ def segment_key(
     context: SegmentKey | None = None,
     learned: str = "",
     media: Media = (),
+    checkpoint_tokens: int = 0,
 ) -> SegmentKey:
     """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids),
     renamed for the generation.
 
     ``context``: the record that it is computed behind; ``learned``: digest of the file that its K and V are
-    from, where they are not computed; ``media``: its images, by indices of ``tokens``.  Raises
-    :class:`PromptError` for a token id of more than 63 bits.
+    from, where they are not computed; ``media``: its images, by indices of ``tokens``; ``checkpoint_tokens``: in
+    stretches of so many tokens it is computed, 0: whole.  Raises :class:`PromptError` for a token id of more
+    than 63 bits.
     """
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
     digest = hashlib.sha256(shape.encode())
-    digest.update(_packed(tokens))
+    digest.update(packed(tokens))
     if anchor:
         digest.update(b"anchor")
-        digest.update(_packed(anchor))
+        digest.update(packed(anchor))
     if context is not None:
         digest.update(b"context")
         digest.update(bytes.fromhex(namespace.renamed(context)))
@@ -100,13 +102,17 @@ def segment_key(
     if offsets is not None:
         digest.update(b"offsets")
         digest.update(array("q", offsets).tobytes())
+    if checkpoint_tokens:
+        digest.update(b"checkpoints")
+        digest.update(packed([checkpoint_tokens]))
     if media:
         digest.update(b"media")
         digest.update(json.dumps(described(media)).encode())
     return namespace.renamed(SegmentKey(digest.hexdigest()))
 
 
-def _packed(tokens: Sequence[int]) -> bytes:
+def packed(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes.  Raises :class:`PromptError` for one of more than 63 bits."""
     try:
         return array("q", tokens).tobytes()
     except OverflowError as e:

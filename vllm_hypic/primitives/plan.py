@@ -17,7 +17,9 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from .checkpoints import Checkpoint, boundaries, checkpoints
 from .islands import Ranges
 from .keys import Namespace, Role, SegmentKey, segment_key
 from .media import Media, outside
@@ -61,6 +63,8 @@ class CachedSegment:
     """Images, by the indices of ``tokens``."""
     learned: bool = False
     """Its K and V are those of a learned context; what is computed of its tokens is replaced."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Where its record can be resumed, ascending."""
 
     @property
     def compose_at(self) -> int:
@@ -76,6 +80,11 @@ class CachedSegment:
     def reused(self) -> int:
         """Tokens of the interior that the stream does not compute."""
         return sum(part.stop - part.first for part in self.parts)
+
+    @property
+    def has_spare(self) -> bool:
+        """Its record takes a second slot, and as many transition blocks, until it is complete."""
+        return bool(self.checkpoints) and self.role is Role.INTERIOR
 
     @property
     def prepended(self) -> int:
@@ -184,12 +193,14 @@ def build_plan(
     context: Sequence[int] = (),
     learned: str = "",
     choose_islands: IslandChooser | None = None,
+    checkpoint_tokens: int = 0,
 ) -> PromptPlan:
     """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
     place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
 
     ``context``: tokens of the fixed context, for methods that have one, and ``learned`` the digest of its
-    file where it is learned; ``choose_islands``: needed by methods with islands.  A segment is computed in
+    file where it is learned; ``choose_islands``: needed by methods with islands; ``checkpoint_tokens``:
+    between two checkpoints of a record, 0: it has none.  A segment is computed in
     the stream (exact) when its interior would be shorter than ``min_segment_tokens`` or when the request's
     segments so far fill the pool: whether a segment is cached never depends on what other requests do.
     Raises :class:`PromptError` when nothing is left to do.
@@ -200,10 +211,11 @@ def build_plan(
     if last and method.reuse:
         budget = _Budget(limits, kept, most)
         lead = prompt.pieces[0]
-        leading = _leading_record(lead, namespace, min_segment_tokens, prompt.media)
+        every = checkpoint_tokens
+        leading = _leading_record(lead, namespace, min_segment_tokens, every, prompt.media)
         if leading is not None and budget.take(leading):
             cached[0] = leading
-        behind = _context_record(method, lead, context, namespace, learned, prompt.media)
+        behind = _context_record(method, lead, context, namespace, learned, every, prompt.media)
         if behind is not None and budget.take(behind):
             contexts = (behind,)
         images = lead.own(prompt.media)
@@ -214,7 +226,7 @@ def build_plan(
             # One that is too long behind the context has a record that saw nothing.
             before = next((c for c in contexts if budget.fits(c.span + piece.dependent_from)), None)
             segment = _interior_record(
-                piece, method, anchor, before, namespace, min_segment_tokens, prompt.media
+                piece, method, anchor, before, namespace, min_segment_tokens, every, prompt.media
             )
             if segment is not None and budget.take(segment):
                 cached[index] = segment
@@ -300,11 +312,13 @@ class _Room:
     def __init__(self, limits: PoolLimits) -> None:
         self._pages, self._slots, self._blocks = limits.pages, limits.slots, limits.tiles
 
-    def has(self, pages: int, blocks: int) -> bool:
-        return pages <= self._pages and self._slots > 0 and blocks <= self._blocks
+    def has(self, pages: int, slots: int, blocks: int) -> bool:
+        return pages <= self._pages and slots <= self._slots and blocks <= self._blocks
 
-    def take(self, pages: int, blocks: int) -> None:
-        self._pages, self._slots, self._blocks = self._pages - pages, self._slots - 1, self._blocks - blocks
+    def take(self, pages: int, slots: int, blocks: int) -> None:
+        self._pages -= pages
+        self._slots -= slots
+        self._blocks -= blocks
 
 
 class _Budget:
@@ -327,16 +341,18 @@ class _Budget:
         pages = -(-segment.columns // self._limits.page_tokens)
         blocks = 0 if segment.role is Role.LEADING else self._limits.record_tiles
         rooms = self._of_all if segment.key in self._kept else self._of_others
-        if not all(room.has(pages, blocks) for room in rooms):
+        # Of a stretch the record is made in one place, from that in the other.
+        slots = 2 if segment.has_spare else 1
+        if not all(room.has(pages, slots, slots * blocks) for room in rooms):
             return False
         for room in rooms:
-            room.take(pages, blocks)
+            room.take(pages, slots, slots * blocks)
         self._seen.add(segment.key)
         return True
 
 
 def _leading_record(
-    piece: Piece, namespace: Namespace, min_tokens: int, media: Media = ()
+    piece: Piece, namespace: Namespace, min_tokens: int, every: int, media: Media = ()
 ) -> CachedSegment | None:
     """The record of the leading segment's own tokens, or ``None`` when it is too short for one.
 
@@ -347,8 +363,13 @@ def _leading_record(
     if len(tokens) < max(1, min_tokens) or piece.positions[0] != 0:
         return None
     offsets, own = _offsets(piece), piece.own(media)
-    key = segment_key(namespace, Role.LEADING, tokens, head=0, tail=0, offsets=offsets, media=own)
-    return CachedSegment(key, Role.LEADING, tokens, offsets, 0, 0, 0, 0, (), media=own)
+    ends = boundaries(0, len(tokens), every, own)
+    begins = partial(
+        segment_key, namespace, Role.LEADING, head=0, tail=0, checkpoint_tokens=every if ends else 0
+    )
+    key = begins(tokens, offsets=offsets, media=own)
+    found = checkpoints(begins(()), ends, tokens, offsets, own)
+    return CachedSegment(key, Role.LEADING, tokens, offsets, 0, 0, 0, 0, (), media=own, checkpoints=found)
 
 
 def _context_record(
@@ -357,20 +378,21 @@ def _context_record(
     context: Sequence[int],
     namespace: Namespace,
     learned: str,
+    every: int,
     media: Media,
 ) -> CachedSegment | None:
     """The record that interior segments are computed behind, a leading one; ``None``: they see nothing."""
     if method.context == "none":
         return None
     if method.context == "lead":
-        return _leading_record(lead, namespace, 1, media)
+        return _leading_record(lead, namespace, 1, every, media)
     if not context:
         raise ValueError(f"context {method.context!r}: no tokens given")
     tokens = tuple(context)
     if method.context == "learned":
         key = segment_key(namespace, Role.LEADING, tokens, head=0, tail=0, learned=learned)
         return CachedSegment(key, Role.LEADING, tokens, None, 0, 0, 0, 0, (), learned=True)
-    return _leading_record(Piece(tokens, range(len(tokens)), len(tokens)), namespace, 1)
+    return _leading_record(Piece(tokens, range(len(tokens)), len(tokens)), namespace, 1, every)
 
 
 def _interior_record(
@@ -380,6 +402,7 @@ def _interior_record(
     context: CachedSegment | None,
     namespace: Namespace,
     min_tokens: int,
+    every: int,
     media: Media,
 ) -> CachedSegment | None:
     """The record of ``piece``'s own tokens, or ``None`` when it is too short for one.
@@ -396,21 +419,31 @@ def _interior_record(
     if len(tokens) - head - tail < max(1, min_tokens):
         return None
     start, offsets = piece.positions[0], _offsets(piece)
-    key = segment_key(
+    ends = boundaries(head, stop, every, own)
+    begins = partial(
+        segment_key,
         namespace,
         Role.INTERIOR,
-        tokens,
         head=head,
-        tail=tail,
         dummies=method.dummies,
         anchor=anchor,
-        offsets=offsets,
         fixed_start=start if method.fixed_position else None,
         context=None if context is None else context.key,
-        media=own,
+        checkpoint_tokens=every if ends else 0,
     )
     return CachedSegment(
-        key, Role.INTERIOR, tokens, offsets, start, head, tail, method.dummies, anchor, context, media=own
+        begins(tokens, tail=tail, offsets=offsets, media=own),
+        Role.INTERIOR,
+        tokens,
+        offsets,
+        start,
+        head,
+        tail,
+        method.dummies,
+        anchor,
+        context,
+        media=own,
+        checkpoints=checkpoints(begins((), tail=0), ends, tokens, offsets, own),
     )
 
 

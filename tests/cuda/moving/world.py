@@ -19,7 +19,7 @@ import torch
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.orders import FetchRecord
-from vllm_hypic.connector.scheduler.directory import Entry
+from vllm_hypic.connector.scheduler.entries import Entry
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.connector.worker import side as worker_module

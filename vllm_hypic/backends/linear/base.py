@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 import torch
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
+from ...pool import appended
 from ...pool.families import FAMILIES, LinearFamily
 from ...pool.shared import Once
 from .layout import Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
@@ -177,6 +178,10 @@ class LinearLayer(Generic[InputsT, CarryT]):
     def forget(self, request_id: str) -> None:
         """Drop what the segment request carried, if it did."""
         self.carries.pop(request_id, None)
+
+    def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
+        """See :meth:`.HypicRuntime.append_record`."""
+        appended.append(runtime.pool.linear[self.prefix], slot, base, runtime.dead_transition)
 
     def refusal(self) -> str | None:
         """What of this layer neither stock code nor ours computes on the platform, or ``None``."""

@@ -6,7 +6,7 @@ our operators, from programs (``ops/program.py``); everything else is left to st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -71,8 +71,8 @@ class Rest:
 class LinearStep:
     """``special``: batch rows whose token rows our operators run, all or those before their ``rest``.
 
-    ``contexts`` gives segment requests the states that they start from, before ``segments`` run; it has no
-    token rows.
+    ``contexts`` gives segment requests the states of records that they go on from, before ``segments`` run
+    what follows: at their start, or behind a segment's head, whose rows it runs.
     """
 
     segments: Segments | None
@@ -119,9 +119,9 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
     if block not in made:
         applying = [c for c in step.composed if c.islands or any(p.applies for p in c.points)]
         composed, rest = _composed(applying, block)
-        segments = _segments(step.captures)
+        contexts, begun = _contexts([c for c in step.contexts if c.points])
+        segments = _segments(step.captures, begun)
         special = {c.row.index for c in applying} | {c.row.index for c in step.captures}
-        contexts = _contexts([c for c in step.contexts if c.points])
         made[block] = LinearStep(segments, composed, frozenset(special), rest, contexts)
     return made[block]
 
@@ -149,7 +149,8 @@ def stock_rows(
     return StockRows(before, tokens, starts, [i for i, *_ in runs], behind)
 
 
-def _segments(captures: Sequence[CaptureRow]) -> Segments | None:
+def _segments(captures: Sequence[CaptureRow], begun: Mapping[int, int]) -> Segments | None:
+    """``begun``: stream index, by batch row, before which rows are run already."""
     if not captures:
         return None
     rows: list[SegmentRow] = []
@@ -164,11 +165,12 @@ def _segments(captures: Sequence[CaptureRow]) -> Segments | None:
             carried.append((c.request_id, c.first))
         if c.last and not plan.leading:
             ended.append(plan.slot)
+        resumed = row.s0 > 0 or row.index in begun
         rows.append(
             SegmentRow(
                 batch_row=row.index,
-                resumed=int(row.s0 > 0 or plan.has_context),
-                first=row.q0,
+                resumed=int(resumed),
+                first=_token_row(row, begun.get(row.index, row.s0)),
                 stop=row.q1,
                 begin=row.q0 + c.begin - row.s0,
                 end=row.q0 + c.end - row.s0,
@@ -188,14 +190,25 @@ def _segments(captures: Sequence[CaptureRow]) -> Segments | None:
     )
 
 
-def _contexts(starting: Sequence[ComposedRow]) -> Composed | None:
-    """Segment requests that start in this pass, each from the states of its context's record."""
+def _contexts(starting: Sequence[ComposedRow]) -> tuple[Composed | None, dict[int, int]]:
+    """Segment requests that go on from the states of records in this pass; and, by batch row, the stream
+    index of the first token behind the last of these."""
     if not starting:
-        return None
-    ops = [ComposeOp(c.row.q0, 0, point.slot, Mode.REPLACE) for c in starting for point in c.points]
-    rows = [ComposeRow(c.row.index, 0, i, i + 1) for i, c in enumerate(starting)]
-    shifts = torch.tensor([point.shift for c in starting for point in c.points])
-    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp), shifts)
+        return None, {}
+    ops: list[ComposeOp] = []
+    shifts: list[int] = []
+    rows: list[ComposeRow] = []
+    begun: dict[int, int] = {}
+    for c in starting:
+        first_op, at = len(ops), c.row.s0
+        for point in c.points:
+            mode = Mode.REPLACE if point.replace_state else Mode.TRANSITION
+            ops.append(ComposeOp(_token_row(c.row, at), point.at - at, point.slot, mode))
+            shifts.append(point.shift)
+            at = point.at
+        rows.append(ComposeRow(c.row.index, int(c.row.s0 > 0), first_op, len(ops)))
+        begun[c.row.index] = at
+    return Composed(pack(rows, ComposeRow), pack(ops, ComposeOp), torch.tensor(shifts)), begun
 
 
 def _composed(composed: Sequence[ComposedRow], block: int) -> tuple[Composed | None, tuple[Rest, ...]]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ...primitives.keys import SegmentKey
 from ...primitives.options import Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
-from .directory import Entry, Need, SegmentDirectory
+from .directory import SegmentDirectory
+from .entries import Entry, Need
 from .island_runs import Runs
 from .queue import PendingQueue
 from .segment_requests import SegmentRequests

@@ -8,66 +8,15 @@ those reserved a record turned out to need.  Which record leaves first is a poli
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
-from ...store.cache_value import CacheValue
 from ...store.eviction.base import EvictionPolicy
-
-
-class Lookup(Enum):
-    """Where a record stands."""
-
-    MISS = "miss"
-    PENDING = "pending"
-    """Reserved: being computed or fetched."""
-    HIT = "hit"
-
-
-NO_VALUE = CacheValue(0, 0.0, 0)
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a record takes: ``columns`` of K and V, and at most so many ``transition_blocks``; and what it is
-    worth."""
-
-    columns: int
-    transition_blocks: int = 0
-    value: CacheValue = NO_VALUE
-
-
-@dataclass(eq=False)
-class Entry:
-    """One record: its place, and how many requests use it.  Written by the directory only.
-
-    A key may have several: one that is found, and others that were forgotten while they were made or used.
-    """
-
-    key: SegmentKey
-    pages: tuple[int, ...]
-    slot: int
-    columns: int
-    transition_blocks: int
-    value: CacheValue
-    serial: int
-    tenant: str
-    resident: bool = False
-    pins: int = 0
-    forgotten: bool = False
-    """Not found any more; it goes as soon as it is complete and nobody uses it."""
-
-    @property
-    def space(self) -> Space:
-        return Space(len(self.pages), 1, self.transition_blocks)
-
-    @property
-    def held(self) -> bool:
-        """Whether its room cannot be given to others: requests use it, or it is being made."""
-        return self.pins > 0 or not self.resident
+from .entries import Entry, Lookup, Need, Spare
+from .pages import Pages
 
 
 @dataclass(frozen=True)
@@ -85,9 +34,9 @@ class SegmentDirectory:
         self, pages: int, slots: int, page_tokens: int, transition_blocks: int = 0, *, policy: EvictionPolicy
     ) -> None:
         self.policy = policy
-        self.total_pages, self.total_slots, self.page_tokens = pages, slots, page_tokens
+        self.total_slots, self.page_tokens = slots, page_tokens
         self.total_transition_blocks = self.free_transition_blocks = transition_blocks
-        self._free_pages = list(range(pages - 1, -1, -1))
+        self._pages = Pages(pages)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._entries: dict[SegmentKey, Entry] = {}
         """Records that are found."""
@@ -107,8 +56,12 @@ class SegmentDirectory:
         return len(self._by_serial)
 
     @property
+    def total_pages(self) -> int:
+        return self._pages.total
+
+    @property
     def free_pages(self) -> int:
-        return len(self._free_pages)
+        return self._pages.free
 
     @property
     def free_slots(self) -> int:
@@ -116,13 +69,13 @@ class SegmentDirectory:
 
     @property
     def total(self) -> Space:
-        return Space(self.total_pages, self.total_slots, self.total_transition_blocks)
+        return Space(self._pages.total, self.total_slots, self.total_transition_blocks)
 
     @property
     def used(self) -> Space:
         """What all records take."""
         return Space(
-            self.total_pages - self.free_pages,
+            self._pages.total - self.free_pages,
             self.total_slots - self.free_slots,
             self.total_transition_blocks - self.free_transition_blocks,
         )
@@ -171,7 +124,7 @@ class SegmentDirectory:
 
     def pages_for(self, columns: int) -> int:
         """Pages of a record; none where there are none: without full attention it is a state alone."""
-        return -(-columns // self.page_tokens) if self.total_pages else 0
+        return -(-columns // self.page_tokens) if self._pages.total else 0
 
     def held_by(self, tenant: str) -> Space:
         """What the tenant's records take that requests use, or that are being made."""
@@ -207,9 +160,7 @@ class SegmentDirectory:
         victims = self._victims(need, wanted)
         if victims is None:
             return None
-        for entry in victims:
-            self._drop(entry, evicted=True)
-            self.evictions += 1
+        self._evict(victims)
         for key, what in missing.items():
             self._reserve(key, what, tenant)
         for key in wanted:
@@ -223,10 +174,17 @@ class SegmentDirectory:
 
     def space_for(self, need: Need) -> Space:
         """What a record takes until its worker has said how many transition blocks it keeps."""
-        return Space(self.pages_for(need.columns), 1, need.transition_blocks)
+        slots = 2 if need.has_spare else 1
+        return Space(self.pages_for(need.columns), slots, slots * need.transition_blocks)
 
-    def _reserve(self, key: SegmentKey, need: Need, tenant: str) -> None:
-        pages = tuple(self._free_pages.pop() for _ in range(self.pages_for(need.columns)))
+    def _reserve(
+        self, key: SegmentKey, need: Need, tenant: str, pages: tuple[int, ...] | None = None
+    ) -> Entry:
+        """``pages``: another record's; ``None``: its own."""
+        if pages is None:
+            pages = self._pages.take(self.pages_for(need.columns))
+        else:
+            self._pages.use(pages)
         self._reserved += 1
         entry = Entry(
             key,
@@ -237,13 +195,70 @@ class SegmentDirectory:
             need.value,
             self._reserved,
             tenant,
+            spare=Spare(self._free_slots.pop(), need.transition_blocks) if need.has_spare else None,
         )
         self._now_held(entry)
         self._entries[key] = self._by_serial[entry.serial] = entry
-        self.free_transition_blocks -= need.transition_blocks
+        self.free_transition_blocks -= entry.space.transition_blocks
         self.policy.missed(key, need.value)
         self.policy.added(key, need.value)
         self._changed(key)
+        return entry
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def checkpoint(self, key: SegmentKey, record: Entry, need: Need) -> Entry | None:
+        """Reserve a place, pinned, for the record of the first ``need.columns`` of ``record``, whole pages of
+        it, which both have from now on; ``None``: there is one, or no room for it."""
+        if key in self._entries or record.forgotten:
+            return None
+        space = Space(0, 1, need.transition_blocks)
+        victims = self._victims(space, [record.key])
+        if victims is None:
+            return None
+        self._evict(victims)
+        entry = self._reserve(key, need, record.tenant, record.pages[: self.pages_for(need.columns)])
+        entry.within.add(record.key)
+        self.pin(entry)
+        return entry
+
+    def checkpoint_at(self, key: SegmentKey) -> Entry | None:
+        """A complete record by this key.  Changes nothing."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.resident else None
+
+    def resume(self, record: Entry, checkpoint: Entry) -> None:
+        """``record``, reserved and still empty, begins with all that ``checkpoint`` has, whose pages it
+        takes in place of its own; pins that, too."""
+        shared = len(checkpoint.pages)
+        self._pages.use(checkpoint.pages)
+        self._pages.leave(reversed(record.pages[:shared]))
+        record.pages = checkpoint.pages + record.pages[shared:]
+        checkpoint.within.add(record.key)
+        if not checkpoint.held:
+            self._now_held(checkpoint)
+        self.pin(checkpoint)
+        self.policy.hit(checkpoint.key)
+
+    def _without_spare(self, entry: Entry) -> None:
+        if (spare := entry.spare) is None:
+            return
+        entry.spare = None
+        if entry.held:
+            self._held[entry.tenant] -= spare.space
+        self._free_slot(spare.slot)
+        self.free_transition_blocks += spare.transition_blocks
+
+    def _free_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self._dropped_slots.append(slot)
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def _evict(self, victims: Iterable[Entry]) -> None:
+        for entry in victims:
+            self._drop(entry, evicted=True)
+            self.evictions += 1
 
     def _victims(self, need: Space, wanted: Iterable[SegmentKey]) -> list[Entry] | None:
         """Records to evict until ``need`` is free, the worst first; ``None``: it cannot be.  Changes nothing.
@@ -255,6 +270,7 @@ class SegmentDirectory:
         if free.covers(need):
             return []
         spared, victims, last = set(wanted), [], []
+        left = Counter[int]()
         for entry in self._worst_first():
             if not entry.resident or entry.pins or entry.key in spared:
                 continue
@@ -262,14 +278,14 @@ class SegmentDirectory:
                 last.append(entry)
                 continue
             victims.append(entry)
-            free += entry.space
+            free += replace(entry.space, pages=self._pages.freed(entry.pages, left))
             if free.covers(need):
                 return victims
         if any(e.pins or not e.resident for e in self._by_serial.values()):
             return None
         for entry in last:
             victims.append(entry)
-            free += entry.space
+            free += replace(entry.space, pages=self._pages.freed(entry.pages, left))
             if free.covers(need):
                 return victims
         return None
@@ -281,6 +297,7 @@ class SegmentDirectory:
 
     def commit(self, entry: Entry) -> None:
         """The worker has filled a reserved record."""
+        self._without_spare(entry)
         entry.resident = True
         if not entry.held:
             self._no_more_held(entry)
@@ -342,6 +359,11 @@ class SegmentDirectory:
         self._drop_if_unused(entry)
         return self._by_serial.get(entry.serial)
 
+    def discard_parts(self, key: SegmentKey) -> None:
+        """Forget the checkpoints that hold a part of this record, whether or not it is here."""
+        for part in [e.key for e in self._entries.values() if key in e.within]:
+            self.discard(part)
+
     def _drop_if_unused(self, entry: Entry) -> None:
         if entry.forgotten and entry.resident and not entry.pins:
             self._drop(entry, evicted=False)
@@ -384,23 +406,23 @@ class SegmentDirectory:
         if not entry.forgotten:
             self._unlist(entry, evicted=evicted)
         del self._by_serial[entry.serial]
-        self._free_pages.extend(reversed(entry.pages))
-        self._free_slots.append(entry.slot)
-        self.free_transition_blocks += entry.transition_blocks
-        self._dropped_slots.append(entry.slot)
+        self._pages.leave(reversed(entry.pages))
+        self.free_transition_blocks += entry.space.transition_blocks
+        self._free_slot(entry.slot)
+        if entry.spare is not None:
+            self._free_slot(entry.spare.slot)
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` unless every page, slot and transition block is owned exactly once."""
         entries = self._by_serial.values()
-        pages = [p for e in entries for p in e.pages] + self._free_pages
         slots = [e.slot for e in entries] + self._free_slots
-        if sorted(pages) != list(range(self.total_pages)):
-            raise RuntimeError("public pool: a page is lost or owned twice")
+        slots += [e.spare.slot for e in entries if e.spare is not None]
+        self._pages.check(p for e in entries for p in e.pages)
         if sorted(slots) != list(range(self.total_slots)):
             raise RuntimeError("public pool: a slot is lost or owned twice")
         if (
             self.free_transition_blocks < 0
-            or self.free_transition_blocks + sum(e.transition_blocks for e in entries)
+            or self.free_transition_blocks + sum(e.space.transition_blocks for e in entries)
             != self.total_transition_blocks
         ):
             raise RuntimeError("public pool: a transition block is lost or owned twice")
@@ -418,5 +440,6 @@ class SegmentDirectory:
             raise RuntimeError("public pool: pinned records are miscounted")
         for entry in entries:
             unused = entry.forgotten and entry.resident and not entry.pins
+            unused |= entry.resident and entry.spare is not None
             if unused or entry.pins < 0 or len(entry.pages) != self.pages_for(entry.columns):
                 raise RuntimeError(f"public pool: entry {entry.key[:12]} is inconsistent")

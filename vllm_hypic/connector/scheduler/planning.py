@@ -22,7 +22,8 @@ from ...primitives.tokens import PrimitiveIds
 from ...primitives.windows import Words
 from ...store.cache_value import CacheValue
 from ...store.shared import shared_tiers
-from .directory import Need, SegmentDirectory
+from .directory import SegmentDirectory
+from .entries import Need
 
 _UNLIMITED = 1 << 60
 
@@ -143,6 +144,7 @@ class Planner:
             context=self.tokens_behind(method.context),
             learned="" if self.learned is None else self.learned.digest,
             choose_islands=None if method.islands is None else self._choose_islands,
+            checkpoint_tokens=config.checkpoint_tokens,
         )
 
     def tokens_behind(self, context: str) -> tuple[int, ...]:
@@ -183,13 +185,20 @@ class Planner:
             self._geometry.record_transition_blocks,
         )
 
-    def need(self, segment: CachedSegment) -> Need:
+    def need(self, segment: CachedSegment, stop: int | None = None) -> Need:
         """What the segment's record takes of the pool, and what it is worth: at most one transition block per
-        head of every linear layer, and none for a leading segment, as nothing stands before it."""
+        head of every linear layer, and none for a leading segment, as nothing stands before it.
+
+        ``stop``: that of its tokens before ``stop`` alone, a checkpoint, with the pages of the record.
+        """
         leading = segment.role is Role.LEADING
-        need = Need(segment.columns, 0 if leading else self._geometry.record_transition_blocks)
-        nbytes = self._geometry.bytes_of(self._directory.space_for(need))
-        return replace(need, value=CacheValue(segment.columns, self._prefill_flops(segment.stop), nbytes))
+        blocks = 0 if leading else self._geometry.record_transition_blocks
+        end = segment.stop if stop is None else stop
+        need = Need(end - segment.head, blocks)
+        space = self._directory.space_for(need)
+        nbytes = self._geometry.bytes_of(space if stop is None else replace(space, pages=0))
+        value = CacheValue(need.columns, self._prefill_flops(end), nbytes)
+        return replace(need, value=value, has_spare=stop is None and segment.has_spare)
 
     @property
     def quadratic(self) -> float:

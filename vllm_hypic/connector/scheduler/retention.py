@@ -17,7 +17,8 @@ from ...primitives.keys import Namespace, SegmentKey
 from ...store.protocol import StoreStats
 from ...store.totals import append_stats, numbers_of, without_latencies
 from ..orders import ClearCaches, OrderQueue, StoreAction, StoreOrder
-from .directory import Lookup, Need, SegmentDirectory
+from .directory import SegmentDirectory
+from .entries import Lookup, Need
 from .expiries import Expiries
 
 STORED_KEPT = 100_000
@@ -165,6 +166,7 @@ class Retention:
         self._expiries.set(key, None)
         key = self._namespace.renamed(key)
         self._directory.unkeep(key)
+        self._directory.discard_parts(key)
         if (used := self._directory.discard(key)) is not None:
             self._dropping[used.serial] = key
         self._stored.pop(key, None)

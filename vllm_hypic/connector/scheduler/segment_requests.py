@@ -6,9 +6,10 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from ...primitives.keys import SegmentKey
-from ...primitives.media import Media
+from ...primitives.media import Media, Medium
 from ...primitives.plan import CachedSegment
-from .directory import Entry
+from .entries import Entry
+from .stretches import Stretch
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,32 @@ class SegmentRequest:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """What a segment request does: it fills ``entry`` with the record of ``segment``, behind the record
-    ``context``, if that has one."""
+    """What a segment request does: it computes a stretch of the record of ``segment``, which ``entry`` is for,
+    behind the record ``context``, if that has one."""
 
     segment: CachedSegment
     entry: Entry
     context: Entry | None
+    stretch: Stretch
+
+    @property
+    def last(self) -> bool:
+        """The record is complete with it."""
+        return self.stretch.stop == self.segment.stop
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Ranges of the segment's tokens that are computed: its head, and the stretch."""
+        first, stop = self.stretch.first, self.stretch.stop
+        return [(0, stop)] if self.stretch.base_slot is None else [(0, self.segment.head), (first, stop)]
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """A record in the making that nobody computes or sends: from its beginning, or behind a stretch."""
+
+    entry: Entry
+    done: Stretch | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,7 @@ class SegmentRequests:
         self._priorities: dict[str, int] = {}
         self._computed_by: dict[int, str] = {}
         """Requests by the serials of the entries that they fill."""
-        self._lost: list[Entry] = []
+        self._incomplete: list[Incomplete] = []
         self.started = 0
         """Segment requests since the engine's start."""
 
@@ -64,7 +85,7 @@ class SegmentRequests:
         return request_id in self._segments
 
     def start(self, work: SegmentWork, owner: str, priority: int) -> SegmentRequest:
-        """A new request for a record that is reserved in the pool."""
+        """A new request for a stretch of a record that is reserved in the pool."""
         self.started += 1
         segment = work.segment
         request_id = f"hypic-segment-{segment.key[:16]}-{self.started}"
@@ -72,9 +93,13 @@ class SegmentRequests:
         self._priorities[request_id] = priority
         self._computed_by[work.entry.serial] = request_id
         dummy = segment.tokens[0] if self._dummy_token is None else self._dummy_token
-        tokens = [*([dummy] * segment.dummies), *segment.anchor, *segment.tokens[: segment.stop]]
-        media = tuple(m.moved(segment.prepended) for m in segment.media if m.stop <= segment.stop)
-        return SegmentRequest(request_id, tokens, owner, priority, segment.context is not None, media)
+        tokens = [*([dummy] * segment.dummies), *segment.anchor]
+        media: list[Medium] = []
+        for first, stop in work.ranges:
+            inside = [m for m in segment.media if first <= m.start and m.stop <= stop]
+            media += [m.moved(len(tokens) - first) for m in inside]
+            tokens += segment.tokens[first:stop]
+        return SegmentRequest(request_id, tokens, owner, priority, segment.context is not None, tuple(media))
 
     def behind(self, context: Entry) -> list[Follower]:
         """The requests whose segments are computed behind this record."""
@@ -114,11 +139,11 @@ class SegmentRequests:
             del self._priorities[request_id], self._computed_by[work.entry.serial]
         return work
 
-    def compute_later(self, entry: Entry) -> None:
-        """A reserved record did not come, or its request died: :meth:`take_lost` tells of it."""
-        self._lost.append(entry)
+    def compute_later(self, entry: Entry, done: Stretch | None = None) -> None:
+        """A reserved record did not come, its request died, or more follows behind a stretch: :meth:`take_incomplete` tells of it."""
+        self._incomplete.append(Incomplete(entry, done))
 
-    def take_lost(self) -> list[Entry]:
+    def take_incomplete(self) -> list[Incomplete]:
         """Reserved records since the last call that nobody computes or sends."""
-        lost, self._lost = self._lost, []
-        return lost
+        found, self._incomplete = self._incomplete, []
+        return found

@@ -8,7 +8,7 @@ Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ...config.engine import HypicConfig
@@ -26,11 +26,13 @@ from ..stats import HypicCounters
 from .admission import Admission, ComposedRequest
 from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
-from .directory import Entry, SegmentDirectory
+from .directory import SegmentDirectory
+from .entries import Entry
 from .island_runs import IslandRuns, whole_runs
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
+from .stretches import Stretch, Stretches
 from .worker_view import WorkerView
 
 
@@ -73,6 +75,7 @@ class SchedulerSide:
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
+        self._stretches = Stretches(self.directory, self.planner.need, self._kept_checkpoints)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         self.arrivals = Arrivals(
@@ -150,7 +153,7 @@ class SchedulerSide:
         self._news = False
         self.retention.drop_expired()
         self.arrivals.give_up_late()
-        started = self._compute_lost()
+        started = self._compute_incomplete()
         for composed, reserved in self.admission.admitted():
             self.counters.segments_hit += len(composed.wanted) - len(reserved)
             started += self._obtain(composed, reserved)
@@ -183,31 +186,48 @@ class SchedulerSide:
         remote_s = transfer.remote_deadline_s if awaited else None
         return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s)
 
-    def _compute(self, segment: CachedSegment, entry: Entry, owner: str, priority: int) -> SegmentRequest:
-        self.counters.segments_computed += 1
+    def _compute(
+        self,
+        segment: CachedSegment,
+        entry: Entry,
+        owner: str,
+        priority: int,
+        done: Stretch | None = None,
+    ) -> SegmentRequest:
+        """A request for the next stretch of a record, behind ``done``."""
+        if done is None:
+            self.counters.segments_computed += 1
+            stretch = self._stretches.begin(segment, entry)
+            self.counters.tokens_resumed += stretch.first - segment.head
+        else:
+            stretch = self._stretches.after(segment, entry, done)
         context = None
         if segment.context is not None:
             # A pin of its own: whoever asked for the segment may be gone before it is computed.
             context = self.admission.requests[owner].held[segment.context.key]
             self.directory.pin(context)
             self.admission.urge(context, priority)
-        return self.segment_requests.start(SegmentWork(segment, entry, context), owner, priority)
+        return self.segment_requests.start(SegmentWork(segment, entry, context, stretch), owner, priority)
 
-    def _compute_lost(self) -> list[SegmentRequest]:
-        """Compute lost records for which a request still waits, and give the places of the others back."""
+    def _compute_incomplete(self) -> list[SegmentRequest]:
+        """Compute what is missing of records for which a request still waits, and give the places of the
+        others back."""
         started = []
-        for entry in self.segment_requests.take_lost():
+        for incomplete in self.segment_requests.take_incomplete():
+            entry, done = incomplete.entry, incomplete.done
             owners = [c for c in self.admission.requests.values() if c.held.get(entry.key) is entry]
             followers = self.segment_requests.behind(entry)
             waiting = [c.priority for c in owners] + [f.priority for f in followers]
             if owners:
                 segment = owners[0].segment(entry.key)
-                started.append(self._compute(segment, entry, owners[0].request_id, min(waiting)))
+                started.append(self._compute(segment, entry, owners[0].request_id, min(waiting), done))
             elif followers:
                 first = followers[0]
-                started.append(self._compute(first.context, entry, first.request_id, min(waiting)))
+                started.append(self._compute(first.context, entry, first.request_id, min(waiting), done))
             else:
                 self.directory.abort(entry)
+                if done is not None and done.target is not entry:
+                    self.directory.release([done.target])
         return started
 
     def _decline(self, composed: ComposedRequest) -> None:
@@ -315,7 +335,7 @@ class SchedulerSide:
             plan, islands = composed.plan, composed.islands
             return self._view.stream(plan, composed.held, islands, with_prompt=with_prompt)
         work = self.segment_requests.work_of(request_id)
-        return None if work is None else self._view.behind(work.segment, work.context)
+        return None if work is None else self._view.behind(work)
 
     def capture_plan(self, request_id: str) -> CapturePlan | None:
         """The worker's view of a segment request that is about to run."""
@@ -323,19 +343,14 @@ class SchedulerSide:
         if work is None:
             return None
         stored = bool(self.config.store.tiers) and not work.entry.forgotten
-        return self._view.capture(work.segment, work.entry, stored=stored)
+        return self._view.capture(work, stored=stored)
 
     def finished(self, request_id: str, *, completed: bool) -> None:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
         self._ended_early |= not completed
         work = self.segment_requests.end(request_id)
         if work is not None:
-            if work.context is not None:
-                self.directory.release([work.context])
-            if completed:
-                self.directory.commit(work.entry)
-            elif self.directory.abort(work.entry):
-                self.segment_requests.compute_later(work.entry)
+            self._ended(work, completed=completed)
             return
         composed = self.admission.end(request_id)
         if composed is not None:
@@ -343,6 +358,28 @@ class SchedulerSide:
             if composed.undecided:
                 held = (entry for c in self.admission.requests.values() for entry in c.held.values())
                 self.arrivals.give_up_unwanted({entry.serial for entry in held})
+
+    def _ended(self, work: SegmentWork, *, completed: bool) -> None:
+        """A segment request is over: its stretch is there, or not."""
+        directory, stretch = self.directory, work.stretch
+        directory.release(entry for entry in (work.context, stretch.base) if entry is not None)
+        checkpoint = None if stretch.target is work.entry else stretch.target
+        if not completed:
+            if checkpoint is not None:
+                directory.release([checkpoint])
+                directory.abort(checkpoint)
+            if directory.abort(work.entry):
+                self.segment_requests.compute_later(work.entry)
+        elif work.last:
+            directory.commit(work.entry)
+        else:
+            if checkpoint is not None:
+                directory.commit(checkpoint)
+            self.segment_requests.compute_later(work.entry, stretch)
+
+    def _kept_checkpoints(self, segment: CachedSegment) -> Collection[int]:
+        """Where the segment's record should have checkpoints."""
+        return [checkpoint.stop for checkpoint in segment.checkpoints]
 
     def take_unwanted(self) -> list[str]:
         """Segment requests whose records nobody waits for any more, if a request was given up since the last

@@ -11,8 +11,9 @@ from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StreamPlan
 from ...primitives.keys import Role, SegmentKey
 from ...primitives.media import Media, rotary
 from ...primitives.plan import CachedSegment, Part, PromptPlan
-from .directory import Entry
+from .entries import Entry
 from .island_runs import Runs
+from .segment_requests import SegmentWork
 
 
 class WorkerView:
@@ -81,27 +82,44 @@ class WorkerView:
             prompt=np.asarray(plan.prompt(), dtype=np.int64) if with_prompt else None,
         )
 
-    def behind(self, segment: CachedSegment, entry: Entry | None) -> StreamPlan | None:
-        """What the segment request of ``segment`` reads of its context, the resident ``entry``; ``None``: it
-        has none."""
-        context = segment.context
-        if context is None or entry is None:
+    def behind(self, work: SegmentWork) -> StreamPlan | None:
+        """What a segment request reads of its context and of the stretches before it; ``None``: it has
+        none of them."""
+        segment, context, stretch = work.segment, work.segment.context, work.stretch
+        points: list[ComposePoint] = []
+        slots, kv_positions = list[np.ndarray](), list[np.ndarray]()
+        if context is not None and work.context is not None:
+            points.append(ComposePoint(0, work.context.slot, work.context.columns, replace_state=True))
+            slots.append(self.slot_mapping(work.context))
+            kv_positions.append(_seen(context.offsets_of(Part(0, 0, context.stop)), self._placed(context)))
+        if stretch.base_slot is not None:
+            columns, leading = stretch.first - segment.head, segment.role is Role.LEADING
+            at = segment.prepended + segment.head
+            points.append(ComposePoint(at, stretch.base_slot, columns, replace_state=leading))
+            slots.append(self.slot_mapping(work.entry)[:columns])
+            kv_positions.append(self._own_positions(segment, segment.head, stretch.first))
+        if not points:
             return None
         return StreamPlan(
-            positions=self._own_positions(segment),
+            positions=self._positions(work),
             n_logical=self._before(segment) + self._span(segment),
-            points=(ComposePoint(0, entry.slot, entry.columns, replace_state=True),),
-            slot_mapping=self.slot_mapping(entry),
-            kv_positions=_seen(context.offsets_of(Part(0, 0, context.stop)), self._placed(context)),
+            points=tuple(points),
+            slot_mapping=np.concatenate(slots),
+            kv_positions=np.concatenate(kv_positions),
             use_transition=True,
         )
 
-    def _own_positions(self, segment: CachedSegment) -> np.ndarray:
+    def _positions(self, work: SegmentWork) -> np.ndarray:
         """Positions of a segment request's tokens, int64; those of its context come before them."""
-        before = self._before(segment)
-        prepended = np.arange(before - segment.prepended, before, dtype=np.int64)
-        own = _seen(segment.offsets_of(Part(0, 0, segment.stop)), self._placed(segment))
-        return np.concatenate([prepended, before + own])
+        before = self._before(work.segment)
+        prepended = np.arange(before - work.segment.prepended, before, dtype=np.int64)
+        own = [self._own_positions(work.segment, first, stop) for first, stop in work.ranges]
+        return np.concatenate([prepended, *own])
+
+    def _own_positions(self, segment: CachedSegment, first: int, stop: int) -> np.ndarray:
+        """Where a segment request sees tokens ``[first, stop)`` of the segment, int64."""
+        offsets = segment.offsets_of(Part(0, first, stop))
+        return self._before(segment) + _seen(offsets, self._placed(segment))
 
     def _before(self, segment: CachedSegment) -> int:
         """Where its segment request sees the segment's first token."""
@@ -119,23 +137,28 @@ class WorkerView:
             return segment.media
         return tuple(m.moved(offsets[m.start] - m.start) for m in segment.media)
 
-    def capture(self, segment: CachedSegment, entry: Entry, *, stored: bool) -> CapturePlan:
-        """A segment request that fills ``entry``; ``stored``: its record goes to the store."""
-        lo = segment.prepended + segment.head
+    def capture(self, work: SegmentWork, *, stored: bool) -> CapturePlan:
+        """A segment request; ``stored``: the record goes to the store once it is complete."""
+        segment, entry, stretch = work.segment, work.entry, work.stretch
+        lo, leading = segment.prepended + segment.head, segment.role is Role.LEADING
+        resumed = stretch.base_slot is not None
         positions = None
-        if segment.context is not None or segment.offsets is not None or segment.media:
-            positions = self._own_positions(segment)
+        if segment.context is not None or segment.offsets is not None or segment.media or resumed:
+            positions = self._positions(work)
+        made = work.last or stretch.target is not entry
         return CapturePlan(
             lo=lo,
-            hi=lo + segment.columns,
-            slot=entry.slot,
-            slot_mapping=self.slot_mapping(entry),
+            hi=lo + stretch.stop - stretch.first,
+            slot=stretch.slot,
+            slot_mapping=self.slot_mapping(entry)[stretch.first - segment.head : stretch.stop - segment.head],
             positions=positions,
-            leading=segment.role is Role.LEADING,
-            has_context=segment.context is not None,
-            serial=entry.serial,
+            leading=leading,
+            has_context=segment.context is not None or resumed,
+            base=None if leading else stretch.base_slot,
+            # What stretches on the way take is reserved until the record is complete.
+            serial=stretch.target.serial if made else 0,
             learned=segment.learned,
-            stored=self.place(entry, segment.role) if stored else None,
+            stored=self.place(entry, segment.role) if stored and work.last else None,
         )
 
 

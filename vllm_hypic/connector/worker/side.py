@@ -212,6 +212,9 @@ class WorkerSide:
         if plan.learned:
             assert self._learned is not None, "a learned context in the plan, and none in the worker"
             self._learned.write(pool, plan.slot_mapping)
+        if plan.base is not None:
+            assert self.runtime is not None
+            self.runtime.append_record(plan.slot, plan.base)
         row = None
         if pool.linear and not plan.leading:
             row = self._copies.read_back(pool.transition_blocks.row(plan.slot))

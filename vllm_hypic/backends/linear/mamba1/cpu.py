@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadata
 
+from ....pool.appended import append_diagonal
 from ....pool.families import MAMBA1
 from ....pool.tensors import DiagonalRecords
 from ...ops import mamba1, short_conv
@@ -100,6 +101,12 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
             num_accepted_tokens=None,
             seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
         )
+
+    def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
+        records = self._records(runtime)
+        decay = torch.exp(self.A.detach().float() * records.elapsed[slot][:, None])
+        append_diagonal(records.state, decay, slot, base)
+        records.elapsed[slot] += records.elapsed[base]
 
     def refusal(self) -> str | None:
         return "Mamba1 on GPUs (served on CPUs)" if current_platform.is_cuda() else None

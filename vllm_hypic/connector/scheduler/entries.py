@@ -1,0 +1,81 @@
+"""What the directory says of a record: where it stands, what it needs, its place and its users."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...pool.plans import Space
+from ...primitives.keys import SegmentKey
+from ...store.cache_value import CacheValue
+
+
+class Lookup(Enum):
+    """Where a record stands."""
+
+    MISS = "miss"
+    PENDING = "pending"
+    """Reserved: being computed or fetched."""
+    HIT = "hit"
+
+
+NO_VALUE = CacheValue(0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a record takes: ``columns`` of K and V, and at most so many ``transition_blocks``; and what it is
+    worth.  ``has_spare``: until it is complete a second slot, with as many blocks."""
+
+    columns: int
+    transition_blocks: int = 0
+    value: CacheValue = NO_VALUE
+    has_spare: bool = False
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A second slot, and transition blocks for it."""
+
+    slot: int
+    transition_blocks: int
+
+    @property
+    def space(self) -> Space:
+        return Space(0, 1, self.transition_blocks)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One record: its place, and how many requests use it.  Written by the directory only.
+
+    A key may have several: one that is found, and others that were forgotten while they were made or used.
+    ``pages`` may be another's, too, where a record was resumed from it.
+    """
+
+    key: SegmentKey
+    pages: tuple[int, ...]
+    slot: int
+    columns: int
+    transition_blocks: int
+    value: CacheValue
+    serial: int
+    tenant: str
+    resident: bool = False
+    pins: int = 0
+    forgotten: bool = False
+    """Not found any more; it goes as soon as it is complete and nobody uses it."""
+    spare: Spare | None = None
+    """While it is made in stretches."""
+    within: set[SegmentKey] = field(default_factory=set)
+    """Of a checkpoint: records of which it holds a part."""
+
+    @property
+    def space(self) -> Space:
+        space = Space(len(self.pages), 1, self.transition_blocks)
+        return space if self.spare is None else space + self.spare.space
+
+    @property
+    def held(self) -> bool:
+        """Whether its room cannot be given to others: requests use it, or it is being made."""
+        return self.pins > 0 or not self.resident

@@ -1,0 +1,82 @@
+"""Stretches: how the record of a segment with checkpoints is computed, one segment request after the other.
+
+    tokens   [ head | stretch 1 | stretch 2 | ... | last stretch ] tail
+    request 1   head   stretch 1                    -> record of what ends at checkpoint 1
+    request 2   head + record 1 -> stretch 2        -> record of what ends at checkpoint 2, and so on
+
+Requests and boundaries are the same whether a segment is computed from its beginning or from a checkpoint that
+is here.  A record in the making needs two places for states, as the last one is read while the next is made;
+checkpoints that are kept have places of their own.  K and V go where the record has them, and checkpoints share
+its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ...primitives.plan import CachedSegment
+from .directory import SegmentDirectory
+from .entries import Entry, Need
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens ``[first, stop)`` of a segment, behind its head where ``base_slot`` has the record of those
+    before.  States go to ``slot``.
+
+    ``target``: the record itself, or a checkpoint, which is pinned; ``base``: a pinned checkpoint, if the
+    tokens before are one's.
+    """
+
+    first: int
+    stop: int
+    slot: int
+    target: Entry
+    base_slot: int | None = None
+    base: Entry | None = None
+
+
+class Stretches:
+    """Says what is computed next of a record.
+
+    ``need(segment, stop)``: what the record of a segment's tokens before ``stop`` takes; ``kept(segment)``:
+    where it should have checkpoints.
+    """
+
+    def __init__(
+        self,
+        directory: SegmentDirectory,
+        need: Callable[[CachedSegment, int], Need],
+        kept: Callable[[CachedSegment], Collection[int]],
+    ) -> None:
+        self._directory, self._need, self._kept = directory, need, kept
+
+    def begin(self, segment: CachedSegment, entry: Entry) -> Stretch:
+        """From the last checkpoint that is here."""
+        for checkpoint in reversed(segment.checkpoints):
+            if (base := self._directory.checkpoint_at(checkpoint.key)) is not None:
+                self._directory.resume(entry, base)
+                return self._next(segment, entry, checkpoint.stop, base.slot, base)
+        return self._next(segment, entry, segment.head, None, None)
+
+    def after(self, segment: CachedSegment, entry: Entry, done: Stretch) -> Stretch:
+        """Behind ``done``, which is complete."""
+        base = None if done.target is entry else done.target
+        return self._next(segment, entry, done.stop, done.slot, base)
+
+    def _next(
+        self, segment: CachedSegment, entry: Entry, first: int, base_slot: int | None, base: Entry | None
+    ) -> Stretch:
+        ahead = [c for c in segment.checkpoints if c.stop > first]
+        if not ahead:
+            return Stretch(first, segment.stop, entry.slot, entry, base_slot, base)
+        to = ahead[0]
+        if to.stop in self._kept(segment):
+            made = self._directory.checkpoint(to.key, entry, self._need(segment, to.stop))
+            if made is not None:
+                return Stretch(first, to.stop, made.slot, made, base_slot, base)
+        # By turns, so that the last goes where the record stays.
+        second = entry.spare is not None and len(ahead) % 2 == 1
+        slot = entry.spare.slot if second and entry.spare is not None else entry.slot
+        return Stretch(first, to.stop, slot, entry, base_slot, base)

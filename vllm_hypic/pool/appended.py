@@ -1,0 +1,52 @@
+"""A record and that of the tokens before it, made one: ``T <- T T_base``, ``S <- T S_base + S``.
+
+How a segment with checkpoints adds up.  Once a stretch of some hundred tokens, so in PyTorch on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .tensors import ConvRecords, DecayRecords, DiagonalRecords, LinearRecords, RetentionRecords, StateRecords
+from .transition_blocks import NO_BLOCK
+
+
+def append(records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
+    """Make the record in ``slot``, of tokens that follow those of the one in ``base``, that of both.
+
+    Products are in float32, T is rounded to its dtype.  A head whose transition has no entry above
+    ``dead_transition`` is dead.  Raises ``TypeError`` for diagonal transitions, which their layer knows.
+    """
+    match records:
+        case LinearRecords():
+            _append_matrices(records, slot, base, dead_transition)
+        case DecayRecords() | RetentionRecords():
+            log = records.log_transition[slot]
+            decay = log.exp().view(*log.shape, *[1] * (records.state.dim() - 1 - log.dim()))
+            append_diagonal(records.state, decay, slot, base)
+            log += records.log_transition[base]
+        case ConvRecords():
+            pass  # a stretch overwrites the state
+        case DiagonalRecords():
+            raise TypeError("the transition follows from the layer's weights")
+
+
+def append_diagonal(state: torch.Tensor, decay: torch.Tensor, slot: int, base: int) -> None:
+    """``state[slot] += decay * state[base]``; ``decay`` is broadcast."""
+    state[slot] += decay * state[base]
+
+
+def _append_matrices(records: LinearRecords, slot: int, base: int, dead_transition: float) -> None:
+    own, before = records.transition(slot).float(), records.transition(base).float()
+    state = records.state
+    state[slot] = torch.baddbmm(state[slot], own, state[base])
+    both = torch.bmm(own, before).to(records.transitions.dtype)
+    blocks, stored = records.block_of[slot], records.transitions
+    live = blocks >= 0
+    # A device that runs behind is not asked which heads are: for the others one that is live is written again,
+    # or a block as it was.
+    any_live = blocks.argmax()
+    spare = torch.where(live[any_live], both[any_live], stored[0])
+    rows = torch.where(live, blocks, blocks[any_live].clamp(min=0)).long()
+    stored[rows] = torch.where(live[:, None, None], both, spare)
+    blocks.masked_fill_(both.abs().amax(dim=(1, 2)) <= dead_transition, NO_BLOCK)
