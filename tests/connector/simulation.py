@@ -483,6 +483,6 @@ class Engine:
         assert not (self.waiting or self.running or self.queued or self.capturing)
         assert not (admission.requests or admission._pending)
         assert not (side._held or side._deliveries or side.arrivals)
-        assert not (requests._segments or requests._lost or side.retention.has_orders)
+        assert not (requests._segments or requests._incomplete or side.retention.has_orders)
         assert side.directory.pinned == 0
         assert len(side.directory) == len(side.directory.resident()), "a record is lost"

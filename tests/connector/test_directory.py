@@ -287,7 +287,7 @@ def test_integrity_check_finds_planted_damage(damage: str) -> None:
     books.check_integrity()
     entry = books.get(SegmentKey("f"))
     if damage == "page twice":
-        books._free_pages.append(entry.pages[0])
+        books._pages._free.append(entry.pages[0])
     elif damage == "slot lost":
         books._free_slots.pop()
     elif damage == "transition block lost":

@@ -310,6 +310,7 @@ class Audit:
     pinned: int
     composed: int
     captures: int
+    moved: int
     held: int
     worker_streams: int
     worker_captures: int
@@ -318,7 +319,7 @@ class Audit:
     @property
     def clean(self) -> bool:
         """Nothing is left but cached blocks and unpinned records."""
-        counts = (self.unfinished, self.pinned, self.composed, self.captures, self.held)
+        counts = (self.unfinished, self.pinned, self.composed, self.captures, self.moved, self.held)
         return not any((*counts, self.worker_streams, self.worker_captures, self.carried))
 
 
@@ -339,7 +340,8 @@ def audit(llm: Any) -> Audit:
         free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         pinned=side.directory.pinned,
         composed=len(side.admission.requests) + len(side.admission._pending),
-        captures=len(requests._segments) + len(requests._lost) + len(side.arrivals) + len(side._deliveries),
+        captures=len(requests._segments) + len(requests._incomplete),
+        moved=len(side.arrivals) + len(side._deliveries),
         held=len(side._held)
         + len(scheduler._ending)
         + len(scheduler._commands._answers)

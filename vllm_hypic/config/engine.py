@@ -77,8 +77,8 @@ class HypicConfig(ConfigSection):
     min_segment_tokens: Positive = 32
     """A segment whose interior is shorter is computed in the stream."""
     checkpoint_tokens: Natural = 0
-    """Tokens between two checkpoints of a record, from which it is resumed for a segment that begins alike; 0:
-    records have none."""
+    """Tokens between two checkpoints of a record, from which that of a segment that begins alike is resumed;
+    0: records have none."""
     page_tokens: Positive = 64
     """Tokens in one page of the public pool."""
     pool_bytes: Positive | None = None

@@ -43,8 +43,8 @@ def _append_matrices(records: LinearRecords, slot: int, base: int, dead_transiti
     both = torch.bmm(own, before).to(records.transitions.dtype)
     blocks, stored = records.block_of[slot], records.transitions
     live = blocks >= 0
-    # A device that runs behind is not asked which heads are: for the others one that is live is written again,
-    # or a block as it was.
+    # A device that runs behind is not asked which are: for the others one that is live is written again, or a
+    # block as it was.
     any_live = blocks.argmax()
     spare = torch.where(live[any_live], both[any_live], stored[0])
     rows = torch.where(live, blocks, blocks[any_live].clamp(min=0)).long()

@@ -1,9 +1,9 @@
 """Checkpoints: boundaries inside a segment from which its record can be resumed.
 
-A segment with checkpoints is computed in stretches from boundary to boundary.  Each goes on from the record of
-the tokens before it, whether that was made just now or is there because another segment begins alike: both are
-one computation, so a record that was resumed has the bits of one that was not.  Which checkpoints are kept
-changes what is computed again, never what is answered.
+A segment with checkpoints is computed in stretches from boundary to boundary.  Each goes on from the record
+of the tokens before it, whether that was made just now or is there because another segment begins alike: both
+are one computation, so a record that was resumed has the bits of one that was not.  Which checkpoints are
+kept changes what is computed again, never what is answered.
 """
 
 from __future__ import annotations

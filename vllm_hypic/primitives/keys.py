@@ -83,9 +83,9 @@ def segment_key(
     renamed for the generation.
 
     ``context``: the record that it is computed behind; ``learned``: digest of the file that its K and V are
-    from, where they are not computed; ``media``: its images, by indices of ``tokens``; ``checkpoint_tokens``: in
-    stretches of so many tokens it is computed, 0: whole.  Raises :class:`PromptError` for a token id of more
-    than 63 bits.
+    from, where they are not computed; ``media``: its images, by indices of ``tokens``;
+    ``checkpoint_tokens``: in stretches of so many tokens it is computed, 0: whole.  Raises
+    :class:`PromptError` for a token id of more than 63 bits.
     """
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
     digest = hashlib.sha256(shape.encode())

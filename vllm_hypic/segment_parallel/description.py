@@ -70,6 +70,7 @@ class Description(
         str, Meta(description="Digest of the file of the context `learned`; empty: none.", max_length=64)
     ] = ""
     min_segment_tokens: _Count
+    checkpoint_tokens: _Count = 0
     max_model_len: Annotated[int, Meta(ge=1)]
     has_linear: bool
     has_attention: bool
@@ -126,6 +127,7 @@ class Description(
             self.generation,
             self.limits,
             self.min_segment_tokens,
+            self.checkpoint_tokens,
         )
 
     def tier_shared_with(self, worker: Description) -> str | None:

@@ -1,4 +1,4 @@
-"""Pages of the public pool, each of which several records may have: one that was resumed, and its checkpoint."""
+"""Pages of the public pool.  Several records may have one: those that were resumed, and their checkpoint."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class SegmentRequest:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """What a segment request does: it computes a stretch of the record of ``segment``, which ``entry`` is for,
-    behind the record ``context``, if that has one."""
+    """What a segment request does: it computes a stretch of the record of ``segment``, which has the place
+    ``entry``, behind the record ``context``, if that has one."""
 
     segment: CachedSegment
     entry: Entry
@@ -140,7 +140,8 @@ class SegmentRequests:
         return work
 
     def compute_later(self, entry: Entry, done: Stretch | None = None) -> None:
-        """A reserved record did not come, its request died, or more follows behind a stretch: :meth:`take_incomplete` tells of it."""
+        """A reserved record did not come, its request died, or something is left to do behind a stretch:
+        :meth:`take_incomplete` tells of it."""
         self._incomplete.append(Incomplete(entry, done))
 
     def take_incomplete(self) -> list[Incomplete]:

@@ -2,12 +2,13 @@
 
     tokens   [ head | stretch 1 | stretch 2 | ... | last stretch ] tail
     request 1   head   stretch 1                    -> record of what ends at checkpoint 1
-    request 2   head + record 1 -> stretch 2        -> record of what ends at checkpoint 2, and so on
+    request 2   head + record 1 -> stretch 2        -> record of what ends at checkpoint 2
+    ...
 
-Requests and boundaries are the same whether a segment is computed from its beginning or from a checkpoint that
-is here.  A record in the making needs two places for states, as the last one is read while the next is made;
-checkpoints that are kept have places of their own.  K and V go where the record has them, and checkpoints share
-its pages.
+Requests and boundaries are the same whether a segment is computed from its beginning or from a checkpoint
+that is here.  A record in the making needs two places for states, as the last one is read while the next
+is made; checkpoints that are kept have places of their own.  K and V go where the record has them, and
+checkpoints share its pages.
 """
 
 from __future__ import annotations

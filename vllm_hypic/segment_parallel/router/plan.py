@@ -108,6 +108,7 @@ def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt
         min_segment_tokens=description.min_segment_tokens,
         context=description.context_tokens,
         learned=description.learned,
+        checkpoint_tokens=description.checkpoint_tokens,
     )
 
 
