@@ -7,7 +7,7 @@ reads, and that nobody reads what is not whole, or was deleted before the reader
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
 
@@ -27,7 +27,7 @@ from vllm_hypic.connector.orders import (
     StoreOrder,
 )
 from vllm_hypic.connector.scheduler import arrivals, retention
-from vllm_hypic.connector.scheduler.entries import Lookup
+from vllm_hypic.connector.scheduler.entries import Entry
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
@@ -47,15 +47,54 @@ LEADS = ((), tuple(range(10, 18)))
 DOCUMENTS = tuple(tuple(range(start, start + n)) for start, n in ((100, 8), (200, 16), (300, 16), (400, 24)))
 TEXT = tuple(range(500, 508))
 QUERY = (900, 901)
-PAGE, PAGES, SLOTS, HEADS = 8, 8, 5, 2
-GEOMETRY = PoolGeometry(
-    (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),),
-    (LinearGeometry("layers.1", HEADS, 4, 4, 3, 8, torch.float32),),
-    page_tokens=PAGE,
-    pages=PAGES,
-    slots=SLOTS,
-    transition_blocks=4 * HEADS,
+PAGE, HEADS = 8, 2
+
+
+def geometry(pages: int, slots: int) -> PoolGeometry:
+    """A pool in which every record but one may need all of its transition blocks."""
+    return PoolGeometry(
+        (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),),
+        (LinearGeometry("layers.1", HEADS, 4, 4, 3, 8, torch.float32),),
+        page_tokens=PAGE,
+        pages=pages,
+        slots=slots,
+        transition_blocks=(slots - 1) * HEADS,
+    )
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What prompts consist of, and the pool for it."""
+
+    leads: tuple[tuple[int, ...], ...]
+    documents: tuple[tuple[int, ...], ...]
+    geometry: PoolGeometry
+    checkpoint_tokens: int = 0
+
+    @property
+    def stretches(self) -> int:
+        """In so many a record is computed, at most."""
+        longest = max(map(len, (*self.leads, *self.documents)))
+        return longest // self.checkpoint_tokens if self.checkpoint_tokens else 1
+
+
+def _forks(first: int, *parts: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Texts of ``n`` tokens of which the first ``common`` are the same in all: ``(common, n)`` each."""
+    return tuple(
+        (*range(first, first + common), *range(first + 40 * (i + 1), first + 40 * (i + 1) + n - common))
+        for i, (common, n) in enumerate(parts)
+    )
+
+
+WHOLE = Vocabulary(LEADS, DOCUMENTS, geometry(8, 5))
+FORKS = Vocabulary(
+    _forks(0, (0, 8), (0, 32)),
+    # Checkpoints stand at 8, 16, and so on, but not in the last 16.
+    _forks(100, (40, 40), (24, 40), (24, 28), (8, 32)),
+    geometry(12, 7),
+    PAGE,
 )
+"""Documents that begin alike, of records with checkpoints."""
 PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
 STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
 
@@ -86,11 +125,12 @@ class Read:
 
 @dataclass
 class Content:
-    """What a slot holds: a record that is whole, or not yet."""
+    """What a slot holds: a record, or one of a segment's beginning, that is whole, or not yet."""
 
     serial: int
     key: SegmentKey
-    whole: bool = False
+    state: int | None = None
+    """Last history of the tokens in it; ``None``: not whole."""
 
 
 def pages_of(slot_mapping: np.ndarray) -> frozenset[int]:
@@ -100,11 +140,13 @@ def pages_of(slot_mapping: np.ndarray) -> frozenset[int]:
 class Worker:
     """Carries out orders when it is told to.  ``tiers``: records outside the pool."""
 
-    def __init__(self, tiers: set[SegmentKey], ranks: int) -> None:
-        self.tiers, self.ranks = tiers, ranks
+    def __init__(
+        self, tiers: set[SegmentKey], ranks: int, histories: dict[SegmentKey, tuple[int, ...]]
+    ) -> None:
+        self.tiers, self.ranks, self.histories = tiers, ranks, histories
         self.slots: dict[int, Content] = {}
-        self.pages: dict[int, int] = {}
-        """Serials of the records whose pages they are."""
+        self.columns: dict[int, int | None] = {}
+        """The pool's K and V: histories of their tokens, by token slot; ``None``: being written."""
         self.reads: dict[str, list[Read]] = {}
         """Of each request that runs."""
         self.moving: dict[int, RecordPlace] = {}
@@ -121,7 +163,8 @@ class Worker:
                 assert all(p.key != place.key for p in self.moving.values()), (
                     "the store refuses a second fetch"
                 )
-                self.write(place.serial, place.key, place.slot, place.slot_mapping)
+                self.write(place.serial, place.slot, place.slot_mapping)
+                self.slots[place.slot] = Content(place.serial, place.key)
                 self.moving[place.serial], self.left[place.serial] = place, self.ranks
                 if isinstance(order, AwaitRecord):
                     self.awaited.add(place.serial)
@@ -129,7 +172,10 @@ class Worker:
                 if serial in self.awaited:
                     return self.arrive(serial, found=False, ranks=self.left[serial])
             case PushRecord(number, place):
-                assert self.slots[place.slot] == Content(place.serial, place.key, whole=True)
+                histories = self.histories[place.key]
+                if place.slot in self.slots:  # else its request has gone
+                    assert self.slots[place.slot] == Content(place.serial, place.key, histories[-1])
+                    self.check_columns(place.slot_mapping, histories)
                 self.pushing.append(number)
             case StoreOrder(StoreAction.DELETE, key):
                 self.tiers.discard(key)
@@ -142,34 +188,46 @@ class Worker:
     def drop(self, slots: Iterable[int]) -> None:
         dropped = set(slots)
         self.unsaved = {s: p for s, p in self.unsaved.items() if p.slot not in dropped}
+        for slot in dropped:
+            self.slots.pop(slot, None)
 
     # -- the pool
 
-    def write(self, serial: int, key: SegmentKey, slot: int, slot_mapping: np.ndarray) -> None:
-        """From now on the place belongs to this record."""
+    def write(self, serial: int, slot: int, slot_mapping: np.ndarray, histories: Sequence[int] = ()) -> None:
+        """From now on these places change, for the record of this number: to ``histories``, if it is computed.
+
+        One that is computed again writes what is there where a checkpoint was made with it before.
+        """
+        again = [at for at, h in zip(slot_mapping.tolist(), histories) if self.columns.get(at) == h]
+        slot_mapping = np.setdiff1d(slot_mapping, again)
         pages = pages_of(slot_mapping)
         for name, reads in self.reads.items():
             for read in reads:
                 assert read.serial == serial or not (read.slot == slot or read.pages & pages), (
                     f"record {serial} is written over what {name} reads"
                 )
-        self.slots[slot] = Content(serial, key)
-        self.pages.update(dict.fromkeys(pages, serial))
+        self.columns.update(dict.fromkeys(slot_mapping.tolist()))
 
-    def fill(self, serial: int, slot: int) -> None:
-        assert self.slots[slot].serial == serial, "its slot was given away while it was made"
-        self.slots[slot].whole = True
+    def fill(self, content: Content, slot: int, slot_mapping: np.ndarray, histories: Sequence[int]) -> None:
+        """The record's tokens of these histories, its last ones, are there."""
+        self.slots[slot] = replace(content, state=histories[-1])
+        self.columns.update(zip(slot_mapping.tolist(), histories, strict=True))
 
-    def read(self, name: str, plan: StreamPlan, keys: Sequence[SegmentKey]) -> list[int]:
-        """A request begins that reads these records; their serials."""
+    def check_columns(self, slot_mapping: np.ndarray, histories: Sequence[int]) -> None:
+        found = [self.columns[at] for at in slot_mapping.tolist()]
+        assert found == list(histories), "K and V are not there, or another's"
+
+    def read(self, name: str, plan: StreamPlan, records: Sequence[Sequence[int]]) -> list[int]:
+        """A request begins that reads these records, by the histories of their tokens; their serials."""
         reads, seen = [], 0
-        for point, key in zip(plan.points, keys, strict=True):
-            pages = pages_of(plan.slot_mapping[seen : seen + point.columns])
+        for point, histories in zip(plan.points, records, strict=True):
+            slot_mapping = plan.slot_mapping[seen : seen + point.columns]
             seen += point.columns
+            assert point.columns == len(histories)
             content = self.slots[point.slot]
-            assert content.key == key and content.whole, f"{name} reads what is not whole, or another's"
-            assert {self.pages[p] for p in pages} <= {content.serial}
-            reads.append(Read(point.slot, content.serial, pages))
+            assert content.state == histories[-1], f"{name} reads what is not whole, or another's"
+            self.check_columns(slot_mapping, histories)
+            reads.append(Read(point.slot, content.serial, pages_of(slot_mapping)))
         self.reads[name] = reads
         return [read.serial for read in reads]
 
@@ -184,7 +242,11 @@ class Worker:
             del self.moving[serial], self.left[serial]
             self.awaited.discard(serial)
         if found:
-            self.fill(serial, place.slot)
+            content = self.slots[place.slot]
+            assert (content.serial, content.key) == (serial, place.key), (
+                "its slot was given away while it was made"
+            )
+            self.fill(content, place.slot, place.slot_mapping, self.histories[place.key])
         count = LoadCount(taken=ranks * found, missed=ranks * (not found), transition_blocks=1)
         return WorkerReport(loads={serial: count})
 
@@ -249,6 +311,7 @@ class Engine:
     """Records are asked for in tiers before they are computed."""
     tenant_fraction: float = 1.0
     request_fraction: float = 1.0
+    words: Vocabulary = WHOLE
     tiers: set[SegmentKey] = field(default_factory=set)
     pins: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
     known: dict[SegmentKey, CachedSegment] = field(default_factory=dict)
@@ -256,7 +319,9 @@ class Engine:
     first: dict[SegmentKey, SegmentKey] = field(default_factory=dict)
     """First keys by those that plans had."""
     tenants: dict[SegmentKey, str] = field(default_factory=dict)
-    """Of keys that plans had."""
+    """Of keys that plans had, and of their checkpoints'."""
+    histories: dict[SegmentKey, tuple[int, ...]] = field(default_factory=dict)
+    """Of each record by the keys that plans had: what stands before and in each of its tokens, as a number."""
     resets: int = 0
     made: int = 0
     planned_before_pins: int = 0
@@ -272,6 +337,8 @@ class Engine:
                 "seam_tokens": 0,
                 "context": "none",
                 "islands": "none",
+                "page_tokens": PAGE,
+                "checkpoint_tokens": self.words.checkpoint_tokens,
                 "store": {**(STORE if self.tiered else {}), "eviction": self.policy},
                 "segment_parallel": PARALLEL,
                 "max_tenant_fraction": self.tenant_fraction,
@@ -280,9 +347,15 @@ class Engine:
         )
         texts = PlanningTexts(context=lambda: TEXT)
         self.side = SchedulerSide(
-            config, GEOMETRY, Namespace.from_config({}), 4096, lambda: IDS, ranks=self.ranks, texts=texts
+            config,
+            self.words.geometry,
+            Namespace.from_config({}),
+            4096,
+            lambda: IDS,
+            ranks=self.ranks,
+            texts=texts,
         )
-        self.worker = Worker(self.tiers, self.ranks)
+        self.worker = Worker(self.tiers, self.ranks, self.histories)
         self.turns = Turns(self, self.tenant_fraction)
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
@@ -290,6 +363,9 @@ class Engine:
         """Segment requests that have not begun."""
         self.capturing: dict[str, CapturePlan] = {}
         self.deleted: dict[SegmentKey, int] = {}
+        """The last record reserved before each was deleted, by key."""
+        self.made_with: dict[int, Entry] = {}
+        """Records by the serials of checkpoints that were made with them."""
         self.expiry: dict[SegmentKey, float] = {}
         for key in list(self.pins):
             self.pin(key)
@@ -297,17 +373,23 @@ class Engine:
     # -- users
 
     def admit(self, prompt: Prompt) -> None:
-        tokens = [*LEADS[prompt.lead], IDS.sep]
-        tokens += [t for d in prompt.documents for t in (*DOCUMENTS[d], IDS.sep)]
+        tokens = [*self.words.leads[prompt.lead], IDS.sep]
+        tokens += [t for d in prompt.documents for t in (*self.words.documents[d], IDS.sep)]
         tokens += QUERY if prompt.ends is Ends.IN_A_QUERY else ()
         asked = PlanRequest(tokens, {"hypic_context": prompt.context}, prompt.tenant, None)
         plan = self.side.planner.plan(asked)
         assert plan is not None
         self._check_room(plan)
         for segment in plan.records:
-            self.first[segment.key] = self.side.namespace.renamed(segment.key)
+            for key in (segment.key, *(c.key for c in segment.checkpoints)):
+                self.first[key] = self.side.namespace.renamed(key)
+                self.tenants[key] = prompt.tenant
             self.known[self.first[segment.key]] = segment
-            self.tenants[segment.key] = prompt.tenant
+            behind = segment.context and segment.context.key
+            origin = prompt.tenant, self.resets, segment.role.value, behind
+            self.histories[segment.key] = tuple(
+                hash((origin, segment.tokens[: n + 1])) for n in range(segment.head, segment.stop)
+            )
         self.made += 1
         transfer = Transfer(
             "tcp://127.0.0.1:7200" if prompt.ends is Ends.PUSHED else None,
@@ -355,9 +437,7 @@ class Engine:
 
     def _note_deletion(self, key: SegmentKey) -> None:
         self.expiry.pop(key, None)
-        key = self.side.namespace.renamed(key)
-        if self.side.directory.lookup(key) is not Lookup.MISS:
-            self.deleted[key] = self.side.directory.get(key).serial
+        self.deleted[self.side.namespace.renamed(key)] = self.side.directory._reserved
 
     def abort(self, name: str) -> None:
         self.side.unhold(name)
@@ -391,6 +471,7 @@ class Engine:
         for job in jobs:
             assert job.for_request in {*self.waiting, *self.running, *self.queued, *self.capturing}
             self.queued.append(job.request_id)
+            self._check_base(job.request_id)
         metadata = HypicMetadata()
         self.side.instruct(metadata)
         self.worker.drop(metadata.dropped_slots)
@@ -412,20 +493,39 @@ class Engine:
         plan, stream = self.side.capture_plan(name), self.side.stream_plan(name)
         work = self.side.segment_requests.work_of(name)
         assert plan is not None and work is not None
-        stored = self.tiered and not work.entry.forgotten
+        stored = self.tiered and work.last and not work.entry.forgotten
         assert (plan.stored is not None) is stored, "only what can be found again is stored"
-        segment = work.segment
-        self.worker.write(plan.serial, segment.key, plan.slot, plan.slot_mapping)
-        assert (stream is None) is (segment.context is None)
-        if stream is not None and segment.context is not None:
-            self.worker.read(name, stream, [segment.context.key])
+        segment, stretch = work.segment, work.stretch
+        histories = self.histories[segment.key]
+        own = histories[stretch.first - segment.head : stretch.stop - segment.head]
+        self.worker.write(stretch.target.serial, plan.slot, plan.slot_mapping, own)
+        if plan.slot != stretch.base_slot:  # that of a leading record is overwritten when all is computed
+            self.worker.slots[plan.slot] = Content(stretch.target.serial, stretch.target.key)
+        if stretch.target is not work.entry:
+            self.made_with[stretch.target.serial] = work.entry
+        before = [] if segment.context is None else [self.histories[segment.context.key]]
+        if stretch.base_slot is not None:
+            before.append(histories[: stretch.first - segment.head])
+        assert (stream is None) is (not before)
+        if stream is not None:
+            self.worker.read(name, stream, before)
         self.capturing[name] = plan
+
+    def _check_base(self, name: str) -> None:
+        """A record that another has begun with has not been deleted."""
+        work = self.side.segment_requests.work_of(name)
+        assert work is not None
+        if work.stretch.base is not None:
+            made_with = self.made_with[work.stretch.base.serial]
+            deleted = self.deleted.get(made_with.key, 0)
+            assert made_with is work.entry or made_with.serial > deleted, "resumed from what was deleted"
 
     def _run(self, name: str, request: Request) -> None:
         stream = self.side.stream_plan(name)
         assert stream is not None
         keys = [s.key for s in request.plan.segments]
-        for key, serial in zip(keys, self.worker.read(name, stream, keys), strict=True):
+        serials = self.worker.read(name, stream, [self.histories[key] for key in keys])
+        for key, serial in zip(keys, serials, strict=True):
             assert serial > request.deleted.get(key, 0), f"{name} reads a record that was deleted before"
         self.running[name] = self.waiting.pop(name)
 
@@ -433,11 +533,25 @@ class Engine:
         """A segment request that runs is over."""
         plan = self.capturing.pop(name)
         if well:
-            self.worker.fill(plan.serial, plan.slot)
+            self._fill(name, plan)
             if plan.stored is not None:
                 self.worker.unsaved[plan.serial] = plan.stored
             self.side.absorb(WorkerReport(transition_blocks={plan.serial: 1}))
         self.finish(name, completed=well)
+
+    def _fill(self, name: str, plan: CapturePlan) -> None:
+        work = self.side.segment_requests.work_of(name)
+        assert work is not None
+        segment, stretch, slots = work.segment, work.stretch, self.worker.slots
+        histories = self.histories[segment.key]
+        content = Content(stretch.target.serial, stretch.target.key)
+        if plan.slot != stretch.base_slot:
+            assert slots[plan.slot] == content, "its slot was given away while it was made"
+        if stretch.base_slot is not None:
+            first = stretch.first - segment.head
+            assert slots[stretch.base_slot].state == histories[first - 1], "what is before was given away"
+        histories = histories[stretch.first - segment.head : stretch.stop - segment.head]
+        self.worker.fill(content, plan.slot, plan.slot_mapping, histories)
 
     # -- laws
 
@@ -448,9 +562,14 @@ class Engine:
         for key in side.directory._entries:
             assert key == side.namespace.renamed(self.first[key]), "an earlier generation's record is found"
         pins: dict[int, int] = {}
-        contexts = (work.context for work in side.segment_requests._segments.values())
         held = [e for c in side.admission.requests.values() for e in c.held.values()]
-        for entry in [*held, *(c for c in contexts if c is not None)]:
+        for work in side.segment_requests._segments.values():
+            held += [e for e in (work.context, work.stretch.base) if e is not None]
+            held += [work.stretch.target] if work.stretch.target is not work.entry else []
+        for incomplete in side.segment_requests._incomplete:
+            done = incomplete.done
+            held += [done.target] if done is not None and done.target is not incomplete.entry else []
+        for entry in held:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
         assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins
         self.turns.check()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -18,7 +18,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import PolicyName
 
-from .simulation import CLOCKED, DOCUMENTS, LEADS, Clock, Ends, Engine, Prompt, Request
+from .simulation import (
+    CLOCKED,
+    DOCUMENTS,
+    FORKS,
+    LEADS,
+    WHOLE,
+    Clock,
+    Ends,
+    Engine,
+    Prompt,
+    Request,
+    Vocabulary,
+)
 
 T = TypeVar("T")
 DOCUMENT_LISTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=3).map(tuple)
@@ -50,6 +62,8 @@ DISTURBANCES |= {"reset": 1, "restart": 1}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    words: ClassVar[Vocabulary] = WHOLE
+
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock("time")
@@ -74,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_fraction: float,
         disturbances: set[str],
     ) -> None:
-        self.engine = Engine(self.clock, policy, ranks, tiered, tenant_fraction, request_fraction)
+        self.engine = Engine(self.clock, policy, ranks, tiered, tenant_fraction, request_fraction, self.words)
         self.disturbances = sorted(disturbances)
 
     @rule(data=st.data())
@@ -217,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = engine.made
         names = {*engine.waiting, *engine.running, *engine.queued}
         least_urgent = max((r.prompt.priority for r in engine.waiting.values()), default=0)
-        bound = steps_for(len(names))
+        bound = steps_for(len(names)) * self.words.stretches
         for i in range(bound):
             if not names:
                 break
@@ -240,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "engine") and sys.exception() is None:  # nothing has been found yet
             self.make_progress(True, [])
-            self.engine.audit(steps_for(1))
+            self.engine.audit(steps_for(1) * self.words.stretches)
         self.patch.undo()
 
 
@@ -248,7 +262,15 @@ class LongSchedulerMachine(SchedulerMachine):
     """The same, for longer."""
 
 
+class ForkingSchedulerMachine(SchedulerMachine):
+    """The same of records with checkpoints, and documents that begin alike."""
+
+    words = FORKS
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 TestLongSchedulerMachine = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestLongSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
+TestForkingSchedulerMachine = ForkingSchedulerMachine.TestCase
+TestForkingSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

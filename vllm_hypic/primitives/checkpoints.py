@@ -36,6 +36,11 @@ def boundaries(head: int, stop: int, every: int, media: Media = ()) -> list[int]
     return [at for at in found if not any(medium.cut_by(at) for medium in media)]
 
 
+def may_have_checkpoints(tokens: int, every: int) -> bool:
+    """Whether a segment of so many tokens is long enough for one."""
+    return 0 < every <= tokens - LEAST_TOKENS
+
+
 def checkpoints(
     origin: SegmentKey,
     ends: Sequence[int],

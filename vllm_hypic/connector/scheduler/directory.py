@@ -142,9 +142,13 @@ class SegmentDirectory:
         return more
 
     def _now_held(self, entry: Entry) -> None:
+        if entry.within:
+            return
         self._held[entry.tenant] = self.held_by(entry.tenant) + entry.space
 
     def _no_more_held(self, entry: Entry) -> None:
+        if entry.within:
+            return
         left = self._held.pop(entry.tenant) - entry.space
         if left.slots:  # every record has one
             self._held[entry.tenant] = left
@@ -177,13 +181,13 @@ class SegmentDirectory:
         slots = 2 if need.has_spare else 1
         return Space(self.pages_for(need.columns), slots, slots * need.transition_blocks)
 
-    def _reserve(
-        self, key: SegmentKey, need: Need, tenant: str, pages: tuple[int, ...] | None = None
-    ) -> Entry:
-        """``pages``: another record's; ``None``: its own."""
-        if pages is None:
-            pages = self._pages.take(self.pages_for(need.columns))
+    def _reserve(self, key: SegmentKey, need: Need, tenant: str, record: Entry | None = None) -> Entry:
+        """``record``: the one whose checkpoint it is, and whose pages it has."""
+        count = self.pages_for(need.columns)
+        if record is None:
+            pages = self._pages.take(count)
         else:
+            pages = record.pages[:count]
             self._pages.use(pages)
         self._reserved += 1
         entry = Entry(
@@ -196,6 +200,7 @@ class SegmentDirectory:
             self._reserved,
             tenant,
             spare=Spare(self._free_slots.pop(), need.transition_blocks) if need.has_spare else None,
+            within=set() if record is None else {record.key},
         )
         self._now_held(entry)
         self._entries[key] = self._by_serial[entry.serial] = entry
@@ -217,8 +222,7 @@ class SegmentDirectory:
         if victims is None:
             return None
         self._evict(victims)
-        entry = self._reserve(key, need, record.tenant, record.pages[: self.pages_for(need.columns)])
-        entry.within.add(record.key)
+        entry = self._reserve(key, need, record.tenant, record)
         self.pin(entry)
         return entry
 
@@ -318,7 +322,7 @@ class SegmentDirectory:
             return
         spare = entry.transition_blocks - transition_blocks
         self.free_transition_blocks += spare
-        if entry.held:
+        if entry.counted:
             self._held[entry.tenant] -= Space(transition_blocks=spare)
         entry.transition_blocks = transition_blocks
         entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * transition_block_bytes))
@@ -432,7 +436,7 @@ class SegmentDirectory:
             raise RuntimeError("public pool: the eviction policy has lost track")
         held: dict[str, Space] = {}
         for entry in entries:
-            if entry.held:
+            if entry.counted:
                 held[entry.tenant] = held.get(entry.tenant, Space()) + entry.space
         if held != self._held:
             raise RuntimeError("public pool: a tenant's share is miscounted")

@@ -79,3 +79,9 @@ class Entry:
     def held(self) -> bool:
         """Whether its room cannot be given to others: requests use it, or it is being made."""
         return self.pins > 0 or not self.resident
+
+    @property
+    def counted(self) -> bool:
+        """Whether it is part of what its tenant holds: a checkpoint, which has pages of a record's and is held
+        only while that is made, is not."""
+        return self.held and not self.within

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
+from ...primitives.checkpoints import may_have_checkpoints
 from ...primitives.keys import Namespace, SegmentKey
 from ...store.protocol import StoreStats
 from ...store.totals import append_stats, numbers_of, without_latencies
@@ -124,13 +125,15 @@ class Retention:
     def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool, tenant: str = "") -> None:
         """A ``tenant``'s record never leaves, neither the pool nor the store; also when it comes later.
 
-        ``tokens``: those of its segment.  They say what it takes, with a transition block for every head, as
-        plans count it: the room that others may plan with is the same while the record is away.
+        ``tokens``: those of its segment.  They say what it takes, with a transition block for every head, and
+        twice where it may be made in stretches, as plans count it: the room that others may plan with is the
+        same while the record is away.
         Raises :class:`PinRefused` when pinned records would take more of the pool than
         ``max_pinned_fraction``, or the tenant's more than ``max_tenant_fraction``.
         """
         key, directory = self._namespace.renamed(key), self._directory
-        need = Need(tokens, 0 if leading else self._geometry.record_transition_blocks)
+        has_spare = not leading and may_have_checkpoints(tokens, self._config.checkpoint_tokens)
+        need = Need(tokens, 0 if leading else self._geometry.record_transition_blocks, has_spare=has_spare)
         if key not in directory.kept:
             more = directory.space_for(need)
             config, of_all, of_tenant = self._config, directory.kept_space(), directory.kept_space(tenant)
