@@ -1,0 +1,153 @@
+"""Prompts that begin alike, asked of two engines: stock vLLM with prefix caching, and this plugin's prefixes.
+
+Requests come one at a time, the same to both, in the trace's order.  Both have the same bytes for what is
+cached: stock all of them, this plugin a part for its pool.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import click
+import numpy as np
+
+from vllm_hypic.harness import report
+from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.harness.engines import Engine, described, running
+from vllm_hypic.harness.report import Steps, console, seconds
+from vllm_hypic.harness.settings import EngineSettings
+from vllm_hypic.harness.stats import Spread, percentile
+
+from .prefix_traces import Turn
+
+_PIECE = 1 << 16
+"""Tokens of a piece that are made at once."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine on one trace.  ``hit_rate``: prompt tokens that were not computed, of all; first tokens of
+    the requests behind the first quarter, which fills caches."""
+
+    hit_rate: float
+    first_token: Spread
+    p95_s: float
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """``same``: answers with equal tokens; ``sooner``: stock's time to the first token over ours, by request."""
+
+    trace: str
+    requests: int
+    tokens: int
+    stock: Side
+    hypic: Side
+    sooner: Spread
+    same: int
+
+
+def measure(
+    traces: dict[str, list[Turn]],
+    settings: EngineSettings,
+    cache_gib: float,
+    pool_share: float,
+    page_tokens: int,
+    scale: float,
+    longest: int,
+    steps: Steps,
+) -> tuple[list[EngineResult], dict[str, dict[str, object]]]:
+    """Results by trace, and what the engines are.  ``scale``: lengths over those of the trace; prompts of more
+    than ``longest`` tokens are left out."""
+    options = {
+        **settings.hypic,
+        "prefix": "sparse",
+        "page_tokens": page_tokens,
+        "pool_bytes": int(cache_gib * pool_share * 2**30),
+    }
+    ours = replace(settings, kv_gib=cache_gib * (1 - pool_share), hypic=options)
+    stock = Engine(
+        replace(settings, kv_gib=cache_gib, hypic={}), longest + 8, hypic=False, enable_prefix_caching=True
+    )
+    hypic = Engine(ours, longest + 8, hypic=True, enable_prefix_caching=True)
+    found = []
+    with running(stock, hypic):
+        words = np.asarray(stock.vocabulary)
+        for name, turns in traces.items():
+            prompts = [tokens_of(turn, words, scale) for turn in turns]
+            asked = [p for p in prompts if len(p) <= longest]
+            if not asked:
+                raise click.UsageError(f"{name}: all prompts are longer than {longest} tokens: lower --scale")
+            found.append(_measure(name, asked, stock, hypic, steps))
+        facts = described(stock, hypic)
+    return found, facts
+
+
+def tokens_of(turn: Turn, words: np.ndarray, scale: float) -> list[int]:
+    """Token ids of a prompt; a piece's are the same wherever its id stands, and salts have texts of their
+    own."""
+    ids: list[int] = []
+    left = turn.prompt
+    for piece in turn.pieces:
+        count = max(1, round(min(left, piece.tokens) * scale))
+        seed = zlib.crc32(f"{turn.salt} {piece.id}".encode())
+        drawn = np.random.default_rng(seed).integers(0, len(words), min(_PIECE, max(count, 1)))
+        ids += words[drawn[:count]].tolist()
+        left -= piece.tokens
+        if left <= 0:
+            break
+    return ids
+
+
+def _measure(
+    name: str, prompts: Sequence[list[int]], stock: Engine, hypic: Engine, steps: Steps
+) -> EngineResult:
+    answers: dict[str, list[Answer]] = {stock.name: [], hypic.name: []}
+    for i, tokens in enumerate(prompts):
+        steps.show(f"{name} {i + 1}/{len(prompts)}")
+        # By turns: who comes second finds the machine's caches as the first left them.
+        for engine in (stock, hypic) if i % 2 else (hypic, stock):
+            answers[engine.name].append(engine.ask(Ask(tokens, max_tokens=1, logprobs=None)))
+    steps.done()
+    counted = slice(len(prompts) // 4, None)
+    total = sum(map(len, prompts))
+
+    def side(found: list[Answer]) -> Side:
+        first = [a.first_token_s for a in found[counted]]
+        return Side(sum(a.cached for a in found) / total, Spread.of(first), percentile(first, 95))
+
+    theirs, ours = answers[stock.name], answers[hypic.name]
+    return EngineResult(
+        name,
+        len(prompts),
+        total,
+        side(theirs),
+        side(ours),
+        Spread.of([a.first_token_s / b.first_token_s for a, b in zip(theirs, ours, strict=True)][counted]),
+        sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True)),
+    )
+
+
+def show(found: Sequence[EngineResult], model: str, cache_gib: float) -> None:
+    """Print the results as a table."""
+    rows = [
+        (
+            one.trace,
+            f"{one.requests}",
+            f"{one.stock.hit_rate:.1%}",
+            f"{one.hypic.hit_rate:.1%}",
+            seconds(one.stock.first_token.median),
+            seconds(one.hypic.first_token.median),
+            f"{one.stock.first_token.median / one.hypic.first_token.median:.2f}",
+            seconds(one.stock.p95_s),
+            seconds(one.hypic.p95_s),
+            f"{one.same / one.requests:.0%}",
+        )
+        for one in found
+    ]
+    columns = ("", "requests", "hits", "ours", "median", "ours", "sooner", "p95", "ours", "same")
+    to = console()
+    to.print(report.table(f"prefixes, {model}, {cache_gib:g} GiB of caches each", columns, rows))
+    to.print("Hits: prompt tokens that were not computed. Times are to the first token, one request at a time.")
