@@ -76,8 +76,8 @@ class SchedulerSide:
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
-        most = config.checkpoints if geometry.linear else None
-        self._stretches = Stretches(self.directory, self.planner.need, CheckpointPlacement(most).kept)
+        placement = CheckpointPlacement(config, geometry, prefill_flops)
+        self._stretches = Stretches(self.directory, self.planner.need, placement.kept)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         self.arrivals = Arrivals(
