@@ -12,6 +12,7 @@ from .lmcache_bench import lmcache_bench
 from .load import load
 from .memory import memory
 from .overhead import overhead
+from .prefix import prefix
 from .profile import profile
 from .records import records
 from .scale import scale
@@ -41,6 +42,7 @@ main.add_command(profile)
 main.add_command(load)
 main.add_command(lmcache_bench)
 main.add_command(eviction)
+main.add_command(prefix)
 main.add_command(tiers)
 main.add_command(scale)
 main.add_command(segment_parallel)
