@@ -110,7 +110,6 @@ class PrefixCache:
         stretch = next(stretch for stretch, end in line.chain if end >= depth)
         if self._shape.state_bytes + depth * self._shape.token_bytes > self._budget:
             return False
-        keep = pinned | {parent}
         while True:
             below = [c for c in parent.children if self._tree.passes(c.stretch, c.depth, stretch, depth)]
             # Children give up K and V that they had each for themselves.
@@ -118,7 +117,7 @@ class PrefixCache:
             need = self._shape.state_bytes + tokens * self._shape.token_bytes
             if self.used + need <= self._budget:
                 break
-            if not self._evict_one(alpha, keep):
+            if not self._evict_one(alpha, pinned, parent):
                 return False
         entry = Entry(stretch, depth, parent, set(below), _key(stretch, depth))
         self.states += 1
@@ -135,10 +134,10 @@ class PrefixCache:
         pinned.add(entry)
         return True
 
-    def _evict_one(self, alpha: float, keep: set[Entry]) -> bool:
+    def _evict_one(self, alpha: float, pinned: set[Entry], parent: Entry) -> bool:
         for key in self._ranking.worst_first(self._now, alpha):
             entry = self._entries[key]
-            if len(entry.children) <= 1 and entry not in keep:
+            if len(entry.children) <= 1 and entry not in pinned and entry is not parent:
                 self._evict(entry)
                 return True
         return False
