@@ -154,8 +154,7 @@ NEWER: dict[str, str] = {
 
 OPTIONS: Reasons = {
     "defaults of requests, and what stands in the record's key": (
-        "link seam_tokens context islands context_file min_segment_tokens segment "
-        "checkpoint_tokens prefix"
+        "link seam_tokens context islands context_file min_segment_tokens segment checkpoint_tokens prefix"
     ),
     "sizes and places": (
         "page_tokens pool_bytes pool_fraction expected_segment_tokens expected_live_heads store "

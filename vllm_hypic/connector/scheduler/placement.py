@@ -17,8 +17,8 @@ LEAST_OVERLAPS = 20
 
 
 class CheckpointPlacement:
-    """Keeps checkpoints where a segment parts from earlier ones, just before its record's end, and where those
-    that come are likely to part: the optimum for the depths of overlaps seen lately (Sparse Prefix
+    """Keeps checkpoints where a segment parts from earlier ones, just before its record's end, and where
+    those that come are likely to part: the optimum for the depths of overlaps seen lately (Sparse Prefix
     Caching).
 
     Without linear layers checkpoints take no room: segments keep all.
