@@ -12,6 +12,8 @@ from .lmcache_bench import lmcache_bench
 from .load import load
 from .memory import memory
 from .overhead import overhead
+from .prefix import prefix
+from .prefix_engines import prefix_engines
 from .profile import profile
 from .records import records
 from .scale import scale
@@ -41,6 +43,8 @@ main.add_command(profile)
 main.add_command(load)
 main.add_command(lmcache_bench)
 main.add_command(eviction)
+main.add_command(prefix)
+main.add_command(prefix_engines)
 main.add_command(tiers)
 main.add_command(scale)
 main.add_command(segment_parallel)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from vllm_hypic.store.cache_value import CacheValue
-from vllm_hypic.store.eviction.flops import FlopModel
+from vllm_hypic.store.eviction.flops import Attention, FlopModel, Mamba2, Mlp
 
 LIVE_HEADS = ((64, 21 / 32), (256, 12 / 32), (1024, 3 / 32), (4096, 0.0))
 """Share of heads whose transition is not yet zero after so many tokens: measured on Mamba-style gates.
@@ -90,6 +90,14 @@ SHAPES: Mapping[str, RecordShape] = {
                 linear_num_value_heads=8,
             ),
         ),
+        RecordShape(
+            "marconi-7b",
+            FlopModel(4096, 4, 24, Attention(32, 32, 128), Mamba2(64, 64, 128), Mlp(10_923)),
+            token_bytes=4 * 2 * 4096 * 2,
+            state_bytes=24 * 4096 * 128 * 2,
+            transition_bytes=24 * 64 * 2,
+        ),
     )
 }
-"""Qwen3.5-35B-A3B, and the model that the other benchmarks run by default."""
+"""Qwen3.5-35B-A3B, the model that the other benchmarks run by default, and the 7B hybrid of Marconi's
+evaluation, with states as large as its paper has them (17.4 GB for 10,000 tokens with one every 16)."""

@@ -154,12 +154,12 @@ NEWER: dict[str, str] = {
 
 OPTIONS: Reasons = {
     "defaults of requests, and what stands in the record's key": (
-        "link seam_tokens context islands context_file min_segment_tokens segment"
+        "link seam_tokens context islands context_file min_segment_tokens segment checkpoint_tokens prefix"
     ),
     "sizes and places": (
         "page_tokens pool_bytes pool_fraction expected_segment_tokens expected_live_heads store "
         "max_pinned_fraction max_request_fraction max_tenant_fraction max_tenant_segments "
-        "segment_parallel gate"
+        "segment_parallel gate checkpoints"
     ),
     "tokens that never reach the model": "tokens token_ids",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, SkipValidation
 
@@ -79,6 +79,11 @@ class HypicConfig(ConfigSection):
     checkpoint_tokens: Natural = 0
     """Tokens between two checkpoints of a record, from which that of a segment that begins alike is resumed;
     0: records have none."""
+    checkpoints: Natural = 8
+    """Checkpoints of a record that are kept, at most, in models with linear layers, where each takes the room
+    of a state."""
+    prefix: Annotated[Literal["stock", "sparse"], Allowed()] = "stock"
+    """What caches prefixes of prompts without segments: vLLM, or our pool, in pages of ``page_tokens``."""
     page_tokens: Positive = 64
     """Tokens in one page of the public pool."""
     pool_bytes: Positive | None = None

@@ -82,8 +82,8 @@ GAUGES = {
     "pinned": "Segments held by requests.",
     "waiting": "Requests waiting for segments.",
 }
-MODES = (*(mode for mode in SEGMENT_MODES if mode != "off"), "named", "separators")
-"""How segments were found: by the modes, named by their tokens, by separators."""
+MODES = (*(mode for mode in SEGMENT_MODES if mode != "off"), "named", "separators", "prefix")
+"""How segments were found: by the modes, named by their tokens, by separators; or a prefix is the only."""
 MODE_COUNTERS = {
     "requests": "Requests with segments that were found so.",
     "tokens_reused": "Their prompt tokens read from cached segments.",

@@ -65,6 +65,9 @@ class CachedSegment:
     """Its K and V are those of a learned context; what is computed of its tokens is replaced."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Where its record can be resumed, ascending."""
+    is_prefix: bool = False
+    """It is the prefix of a prompt without segments: exact, wherever it is resumed, so that what is computed
+    at once may end at any checkpoint."""
 
     @property
     def compose_at(self) -> int:
@@ -209,7 +212,7 @@ def build_plan(
     cached: dict[int, CachedSegment] = {}
     contexts: tuple[CachedSegment, ...] = ()
     if last and method.reuse:
-        budget = _Budget(limits, kept, most)
+        budget = Budget(limits, kept, most)
         lead = prompt.pieces[0]
         every = checkpoint_tokens
         leading = _leading_record(lead, namespace, min_segment_tokens, every, prompt.media)
@@ -233,7 +236,7 @@ def build_plan(
         if not any(s.context for s in cached.values()) or (contexts and contexts[0].key in _keys(cached)):
             contexts = ()
     islands = _islands(prompt, cached, method, choose_islands)
-    return _assemble(prompt, cached, islands, contexts, method)
+    return assemble(prompt, cached, islands, contexts, method)
 
 
 def _keys(cached: Mapping[int, CachedSegment]) -> set[SegmentKey]:
@@ -261,7 +264,7 @@ def _islands(
     }
 
 
-def _assemble(
+def assemble(
     prompt: ParsedPrompt,
     cached: Mapping[int, CachedSegment],
     islands: Mapping[int, Ranges],
@@ -321,7 +324,7 @@ class _Room:
         self._blocks -= blocks
 
 
-class _Budget:
+class Budget:
     """Greedy count of what a request's distinct records take of the pool: see :func:`build_plan`."""
 
     def __init__(self, limits: PoolLimits, kept: Collection[SegmentKey], most: PoolLimits | None) -> None:

@@ -180,7 +180,8 @@ def test_an_engine_describes_itself_so() -> None:
     assert msgspec.json.decode(wire, type=Description) == said
     told = msgspec.json.decode(wire)
     # Names that routers of other versions look for.
-    numbers = "ranks separator pdep pad seam_tokens min_segment_tokens max_model_len deadline_s quadratic"
+    numbers = "ranks separator pdep pad seam_tokens min_segment_tokens checkpoint_tokens max_model_len"
+    numbers += " deadline_s quadratic"
     others = (
         "instance model namespace landing events link context islands context_tokens has_linear has_attention"
     )

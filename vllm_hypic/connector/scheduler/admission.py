@@ -37,13 +37,16 @@ class ComposedRequest:
     """The records of ``wanted``, once they are acquired."""
     fresh: set[SegmentKey] = field(default_factory=set)
     """Records that this request itself had to have computed."""
+    resumed: dict[SegmentKey, int] = field(default_factory=dict)
+    """Tokens of records that were made for it which a checkpoint had."""
     undecided: set[SegmentKey] = field(default_factory=set)
     """Records that this request asked the store or other instances for, and that may yet have to be
     computed."""
 
     @property
     def hit_tokens(self) -> int:
-        return sum(s.reused for s in self.plan.segments if s.key not in self.fresh)
+        reused = sum(s.reused for s in self.plan.segments if s.key not in self.fresh)
+        return reused + sum(self.resumed.values())
 
     def segment(self, key: SegmentKey) -> CachedSegment:
         return next(s for s in self.plan.records if s.key == key)
@@ -124,6 +127,12 @@ class Admission:
             return True
         held = self._directory.held_by(request.tenant)
         return self._tenant_share.covers(held + self._directory.would_hold(request.wanted))
+
+    def resumed(self, entry: Entry, tokens: int) -> None:
+        """So many tokens of a record that is being made are those of a checkpoint."""
+        for request in self.requests.values():
+            if entry.key in request.fresh and request.held[entry.key] is entry:
+                request.resumed[entry.key] = tokens
 
     def urge(self, entry: Entry, priority: int) -> None:
         """A request of this priority waits for the record: who computes it is as urgent from now on."""

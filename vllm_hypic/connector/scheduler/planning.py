@@ -18,6 +18,7 @@ from ...primitives.options import Transfer, link_of_request, spans_of_request, t
 from ...primitives.pieces import cut_prompt, parse_prompt
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
 from ...primitives.policies import LinkError, ModelTraits
+from ...primitives.prefix import build_prefix_plan
 from ...primitives.tokens import PrimitiveIds
 from ...primitives.windows import Words
 from ...store.cache_value import CacheValue
@@ -145,6 +146,23 @@ class Planner:
             learned="" if self.learned is None else self.learned.digest,
             choose_islands=None if method.islands is None else self._choose_islands,
             checkpoint_tokens=config.checkpoint_tokens,
+        )
+
+    def plan_prefix(self, request: PlanRequest) -> PromptPlan | None:
+        """Plan a request without segments whose prefix is to be cached here; ``None``: it is not, or too
+        short.  Changes nothing.  Raises ``LinkError``."""
+        config = self._config
+        method = link_of_request(request.extra_args, config.link_defaults)
+        if config.prefix == "stock" or not method.reuse:
+            return None
+        return build_prefix_plan(
+            request.token_ids,
+            method,
+            self.namespace.scoped(salt=request.salt, lora=request.lora),
+            self._limits(self._unkept),
+            least_tokens=config.min_segment_tokens,
+            kept=self._directory.kept,
+            most=self._limits(self.request_share),
         )
 
     def tokens_behind(self, context: str) -> tuple[int, ...]:

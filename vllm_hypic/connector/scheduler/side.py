@@ -8,7 +8,7 @@ Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from ...config.engine import HypicConfig
@@ -29,6 +29,7 @@ from .deliveries import Deliveries
 from .directory import SegmentDirectory
 from .entries import Entry
 from .island_runs import IslandRuns, whole_runs
+from .placement import CheckpointPlacement
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
@@ -75,7 +76,8 @@ class SchedulerSide:
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
-        self._stretches = Stretches(self.directory, self.planner.need, self._kept_checkpoints)
+        placement = CheckpointPlacement(config, geometry, prefill_flops)
+        self._stretches = Stretches(self.directory, self.planner.need, placement.kept)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         self.arrivals = Arrivals(
@@ -198,7 +200,9 @@ class SchedulerSide:
         if done is None:
             self.counters.segments_computed += 1
             stretch = self._stretches.begin(segment, entry)
-            self.counters.tokens_resumed += stretch.first - segment.head
+            resumed = stretch.first - segment.head
+            self.counters.tokens_resumed += resumed
+            self.admission.resumed(entry, resumed)
         else:
             stretch = self._stretches.after(segment, entry, done)
         context = None
@@ -376,10 +380,6 @@ class SchedulerSide:
             if checkpoint is not None:
                 directory.commit(checkpoint)
             self.segment_requests.compute_later(work.entry, stretch)
-
-    def _kept_checkpoints(self, segment: CachedSegment) -> Collection[int]:
-        """Where the segment's record should have checkpoints."""
-        return [checkpoint.stop for checkpoint in segment.checkpoints]
 
     def take_unwanted(self) -> list[str]:
         """Segment requests whose records nobody waits for any more, if a request was given up since the last

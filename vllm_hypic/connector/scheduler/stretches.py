@@ -13,7 +13,7 @@ checkpoints share its pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...primitives.plan import CachedSegment
@@ -27,13 +27,14 @@ class Stretch:
     before.  States go to ``slot``.
 
     ``target``: the record itself, or a checkpoint, which is pinned; ``base``: a pinned checkpoint, if the
-    tokens before are one's.
+    tokens before are one's.  ``kept``: where the record should have checkpoints.
     """
 
     first: int
     stop: int
     slot: int
     target: Entry
+    kept: frozenset[int]
     base_slot: int | None = None
     base: Entry | None = None
 
@@ -41,43 +42,52 @@ class Stretch:
 class Stretches:
     """Says what is computed next of a record.
 
-    ``need(segment, stop)``: what the record of a segment's tokens before ``stop`` takes; ``kept(segment)``:
-    where it should have checkpoints.
+    ``need(segment, stop)``: what the record of a segment's tokens before ``stop`` takes; ``kept``: says where
+    records should have checkpoints.
     """
 
     def __init__(
         self,
         directory: SegmentDirectory,
         need: Callable[[CachedSegment, int], Need],
-        kept: Callable[[CachedSegment], Collection[int]],
+        kept: Callable[[CachedSegment], frozenset[int]],
     ) -> None:
         self._directory, self._need, self._kept = directory, need, kept
 
     def begin(self, segment: CachedSegment, entry: Entry) -> Stretch:
         """From the last checkpoint that is here."""
+        kept = self._kept(segment)
         for checkpoint in reversed(segment.checkpoints):
             if (base := self._directory.checkpoint_at(checkpoint.key)) is not None:
                 self._directory.resume(entry, base)
-                return self._next(segment, entry, checkpoint.stop, base.slot, base)
-        return self._next(segment, entry, segment.head, None, None)
+                return self._next(segment, entry, checkpoint.stop, kept, base.slot, base)
+        return self._next(segment, entry, segment.head, kept)
 
     def after(self, segment: CachedSegment, entry: Entry, done: Stretch) -> Stretch:
         """Behind ``done``, which is complete."""
         base = None if done.target is entry else done.target
-        return self._next(segment, entry, done.stop, done.slot, base)
+        return self._next(segment, entry, done.stop, done.kept, done.slot, base)
 
     def _next(
-        self, segment: CachedSegment, entry: Entry, first: int, base_slot: int | None, base: Entry | None
+        self,
+        segment: CachedSegment,
+        entry: Entry,
+        first: int,
+        kept: frozenset[int],
+        base_slot: int | None = None,
+        base: Entry | None = None,
     ) -> Stretch:
         ahead = [c for c in segment.checkpoints if c.stop > first]
+        if segment.is_prefix:
+            ahead = [c for c in ahead if c.stop in kept]
         if not ahead:
-            return Stretch(first, segment.stop, entry.slot, entry, base_slot, base)
+            return Stretch(first, segment.stop, entry.slot, entry, kept, base_slot, base)
         to = ahead[0]
-        if to.stop in self._kept(segment):
+        if to.stop in kept:
             made = self._directory.checkpoint(to.key, entry, self._need(segment, to.stop))
             if made is not None:
-                return Stretch(first, to.stop, made.slot, made, base_slot, base)
+                return Stretch(first, to.stop, made.slot, made, kept, base_slot, base)
         # By turns, so that the last goes where the record stays.
-        second = entry.spare is not None and len(ahead) % 2 == 1
-        slot = entry.spare.slot if second and entry.spare is not None else entry.slot
-        return Stretch(first, to.stop, slot, entry, base_slot, base)
+        second = entry.spare if len(ahead) % 2 else None
+        slot = entry.slot if second is None else second.slot
+        return Stretch(first, to.stop, slot, entry, kept, base_slot, base)

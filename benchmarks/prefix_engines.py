@@ -1,0 +1,227 @@
+"""``prefix-engines``: prompts that begin alike, asked of stock vLLM with prefix caching and of this plugin.
+
+Requests come one at a time, the same to both, in the trace's order.  Both have the same bytes for what is
+cached: stock all of them, this plugin a part for its pool.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import numpy as np
+
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.harness.engines import Engine, described, running
+from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
+from vllm_hypic.harness.settings import EngineSettings, engine_options
+from vllm_hypic.harness.stats import Spread, percentile
+
+from .prefix_traces import PREFIX_KINDS, PrefixKind, Turn, generate, load
+from .trace import TraceError
+
+_PIECE = 1 << 16
+"""Tokens of a piece that are made at once."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine on one trace.  ``hit_rate``: prompt tokens that were not computed, of all; first tokens of
+    the requests behind the first quarter, which fills caches."""
+
+    hit_rate: float
+    first_token: Spread
+    p95_s: float
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """``same``: answers with equal tokens; ``sooner``: stock's time to the first token over ours, by
+    request."""
+
+    trace: str
+    requests: int
+    tokens: int
+    stock: Side
+    hypic: Side
+    sooner: Spread
+    same: int
+
+
+@click.command(
+    "prefix-engines",
+    help="First token and hit rate of prompts that begin alike, beside stock vLLM with prefix caching.",
+)
+@engine_options(kv_gib=1.0)
+@click.option("--kind", "kinds", type=click.Choice(PREFIX_KINDS), multiple=True, help="[default: all]")
+@click.option(
+    "--trace",
+    "files",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="ShareGPT's JSON, vLLM's timed traces, or traces of `eviction`, instead of generated ones.",
+)
+@click.option("--chunk", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a hash_id.")
+@click.option("--requests", type=click.IntRange(4), default=60, show_default=True, help="Of each trace.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the generators.")
+@click.option(
+    "--scale",
+    type=click.FloatRange(1e-3, 1),
+    default=0.2,
+    show_default=True,
+    help="Lengths, over those of the trace.",
+)
+@click.option("--longest", type=click.IntRange(64, 1 << 20), default=8192, show_default=True)
+@click.option(
+    "--pool-share",
+    type=click.FloatRange(0.05, 0.95),
+    default=0.6,
+    show_default=True,
+    help="Part of --kv-gib that is the plugin's pool, in place of vLLM's cache.",
+)
+@click.option("--page-tokens", type=click.IntRange(1, 1024), default=64, show_default=True)
+@output_options
+@gate.reporting_failures
+def prefix_engines(
+    engine: EngineSettings,
+    kinds: tuple[PrefixKind, ...],
+    files: tuple[Path, ...],
+    chunk: int,
+    requests: int,
+    seed: int,
+    scale: float,
+    longest: int,
+    pool_share: float,
+    page_tokens: int,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    if files and kinds:
+        raise click.UsageError("--trace and --kind: expected one of them")
+    check_outputs(json_path, plot_path)
+    traces: dict[str, list[Turn]]
+    try:
+        traces = {path.stem: load(path, chunk, seed)[:requests] for path in files}
+    except TraceError as e:
+        raise click.ClickException(str(e)) from e
+    traces = traces or {kind: generate(kind, requests, seed) for kind in kinds or PREFIX_KINDS}
+    with report.progress(console(), len(traces), "starting engines") as steps:
+        found, facts = measure(traces, engine, pool_share, page_tokens, scale, longest, steps)
+    _print(found, engine)
+    if json_path is not None:
+        settings = {"engine": engine, "requests": requests, "seed": seed, "scale": scale, "longest": longest}
+        settings |= {"pool_share": pool_share, "page_tokens": page_tokens}
+        results = {"traces": found, "engines": facts}
+        report.write_json(json_path, report.report("prefix-engines", settings, results))
+    if plot_path is not None:
+        from vllm_hypic.harness.plots import plot_bars
+
+        bars = {
+            one.trace: {"stock": one.stock.first_token.median, "hypic": one.hypic.first_token.median}
+            for one in found
+        }
+        plot_bars(plot_path, bars, title=f"prefixes, {engine.model.name}", label="seconds to the first token")
+
+
+def measure(
+    traces: dict[str, list[Turn]],
+    settings: EngineSettings,
+    pool_share: float,
+    page_tokens: int,
+    scale: float,
+    longest: int,
+    steps: Steps,
+) -> tuple[list[EngineResult], dict[str, dict[str, object]]]:
+    """Results by trace, and what the engines are.  ``scale``: lengths over those of the trace; prompts of
+    more than ``longest`` tokens are left out."""
+    options = {
+        **settings.hypic,
+        "prefix": "sparse",
+        "page_tokens": page_tokens,
+        "pool_bytes": int(settings.kv_gib * pool_share * 2**30),
+    }
+    ours = replace(settings, kv_gib=settings.kv_gib * (1 - pool_share), hypic=options)
+    stock = Engine(settings, longest + 8, hypic=False, enable_prefix_caching=True)
+    hypic = Engine(ours, longest + 8, hypic=True, enable_prefix_caching=True)
+    found = []
+    with running(stock, hypic):
+        words = np.asarray(stock.vocabulary)
+        for name, turns in traces.items():
+            prompts = [tokens_of(turn, words, scale) for turn in turns]
+            asked = [p for p in prompts if len(p) <= longest]
+            if not asked:
+                raise click.UsageError(f"{name}: all prompts are longer than {longest} tokens: lower --scale")
+            found.append(_measure(name, asked, stock, hypic, steps))
+        facts = described(stock, hypic)
+    return found, facts
+
+
+def tokens_of(turn: Turn, words: np.ndarray, scale: float) -> list[int]:
+    """Token ids of a prompt; a piece's are the same wherever its id stands, and salts have texts of their
+    own."""
+    ids: list[int] = []
+    left = turn.prompt
+    for piece in turn.pieces:
+        count = max(1, round(min(left, piece.tokens) * scale))
+        seed = zlib.crc32(f"{turn.salt} {piece.id}".encode())
+        drawn = np.random.default_rng(seed).integers(0, len(words), min(_PIECE, max(count, 1)))
+        ids += words[drawn[:count]].tolist()
+        left -= piece.tokens
+        if left <= 0:
+            break
+    return ids
+
+
+def _measure(
+    name: str, prompts: Sequence[list[int]], stock: Engine, hypic: Engine, steps: Steps
+) -> EngineResult:
+    answers: dict[str, list[Answer]] = {stock.name: [], hypic.name: []}
+    for i, tokens in enumerate(prompts):
+        steps.show(f"{name} {i + 1}/{len(prompts)}")
+        # By turns: who comes second finds the machine's caches as the first left them.
+        for engine in (stock, hypic) if i % 2 else (hypic, stock):
+            answers[engine.name].append(engine.ask(Ask(tokens, max_tokens=1, logprobs=None)))
+    steps.done()
+    counted = slice(len(prompts) // 4, None)
+    total = sum(map(len, prompts))
+
+    def side(found: list[Answer]) -> Side:
+        first = [a.first_token_s for a in found[counted]]
+        return Side(sum(a.cached for a in found) / total, Spread.of(first), percentile(first, 95))
+
+    theirs, ours = answers[stock.name], answers[hypic.name]
+    return EngineResult(
+        name,
+        len(prompts),
+        total,
+        side(theirs),
+        side(ours),
+        Spread.of([a.first_token_s / b.first_token_s for a, b in zip(theirs, ours, strict=True)][counted]),
+        sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True)),
+    )
+
+
+def _print(found: Sequence[EngineResult], engine: EngineSettings) -> None:
+    rows = [
+        (
+            one.trace,
+            f"{one.requests}",
+            f"{one.stock.hit_rate:.1%}",
+            f"{one.hypic.hit_rate:.1%}",
+            seconds(one.stock.first_token.median),
+            seconds(one.hypic.first_token.median),
+            f"{one.stock.first_token.median / one.hypic.first_token.median:.2f}",
+            seconds(one.stock.p95_s),
+            seconds(one.hypic.p95_s),
+            f"{one.same / one.requests:.0%}",
+        )
+        for one in found
+    ]
+    columns = ("", "requests", "hits", "ours", "median", "ours", "sooner", "p95", "ours", "same")
+    title, to = f"prefixes, {engine.model.name}, {engine.kv_gib:g} GiB of caches each", console()
+    to.print(report.table(title, columns, rows))
+    to.print("Hits: prompt tokens that were not computed. Times to the first token, one request at a time.")

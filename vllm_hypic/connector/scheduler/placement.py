@@ -1,0 +1,77 @@
+"""Which checkpoints of a record are kept.  It changes what is computed again, never what is answered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from ...config.engine import HypicConfig
+from ...pool.geometry import PoolGeometry
+from ...primitives.plan import CachedSegment
+from ...store.placement.planner import CheckpointPlanner
+
+REMEMBERED = 100_000
+"""Boundaries of the segments that were computed last, by which it is known how deep another overlaps."""
+LEAST_OVERLAPS = 20
+"""Overlaps before placements are learned from them; until then checkpoints stand evenly."""
+
+
+class CheckpointPlacement:
+    """Keeps checkpoints where a segment parts from earlier ones, just before its record's end, and where
+    those that come are likely to part: the optimum for the depths of overlaps seen lately (Sparse Prefix
+    Caching).
+
+    Without linear layers checkpoints take no room: segments keep all.
+    """
+
+    def __init__(
+        self, config: HypicConfig, geometry: PoolGeometry, prefill_flops: Callable[[int], float]
+    ) -> None:
+        self._most, self._has_states = config.checkpoints, bool(geometry.linear)
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        blocks = geometry.record_transition_blocks * geometry.transition_block_bytes
+
+        def planner(grid: int, state_bytes: int) -> CheckpointPlanner:
+            return CheckpointPlanner(
+                max(1, grid),
+                state_bytes=state_bytes,
+                token_bytes=geometry.page_bytes // geometry.page_tokens,
+                budget_bytes=config.checkpoints * max(1, state_bytes),
+                work=prefill_flops,
+            )
+
+        self._segments = planner(config.checkpoint_tokens, geometry.slot_bytes + blocks)
+        self._prefixes = planner(config.page_tokens, geometry.slot_bytes)
+        self._overlaps = {False: 0, True: 0}
+
+    def kept(self, segment: CachedSegment) -> frozenset[int]:
+        """Where the record, which is about to be computed, should have checkpoints."""
+        head, is_prefix = segment.head, segment.is_prefix
+        planner = self._prefixes if is_prefix else self._segments
+        parts_at = self._overlap(segment)
+        planner.observe(max(0, parts_at - head), segment.columns)
+        self._overlaps[is_prefix] += parts_at > 0
+        stops = [checkpoint.stop for checkpoint in segment.checkpoints]
+        if not (is_prefix or self._has_states) or (not is_prefix and len(stops) <= self._most):
+            return frozenset(stops)
+        wanted = {parts_at}
+        if self._overlaps[is_prefix] >= LEAST_OVERLAPS:
+            depths = planner.boundaries(segment.columns, max(0, parts_at - head))
+            wanted |= {head + depth for depth in depths}
+        elif not is_prefix:
+            # A stretch of a prefix that ends elsewhere costs a step.
+            wanted |= {stops[-1 - i * len(stops) // self._most] for i in range(self._most)}
+        if not is_prefix:
+            wanted |= {stops[-1]}
+        return frozenset(wanted.intersection(stops))
+
+    def _overlap(self, segment: CachedSegment) -> int:
+        """Tokens with which an earlier segment began; remembers this one."""
+        ends = [*((c.stop, c.key) for c in segment.checkpoints), (segment.stop, segment.key)]
+        shared = next((stop for stop, key in reversed(ends) if key in self._seen), 0)
+        for _, key in ends:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        return shared

@@ -1,0 +1,46 @@
+"""Plans of prompts without segments, whose prefix is one leading record with checkpoints.
+
+Exact: nothing is left out of what a token sees.  A prompt that begins like an earlier one goes on from the
+last checkpoint that both share, wherever pages end; vLLM's own prefix cache has the states of linear layers
+at the ends of its blocks alone, which are many times longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from .checkpoints import checkpoints
+from .keys import Namespace, Role, SegmentKey, segment_key
+from .pieces import ParsedPrompt, Piece
+from .plan import Budget, CachedSegment, PoolLimits, PromptPlan, assemble
+from .policies import LinkMethod
+
+
+def build_prefix_plan(
+    tokens: Sequence[int],
+    method: LinkMethod,
+    namespace: Namespace,
+    limits: PoolLimits,
+    *,
+    least_tokens: int,
+    kept: Collection[SegmentKey] = (),
+    most: PoolLimits | None = None,
+) -> PromptPlan | None:
+    """The plan of a prompt whose whole pages are a record; ``None``: they are fewer than ``least_tokens``, or
+    too many for the pool.  Changes nothing; depends on its arguments alone; see
+    :func:`~.plan.build_plan` for ``kept`` and ``most``."""
+    page = limits.page_tokens
+    stop = (len(tokens) - 1) // page * page
+    if stop < max(1, least_tokens):
+        return None
+    whole, own = tuple(tokens), tuple(tokens[:stop])
+    begins = partial(segment_key, namespace, Role.LEADING, head=0, tail=0, checkpoint_tokens=page)
+    *before, end = checkpoints(begins(()), range(page, stop + 1, page), own)
+    segment = CachedSegment(
+        end.key, Role.LEADING, own, None, 0, 0, 0, 0, (), checkpoints=tuple(before), is_prefix=True
+    )
+    if not Budget(limits, kept, most).take(segment):
+        return None
+    prompt = ParsedPrompt((Piece(whole, range(len(whole)), len(whole)),), len(whole), has_primitives=False)
+    return assemble(prompt, {0: segment}, {}, (), method)
