@@ -194,11 +194,13 @@ class Worker:
     # -- the pool
 
     def write(self, serial: int, slot: int, slot_mapping: np.ndarray, histories: Sequence[int] = ()) -> None:
-        """From now on these places change, for the record of this number: to ``histories``, if it is computed.
+        """From now on these places change, for the record of this number; to ``histories``, if it is
+        computed.
 
         One that is computed again writes what is there where a checkpoint was made with it before.
         """
-        again = [at for at, h in zip(slot_mapping.tolist(), histories) if self.columns.get(at) == h]
+        wanted = zip(slot_mapping.tolist(), histories, strict=False)
+        again = [at for at, history in wanted if self.columns.get(at) == history]
         slot_mapping = np.setdiff1d(slot_mapping, again)
         pages = pages_of(slot_mapping)
         for name, reads in self.reads.items():
@@ -321,7 +323,7 @@ class Engine:
     tenants: dict[SegmentKey, str] = field(default_factory=dict)
     """Of keys that plans had, and of their checkpoints'."""
     histories: dict[SegmentKey, tuple[int, ...]] = field(default_factory=dict)
-    """Of each record by the keys that plans had: what stands before and in each of its tokens, as a number."""
+    """Of each record by the keys that plans had: what stands before each of its tokens, and there."""
     resets: int = 0
     made: int = 0
     planned_before_pins: int = 0

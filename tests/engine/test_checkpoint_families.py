@@ -1,6 +1,7 @@
-"""Every family's records with checkpoints: those of records without, up to rounding; resumed ones are fresh ones.
+"""Every family's records with checkpoints: those without, up to rounding, and resumed ones as fresh ones.
 
-That records without checkpoints are right is known from each family's oracle.
+That records without checkpoints are right is known from each family's oracle.  Requests run one by one, as
+kernels of some families round otherwise where several share a step.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ EDITED = DOCUMENT[:150] + OTHER[:3] + DOCUMENT[153:]
 GROWN = DOCUMENT + OTHER
 # Behind a head of 8, checkpoints stand at 72, 136, 200, 264; of a leading segment at 64, 128.
 ASKS = {
-    "grown": (prompt(GROWN, EDITED, lead=LEAD, query=QUERY), 128 + (264 - 8) + (136 - 8)),
-    "grown lead": (prompt(DOCUMENT, lead=LEAD + OTHER, query=QUERY), 128 + (264 - 8)),
+    "grown": (prompt(GROWN, EDITED, lead=LEAD, query=QUERY), (264 - 8) + (136 - 8)),
+    "grown lead": (prompt(DOCUMENT, lead=LEAD + OTHER, query=QUERY), 128),
     "no lead": (prompt(EDITED, LEAD, GROWN, query=QUERY), (264 - 8) + (136 - 8)),
 }
 ROUNDING = 0.02
 """Of logprobs in float32, where T has the eleven bits of float16."""
-FAULTY = 0.1
+FAULTY = 0.05
+"""A record is another, as in a test that plants a fault."""
+NO_TRANSITION = {"short-convolutions", "windows", "latents", "shared-kv"}
+"""Families of whose records nothing has to be joined."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -80,7 +84,7 @@ def test_resumed_is_fresh_and_agrees(engine: Engine, whole: dict[str, Answer], n
     before = engine.call(metrics).get(RESUMED, 0.0)
     (found,) = engine.ask(Ask(tokens, max_tokens=4))
     resumed = engine.call(metrics)[RESUMED] - before
-    print(name, "distance", distance(wanted, whole[name]), "resumed", resumed)
+    assert resumed == common
     assert same(found, wanted), "a record that was resumed is another than one that was not"
     assert distance(wanted, whole[name]) < ROUNDING
 
@@ -98,13 +102,16 @@ def skip_appending(llm: Any, skip: bool) -> None:
         del runtime.append_record
 
 
-def test_stretches_that_are_not_joined_are_seen(engine: Engine, whole: dict[str, Answer]) -> None:
+def test_stretches_that_are_not_joined_are_seen(
+    engine: Engine, whole: dict[str, Answer], request: pytest.FixtureRequest
+) -> None:
     """Where the fault is planted, answers are others: what the tests above see."""
     tokens, _ = ASKS["no lead"]
+    has_states = request.node.callspec.params["family"] not in NO_TRANSITION
     engine.call(skip_appending, True)
     try:
         found = distance(fresh(engine, tokens), whole["no lead"])
     finally:
         engine.call(skip_appending, False)
         engine.reset()
-    print("fault", found)
+    assert found > FAULTY or not has_states

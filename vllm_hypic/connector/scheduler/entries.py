@@ -82,6 +82,6 @@ class Entry:
 
     @property
     def counted(self) -> bool:
-        """Whether it is part of what its tenant holds: a checkpoint, which has pages of a record's and is held
-        only while that is made, is not."""
+        """Whether it is part of what its tenant holds.  A checkpoint is not: it has pages of a record, and is
+        held only while that is made."""
         return self.held and not self.within

@@ -1,0 +1,229 @@
+"""Pages that several records have: checkpoints, what is resumed from them, and what becomes free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vllm_hypic.connector.scheduler.directory import SegmentDirectory
+from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
+from vllm_hypic.pool.plans import Space
+from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.store.eviction import make_policy
+
+PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 6, 4, 3
+LONG = Need(16, BLOCKS, has_spare=True)
+"""Of a record of four pages, made in stretches."""
+FIRST, HALF = Need(4, BLOCKS), Need(8, BLOCKS)
+"""Of its checkpoints behind one page, and two."""
+
+
+@pytest.fixture
+def books() -> SegmentDirectory:
+    return SegmentDirectory(PAGES, SLOTS, PAGE_TOKENS, 6 * BLOCKS, policy=make_policy("lru"))
+
+
+def key(name: str) -> SegmentKey:
+    return SegmentKey(name)
+
+
+def reserve(books: SegmentDirectory, name: str, need: Need = LONG) -> Entry:
+    (entry,) = books.acquire({key(name): need}) or []
+    return entry
+
+
+def checkpoint(books: SegmentDirectory, name: str, record: Entry, need: Need = HALF) -> Entry:
+    """A complete one that nobody uses."""
+    made = books.checkpoint(key(name), record, need)
+    assert made is not None and made.pins == 1
+    books.commit(made)
+    books.release([made])
+    return made
+
+
+def end(books: SegmentDirectory, *entries: Entry) -> None:
+    for entry in entries:
+        books.commit(entry)
+        books.release([entry])
+    books.check_integrity()
+
+
+def made_with_checkpoint(books: SegmentDirectory) -> tuple[Entry, Entry]:
+    record = reserve(books, "a")
+    half = checkpoint(books, "a/8", record)
+    end(books, record)
+    return record, half
+
+
+def free(books: SegmentDirectory) -> Space:
+    return books.total - books.used
+
+
+def test_a_spare_slot_goes_when_the_record_is_complete(books: SegmentDirectory) -> None:
+    record = reserve(books, "a")
+    assert record.spare is not None
+    spare = record.spare.slot
+    assert books.used == Space(4, 2, 2 * BLOCKS) == books.held_by("")
+    books.shrink(record.serial, 1)
+    assert books.used == Space(4, 2, BLOCKS + 1) == books.held_by("")
+    books.commit(record)
+    assert books.used == Space(4, 1, 1) == books.held_by("")
+    assert books.take_dropped_slots() == [spare]
+    books.check_integrity()
+
+
+def test_a_spare_slot_goes_with_a_record_that_is_given_up(books: SegmentDirectory) -> None:
+    record = reserve(books, "a")
+    books.release([record])
+    assert not books.abort(record) and books.used == Space() == books.held_by("")
+    assert sorted(books.take_dropped_slots()) == [0, 1]
+
+
+def test_a_checkpoint_takes_a_slot_and_no_page(books: SegmentDirectory) -> None:
+    record, half = made_with_checkpoint(books)
+    assert half.pages == record.pages[:2] and books.used == Space(4, 2, 2 * BLOCKS)
+    assert books.checkpoint(half.key, record, HALF) is None, "there is one"
+
+
+def test_of_a_record_that_was_deleted_no_checkpoint_is_made(books: SegmentDirectory) -> None:
+    record = reserve(books, "a")
+    books.discard(record.key)
+    assert books.checkpoint(key("a/8"), record, HALF) is None
+
+
+def test_a_checkpoint_that_is_not_complete_is_not_resumed(books: SegmentDirectory) -> None:
+    record = reserve(books, "a")
+    made = books.checkpoint(key("a/8"), record, HALF)
+    assert made is not None and books.checkpoint_at(made.key) is None
+    books.commit(made)
+    assert books.checkpoint_at(made.key) is made
+
+
+def test_a_resumed_record_gives_its_own_pages_back(books: SegmentDirectory) -> None:
+    record, half = made_with_checkpoint(books)
+    other = reserve(books, "b")
+    assert books.used.pages == 8
+    books.resume(other, half)
+    assert other.pages[:2] == record.pages[:2] and not set(other.pages[2:]) & set(record.pages)
+    assert books.used.pages == 6 and half.pins == 1
+    books.release([half])
+    end(books, other)
+
+
+@pytest.mark.parametrize("first", ["record", "checkpoint"])
+def test_pages_are_free_when_the_last_leaves(books: SegmentDirectory, first: str) -> None:
+    record, half = made_with_checkpoint(books)
+    one, other = (record, half) if first == "record" else (half, record)
+    books.discard(one.key)
+    assert books.used.pages == len(other.pages)
+    books.check_integrity()
+    books.discard(other.key)
+    assert books.used == Space()
+    books.check_integrity()
+
+
+def test_eviction_takes_what_becomes_free_and_no_more(books: SegmentDirectory) -> None:
+    """The record's first two pages stay with its checkpoint, and go with both."""
+    record, half = made_with_checkpoint(books)
+    books.pin(half)
+    books._now_held(half)
+    assert reserve(books, "b", Need(32)) is not None, "beside the four"
+    assert free(books).pages == 0
+    assert books.acquire({key("c"): Need(12)}) is None, "two pages of the record's are the checkpoint's"
+    assert books.lookup(record.key) is Lookup.HIT, "nothing has changed"
+    assert books.acquire({key("c"): Need(8)}) is not None
+    assert books.lookup(record.key) is Lookup.MISS and books.checkpoint_at(half.key) is half
+    books.check_integrity()
+
+
+def test_eviction_of_both_gives_all_pages(books: SegmentDirectory) -> None:
+    record, half = made_with_checkpoint(books)
+    assert books.acquire({key("b"): Need(PAGES * PAGE_TOKENS)}) is not None
+    assert books.lookup(record.key) is books.lookup(half.key) is Lookup.MISS and books.evictions == 2
+    books.check_integrity()
+
+
+def test_no_more_leave_than_must(books: SegmentDirectory) -> None:
+    """Of three that share pages the third may stay where two make enough room."""
+    record = reserve(books, "a")
+    first, half = checkpoint(books, "a/4", record, FIRST), checkpoint(books, "a/8", record)
+    end(books, record)
+    gone = books._victims(Space(pages=PAGES - 2), ())
+    order = [e for e in books.resident() if e in (record, first, half)]
+    assert gone == order[: order.index(record) + 1]
+
+
+def test_deleting_a_record_deletes_its_checkpoints(books: SegmentDirectory) -> None:
+    record, half = made_with_checkpoint(books)
+    other = reserve(books, "b")
+    books.resume(other, half)
+    books.release([half])
+    end(books, other)
+    books.discard_parts(other.key)
+    assert books.lookup(half.key) is Lookup.MISS and books.lookup(record.key) is Lookup.HIT
+    books.check_integrity()
+
+
+def test_deleting_a_record_that_was_evicted_deletes_its_checkpoints(books: SegmentDirectory) -> None:
+    record, half = made_with_checkpoint(books)
+    books.discard(record.key)
+    assert books.checkpoint_at(half.key) is half
+    books.discard_parts(record.key)
+    assert books.used == Space()
+
+
+def test_a_deleted_checkpoint_stays_for_who_reads_it(books: SegmentDirectory) -> None:
+    record, half = made_with_checkpoint(books)
+    other = reserve(books, "b")
+    books.resume(other, half)
+    books.discard_parts(record.key)
+    assert books.checkpoint_at(half.key) is None and books.of_serial(half.serial) is half
+    books.check_integrity()
+    books.release([half])
+    assert books.of_serial(half.serial) is None
+    end(books, other)
+
+
+def test_a_tenant_holds_no_checkpoints(books: SegmentDirectory) -> None:
+    """Their pages are a record's, and they are held only while that is made."""
+    record = reserve(books, "a")
+    assert books.checkpoint(key("a/8"), record, HALF) is not None
+    assert books.held_by("") == Space(4, 2, 2 * BLOCKS)
+    books.check_integrity()
+
+
+def users_miscounted(books: SegmentDirectory, record: Entry) -> None:
+    books._pages._users[record.pages[0]] += 1
+
+
+def used_and_free(books: SegmentDirectory, record: Entry) -> None:
+    books._pages._free.append(record.pages[0])
+
+
+def page_lost(books: SegmentDirectory, record: Entry) -> None:
+    books._pages._free.pop()
+
+
+def spare_kept(books: SegmentDirectory, record: Entry) -> None:
+    other = reserve(books, "b")
+    other.resident = True
+
+
+def spare_slot_free(books: SegmentDirectory, record: Entry) -> None:
+    other = reserve(books, "b")
+    assert other.spare is not None
+    books._free_slots.append(other.spare.slot)
+
+
+DAMAGE = [users_miscounted, used_and_free, page_lost, spare_kept, spare_slot_free]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_integrity_check_finds_planted_damage(
+    books: SegmentDirectory, damage: Callable[[SegmentDirectory, Entry], None]
+) -> None:
+    record, _ = made_with_checkpoint(books)
+    damage(books, record)
+    with pytest.raises(RuntimeError, match="public pool"):
+        books.check_integrity()
