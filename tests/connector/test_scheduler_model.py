@@ -274,3 +274,11 @@ TestLongSchedulerMachine = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestLongSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
 TestForkingSchedulerMachine = ForkingSchedulerMachine.TestCase
 TestForkingSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+class LongForkingSchedulerMachine(ForkingSchedulerMachine):
+    """The same, for longer."""
+
+
+TestLongForkingSchedulerMachine = pytest.mark.slow(LongForkingSchedulerMachine.TestCase)
+TestLongForkingSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
