@@ -173,6 +173,17 @@ def test_plans_follow_the_end_where_the_tail_is_what_differs():
     assert plans.boundaries(9600, shared=9000) == (), "nothing behind what is there anyway"
 
 
+@pytest.mark.parametrize("ends_kept", [False, True])
+def test_records_with_nothing_to_plan(ends_kept, monkeypatch):
+    monkeypatch.setattr("vllm_hypic.store.placement.planner.MOST_PLANS", 3)
+    plans = planner(ends_kept=ends_kept)
+    plans.observe(64, 640)
+    assert [plans.boundaries(t, s) for t, s in ((0, 0), (63, 0), (64, 64), (100, 90), (64, 500))] == [()] * 5
+    kept = [plans.boundaries(64 * n) for n in range(1, 9)]
+    assert kept == [plans.boundaries(64 * n) for n in range(1, 9)] and len(plans._plans) <= 3
+    assert planner(budget_bytes=0).boundaries(6400) == ()
+
+
 def test_thrift_keeps_only_the_end_where_prompts_grow_and_forks_where_they_fork():
     grows, forks = planner(ends_kept=False), planner(ends_kept=False)
     for i in range(500):

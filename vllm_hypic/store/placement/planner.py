@@ -20,6 +20,8 @@ from .optimal import OptimalPlacer
 
 Plan = tuple[int, ...]
 """Depths in tokens, ascending."""
+MOST_PLANS = 4096
+"""Kept between two refreshes: lengths that nobody shares refresh nothing."""
 
 
 class CheckpointPlanner:
@@ -80,8 +82,13 @@ class CheckpointPlanner:
         return self._plan(tokens, shared, self._saved[True] > self._saved[False])
 
     def _plan(self, tokens: int, shared: int, from_end: bool) -> Plan:
-        key = (tokens // self.grid, shared // self.grid, from_end)
+        last, first = tokens // self.grid, shared // self.grid
+        if first >= last:
+            return ()
+        key = (last, first, from_end)
         if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             self._plans[key] = self._made(*key)
         return self._plans[key]
 
@@ -97,7 +104,7 @@ class CheckpointPlanner:
         if self._ends_kept:
             saved, nbytes = ends[0] * work[-1], nbytes + self._state_bytes
         plan: Plan = ()
-        best = saved / max(1, nbytes) if self._thrifty else -1.0
+        best = saved / nbytes if self._thrifty else -1.0
         for count in self._counts:
             found = self._placer.place(Depths(weights[first:], work), count)
             value = (saved + found.saved) / (nbytes + len(found.boundaries) * self._state_bytes)
