@@ -341,6 +341,7 @@ class Engine:
                 "islands": "none",
                 "page_tokens": PAGE,
                 "checkpoint_tokens": self.words.checkpoint_tokens,
+                "checkpoints": 2,
                 "store": {**(STORE if self.tiered else {}), "eviction": self.policy},
                 "segment_parallel": PARALLEL,
                 "max_tenant_fraction": self.tenant_fraction,
@@ -501,7 +502,9 @@ class Engine:
         histories = self.histories[segment.key]
         own = histories[stretch.first - segment.head : stretch.stop - segment.head]
         self.worker.write(stretch.target.serial, plan.slot, plan.slot_mapping, own)
-        if plan.slot != stretch.base_slot:  # that of a leading record is overwritten when all is computed
+        # That of a leading record is overwritten when all is computed.
+        assert plan.slot != stretch.base_slot or plan.leading
+        if plan.slot != stretch.base_slot:
             self.worker.slots[plan.slot] = Content(stretch.target.serial, stretch.target.key)
         if stretch.target is not work.entry:
             self.made_with[stretch.target.serial] = work.entry

@@ -12,6 +12,8 @@ from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import make_policy
 
+from .simulation import FORKS, HEADS, Clock, Engine
+
 PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 6, 4, 3
 LONG = Need(16, BLOCKS, has_spare=True)
 """Of a record of four pages, made in stretches."""
@@ -191,6 +193,17 @@ def test_a_tenant_holds_no_checkpoints(books: SegmentDirectory) -> None:
     assert books.checkpoint(key("a/8"), record, HALF) is not None
     assert books.held_by("") == Space(4, 2, 2 * BLOCKS)
     books.check_integrity()
+
+
+def test_a_pinned_record_has_room_to_be_made_in() -> None:
+    """Or a request that wants it, and all the rest of the pool, would wait for ever."""
+    engine = Engine(Clock("time"), words=FORKS)
+    for tokens, slots in ((23, 1), (24, 2)):  # the last stretch has 16 tokens
+        engine.side.retention.pin_record(key("00" * 32), tokens, leading=False)
+        assert engine.side.directory.kept_space() == Space(3, slots, slots * HEADS)
+        engine.side.retention.unpin_record(key("00" * 32))
+    engine.side.retention.pin_record(key("00" * 32), 24, leading=True)
+    assert engine.side.directory.kept_space() == Space(3, 1, 0)
 
 
 def users_miscounted(books: SegmentDirectory, record: Entry) -> None:
