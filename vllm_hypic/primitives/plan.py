@@ -184,14 +184,17 @@ def build_plan(
     context: Sequence[int] = (),
     learned: str = "",
     choose_islands: IslandChooser | None = None,
+    computes_lead_end: bool = False,
 ) -> PromptPlan:
     """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
     place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
 
     ``context``: tokens of the fixed context, for methods that have one, and ``learned`` the digest of its
-    file where it is learned; ``choose_islands``: needed by methods with islands.  A segment is computed in
-    the stream (exact) when its interior would be shorter than ``min_segment_tokens`` or when the request's
-    segments so far fill the pool: whether a segment is cached never depends on what other requests do.
+    file where it is learned; ``choose_islands``: needed by methods with islands;
+    ``computes_lead_end``: the last token of a leading record is computed in the stream, too, and read there.
+    A segment is computed in the stream (exact) when its interior would be shorter than
+    ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is cached
+    never depends on what other requests do.
     Raises :class:`PromptError` when nothing is left to do.
     """
     last = len(prompt.pieces) - 1
@@ -221,7 +224,7 @@ def build_plan(
         if not any(s.context for s in cached.values()) or (contexts and contexts[0].key in _keys(cached)):
             contexts = ()
     islands = _islands(prompt, cached, method, choose_islands)
-    return _assemble(prompt, cached, islands, contexts, method)
+    return _assemble(prompt, cached, islands, contexts, method, computes_lead_end)
 
 
 def _keys(cached: Mapping[int, CachedSegment]) -> set[SegmentKey]:
@@ -255,6 +258,7 @@ def _assemble(
     islands: Mapping[int, Ranges],
     contexts: tuple[CachedSegment, ...],
     method: LinkMethod,
+    computes_lead_end: bool,
 ) -> PromptPlan:
     """The stream of what is not read from ``cached`` records (by piece)."""
     segments: list[CachedSegment] = []
@@ -276,9 +280,12 @@ def _assemble(
             parts.append(Part(len(stream), first, begin))
             compute(piece, begin, end)
             first = end
-        parts.append(Part(len(stream), first, segment.stop))
+        stop = segment.stop
+        if computes_lead_end and segment.role is Role.LEADING and all(m.stop < stop for m in segment.media):
+            stop -= 1
+        parts.append(Part(len(stream), first, stop))
         segments.append(replace(segment, parts=tuple(parts)))
-        compute(piece, segment.stop, len(piece.tokens))
+        compute(piece, stop, len(piece.tokens))
     if not stream and not segments:
         raise PromptError("the prompt has no tokens besides separators, PDep and padding")
     return PromptPlan(

@@ -79,6 +79,7 @@ class WorkerView:
             use_transition=plan.method.use_transition,
             islands=islands,
             prompt=np.asarray(plan.prompt(), dtype=np.int64) if with_prompt else None,
+            successors=_successors(plan),
         )
 
     def behind(self, segment: CachedSegment, entry: Entry | None) -> StreamPlan | None:
@@ -135,8 +136,19 @@ class WorkerView:
             has_context=segment.context is not None,
             serial=entry.serial,
             learned=segment.learned,
+            successor=segment.tokens[segment.stop] if segment.tail else None,
             stored=self.place(entry, segment.role) if stored else None,
         )
+
+
+def _successors(plan: PromptPlan) -> tuple[tuple[int, int], ...]:
+    """See :class:`StreamPlan`.  Where records follow each other it is the first one's token."""
+    found: dict[int, int] = {}
+    for s in plan.segments:
+        for part in s.parts:
+            if part.at > 0 and part.first < part.stop:
+                found.setdefault(part.at - 1, s.tokens[part.first])
+    return tuple(found.items())
 
 
 def _seen(positions: Sequence[int], media: Media) -> np.ndarray:
