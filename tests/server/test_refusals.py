@@ -189,6 +189,6 @@ def test_drafts_that_are_not_served(case):
 
 
 def test_drafts_that_are_served():
-    for method in ("ngram", "suffix", "draft_model", "eagle"):
+    for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3"):
         assert refusal(drafting(how={"method": method})) is None
     assert refusal(drafting(how={"method": "ngram"}, model={"uses_mrope": True})) is None

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 LOOKED_UP = ("ngram", "suffix")
 """Methods of vLLM whose drafts are looked up in a request's own tokens, without a model."""
-BY_A_MODEL = ("draft_model", "eagle")
+BY_A_HEAD = ("eagle", "eagle3")
+"""Methods of vLLM whose drafts are those of layers that read the model's hidden states."""
+BY_A_MODEL = ("draft_model", *BY_A_HEAD)
 """Methods of vLLM whose drafts are those of a model that reads records, too."""
 
 
@@ -17,6 +19,12 @@ def looks_drafts_up(config: VllmConfig) -> bool:
     """Whether this engine's drafts are looked up in the prompts' tokens."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method in LOOKED_UP
+
+
+def drafts_by_a_head(config: VllmConfig) -> bool:
+    """Whether what drafts reads with each token its successor."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method in BY_A_HEAD
 
 
 def refusal(config: VllmConfig) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from ..config.drafting import drafts_by_a_head
 from ..config.engine import HypicConfig, config_of
 from ..config.segment_parallel import Address, SegmentParallelConfig
 from ..errors import ConfigError
@@ -98,6 +99,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         vllm_config.parallel_config.world_size,
         planning_texts_of(vllm_config, config),
         _island_runs(vllm_config, kv_cache_config) if geometry.linear else None,
+        drafts_by_a_head(vllm_config),
     )
     warn_of_little_room(side)
     return side
