@@ -19,9 +19,10 @@ def looks_drafts_up(config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in LOOKED_UP
 
 
-def refusal(config: VllmConfig) -> str | None:
+def refusal(config: VllmConfig, *, keeps_states: bool = False) -> str | None:
     """Why the speculative decoding that an engine's complete configuration asks for is not served, or
-    ``None``: it is, or none is asked for."""
+    ``None``: it is, or none is asked for.  ``keeps_states``: linear layers of this model keep the states
+    behind each draft."""
     speculative, model = config.speculative_config, config.model_config
     if speculative is None:
         return None
@@ -32,10 +33,16 @@ def refusal(config: VllmConfig) -> str | None:
         )
     if speculative.method in BY_A_MODEL and (reason := _refusal_of_model(config)) is not None:
         return f"speculative decoding by {speculative.method!r}: {reason}"
-    if model.is_hybrid or model.is_attention_free:
+    if (model.is_hybrid and not keeps_states) or model.is_attention_free:
         return (
             f"speculative decoding of {model.architecture} is not supported, as its linear layers would have "
-            "to keep the states behind each draft; drop --speculative-config"
+            "to keep the states behind each draft, which gated delta nets beside attention do; drop "
+            "--speculative-config"
+        )
+    if model.is_hybrid and speculative.method == "eagle":
+        return (
+            f"speculative decoding by 'eagle' of {model.architecture} is not supported, as heads on hidden "
+            "states were never run beside linear layers: expected one of ngram, suffix, draft_model"
         )
     if model.use_mla:
         return (
