@@ -3,18 +3,18 @@ that drafts change no answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import save_olmo_model
+from oracle import save_mamba2_model, save_olmo_model, save_short_conv_model
 
 from .conftest import EngineFactory, lent
-from .engines import LAST_WORD, Engine, run_apart, same
-from .test_drafts import ANSWER, ARGS, NGRAMS, asks, by_full, by_model, counts, preemptions, watched
+from .engines import Engine, audit, run_apart, same
+from .test_drafts import ANSWER, ARGS, NGRAMS, asks, by_full, counts, preemptions, watched
 
 LAYERS = ["linear_attention", "full_attention"] * 2
 
@@ -102,6 +102,39 @@ def test_states_at_ends_of_blocks(start_engine: EngineFactory, model: Path, plai
     assert drafting.ask(ask)[0].tokens != expected[0].tokens
 
 
+OTHERS: dict[str, Callable[..., Any]] = {
+    "NemotronH": partial(save_mamba2_model, name="NemotronH"),
+    "FalconH1": partial(save_mamba2_model, name="FalconH1"),
+    "Lfm2": partial(save_short_conv_model, layer_types=["conv", "full_attention", "conv"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.fast("NemotronH", "Lfm2")
+def test_other_linear_layers(
+    name: str, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """Mamba2 and short convolutions, whose rows are stock code's, in float32 and with a prefix cache."""
+    folder = run_apart(OTHERS[name], tmp_path, log=engine_logs / "models.log")
+    args = ARGS | {"num_gpu_blocks_override": 80}
+    chosen = [*asks(1)[:2], *(ask.plain() for ask in asks(2)[:2])]
+    with start_engine(folder, **args) as plain:
+        expected = plain.ask_one_by_one(*chosen)
+    cached = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
+    drafting = start_engine(folder, speculative_config=NGRAMS, **args | cached)
+    before = drafting.call(counts)
+    cold = drafting.ask_one_by_one(*chosen)
+    _, tokens, accepted = (b - a for a, b in zip(before, drafting.call(counts), strict=True))
+    assert 0 < accepted < tokens
+    assert [a.tokens for a in cold] == [a.tokens for a in expected]
+    warm = drafting.ask_one_by_one(*chosen[:2])
+    assert [a.tokens for a in warm] == [a.tokens for a in cold[:2]]
+    drafting.reset()
+    assert [a.tokens for a in drafting.ask(*chosen)] == [a.tokens for a in expected]
+    left = drafting.call(audit)
+    assert left.clean, left
+
+
 CLOSE = 0.15
 """Of logprobs of two tokens that bfloat16 may confuse."""
 
@@ -126,39 +159,3 @@ def test_stock_rows_of_qwen(start_engine: EngineFactory, hybrid_model: Path, hyp
     assert 2 * alike > len(chosen)
     _, tokens, accepted = (b - a for a, b in zip(before, drafting.call(counts), strict=True))
     assert 0 < accepted < tokens
-
-
-WORD_RANGE = range(LAST_WORD - 4, LAST_WORD)
-
-
-def save_of_few_words(model: Path, path: Path) -> Path:
-    """The model with no word but a few."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(model, path)
-    weights = load_file(path / "model.safetensors")
-    head = weights["lm_head.weight"]
-    head[: WORD_RANGE.start], head[WORD_RANGE.stop :] = 0, 0
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-@pytest.mark.slow
-def test_drafts_of_a_model(
-    start_engine: EngineFactory, model: Path, attention_model: Path, plain: Engine, tmp_path: Path
-) -> None:
-    """It knows as few words as are allowed, and is right by chance; its K and V are a part of records."""
-    drafts = by_model(save_of_few_words(attention_model, tmp_path / "few"))
-    drafting = start_engine(model, speculative_config=drafts, **ARGS | {"num_gpu_blocks_override": 40})
-    words = {"allowed_token_ids": [*WORD_RANGE]}
-    few = [replace(ask, sampling=words) for ask in asks()]
-    for ask in [*few, *(ask.plain() for ask in few)]:
-        [expected] = plain.ask(ask)
-        cold, warm = watched(drafting, ask), watched(drafting, ask)
-        assert same(cold[0], warm[0]) and cold[1] == warm[1]
-        assert cold[0].tokens == expected.tokens
-        assert 0 < cold[1].accepted < cold[1].tokens
-    expected = plain.ask_one_by_one(*few)
-    assert [a.tokens for a in drafting.ask(*few)] == [a.tokens for a in expected]

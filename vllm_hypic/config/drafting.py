@@ -36,13 +36,14 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False) -> str | None:
     if (model.is_hybrid and not keeps_states) or model.is_attention_free:
         return (
             f"speculative decoding of {model.architecture} is not supported, as its linear layers would have "
-            "to keep the states behind each draft, which gated delta nets beside attention do; drop "
-            "--speculative-config"
+            "to keep the states behind each draft, as gated delta nets, Mamba2 and short convolutions do "
+            "beside attention; drop --speculative-config"
         )
-    if model.is_hybrid and speculative.method == "eagle":
+    if model.is_hybrid and speculative.method in BY_A_MODEL:
         return (
-            f"speculative decoding by 'eagle' of {model.architecture} is not supported, as heads on hidden "
-            "states were never run beside linear layers: expected one of ngram, suffix, draft_model"
+            f"speculative decoding by {speculative.method!r} of {model.architecture} is not supported: "
+            "beside linear layers vLLM spreads a draft model's layers over groups of its cache, but wants "
+            f"them in one, and heads were never run: expected one of {', '.join(LOOKED_UP)}"
         )
     if model.use_mla:
         return (

@@ -73,6 +73,7 @@ SHORT_CONVOLUTION = LinearFamily(
     stock=("ShortConv",),
     module="vllm_hypic.backends.linear.short_conv",
     architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}),
+    drafts=True,
 )
 MAMBA2 = LinearFamily(
     name="Mamba2",
@@ -89,6 +90,7 @@ MAMBA2 = LinearFamily(
             *("FalconH1ForCausalLM", "Zamba2ForCausalLM", "Mamba2ForCausalLM"),
         }
     ),
+    drafts=True,
 )
 MAMBA1 = LinearFamily(
     name="Mamba1",
