@@ -51,7 +51,7 @@ class CPUDeltaNet(DeltaNet):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_spec = 0
+        self.num_spec = self.num_speculative_tokens = 0  # as one or the other layer of vLLM's calls it
 
     def run_segments(
         self,
