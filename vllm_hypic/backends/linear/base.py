@@ -24,6 +24,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 from ...pool.families import FAMILIES, LinearFamily
 from ...pool.shared import Once
 from .layout import Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
+from .narrow import capturing, reading
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
@@ -110,14 +111,17 @@ class LinearLayer(Generic[InputsT, CarryT]):
         """The rows that our operators run."""
         if work.contexts is not None:
             runtime.calls["compose_context"] += 1
-            self.run_composed(runtime, step, work.contexts, x, out)
+            with reading(runtime, step, self.prefix, work.contexts) as program:
+                self.run_composed(runtime, step, program, x, out)
         if (segments := work.segments) is not None:
             runtime.calls["capture_linear"] += 1
             _offer_blocks(runtime, step, segments)
-            self.run_segments(runtime, step, segments, x, out)
+            with capturing(runtime, step, self.prefix, segments) as capture:
+                self.run_segments(runtime, step, capture, x, out)
         if work.composed is not None:
             runtime.calls["compose"] += 1
-            self.run_composed(runtime, step, work.composed, x, out)
+            with reading(runtime, step, self.prefix, work.composed) as program:
+                self.run_composed(runtime, step, program, x, out)
 
     def run_stock(self, x: InputsT, out: torch.Tensor) -> None:
         """vLLM's own code over the batch that the forward context describes."""
