@@ -35,6 +35,26 @@ def record_dtypes(llm: Any) -> set[torch.dtype]:
     return {kv.key.dtype for kv in worker_of(llm).runtime.pool.kv.values()}
 
 
+SCALES = 0.75, 2.5
+
+
+def with_scales() -> None:
+    """As a checkpoint does that has scales for its KV cache."""
+    from vllm.model_executor.layers.attention import attention
+
+    stock = attention.set_default_quant_scales
+
+    def scaled(layer: Any, *args: Any, **named: Any) -> None:
+        stock(layer, *args, **named)
+        layer._k_scale_float, layer._v_scale_float = SCALES
+
+    attention.set_default_quant_scales = scaled
+
+
+def scales(llm: Any) -> set[tuple[float, float]]:
+    return {(kv.key_scale, kv.value_scale) for kv in worker_of(llm).runtime.pool.kv.values()}
+
+
 def double_values(llm: Any) -> None:
     """What records are whose scale is not what their numbers were divided by."""
     for kv in worker_of(llm).runtime.pool.kv.values():
@@ -98,12 +118,13 @@ def test_cold_and_warm(kind: str, dtype: str, start_engine: EngineFactory, atten
 def test_composed_answers_are_as_near_as_full_ones(
     start_engine: EngineFactory, attention_model: Path
 ) -> None:
-    """To those of an engine in float32 without FP8; a fault of records is far off."""
+    """To those of an engine in float32 without FP8, with a model's scales; a fault of records is far off."""
     args: dict[str, Any] = {"dtype": "float32"}
     full = [Ask(ask.tokens, extra={"hypic_link": "full"}) for ask in ASKS]
     with start_engine(attention_model, **args) as exact:
         expected, expected_full = exact.ask_one_by_one(*ASKS), exact.ask_one_by_one(*full)
-    with start_engine(attention_model, kv_cache_dtype="fp8", **args) as ours:
+    with start_engine(attention_model, kv_cache_dtype="fp8", mended=with_scales, **args) as ours:
+        assert ours.call(scales) == {SCALES}
         found, found_full = ours.ask_one_by_one(*ASKS), ours.ask_one_by_one(*full)
         ours.call(double_values)
         faulty = ours.ask_one_by_one(*ASKS)
