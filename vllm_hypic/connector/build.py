@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..fingerprint import weights_digest
 from ..pool.codec import RankPart, RecordCodec
 from ..pool.copy.base import RecordMover
-from ..pool.geometry import PoolGeometry, pool_geometry
+from ..pool.geometry import PoolGeometry, pool_geometry, quantised_dtype
 from ..pool.learned import LearnedRows
 from ..pool.tensors import DevicePool
 from ..primitives.context import context_tokens
@@ -52,7 +52,7 @@ def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Pool
     return pool_geometry(
         kv_cache_config,
         config_of(vllm_config),
-        vllm_config.model_config.dtype,
+        quantised_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype),
         conv_dim_first=is_conv_state_dim_first(),
     )
 

@@ -26,10 +26,12 @@ from ...pool.families import FAMILIES, LinearFamily
 from ...pool.shared import Once, OncePer
 from .drafted import Drafted, parts
 from .layout import NO_STEP, Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
+from .narrow import appending, capturing, reading
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
     from ...pool.step import StepContext
+    from ...pool.tensors import StateRecords
 
 CarryT = TypeVar("CarryT")
 
@@ -151,14 +153,17 @@ class LinearLayer(Generic[InputsT, CarryT]):
         """The rows that our operators run."""
         if work.contexts is not None:
             runtime.calls["compose_context"] += 1
-            self.run_composed(runtime, step, work.contexts, x, out)
+            with reading(runtime, step, self.prefix, work.contexts) as program:
+                self.run_composed(runtime, step, program, x, out)
         if (segments := work.segments) is not None:
             runtime.calls["capture_linear"] += 1
             _offer_blocks(runtime, step, segments)
-            self.run_segments(runtime, step, segments, x, out)
+            with capturing(runtime, step, self.prefix, segments) as capture:
+                self.run_segments(runtime, step, capture, x, out)
         if work.composed is not None:
             runtime.calls["compose"] += 1
-            self.run_composed(runtime, step, work.composed, x, out)
+            with reading(runtime, step, self.prefix, work.composed) as program:
+                self.run_composed(runtime, step, program, x, out)
 
     def run_stock(self, x: InputsT, out: torch.Tensor) -> None:
         """vLLM's own code over the batch that the forward context describes."""
@@ -229,7 +234,12 @@ class LinearLayer(Generic[InputsT, CarryT]):
 
     def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
         """See :meth:`.HypicRuntime.append_record`."""
-        appended.append(runtime.pool.linear[self.prefix], slot, base, runtime.dead_transition)
+        with appending(runtime, self.prefix, slot, base) as (records, own, before):
+            self.append(records, own, before, runtime.dead_transition)
+
+    def append(self, records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
+        """What the family does for that."""
+        appended.append(records, slot, base, dead_transition)
 
     def refusal(self) -> str | None:
         """What of this layer neither stock code nor ours computes on the platform, or ``None``."""
