@@ -21,6 +21,7 @@ namespace HYPIC_ISA {
 
 using bf16 = uint16_t;  // bit pattern of a bfloat16
 using fp16 = uint16_t;  // bit pattern of an IEEE half
+using fp8 = uint8_t;    // bit pattern of an e4m3 without infinities
 
 #if HYPIC_WIDTH == 16
 
@@ -56,6 +57,15 @@ HYPIC_INLINE vf vload_bf16(const bf16* p) {
 HYPIC_INLINE vf vload_fp16(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 HYPIC_INLINE void vstore_fp16(fp16* p, vf x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+// FP8 (e4m3): as a half its bits stand for a 256th. Halves know no flushing of denormals. NaN stays NaN.
+HYPIC_INLINE vf vload_fp8(const fp8* p) {
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i size = _mm256_and_si256(x, _mm256_set1_epi16(0x7f)), sign = _mm256_xor_si256(x, size);
+  const __m256i nan = _mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x7f));
+  const __m256i half = _mm256_or_si256(_mm256_slli_epi16(sign, 8), _mm256_slli_epi16(size, 7));
+  const __m256i found = _mm256_blendv_epi8(half, _mm256_set1_epi16(0x7e00), nan);
+  return _mm512_mul_ps(_mm512_cvtph_ps(found), _mm512_set1_ps(256.0f));
 }
 HYPIC_INLINE __m256i vto_bf16(vf x) {
 #if HYPIC_BF16
@@ -112,6 +122,13 @@ HYPIC_INLINE vf vload_bf16(const bf16* p) {
 HYPIC_INLINE vf vload_fp16(const fp16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 HYPIC_INLINE void vstore_fp16(fp16* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+HYPIC_INLINE vf vload_fp8(const fp8* p) {
+  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  const __m128i size = _mm_and_si128(x, _mm_set1_epi16(0x7f)), sign = _mm_xor_si128(x, size);
+  const __m128i nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f));
+  const __m128i half = _mm_or_si128(_mm_slli_epi16(sign, 8), _mm_slli_epi16(size, 7));
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), nan)), _mm256_set1_ps(256.0f));
 }
 HYPIC_INLINE __m128i vto_bf16(vf x) {
   const __m256i bits = _mm256_castps_si256(x);

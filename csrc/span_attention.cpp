@@ -242,7 +242,7 @@ std::vector<Span> pool_spans(const Tensor& query, const Tensor& pool_key, const 
                              const Tensors& slot_mapping, const Tensors& kv_positions,
                              const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
                              const Tensor& query_ranges, double scale, const std::optional<Tensor>& hidden_kv_lens,
-                             double soft_cap) {
+                             double soft_cap, double key_scale, double value_scale) {
   check_rows(query, query_ranges);
   const int64_t requests = query_ranges.size(0), kv_heads = pool_key.size(1), size = query.size(2);
   TORCH_CHECK_VALUE(int64_t(slot_mapping.size()) == requests && int64_t(kv_positions.size()) == requests,
@@ -252,9 +252,14 @@ std::vector<Span> pool_spans(const Tensor& query, const Tensor& pool_key, const 
     TORCH_CHECK_VALUE(t->dim() == 3 && t->size(1) == kv_heads && t->size(2) == size && t->stride(2) == 1 &&
                           t->stride(1) == size && t->size(0) == pool_key.size(0),
                       "pool tensors must be [slots, kv heads, ", size, "] with contiguous heads");
-    TORCH_CHECK_TYPE(t->scalar_type() == query.scalar_type(), "pool and query must have one dtype");
+    TORCH_CHECK_TYPE(t->scalar_type() == pool_key.scalar_type() &&
+                         (t->scalar_type() == query.scalar_type() || t->scalar_type() == at::kFloat8_e4m3fn),
+                     "pool and query must have one dtype, or the pool float8_e4m3fn");
   }
   PoolColumns pool{};
+  pool.fp8 = pool_key.scalar_type() == at::kFloat8_e4m3fn;
+  pool.key_scale = float(key_scale);
+  pool.value_scale = float(value_scale);
   pool.key = pool_key.data_ptr();
   pool.value = pool_value.data_ptr();
   pool.key_stride = pool_key.stride(0);
@@ -306,10 +311,11 @@ std::tuple<Tensor, Tensor> span_attention(const Tensor& query, const Tensor& poo
                                           const Tensors& slot_mapping, const Tensors& kv_positions,
                                           const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
                                           const Tensor& query_ranges, double scale,
-                                          const std::optional<Tensor>& hidden_kv_lens, double soft_cap) {
+                                          const std::optional<Tensor>& hidden_kv_lens, double soft_cap,
+                                          double key_scale, double value_scale) {
   TORCH_CHECK_VALUE(query_ranges.dim() == 2 && query_ranges.size(1) == 2, "query_ranges must be [requests, 2]");
   const auto spans = pool_spans(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
-                                query_ranges, scale, hidden_kv_lens, soft_cap);
+                                query_ranges, scale, hidden_kv_lens, soft_cap, key_scale, value_scale);
   const auto floats = query.options().dtype(at::kFloat);
   const int64_t rows = visible_kv_lens.numel(), heads = query.size(1), size = query.size(2);
   Tensor out = at::empty({rows, heads, size}, floats), lse = at::empty({rows, heads}, floats);
@@ -440,7 +446,8 @@ void join_rows(Tensor& output, const Tensor& query_ranges, const std::vector<Spa
 void join_(Tensor output, const Tensor& query, const Tensor& query_ranges, const Tensor& pool_key,
            const Tensor& pool_value, const Tensors& slot_mapping, const Tensors& kv_positions,
            const std::optional<Tensor>& table, bool neox, const Tensor& visible_kv_lens,
-           const std::optional<Tensor>& hidden_columns, const Tensor& kv_cache, const Tensor& key_index,
+           const std::optional<Tensor>& hidden_columns, double key_scale, double value_scale,
+           const Tensor& kv_cache, const Tensor& key_index,
            const std::optional<Tensor>& value_index, const Tensor& block_table,
            const std::optional<Tensor>& hidden_tokens, int64_t layout, double scale,
            const std::optional<Tensor>& sinks, double soft_cap) {
@@ -455,7 +462,7 @@ void join_(Tensor output, const Tensor& query, const Tensor& query_ranges, const
                       "sinks must be float32 [", query.size(1), "]");
   std::vector<int64_t> seen;
   auto spans = pool_spans(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
-                          query_ranges, scale, hidden_columns, soft_cap);
+                          query_ranges, scale, hidden_columns, soft_cap, key_scale, value_scale);
   add_cache_spans(spans, query, kv_cache, key_index, value_index, block_table, query_ranges, scale, hidden_tokens,
                   soft_cap, layout, seen);
   const float* sink = sinks ? sinks->data_ptr<float>() : nullptr;

@@ -15,6 +15,8 @@ using GemmBf16 = void (*)(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t 
 // Columns in the public pool: unrotated K and V by token slot.
 struct PoolColumns {
   const void *key, *value;               // [slots, kv_heads, size], heads and elements contiguous
+  bool fp8;                              // they are e4m3, times a scale; else as the query is
+  float key_scale, value_scale;
   ptrdiff_t key_stride, value_stride;    // elements between slots
   const int64_t *slots, *positions;      // [columns]
   int64_t slot_count, position_count;    // of the pool, of the table

@@ -7,16 +7,16 @@
 // Row blocks whose rows see nothing of a tile skip it, so a stream whose later rows see more, or a window, costs what
 // it must.
 
+#include "span_attention_wide.inl"
+
 namespace hypic {
 namespace HYPIC_ISA {
-
-constexpr int TILE = 256;      // columns of a tile: packed K and V of one head stay in the second-level cache
 
 HYPIC_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 HYPIC_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 struct Scratch {
-  char *query, *packed, *keys, *values, *row, *weights;
+  char *query, *packed, *keys, *values, *row, *weights, *wide;
   float* scores;
 };
 
@@ -37,6 +37,8 @@ HYPIC_INLINE size_t lay_out(const Span& s, int max_rows, char* base, Scratch* ou
   x.row = take(element * s.size * 16 * s.kv_heads);
   x.weights = take(element * ROW_BLOCK * TILE);
   x.scores = (float*)take(sizeof(float) * ROW_BLOCK * TILE);
+  // K and V of a tile in the query's dtype, and where its columns lie there.
+  x.wide = take(s.pool.fp8 ? (2 * bytes_of(s.dtype) * s.size * s.kv_heads + sizeof(int64_t)) * TILE : 0);
   if (out) *out = x;
   return at;
 }
@@ -413,12 +415,15 @@ static void run_part(const Span& s, const SpanPart& p, char* scratch) {
       const int first = p.row0 + r0 / group, last = p.row0 + (r0 + count - 1) / group;
       if (furthest_seen(s, first, last) <= c0 || least_hidden(s, first, last) >= c0 + n) continue;
       if (!packed) {
-        pack_keys<dtype>(s, p.kv_head, c0, n, padded, (E*)x.row, keys);
+        Span copy;
+        const TileColumns tile = columns_of(s, p.kv_head, 1, c0, n, x.wide, &copy);
+        pack_keys<dtype>(*tile.span, tile.head, tile.column, n, padded, (E*)x.row, keys);
         if (p.sum) {
+          const int unseen = (int)at_most(n, hidden - c0);
           if constexpr (sizeof(E) == 2)
-            pack_values_bf16(s, p.kv_head, c0, (int)at_most(n, hidden - c0), n, padded, values);
+            pack_values_bf16(*tile.span, tile.head, tile.column, unseen, n, padded, values);
           else
-            pack_values_float<dtype>(s, p.kv_head, c0, (int)at_most(n, hidden - c0), n, padded, values);
+            pack_values_float<dtype>(*tile.span, tile.head, tile.column, unseen, n, padded, values);
         }
         packed = true;
       }

@@ -281,6 +281,8 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
   const int64_t hidden = least_hidden(s, p.row0, p.row1 - 1);
   for (int64_t c0 = first_column(p, hidden); c0 < stop; c0 += TILE) {
     const int n = (int)at_most(TILE, stop - c0), padded = (int)round_up(n, Products::STEP);
+    Span copy;
+    const TileColumns tile = columns_of(s, p.kv_head, p.kv_heads, c0, n, x.wide, &copy);
     for (int j = 0; j < n; j += 16) {
       if (pairs) {
         for (int h = 0; h < p.kv_heads; ++h) {
@@ -294,13 +296,13 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
       }
       const int here = (int)at_most(16, n - j);
       for (int i = 0; i < here; ++i) {
-        if (const int64_t ahead = c0 + j + i + 32; s.pool.key && ahead < stop)
+        if (const int64_t ahead = c0 + j + i + 32; s.pool.key && !s.pool.fp8 && ahead < stop)
           fetch_ahead(s, ahead, p.kv_head, p.kv_heads);
         if (by_pairs)
-          rotate_keys(s, c0 + j + i, p.kv_head, p.kv_heads, keys + i * size, 16 * size);
+          rotate_keys(*tile.span, tile.column + j + i, tile.head, p.kv_heads, keys + i * size, 16 * size);
         else
           for (int h = 0; h < p.kv_heads; ++h)
-            fetch_key<DType::bf16>(s, c0 + j + i, p.kv_head + h, keys + (16 * h + i) * size);
+            fetch_key<DType::bf16>(*tile.span, tile.column + j + i, tile.head + h, keys + (16 * h + i) * size);
       }
       if (here < 16)
         for (int h = 0; h < p.kv_heads; ++h)
@@ -325,7 +327,7 @@ static void run_few(const Span& s, const SpanPart& p, char* scratch) {
                                sum + (ptrdiff_t)r * size);
           });
         else
-          products.weigh(s, p.kv_head + h, c0, n, w, d, sum);
+          products.weigh(*tile.span, tile.head + h, tile.column, n, w, d, sum);
       }
   }
 }

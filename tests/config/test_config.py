@@ -93,6 +93,7 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
         ({"expected_live_heads": 1.1}, "expected_live_heads=1.1: expected a number above 0 and at most 1"),
         ({"dead_transition": -1e-9}, "dead_transition=-1e-09: expected a number from 0 to below 1"),
         ({"dead_transition": "0"}, "dead_transition='0': expected a number from 0 to below 1"),
+        ({"state_dtype": "bfloat16"}, "state_dtype='bfloat16': expected one of float32, float16"),
         ({"dummy_token": -1}, "dummy_token=-1: expected an integer >= 0"),
         ({"gate": {"require": "maybe"}}, "gate.require='maybe': expected one of off, warn, go"),
         ({"gate": {"require": None}}, "gate.require=None: expected one of off, warn, go"),

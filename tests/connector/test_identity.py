@@ -150,9 +150,12 @@ def setter(part: str, field: str, value: object) -> Change:
     return change
 
 
-def option(config: VllmConfig) -> None:
-    assert config.kv_transfer_config is not None
-    config.kv_transfer_config.kv_connector_extra_config["dummy_token"] = 7
+def option(name: str, value: object) -> Change:
+    def change(config: VllmConfig) -> None:
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config.kv_connector_extra_config[name] = value
+
+    return change
 
 
 def longrope(config: VllmConfig) -> None:
@@ -183,7 +186,8 @@ CHANGES = [
     setting("kernel_config", "moe_backend", "marlin"),
     setting("vllm_config", "additional_config", {"platform": 1}),
     setting("vllm_config", "speculative_config", drafts("draft_model")),
-    pytest.param(option, id="dummy_token"),
+    pytest.param(option("dummy_token", 7), id="dummy_token"),
+    pytest.param(option("state_dtype", "float16"), id="state_dtype"),
 ]
 
 

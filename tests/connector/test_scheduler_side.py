@@ -105,6 +105,27 @@ def test_records_are_moved_from_where_they_were_computed(
     assert stream is not None and [point.shift for point in stream.points] == [0, shift]
 
 
+@pytest.mark.parametrize(
+    ("link", "behind_record", "behind_stream"),
+    [
+        ("seam-3-2", DOCUMENT[-2], ((2, DOCUMENT[3]),)),
+        ("epic-5", None, ((4, DOCUMENT[5]),)),
+        # The first of two records is all that stands behind nothing.
+        ("block", None, ()),
+    ],
+)
+def test_successors_that_are_in_records(
+    link: str, behind_record: int | None, behind_stream: tuple[tuple[int, int], ...]
+) -> None:
+    on = side()
+    lead, document = pumped(on, [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY], hypic_link=link)
+    assert (lead[1].successor, document[1].successor) == (None, behind_record)
+    for job, _ in (lead, document):
+        on.finished(job.request_id, completed=True)
+    stream = on.stream_plan("r")
+    assert stream is not None and stream.successors == behind_stream
+
+
 def test_configured_dummy_token() -> None:
     ((job, _),) = pumped(side(dummy_token=7), [IDS.sep, *DOCUMENT, IDS.sep, *QUERY], hypic_link="epic-0")
     assert job.token_ids == [7] * 4 + DOCUMENT

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,14 @@ def test_what_is_not_supported_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=r"^--attention-backend hypic: ") as refused:
         complete(config)
     assert says in str(refused.value)
+
+
+def test_narrow_states_are_refused(cuda: CUDA, config: VllmConfig) -> None:
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    options = transfer.kv_connector_extra_config | {"state_dtype": "float16"}
+    config.kv_transfer_config = replace(transfer, kv_connector_extra_config=options)
+    assert "state_dtype=float16: expected float32" in (support.refusal(config) or "")
 
 
 @pytest.mark.parametrize(

@@ -107,3 +107,23 @@ def test_agrees(engine: Engine, oracle: Oracle, noise: Distance, method: str) ->
         theirs.append(oracle.next_token_logprobs(head, segments, query, **options))
     found = distance(ours, theirs)
     assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
+
+
+@pytest.mark.slow
+def test_a_hundredth_more_of_16k_tokens(start_engine: EngineFactory, model: Path) -> None:
+    """At most a twentieth is computed again; an edit in the middle, from the last checkpoint before it."""
+    options = OPTIONS | {"checkpoint_tokens": 512, "checkpoints": 8, "pool_bytes": 1 << 29}
+    arguments = {"max_model_len": 20_000, "disable_log_stats": False, "max_logprobs": -1}
+    with start_engine(model, options=options, **arguments) as engine:
+        document, other, query = random_segments([16_000, 160, 12], vocab=480, seed=23)
+        changed = {
+            "appended": (document + other, 0.95),
+            "edited": (document[:9000] + other[:5] + document[9005:], (9000 - 16_000 / 8 - 512) / 16_000),
+        }
+        for changed_document, least in changed.values():
+            new = Ask(prompt(changed_document, query=query), 4, sampling={"logprobs": -1})
+            wanted = fresh(engine, new)
+            fresh(engine, Ask(prompt(document, query=query), 1))
+            before = resumed(engine)
+            assert same(engine.ask(new)[0], wanted)
+            assert (resumed(engine) - before) / len(changed_document) >= least

@@ -129,9 +129,11 @@ def test_a_folder_in_its_place(tmp_path: Path) -> None:
 def test_every_option_is_told_or_named_neutral() -> None:
     options = {f.name for f in dataclasses.fields(HypicConfig)}
     assert options >= NEUTRAL
-    unused = {"context", "context_file", "islands", "segment"}
+    unused = {"context", "context_file", "islands", "segment", "state_dtype"}
     assert set(telling(HypicConfig().for_model(model()))) == options - NEUTRAL - unused
-    used = HypicConfig(context="text", islands="query-10", segment=SegmentingConfig(mode="cdc"))
+    used = HypicConfig(
+        context="text", islands="query-10", segment=SegmentingConfig(mode="cdc"), state_dtype="float16"
+    )
     assert set(telling(used)) == options - NEUTRAL
 
 
@@ -142,6 +144,7 @@ def test_every_option_is_told_or_named_neutral() -> None:
         {"seam_tokens": 4},
         {"min_segment_tokens": 16},
         {"dead_transition": 0},
+        {"state_dtype": "float16"},
     ],
 )
 def test_options_that_change_numbers_change_the_key(options: dict[str, Any]) -> None:

@@ -88,10 +88,12 @@ def test_engines_get_vllms_defaults(model: Path) -> None:
 
 
 def test_given_options_reach_the_engine(model: Path) -> None:
-    settings = EngineSettings(model, 1, eager=True, max_num_batched_tokens=512, hypic={"seam_tokens": 4})
+    hypic = {"seam_tokens": 4}
+    settings = EngineSettings(model, 1, True, max_num_batched_tokens=512, kv_cache_dtype="fp8", hypic=hypic)
     arguments = settings.arguments(1000, hypic=True, enable_prefix_caching=False)
     assert arguments["enforce_eager"] is True
     assert arguments["max_num_batched_tokens"] == 512
+    assert arguments["kv_cache_dtype"] == "fp8"
     assert arguments["additional_config"] == {"hypic": {"seam_tokens": 4}}
     assert arguments["enable_prefix_caching"] is False
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from vllm_hypic.pool.draft_steps import of_one_token, over_the_same
+from vllm_hypic.pool.draft_steps import of_one_token, over_the_same, successors
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.step import (
     Batch,
@@ -67,3 +69,28 @@ def test_a_pass_of_one_token_each_captures_nothing() -> None:
     assert not of.captures and of.batch.starts == [0, 1, 2, 3]
     assert of.composed[0].row == BatchRow(2, 2, 3, 6, 7)
     assert positions(of) == {2: 9}
+
+
+def next_tokens(segment: CapturePlan, stream: StreamPlan, s0: int, s1: int, known: int) -> dict[int, int]:
+    """Rows and successors of a pass over a segment request's tokens, which are 10, 11 and 12, and over a
+    stream's ``[s0, s1)``, of which ``known`` are given: 20, 21 ..."""
+    capture = capture_row("s", BatchRow(0, 0, 3, 0, 3), segment)
+    composed = composed_row(BatchRow(1, 3, 3 + s1 - s0, s0, s1), StreamTensors.of(stream, CPU))
+    of = StepContext([composed], [capture], CPU, Batch.of(np.array([0, s0]), np.array([3, s1 - s0])))
+    tokens = np.arange(6) + np.array([[10], [20]])
+    found = successors(of, tokens, np.array([3, known]))
+    return {} if found is None else dict(zip(*(part.tolist() for part in found), strict=True))
+
+
+def test_a_token_is_followed_by_the_prompts_next_one() -> None:
+    segment, stream = replace(SEGMENT, successor=70), replace(STREAM, successors=((2, 80),))
+    # Of a record's last row, before a compose point, and at a chunk's end.
+    assert next_tokens(segment, stream, 0, 4, known=5) == {2: 70, 5: 80, 6: 24}
+    # A chunk that ends at a compose point; the row is another where the chunk begins later.
+    assert next_tokens(segment, stream, 0, 3, known=5) == {2: 70, 5: 80}
+    assert next_tokens(segment, stream, 1, 3, known=5) == {2: 70, 4: 80}
+
+
+def test_what_is_sampled_follows_the_last_token() -> None:
+    assert next_tokens(SEGMENT, STREAM, 3, 5, known=5) == {}
+    assert next_tokens(SEGMENT, STREAM, 5, 8, known=6) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,10 @@ import torch
 
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.pool.codec import RankPart
-from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.learned import LearnedRows
 from vllm_hypic.pool.states import LinearGeometry
-from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.tensors import DevicePool, quantised
 from vllm_hypic.primitives.learned import LearnedContext, read_learned, write_learned
 
 LAYERS, TOKENS, HEADS, SIZE = 12, 5, 4, 16
@@ -49,6 +50,20 @@ def test_each_rank_writes_its_heads(context: LearnedContext, rank: int) -> None:
         public = pool.kv[f"model.layers.{layer}.self_attn.attn"]
         assert torch.equal(public.key[slots], key[layer, :, own].bfloat16())
         assert torch.equal(public.value[slots], value[layer, :, own].bfloat16())
+
+
+def test_rows_become_fp8_where_records_are(context: LearnedContext) -> None:
+    of = geometry()
+    of = replace(of, attention=tuple(replace(a, dtype=FP8) for a in of.attention))
+    pool = DevicePool(of, torch.device("cpu"))
+    name = "model.layers.2.self_attn.attn"
+    pool.scale(name, 0.5, 2.0)
+    slots = np.array([3, 9, 1, 15, 4])
+    LearnedRows.of(context, of, RankPart()).write(pool, slots)
+    key, value = (part[2] for part in context.tensors())
+    found = pool.kv[name]
+    assert torch.equal(found.key[slots].float(), quantised(key, 0.5).float())
+    assert torch.equal(found.value[slots].float(), quantised(value, 2.0).float())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
-from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.narrow_states import NarrowRecords
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.pool.states import (
     ConvGeometry,
@@ -30,13 +31,16 @@ from vllm_hypic.store.record import record_nbytes, seal_record
 
 PAGE, PAGES, SLOTS, HEADS = 4, 12, 3, 3
 KEY = SegmentKey("ab" * 32)
-ATTENTION = tuple(AttentionGeometry(f"layers.{i}.attn", 2, 6, torch.bfloat16) for i in (1, 3))
+ATTENTION = tuple(
+    AttentionGeometry(f"layers.{i}.attn", 2, 6, dtype) for i, dtype in ((1, torch.bfloat16), (3, FP8))
+)
 LINEAR = tuple(LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat16) for i in (0, 2))
 CONV = ConvGeometry("layers.1.conv", 2, 9, torch.bfloat16)
 DECAY = DecayGeometry("layers.3.mamba", 4, 6, 5, 3, 8, torch.bfloat16)
 DIAGONAL = DiagonalGeometry("layers.4.mamba", 6, 5, 3, torch.bfloat16)
 MIXED = (LINEAR[0], CONV, LINEAR[1], DECAY, DIAGONAL)
 """No model has them all, but nothing rests on that."""
+NARROW = tuple(replace(layer, state_dtype=torch.float16) for layer in MIXED)
 
 
 def pool_of(attention: bool = True, linear: tuple[StateGeometry, ...] = LINEAR) -> DevicePool:
@@ -89,11 +93,12 @@ def written(codec: RecordCodec, at: RecordPlace) -> memoryview:
 def contents(pool: DevicePool, at: RecordPlace) -> list[torch.Tensor]:
     """Everything that a request reads of the record."""
     slots = torch.from_numpy(at.slot_mapping)
-    parts = [t[slots] for kv in pool.kv.values() for t in (kv.key, kv.value)]
+    parts = [t.view(torch.uint8)[slots] for kv in pool.kv.values() for t in (kv.key, kv.value)]
     for records in pool.linear.values():
         parts += [part[at.slot] for part in records.parts]
-        if not at.leading and isinstance(records, LinearRecords):
-            parts.append(records.transition(at.slot))
+        wide = records.kept if isinstance(records, NarrowRecords) else records
+        if not at.leading and isinstance(wide, LinearRecords):
+            parts.append(wide.transition(at.slot))
     return parts
 
 
@@ -111,7 +116,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     kinds=st.sampled_from(
         [
             *((True, LINEAR), (True, ()), (False, LINEAR), (True, (CONV,)), (False, (CONV,))),
-            *((True, (DECAY,)), (False, (DECAY,)), (True, MIXED)),
+            *((True, (DECAY,)), (False, (DECAY,)), (True, MIXED), (True, NARROW)),
         ]
     ),
     pages=st.permutations(range(PAGES)),
@@ -134,13 +139,15 @@ def test_round_trip_to_another_place(
     if not leading:
         pool.transition_blocks.offer(target.slot)
     others = torch.from_numpy(place(0, pages[6:], 6 * PAGE).slot_mapping)
-    untouched = [kv.value[others] for kv in pool.kv.values()]
+    untouched = [kv.value.view(torch.uint8)[others] for kv in pool.kv.values()]
     assert codec.reader(target, expected)(data) is Verdict.TAKEN
     if not leading:
-        live = (HEADS - len(dead)) * sum(isinstance(r, LinearRecords) for r in pool.linear.values())
+        live = (HEADS - len(dead)) * sum(g.blocks > 0 for g in pool.geometry.linear)
         assert pool.transition_blocks.settle(target.slot) == live
     assert same(contents(pool, target), before) and same(contents(pool, source), before)
-    assert same([kv.value[others] for kv in pool.kv.values()], untouched), "pages of others were written"
+    assert same([kv.value.view(torch.uint8)[others] for kv in pool.kv.values()], untouched), (
+        "pages of others were written"
+    )
 
 
 def test_a_convolution_stores_its_tail_alone() -> None:
@@ -160,6 +167,15 @@ def test_a_transition_of_one_number_has_no_blocks(leading: bool) -> None:
         ("layers.3.mamba.conv", "bfloat16", (3, 8)),
         ("layers.3.mamba.log_transition", "float32", (4,)),
     ]
+
+
+def test_fp8_and_a_narrow_state_are_stored_as_they_are() -> None:
+    pool = pool_of(True, (NARROW[0],))
+    sections = {s.name: (s.dtype, s.shape) for s in codec_of(pool).header(place(0, [0], 4, True)).sections}
+    assert sections["layers.1.attn.k"] == ("bfloat16", (4, 2, 6))
+    assert sections["layers.3.attn.k"] == sections["layers.3.attn.v"] == ("float8_e4m3fn", (4, 2, 6))
+    assert sections["layers.0.gdn.state"] == ("float16", (HEADS, 4, 5))
+    assert sections["layers.0.gdn.exponent"] == ("int8", (HEADS,))
 
 
 def test_a_diagonal_transition_is_what_elapsed() -> None:

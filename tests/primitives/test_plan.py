@@ -35,6 +35,7 @@ def plan_of(
     context: str = "none",
     islands: str = "none",
     text: tuple[int, ...] = TEXT,
+    computes_lead_end: bool = False,
 ) -> PromptPlan:
     return build_plan(
         parse_prompt(tokens, IDS),
@@ -44,6 +45,7 @@ def plan_of(
         min_segment_tokens=min_segment_tokens,
         context=text,
         choose_islands=asked_for,
+        computes_lead_end=computes_lead_end,
     )
 
 
@@ -340,6 +342,14 @@ def test_an_island_is_computed_between_the_parts_that_are_read() -> None:
     assert plan.positions == (5, 6, 15, 16, 23, 24, 25, 26, 27)
     assert (segment.columns, segment.reused, segment.compose_at) == (16, 14, 4)
     assert lead.parts[0].stop == 5, "the leading segment is exact: it has no islands"
+
+
+def test_a_leading_records_last_token_is_computed_where_its_successor_is_read() -> None:
+    prompt = [*run(0, 5), SEP, *run(10, 8), SEP, *run(30, 3)]
+    plan, ordinary = plan_of(prompt, computes_lead_end=True), plan_of(prompt)
+    assert plan.stream == (4, *ordinary.stream) and plan.positions == (4, *ordinary.positions)
+    assert [(s.key, s.columns) for s in plan.segments] == [(s.key, s.columns) for s in ordinary.segments]
+    assert plan.segments[0].public_offsets() == [0, 1, 2, 3] and plan.prompt() == ordinary.prompt()
 
 
 def test_islands_change_what_is_computed_and_no_record() -> None:

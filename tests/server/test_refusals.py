@@ -60,12 +60,10 @@ def test_refused_with_the_way_out(case):
     assert reason in str(refused.value)
 
 
-def test_drafts_of_a_model_with_linear_layers_are_refused():
+def test_drafts_of_a_model_with_a_gated_delta_net_are_served():
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with pytest.raises(
-        ConfigError, match="its linear layers would have to keep the states behind each draft"
-    ):
-        arguments(speculative_config=drafts).create_engine_config()
+    config = arguments(speculative_config=drafts).create_engine_config()
+    assert config.model_config.is_hybrid and config.speculative_config.num_speculative_tokens == 2
 
 
 def test_the_name_of_the_backend_switches_everything_on():
@@ -188,7 +186,18 @@ def test_drafts_that_are_not_served(case):
     assert reason in (refusal(drafting(**given)) or "")
 
 
+def test_models_that_draft_beside_linear_layers_are_not_served():
+    for method in ("draft_model", "eagle"):
+        hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
+        assert "expected one of ngram, suffix" in (refusal(hybrid, keeps_states=True) or "")
+    alone = drafting(how={"method": "ngram"}, model={"is_attention_free": True})
+    assert "states behind each draft" in (refusal(alone, keeps_states=True) or "")
+
+
 def test_drafts_that_are_served():
-    for method in ("ngram", "suffix", "draft_model", "eagle"):
+    for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3"):
         assert refusal(drafting(how={"method": method})) is None
+    for method in ("ngram", "suffix"):
+        hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
+        assert refusal(hybrid, keeps_states=True) is None
     assert refusal(drafting(how={"method": "ngram"}, model={"uses_mrope": True})) is None

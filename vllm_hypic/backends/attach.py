@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from ..pool.families import FAMILIES
+from ..pool.geometry import FP8
 from .attention.base import AttentionLink, LinkedAttention
 from .linear.base import LinearLayer
 from .ops import extension, span_attention
@@ -105,6 +106,8 @@ def _link(
 ) -> None:
     device = runner.device.type
     for name, impl in impls.items():
+        if runtime.pool.kv[name].key.dtype == FP8:
+            runtime.pool.scale(name, layers[name]._k_scale_float, layers[name]._v_scale_float)
         impl.connect(layers[name], AttentionLink(runtime, runtime.pool.kv[name], ropes[name]))
         if device == "cpu":  # elsewhere the layer itself refuses
             _warn_of_refusal("full attention", span_attention.refuses(impl.head_size, device))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import vllm.envs as envs
 
+from ..config.engine import config_of
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -85,6 +87,8 @@ def _caches(config: VllmConfig) -> Iterator[str]:
     cache = config.cache_config
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield f"kv_cache_dtype={cache.cache_dtype}: expected auto, bfloat16 or float16"
+    if (state := config_of(config).state_dtype) != "float32":
+        yield f"hypic config: state_dtype={state}: expected float32, the only one that was run on GPUs"
     if cache.use_replayssm:
         yield "replayed SSM states (use_replayssm) are not supported"
 

@@ -47,6 +47,7 @@ from ..pool.geometry import (
     expected_space,
     layer_geometry,
     pool_bytes,
+    quantised_dtype,
     unsized,
 )
 
@@ -122,7 +123,8 @@ def find(model: Path, config: HypicConfig, engine_args: Mapping[str, Any]) -> Fi
         return dataclasses.replace(about, refusal=str(e))
     except Exception as e:
         raise NotBuilt(f"vLLM does not build {model_config.architecture} without weights: {_line(e)}") from e
-    return _judged(about, layers, config, model_config.dtype)
+    dtype = quantised_dtype(vllm_config.cache_config.cache_dtype, model_config.dtype)
+    return _judged(about, layers, config, dtype)
 
 
 def _architecture(model: Path) -> str:
@@ -189,7 +191,7 @@ def _judged(
             reads = reason is None and cache_owner(layer)
             kinds["attention over the KV of another layer" if reads else type(layer).__name__, reason, 0] += 1
             continue
-        geometry = layer_geometry(name, spec, dtype, conv_dim_first=is_conv_state_dim_first())
+        geometry = layer_geometry(name, spec, dtype, config, conv_dim_first=is_conv_state_dim_first())
         alone = unsized([geometry], config)
         kinds[_what(layer, spec, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
         served.append(geometry)

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 LOOKED_UP = ("ngram", "suffix")
 """Methods of vLLM whose drafts are looked up in a request's own tokens, without a model."""
-BY_A_MODEL = ("draft_model", "eagle")
+BY_A_HEAD = ("eagle", "eagle3")
+"""Methods of vLLM whose drafts are those of layers that read the model's hidden states."""
+BY_A_MODEL = ("draft_model", *BY_A_HEAD)
 """Methods of vLLM whose drafts are those of a model that reads records, too."""
 
 
@@ -19,9 +21,16 @@ def looks_drafts_up(config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in LOOKED_UP
 
 
-def refusal(config: VllmConfig) -> str | None:
+def drafts_by_a_head(config: VllmConfig) -> bool:
+    """Whether what drafts reads with each token its successor."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method in BY_A_HEAD
+
+
+def refusal(config: VllmConfig, *, keeps_states: bool = False) -> str | None:
     """Why the speculative decoding that an engine's complete configuration asks for is not served, or
-    ``None``: it is, or none is asked for."""
+    ``None``: it is, or none is asked for.  ``keeps_states``: linear layers of this model keep the states
+    behind each draft."""
     speculative, model = config.speculative_config, config.model_config
     if speculative is None:
         return None
@@ -32,10 +41,17 @@ def refusal(config: VllmConfig) -> str | None:
         )
     if speculative.method in BY_A_MODEL and (reason := _refusal_of_model(config)) is not None:
         return f"speculative decoding by {speculative.method!r}: {reason}"
-    if model.is_hybrid or model.is_attention_free:
+    if (model.is_hybrid and not keeps_states) or model.is_attention_free:
         return (
             f"speculative decoding of {model.architecture} is not supported, as its linear layers would have "
-            "to keep the states behind each draft; drop --speculative-config"
+            "to keep the states behind each draft, as gated delta nets, Mamba2 and short convolutions do "
+            "beside attention; drop --speculative-config"
+        )
+    if model.is_hybrid and speculative.method in BY_A_MODEL:
+        return (
+            f"speculative decoding by {speculative.method!r} of {model.architecture} is not supported: "
+            "beside linear layers vLLM spreads a draft model's layers over groups of its cache, but wants "
+            f"them in one, and heads were never run: expected one of {', '.join(LOOKED_UP)}"
         )
     if model.use_mla:
         return (

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from ..config.drafting import drafts_by_a_head
 from ..config.engine import HypicConfig, config_of
 from ..config.segment_parallel import Address, SegmentParallelConfig
 from ..errors import ConfigError
 from ..fingerprint import weights_digest
 from ..pool.codec import RankPart, RecordCodec
 from ..pool.copy.base import RecordMover
-from ..pool.geometry import PoolGeometry, pool_geometry
+from ..pool.geometry import PoolGeometry, pool_geometry, quantised_dtype
 from ..pool.learned import LearnedRows
 from ..pool.tensors import DevicePool
 from ..primitives.context import context_tokens
@@ -51,7 +52,7 @@ def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Pool
     return pool_geometry(
         kv_cache_config,
         config_of(vllm_config),
-        vllm_config.model_config.dtype,
+        quantised_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype),
         conv_dim_first=is_conv_state_dim_first(),
     )
 
@@ -98,6 +99,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         vllm_config.parallel_config.world_size,
         planning_texts_of(vllm_config, config),
         _island_runs(vllm_config, kv_cache_config) if geometry.linear else None,
+        drafts_by_a_head(vllm_config),
     )
     warn_of_little_room(side)
     return side

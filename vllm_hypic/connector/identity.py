@@ -56,12 +56,12 @@ def _max_model_len(value: int, vllm_config: VllmConfig) -> object:
 
 
 def _cache_dtype(value: str, _: VllmConfig) -> object:
-    """Others are told by the geometry; beside a quantised cache records keep the model's dtype."""
+    """What records make of it is told by the geometry; what segments see of themselves is here."""
     return value if is_quantized_kv_cache(value) else None
 
 
 def _ssm_dtype(value: str, vllm_config: VllmConfig) -> object:
-    """States pass through vLLM's cache between chunks; records keep them in float32.
+    """States pass through vLLM's cache between chunks; what records keep of them is an option of ours.
 
     ``auto`` is float32 on CPUs with AVX512-BF16, where vLLM says so, and the convolution's type elsewhere.
     """
@@ -173,7 +173,7 @@ NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
 }
 """Fields that are told where they are not ordinary, by the part of ``VllmConfig`` that has them."""
 
-NON_DEFAULT_OPTIONS = {"dummy_token": None}
+NON_DEFAULT_OPTIONS = {"dummy_token": None, "state_dtype": "float32"}
 """The plugin's own options that are told, and their ordinary values; ``dead_transition`` always is.  Others
 say where records are, or stand in a record's key."""
 

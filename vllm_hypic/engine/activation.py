@@ -14,7 +14,7 @@ from ..config.drafting import refusal as refusal_of_drafts
 from ..config.engine import CONNECTOR, MULTI, SECTION, TOKENIZER_MODE, HypicConfig, config_of, own_options
 from ..errors import ConfigError, redacted
 from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
-from ..pool.families import NOT_SERVED
+from ..pool.families import NOT_SERVED, family_in
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
@@ -110,7 +110,9 @@ def _look_at_drafting(config: VllmConfig) -> None:
     vLLM chooses apart."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if (reason := refusal_of_drafts(config)) is not None:
+    family = family_in(config.model_config.architecture)
+    keeps_states = family is not None and family.drafts
+    if (reason := refusal_of_drafts(config, keeps_states=keeps_states)) is not None:
         raise ConfigError(f"--attention-backend hypic: {reason}")
     speculative = config.speculative_config
     if speculative is not None and speculative.attention_backend is None:

@@ -20,12 +20,13 @@ from ..patches import (
     cpu_rope_heads,
 )
 from ..patches.cpu_seeded_chunks import SeededChunks
+from .kept_states import KeptStates
 from .worker import HypicModelRunner, HypicWorker
 
 logger = init_logger("vllm.hypic.worker")
 
 
-class HypicCPUModelRunner(HypicModelRunner, SeededChunks):
+class HypicCPUModelRunner(HypicModelRunner, KeptStates, SeededChunks):
     """vLLM's CPU model runner with logical positions."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:

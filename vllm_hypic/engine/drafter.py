@@ -13,10 +13,12 @@ import torch
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from ..pool.draft_steps import of_one_token, over_the_same
+from ..pool.draft_steps import of_one_token, over_the_same, successors
 from ..pool.step import StepContext, rewritten_positions
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from ..pool.runtime import HypicRuntime
 
 
@@ -73,11 +75,28 @@ class ComposingDraftModel(ComposingDrafter, DraftModelProposer):
 
 
 class ComposingHead(ComposingDrafter, EagleProposer):
-    """A head on the model's hidden states (EAGLE), which reads each token's successor.
+    """A head on the model's hidden states (EAGLE), which reads with each token its successor.
 
-    At the end of a segment, and where a record is composed, that is not the prompt's: such rows, one of each
-    record and one before it, guess worse.
+    vLLM finds that in the pass.  The prompt has another before a compose point, at the end of a record and
+    where a chunk ends.  A record that has no seam behind it is followed by another token in each prompt: its
+    last row has what was generated there, and guesses worse.
     """
+
+    input_ids: torch.Tensor
+
+    def __init__(self, config: VllmConfig, device: torch.device, runner: Any) -> None:
+        super().__init__(config, device, runner)
+        self._runner = runner
+
+    def set_inputs_first_pass(self, **kwargs: Any) -> Any:
+        found = super().set_inputs_first_pass(**kwargs)
+        if self._step is not None:
+            batch = self._runner.input_batch
+            others = successors(self._step, batch.token_ids_cpu, batch.num_tokens_no_spec)
+            if others is not None:
+                rows, tokens = others
+                self.input_ids.index_copy_(0, rows, tokens.to(self.input_ids.dtype))
+        return found
 
 
 COMPOSING = {DraftModelProposer: ComposingDraftModel, EagleProposer: ComposingHead}

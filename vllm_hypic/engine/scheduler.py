@@ -344,12 +344,15 @@ class _HypicMixin(Scheduler):
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any) -> int:
         """Stock ends prefill chunks where states are kept for its prefix cache, at the price of a step for
         the rest of the prompt.  Nobody resumes from a segment request's states: it is not split, and its one
-        token has no drafts.  No chunk ends inside an island, whose state is not the request's: one that finds
-        no room waits for the next step.  Drafts end where the model's positions do, which a stream is short
-        of."""
+        token has no drafts.  Nor is a prompt's one token padded with drafts where there are states: it may be
+        the first.  No chunk ends inside an island, whose state is not the request's: one that finds no room
+        waits for the next step.  Drafts end where the model's positions do, which a stream is short of."""
         begin = request.num_computed_tokens + sum(args)
         if self._is_segment(request):
             return min(num_new_tokens, request.num_tokens - begin)
+        if self.has_mamba_layers:
+            known = request.num_tokens_with_spec + request.num_output_placeholders
+            num_new_tokens = min(num_new_tokens, known - begin)
         if self._splits_for_states:
             num_new_tokens = super()._mamba_block_aligned_split(request, num_new_tokens, *args)
         end = begin + num_new_tokens

@@ -33,6 +33,8 @@ class EngineSettings:
     """``None``: vLLM's default."""
     kv_gib: float = 2.0
     """vLLM's own KV cache of each engine; the public pool of a hypic engine comes beside it."""
+    kv_cache_dtype: str | None = None
+    """vLLM's option of this name; ``None``: vLLM's default."""
     hypic: dict[str, Any] = field(default_factory=dict)
     """The plugin's options."""
     timeout_s: float = 3600.0
@@ -58,6 +60,8 @@ class EngineSettings:
             arguments["enforce_eager"] = True
         if self.max_num_batched_tokens is not None:
             arguments["max_num_batched_tokens"] = self.max_num_batched_tokens
+        if self.kv_cache_dtype is not None:
+            arguments["kv_cache_dtype"] = self.kv_cache_dtype
         if hypic:
             arguments["attention_backend"] = "hypic"
             if self.hypic:
@@ -246,7 +250,12 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
         def with_settings(
-            *, served: Served, max_num_batched_tokens: int | None, kv_gib: float, **options: Any
+            *,
+            served: Served,
+            max_num_batched_tokens: int | None,
+            kv_gib: float,
+            kv_cache_dtype: str | None,
+            **options: Any,
         ) -> Any:
             engine = EngineSettings(
                 model=served.folder(),
@@ -254,6 +263,7 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
                 eager=served.eager,
                 max_num_batched_tokens=max_num_batched_tokens,
                 kv_gib=kv_gib,
+                kv_cache_dtype=kv_cache_dtype,
                 hypic=served.hypic,
                 timeout_s=served.timeout_s,
             )
@@ -272,6 +282,10 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
                 default=kv_gib,
                 show_default=True,
                 help="vLLM's KV cache of each engine; the public pool comes beside it.",
+            ),
+            click.option(
+                "--kv-cache-dtype",
+                help="vLLM's option of this name; default: the model's (records follow it).",
             ),
         )
         return served_options(timeout_s=3600.0)(engine_only)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
+
 from .step import Batch, BatchRow, ComposedRow, StepContext, capture_row, composed_row
+from .upload import upload
 
 
 def over_the_same(step: StepContext, extra: int) -> StepContext:
@@ -35,4 +39,24 @@ def of_one_token(step: StepContext, at: Sequence[int]) -> StepContext:
 
     return StepContext(
         [row(c) for c in step.composed], [], step.device, Batch(list(range(len(at) + 1)), list(at))
+    )
+
+
+def successors(step: StepContext, tokens: np.ndarray, known: np.ndarray) -> list[torch.Tensor] | None:
+    """``rows [n]`` of the batch behind whose token another stands in the prompt than behind them in the pass,
+    and those tokens ``[n]``; int64 on the device.  ``None`` when there are none.
+
+    ``tokens [requests, any]`` are the requests' own, of which ``known [requests]`` are given.
+    """
+    rows = [*(c.row for c in step.composed), *(c.row for c in step.captures)]
+    # What a chunk ends before; vLLM takes the last token of the prompt.
+    found = {r.q1 - 1: int(tokens[r.index, r.s1]) for r in rows if r.s1 < known[r.index]}
+    for c in step.composed:
+        r = c.row
+        found |= {r.q0 + at - r.s0: token for at, token in c.stream.plan.successors if r.s0 <= at < r.s1}
+    for capture in step.captures:
+        if capture.last and capture.plan.successor is not None:
+            found[capture.row.q0 + capture.end - 1 - capture.row.s0] = capture.plan.successor
+    return (
+        upload([np.array(part) for part in zip(*found.items(), strict=True)], step.device) if found else None
     )

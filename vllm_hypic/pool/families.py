@@ -31,7 +31,7 @@ class LinearFamily:
     nothing of a prompt but KV and the states of these layers, models that see among them, for prompts of
     text.  Others may use the very class and keep more beside it that nobody composes, so they are refused
     (:data:`NOT_SERVED`: by name, with what that is).  No class is in two rows: a
-    model's layers are of one family.
+    model's layers are of one family.  ``drafts``: requests may decode with drafts, on CPU.
     """
 
     name: str
@@ -40,6 +40,7 @@ class LinearFamily:
     stock: tuple[str, ...]
     module: str
     architectures: frozenset[str]
+    drafts: bool = False
 
 
 GATED_DELTA_NET = LinearFamily(
@@ -63,6 +64,7 @@ GATED_DELTA_NET = LinearFamily(
             "DeltaNetForCausalLM",
         }
     ),
+    drafts=True,
 )
 SHORT_CONVOLUTION = LinearFamily(
     name="short convolution",
@@ -71,6 +73,7 @@ SHORT_CONVOLUTION = LinearFamily(
     stock=("ShortConv",),
     module="vllm_hypic.backends.linear.short_conv",
     architectures=frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}),
+    drafts=True,
 )
 MAMBA2 = LinearFamily(
     name="Mamba2",
@@ -87,6 +90,7 @@ MAMBA2 = LinearFamily(
             *("FalconH1ForCausalLM", "Zamba2ForCausalLM", "Mamba2ForCausalLM"),
         }
     ),
+    drafts=True,
 )
 MAMBA1 = LinearFamily(
     name="Mamba1",

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 
 
+FP8 = torch.float8_e4m3fn
+"""Type of K and V of records beside a cache of the same."""
+
+
+def quantised_dtype(cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Type of K and V of records where vLLM's cache is quantised as ``--kv-cache-dtype`` says: as there, or
+    the model's ``dtype``."""
+    return FP8 if cache_dtype in ("fp8", "fp8_e4m3") else dtype
+
+
 @dataclass(frozen=True)
 class AttentionGeometry:
     """Public K and V of one attention layer: ``[pages * page_tokens, kv_heads, head_size]`` each."""
@@ -139,13 +149,13 @@ def pool_geometry(
     """Divide a rank's byte budget into pages, slots and transition blocks so that they run out together at
     ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
 
-    ``dtype``: the model's.  The same from every stage's ``kv_cache_config``.  Raises :class:`ConfigError`
-    when not even one such segment fits.
+    ``dtype``: see :func:`layer_geometry`.  The same from every stage's ``kv_cache_config``.  Raises
+    :class:`ConfigError` when not even one such segment fits.
     """
     stages: Sequence[KVCacheConfig] = getattr(kv_cache_config, ALL_STAGES, (kv_cache_config,))
     specs = [_layer_specs(stage) for stage in stages]
     layers = [
-        layer_geometry(name, spec, dtype, conv_dim_first=conv_dim_first)
+        layer_geometry(name, spec, dtype, config, conv_dim_first=conv_dim_first)
         for name, spec in sorted((one for stage in specs for one in stage), key=lambda one: one[0])
     ]
     sized = unsized(layers, config)
@@ -216,10 +226,10 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]
 
 
 def layer_geometry(
-    layer: str, spec: KVCacheSpec, dtype: torch.dtype, *, conv_dim_first: bool
+    layer: str, spec: KVCacheSpec, dtype: torch.dtype, config: HypicConfig, *, conv_dim_first: bool
 ) -> LayerGeometry:
-    """What records hold of a layer with this cache, in the model's ``dtype`` where the cache is quantised.
-    Raises :class:`ConfigError` where it has no place in the pool."""
+    """What records hold of a layer with this cache, in ``dtype`` where the cache is quantised
+    (:func:`quantised_dtype`).  Raises :class:`ConfigError` where it has no place in the pool."""
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
     if reason := cache_refusal(spec):
@@ -227,7 +237,8 @@ def layer_geometry(
     if isinstance(spec, MambaSpec):
         family = family_of(spec.mamba_type.name)
         assert family is not None
-        return family.geometry.of(layer, spec.shapes, spec.dtypes, conv_dim_first)
+        made = family.geometry.of(layer, spec.shapes, spec.dtypes, conv_dim_first)
+        return replace(made, state_dtype=getattr(torch, config.state_dtype))
     assert isinstance(spec, AttentionSpec)
     kind = LatentGeometry if isinstance(spec, MLAAttentionSpec) else AttentionGeometry
     quantised = spec.dtype.itemsize == 1

@@ -64,5 +64,5 @@ class LearnedRows:
         for index, name in enumerate(self.layers):
             public = pool.kv[name]
             where = torch.from_numpy(slots).to(public.key.device)
-            for to, rows in ((public.key, self.key[index]), (public.value, self.value[index])):
-                to.index_copy_(0, where, rows.to(to.device, to.dtype))
+            key, value = (rows[index].to(public.key.device) for rows in (self.key, self.value))
+            public.write(where, key, value)

@@ -90,6 +90,8 @@ class StreamPlan:
     indices, ascending, behind which linear layers go on from the state before them: a record that is applied
     later has these tokens, too.  No pass ends inside one.  ``prompt``: tokens of the whole prompt, int64,
     where sampling asks for them or drafts are looked up in them: not all of them are in the stream.
+    ``successors``: stream indices, ascending, behind which a record's token comes in the prompt, and that
+    token.
     """
 
     positions: np.ndarray
@@ -100,6 +102,7 @@ class StreamPlan:
     use_transition: bool
     islands: tuple[tuple[int, int], ...] = ()
     prompt: np.ndarray | None = None
+    successors: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def alone(positions: np.ndarray) -> StreamPlan:
@@ -189,6 +192,8 @@ class CapturePlan:
     it the record becomes that of both."""
     learned: bool = False
     """K and V are those of the engine's learned context."""
+    successor: int | None = None
+    """The token behind the record's last one in every prompt; ``None``: that differs by prompt."""
 
     def local_positions(self, start: int, stop: int) -> np.ndarray:
         """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""

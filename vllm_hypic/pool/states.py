@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,9 @@ import torch
 TRANSITION_DTYPE = torch.float16
 """T has spectral norm <= 1, so fp16 cannot overflow and keeps 1e-4; bf16 would lose a digit."""
 STATE_DTYPE = torch.float32
+NARROW_STATE_DTYPE = torch.float16
+"""S where ``state_dtype`` says so, with an exponent for every head (``narrow_states.py``)."""
+EXPONENT_DTYPE = torch.int8
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class StateGeometry(ABC):
     """What stood before a segment lives on behind it; if not, a segment overwrites it."""
 
     layer: str
+    state_dtype: torch.dtype = field(default=STATE_DTYPE, kw_only=True, repr=False)
+    """Of S.  Left out of the geometry's text, by which records are named: the option tells it there."""
 
     @classmethod
     @abstractmethod
@@ -78,6 +83,16 @@ class StateGeometry(ABC):
         return 1
 
     @property
+    def narrow(self) -> bool:
+        """S is kept as ``narrow_states.py`` says."""
+        return self.state_dtype != STATE_DTYPE
+
+    def _with_state(self, shape: tuple[int, ...], *others: SlotPart) -> tuple[SlotPart, ...]:
+        """S ``[heads or channels, ...]`` and the other parts; behind them the exponents of a narrow S."""
+        exponents = (SlotPart("exponent", shape[:1], EXPONENT_DTYPE),) if self.narrow else ()
+        return (SlotPart("state", shape, self.state_dtype), *others, *exponents)
+
+    @property
     def slot_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
@@ -86,7 +101,7 @@ class StateGeometry(ABC):
 class LinearGeometry(StateGeometry):
     """Records of one dense-transition linear layer.
 
-    ``S [slots, heads, key_dim, value_dim]`` fp32 and the conv tail ``[slots, conv_rows, conv_dim]`` in the
+    ``S [slots, heads, key_dim, value_dim]`` and the conv tail ``[slots, conv_rows, conv_dim]`` in the
     engine's dtype; ``T``, a block ``[key_dim, key_dim]`` fp16 for every head whose transition is not zero.
     """
 
@@ -110,8 +125,8 @@ class LinearGeometry(StateGeometry):
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        return (
-            SlotPart("state", (self.heads, self.key_dim, self.value_dim), STATE_DTYPE),
+        return self._with_state(
+            (self.heads, self.key_dim, self.value_dim),
             SlotPart("conv", (self.conv_rows, self.conv_dim), self.conv_dtype),
         )
 
@@ -191,8 +206,8 @@ class DecayGeometry(StateGeometry):
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        return (
-            SlotPart("state", (self.heads, self.head_dim, self.state_dim), STATE_DTYPE),
+        return self._with_state(
+            (self.heads, self.head_dim, self.state_dim),
             SlotPart("conv", (self.conv_rows, self.conv_dim), self.conv_dtype),
             SlotPart("log_transition", (self.heads,), STATE_DTYPE),
         )
@@ -229,8 +244,8 @@ class DiagonalGeometry(StateGeometry):
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        return (
-            SlotPart("state", (self.channels, self.state_dim), STATE_DTYPE),
+        return self._with_state(
+            (self.channels, self.state_dim),
             SlotPart("conv", (self.conv_rows, self.channels), self.conv_dtype),
             SlotPart("elapsed", (self.channels,), STATE_DTYPE),
         )
@@ -263,10 +278,15 @@ class RetentionGeometry(StateGeometry):
 
     @property
     def parts(self) -> tuple[SlotPart, ...]:
-        return (
-            SlotPart("state", (self.heads, self.key_dim, self.value_dim), STATE_DTYPE),
-            SlotPart("log_transition", (self.heads,), STATE_DTYPE),
+        return self._with_state(
+            (self.heads, self.key_dim, self.value_dim),
+            SlotPart("log_transition", self.decaying, STATE_DTYPE),
         )
+
+    @property
+    def decaying(self) -> tuple[int, ...]:
+        """Shape of log T."""
+        return (self.heads,)
 
     @property
     def shape(self) -> str:
@@ -279,9 +299,8 @@ class GatedRetentionGeometry(RetentionGeometry):
     and no keys are rotated."""
 
     @property
-    def parts(self) -> tuple[SlotPart, ...]:
-        state, _ = super().parts
-        return state, SlotPart("log_transition", (self.heads, self.key_dim), STATE_DTYPE)
+    def decaying(self) -> tuple[int, ...]:
+        return self.heads, self.key_dim
 
 
 def _conv(shape: Sequence[int], dim_first: bool) -> tuple[int, int]:

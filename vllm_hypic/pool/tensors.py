@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
-from .geometry import PoolGeometry
+from .geometry import FP8, PoolGeometry
 from .large_pages import zeros
+from .narrow_states import NarrowRecords
 from .states import (
     TRANSITION_DTYPE,
     ConvGeometry,
@@ -22,14 +25,30 @@ from .states import (
 from .transition_blocks import TransitionBlocks
 
 
+def quantised(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """``rows`` over ``scale`` in FP8, rounded to the nearest; what is too large becomes the largest."""
+    largest = torch.finfo(FP8).max
+    return (rows.float() / scale).clamp_(-largest, largest).to(FP8)
+
+
 @dataclass(frozen=True)
 class PublicKV:
     """Unrotated K and V of one full-attention layer, each ``[pages * page_tokens, kv_heads, head_size]``.
 
-    ``value`` of an MLA layer is ``key``: see :class:`~.geometry.LatentGeometry`."""
+    ``value`` of an MLA layer is ``key``: see :class:`~.geometry.LatentGeometry`.  Where they are FP8, they
+    stand for their numbers times ``key_scale`` and ``value_scale``."""
 
     key: torch.Tensor
     value: torch.Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """K and V ``[tokens, kv_heads, head_size]`` into ``slots [tokens]`` int64."""
+        for to, rows, scale in ((self.key, key, self.key_scale), (self.value, value, self.value_scale)):
+            if to.dtype == FP8:
+                to, rows = to.view(torch.uint8), quantised(rows, scale).view(torch.uint8)
+            to.index_copy_(0, slots, rows.to(to.dtype))
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -138,6 +157,7 @@ class DevicePool:
 
     def __init__(self, geometry: PoolGeometry, device: torch.device) -> None:
         self.geometry, self.device = geometry, device
+        self._working: dict[str, StateRecords] = {}
         rows, slots = geometry.pages * geometry.page_tokens, geometry.slots
         self.kv: dict[str, PublicKV] = {}
         for a in geometry.attention:
@@ -152,20 +172,38 @@ class DevicePool:
             TRANSITION_DTYPE,
             device,
         )
-        self.linear: dict[str, StateRecords] = {
+        self.linear: dict[str, StateRecords | NarrowRecords] = {
             g.layer: self._allocated(g, block_of)
             for g, block_of in zip(geometry.linear, blocks.block_of, strict=True)
         }
 
     def records(self, layer: str, kind: type[RecordsT]) -> RecordsT:
-        """The records of ``layer``, which are of class ``kind``."""
-        found = self.linear[layer]
+        """The records of ``layer`` as operators take them, which are of class ``kind``; those of
+        :meth:`working` where S is narrow."""
+        found = self._working.get(layer, self.linear[layer])
         assert isinstance(found, kind)
         return found
 
-    def _allocated(self, g: StateGeometry, block_of: torch.Tensor) -> StateRecords:
+    def scale(self, layer: str, key_scale: float, value_scale: float) -> None:
+        """K and V of ``layer`` stand for their numbers times these, where they are FP8."""
+        self.kv[layer] = replace(self.kv[layer], key_scale=key_scale, value_scale=value_scale)
+
+    @contextmanager
+    def working(self, layer: str, records: StateRecords) -> Iterator[None]:
+        """For as long as this lasts ``records`` are the layer's, by their numbers."""
+        self._working[layer] = records
+        try:
+            yield
+        finally:
+            del self._working[layer]
+
+    def _allocated(self, g: StateGeometry, block_of: torch.Tensor) -> StateRecords | NarrowRecords:
         parts = [zeros((self.geometry.slots, *part.shape), part.dtype, self.device) for part in g.parts]
+        exponents = [parts.pop() for part in g.parts if part.name == "exponent"]
+        kept: StateRecords
         if isinstance(g, LinearGeometry):
             state, conv_tail = parts
-            return LinearRecords(state, conv_tail, self.transition_blocks.storage, block_of)
-        return _OF_SLOTS[type(g)](*parts)
+            kept = LinearRecords(state, conv_tail, self.transition_blocks.storage, block_of)
+        else:
+            kept = _OF_SLOTS[type(g)](*parts)
+        return NarrowRecords(kept, exponents[0]) if exponents else kept

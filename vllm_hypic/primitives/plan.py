@@ -197,15 +197,18 @@ def build_plan(
     learned: str = "",
     choose_islands: IslandChooser | None = None,
     checkpoint_tokens: int = 0,
+    computes_lead_end: bool = False,
 ) -> PromptPlan:
     """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
     place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
 
     ``context``: tokens of the fixed context, for methods that have one, and ``learned`` the digest of its
     file where it is learned; ``choose_islands``: needed by methods with islands; ``checkpoint_tokens``:
-    between two checkpoints of a record, 0: it has none.  A segment is computed in
-    the stream (exact) when its interior would be shorter than ``min_segment_tokens`` or when the request's
-    segments so far fill the pool: whether a segment is cached never depends on what other requests do.
+    between two checkpoints of a record, 0: it has none; ``computes_lead_end``: the last token of a leading
+    record is computed in the stream, too, and read there.
+    A segment is computed in the stream (exact) when its interior would be shorter than
+    ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is cached
+    never depends on what other requests do.
     Raises :class:`PromptError` when nothing is left to do.
     """
     last = len(prompt.pieces) - 1
@@ -236,7 +239,7 @@ def build_plan(
         if not any(s.context for s in cached.values()) or (contexts and contexts[0].key in _keys(cached)):
             contexts = ()
     islands = _islands(prompt, cached, method, choose_islands)
-    return assemble(prompt, cached, islands, contexts, method)
+    return assemble(prompt, cached, islands, contexts, method, computes_lead_end)
 
 
 def _keys(cached: Mapping[int, CachedSegment]) -> set[SegmentKey]:
@@ -270,6 +273,7 @@ def assemble(
     islands: Mapping[int, Ranges],
     contexts: tuple[CachedSegment, ...],
     method: LinkMethod,
+    computes_lead_end: bool = False,
 ) -> PromptPlan:
     """The stream of what is not read from ``cached`` records (by piece)."""
     segments: list[CachedSegment] = []
@@ -291,9 +295,12 @@ def assemble(
             parts.append(Part(len(stream), first, begin))
             compute(piece, begin, end)
             first = end
-        parts.append(Part(len(stream), first, segment.stop))
+        stop = segment.stop
+        if computes_lead_end and segment.role is Role.LEADING and all(m.stop < stop for m in segment.media):
+            stop -= 1
+        parts.append(Part(len(stream), first, stop))
         segments.append(replace(segment, parts=tuple(parts)))
-        compute(piece, segment.stop, len(piece.tokens))
+        compute(piece, stop, len(piece.tokens))
     if not stream and not segments:
         raise PromptError("the prompt has no tokens besides separators, PDep and padding")
     return PromptPlan(

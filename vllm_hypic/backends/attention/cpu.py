@@ -59,7 +59,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
     serves_quantised_cache = True
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
-        dtype = link.public.key.dtype
+        dtype = layer.dtype
         key, value = (
             cache_index(
                 layer.kv_cache, layer.isa, of_value=v, kv_cache_dtype=self.kv_cache_dtype, dtype=dtype
@@ -89,8 +89,7 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
     ) -> None:
         rows = captured.rows
         raw = unrotate(key.index_select(0, rows), link.table(), captured.positions, link.neox)
-        link.public.key.index_copy_(0, captured.slots, raw)
-        link.public.value.index_copy_(0, captured.slots, value.index_select(0, rows))
+        link.public.write(captured.slots, raw, value.index_select(0, rows))
 
     def add_public(
         self,
@@ -157,6 +156,8 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             link.neox,
             public.visible_kv_lens,
             hidden_columns,
+            link.public.key_scale,
+            link.public.value_scale,
         )
         sinks = None if self.sinks is None else self.sinks.float()
         link.ops.join_(

@@ -1,4 +1,4 @@
-"""vLLM's KV cache in FP8 on CPU, read back.  Records are kept in the model's dtype beside it."""
+"""vLLM's KV cache in FP8 on CPU, read back."""
 
 from __future__ import annotations
 

@@ -23,12 +23,15 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 
 from ...pool import appended
 from ...pool.families import FAMILIES, LinearFamily
-from ...pool.shared import Once
-from .layout import Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
+from ...pool.shared import Once, OncePer
+from .drafted import Drafted, parts
+from .layout import NO_STEP, Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
+from .narrow import appending, capturing, reading
 
 if TYPE_CHECKING:
     from ...pool.runtime import HypicRuntime
     from ...pool.step import StepContext
+    from ...pool.tensors import StateRecords
 
 CarryT = TypeVar("CarryT")
 
@@ -70,6 +73,8 @@ class LinearLayer(Generic[InputsT, CarryT]):
 
     prefix: str
     cache_config: Any
+    kv_cache: tuple[torch.Tensor, ...]
+    """vLLM's caches of states, by slot."""
     family: ClassVar[LinearFamily]
     hypic_runtime: HypicRuntime | None = None
     """Set at start-up; ``None``: stock."""
@@ -88,22 +93,59 @@ class LinearLayer(Generic[InputsT, CarryT]):
         if not self.hypic_reached:  # asked first: setting an attribute of a module is slow
             self.hypic_reached = True
         runtime = self.hypic_runtime
-        if runtime is None or runtime.step is None:
+        if runtime is None:
             return self.run_stock(x, out)
         step = runtime.step
-        work = linear_step(step, self.cache_config.block_size)
-        if work.empty:
+        work = NO_STEP if step is None else linear_step(step, self.cache_config.block_size)
+        if (drafted := self._drafted_here()) is not None:
+            return self._run_drafted(runtime, drafted, work, x, out)
+        if step is None or work.empty:
             return self.run_stock(x, out)
         self.run_special(runtime, step, work, x, out)
         # After ours: it goes on from the states that they left.
         stock = step.shared.of(_SharedParts).stock(lambda: self._stock_context(runtime, step, work))
         if stock is not None:
             rows, context = stock
-            part = out[rows.tokens]
-            with override_forward_context(context):
-                self.run_stock(x.part(rows.tokens), part)
-            if not isinstance(rows.tokens, slice):
-                out.index_copy_(0, rows.tokens, part)
+            self._run_part(rows.tokens, context, x, out)
+
+    def _run_part(
+        self, tokens: slice | torch.Tensor, context: ForwardContext, x: InputsT, out: torch.Tensor
+    ) -> None:
+        """Stock code over these token rows, which the context describes."""
+        part = out[tokens]
+        with override_forward_context(context):
+            self.run_stock(x.part(tokens), part)
+        if not isinstance(tokens, slice):
+            out.index_copy_(0, tokens, part)
+
+    def _drafted_here(self) -> Drafted | None:
+        context = get_forward_context()
+        if not isinstance(by_layer := context.attn_metadata, dict):
+            return None
+        if (metadata := by_layer.get(self.prefix)) is None:
+            return None
+        once = _once(context)
+        found: Drafted | None = once(metadata, Drafted, lambda: self.drafted(metadata))
+        return found
+
+    def _run_drafted(
+        self, runtime: HypicRuntime, drafted: Drafted, work: LinearStep, x: InputsT, out: torch.Tensor
+    ) -> None:
+        """A batch in which requests decode with drafts: see :mod:`.drafted`."""
+        context = get_forward_context()
+        metadata, once = context.attn_metadata[self.prefix], _once(context)
+
+        def of(rows: StockRows, slots: torch.Tensor) -> Any:
+            return self.sub_batch_at(metadata, rows, slots)
+
+        runtime.calls["drafted"] += 1
+        if runtime.step is not None and not work.empty:
+            whole = once(metadata, StockRows, lambda: of(drafted.whole, drafted.slots))
+            with override_forward_context(replace(context, attn_metadata={self.prefix: whole})):
+                self.run_special(runtime, runtime.step, work, x, out)
+        for part in once(metadata, parts, lambda: parts(drafted, work, of)):
+            part.move(self.kv_cache)
+            self._run_part(part.tokens, replace(context, attn_metadata={self.prefix: part.metadata}), x, out)
 
     def run_special(
         self, runtime: HypicRuntime, step: StepContext, work: LinearStep, x: InputsT, out: torch.Tensor
@@ -111,14 +153,17 @@ class LinearLayer(Generic[InputsT, CarryT]):
         """The rows that our operators run."""
         if work.contexts is not None:
             runtime.calls["compose_context"] += 1
-            self.run_composed(runtime, step, work.contexts, x, out)
+            with reading(runtime, step, self.prefix, work.contexts) as program:
+                self.run_composed(runtime, step, program, x, out)
         if (segments := work.segments) is not None:
             runtime.calls["capture_linear"] += 1
             _offer_blocks(runtime, step, segments)
-            self.run_segments(runtime, step, segments, x, out)
+            with capturing(runtime, step, self.prefix, segments) as capture:
+                self.run_segments(runtime, step, capture, x, out)
         if work.composed is not None:
             runtime.calls["compose"] += 1
-            self.run_composed(runtime, step, work.composed, x, out)
+            with reading(runtime, step, self.prefix, work.composed) as program:
+                self.run_composed(runtime, step, program, x, out)
 
     def run_stock(self, x: InputsT, out: torch.Tensor) -> None:
         """vLLM's own code over the batch that the forward context describes."""
@@ -138,6 +183,14 @@ class LinearLayer(Generic[InputsT, CarryT]):
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Any:
         """Stock code's metadata of a sub-batch."""
+        raise NotImplementedError
+
+    def drafted(self, metadata: Any) -> Drafted | None:
+        """The batch that vLLM's metadata of this layer describes, if requests decode with drafts in it."""
+        return None
+
+    def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> Any:
+        """Stock code's metadata of a sub-batch whose states are in ``slots [requests]``, int32."""
         raise NotImplementedError
 
     def carried(self, segments: Segments, new: Callable[[], CarryT]) -> list[CarryT]:
@@ -181,7 +234,12 @@ class LinearLayer(Generic[InputsT, CarryT]):
 
     def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
         """See :meth:`.HypicRuntime.append_record`."""
-        appended.append(runtime.pool.linear[self.prefix], slot, base, runtime.dead_transition)
+        with appending(runtime, self.prefix, slot, base) as (records, own, before):
+            self.append(records, own, before, runtime.dead_transition)
+
+    def append(self, records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
+        """What the family does for that."""
+        appended.append(records, slot, base, dead_transition)
 
     def refusal(self) -> str | None:
         """What of this layer neither stock code nor ours computes on the platform, or ``None``."""
@@ -197,6 +255,12 @@ class LinearLayer(Generic[InputsT, CarryT]):
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
         """Device memory beside the pool for passes of at most ``rows`` token rows in ``dtype``."""
         raise NotImplementedError
+
+
+def _once(context: ForwardContext) -> OncePer:
+    """What the layers share of one pass, by vLLM's metadata."""
+    found: OncePer = context.additional_kwargs.setdefault("hypic", OncePer())
+    return found
 
 
 def _offer_blocks(runtime: HypicRuntime, step: StepContext, segments: Segments) -> None:

@@ -86,6 +86,10 @@ class LinearStep:
         return not self.special
 
 
+NO_STEP = LinearStep(None, None, frozenset(), ())
+"""Of a pass in which no request reads or leaves records."""
+
+
 @dataclass(frozen=True)
 class StockRows:
     """A sub-batch for stock code, decodes first, as it expects.

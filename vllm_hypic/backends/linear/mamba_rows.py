@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from ...pool.step import StepContext
+from .drafted import Drafted
 from .layout import StockRows
 
 
@@ -19,6 +20,32 @@ def slots_of(metadata: BaseMambaAttentionMetadata) -> torch.Tensor:
     """Cache slots by batch row, contiguous: decodes come first."""
     parts = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
     return torch.cat([part.flatten() for part in parts if part is not None])
+
+
+def drafted_of(metadata: BaseMambaAttentionMetadata) -> Drafted | None:
+    """The batch, if requests decode in it in an engine that drafts; on CPU."""
+    accepted, behind = metadata.num_accepted_tokens, metadata.state_indices_tensor_d
+    decoding = metadata.num_decodes
+    if accepted is None or behind is None or not decoding:
+        return None
+    assert metadata.query_start_loc_d is not None
+    starts, resumed = metadata.query_start_loc_d.tolist(), [True] * decoding
+    before = behind.gather(1, accepted[:, None].long() - 1).flatten()
+    slots = before
+    if metadata.num_prefills:
+        assert metadata.query_start_loc_p is not None and metadata.has_initial_states_p is not None
+        assert metadata.state_indices_tensor_p is not None
+        starts += (metadata.query_start_loc_p[1:] + starts[-1]).tolist()
+        resumed += metadata.has_initial_states_p.tolist()
+        slots = torch.cat([before, metadata.state_indices_tensor_p])
+    return Drafted(starts, resumed, slots, range(decoding), behind, before)
+
+
+def with_slots_in_a_row(metadata: BaseMambaAttentionMetadata | None) -> None:
+    """Have stock kernels find slots one behind the other: where requests have some for drafts, too, vLLM
+    gives a column of their table."""
+    if metadata is not None and (slots := metadata.state_indices_tensor_p) is not None:
+        metadata.state_indices_tensor_p = slots.contiguous()
 
 
 @dataclass(frozen=True)

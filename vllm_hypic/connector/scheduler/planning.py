@@ -65,7 +65,8 @@ class Planner:
     """Plans the requests of one engine.
 
     ``prefill_flops(tokens)``: what prefilling a segment costs.  Of ``directory`` only the size matters, and
-    what users pinned there: nobody may plan with its place.
+    what users pinned there: nobody may plan with its place.  ``reads_successors``: some layers read with each
+    token its successor.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Planner:
         prefill_flops: Callable[[int], float],
         directory: SegmentDirectory,
         texts: PlanningTexts = NO_TOKENIZER,
+        reads_successors: bool = False,
     ) -> None:
         self._config, self._geometry = config, geometry
         self.namespace = namespace
@@ -94,6 +96,8 @@ class Planner:
         self._context = cache(texts.context)
         self.learned = texts.learned
         self._words = cache(texts.words)
+        # Behind the record's states a token of it cannot be computed once more.
+        self._computes_lead_end = reads_successors and not geometry.linear
         self.shared_tiers = tuple(shared_tiers(config.store))
         """Identities of the tiers that other engines use, too; fastest first."""
 
@@ -145,6 +149,7 @@ class Planner:
             context=self.tokens_behind(method.context),
             learned="" if self.learned is None else self.learned.digest,
             choose_islands=None if method.islands is None else self._choose_islands,
+            computes_lead_end=self._computes_lead_end,
             checkpoint_tokens=config.checkpoint_tokens,
         )
 

@@ -51,10 +51,11 @@ class SchedulerSide:
         ranks: int = 1,
         texts: PlanningTexts = NO_TOKENIZER,
         island_runs: IslandRuns | None = None,
+        reads_successors: bool = False,
     ) -> None:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
         part of every record; ``texts``: what planning reads; ``island_runs``: how linear layers run islands,
-        ``None`` without such layers."""
+        ``None`` without such layers; ``reads_successors``: some layers read with each token its successor."""
         self.config, self.geometry, self.ranks = config, geometry, ranks
         self.directory = SegmentDirectory(
             geometry.pages,
@@ -72,6 +73,7 @@ class SchedulerSide:
             prefill_flops,
             self.directory,
             texts,
+            reads_successors,
         )
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
@@ -147,7 +149,7 @@ class SchedulerSide:
         self.counters.count(mode, requests=1)
         self.counters.segments_queried += len(wanted)
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
-        self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments)
+        self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments if len(s.parts) > 1)
 
     def pump(self) -> list[SegmentRequest]:
         """Give waiting requests room, have their missing records fetched or awaited, and list the segments to

@@ -80,6 +80,7 @@ class WorkerView:
             use_transition=plan.method.use_transition,
             islands=islands,
             prompt=np.asarray(plan.prompt(), dtype=np.int64) if with_prompt else None,
+            successors=_successors(plan),
         )
 
     def behind(self, work: SegmentWork) -> StreamPlan | None:
@@ -158,8 +159,19 @@ class WorkerView:
             # What stretches on the way take is reserved until the record is complete.
             serial=stretch.target.serial if made else 0,
             learned=segment.learned,
+            successor=segment.tokens[stretch.stop] if stretch.stop < len(segment.tokens) else None,
             stored=self.place(entry, segment.role) if stored and work.last else None,
         )
+
+
+def _successors(plan: PromptPlan) -> tuple[tuple[int, int], ...]:
+    """See :class:`StreamPlan`.  Where records follow each other it is the first one's token."""
+    found: dict[int, int] = {}
+    for s in plan.segments:
+        for part in s.parts:
+            if part.at > 0 and part.first < part.stop:
+                found.setdefault(part.at - 1, s.tokens[part.first])
+    return tuple(found.items())
 
 
 def _seen(positions: Sequence[int], media: Media) -> np.ndarray:

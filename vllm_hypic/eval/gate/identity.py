@@ -83,7 +83,7 @@ def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
     import vllm
 
     from ... import __version__
-    from ...pool.states import STATE_DTYPE, TRANSITION_DTYPE
+    from ...pool.states import TRANSITION_DTYPE
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text = model.hf_text_config
@@ -96,7 +96,7 @@ def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
         overrides=json.dumps(model.hf_overrides, sort_keys=True, default=str),
         kv_dtype=_plain(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
         state_dtype=str(cache.mamba_ssm_cache_dtype),
-        record_dtypes=f"T {_plain(TRANSITION_DTYPE)}, S {_plain(STATE_DTYPE)}",
+        record_dtypes=f"T {_plain(TRANSITION_DTYPE)}, S {config.state_dtype}",
         plugin=__version__,
         vllm=vllm.__version__,
         options=telling(config),
@@ -125,7 +125,7 @@ def telling(config: HypicConfig) -> dict[str, Any]:
 
 
 def _unused(config: HypicConfig) -> set[str]:
-    """Options of contexts, islands and found segments that the engine does not have."""
+    """Options of contexts, islands, found segments and narrow states that the engine does not have."""
     unused = set()
     if config.segment.mode == "off":
         unused.add("segment")
@@ -135,6 +135,8 @@ def _unused(config: HypicConfig) -> set[str]:
         unused.add("context_file")
     if config.islands == "none":
         unused.add("islands")
+    if config.state_dtype == "float32":
+        unused.add("state_dtype")
     return unused
 
 

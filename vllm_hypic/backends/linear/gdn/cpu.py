@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import (
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from ...ops import gated_delta
+from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
 from .base import DeltaNet, HypicGatedDeltaNet
 
@@ -26,11 +27,31 @@ if TYPE_CHECKING:
     from ....pool.step import StepContext
     from ....pool.tensors import LinearRecords
 
+_NO_DRAFTS = dict(
+    num_spec_decodes=0,
+    num_spec_decode_tokens=0,
+    spec_query_start_loc=None,
+    spec_state_indices_tensor=None,
+    spec_sequence_masks=None,
+    spec_sequence_masks_cpu=None,
+    spec_token_indx=None,
+    non_spec_token_indx=None,
+    num_accepted_tokens=None,
+)
+"""Fields of vLLM's metadata where no request has drafts."""
+
 
 class CPUDeltaNet(DeltaNet):
     """Mixin before one of vLLM's layers: capture and composition on CPU."""
 
     _views: _Views | None = None
+    num_spec: int
+    """Rows that vLLM's kernels keep of a convolution for drafts.  Here what is behind a draft is in a slot of
+    its own, each as large as without drafts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_spec = self.num_speculative_tokens = 0  # as one or the other layer of vLLM's calls it
 
     def run_segments(
         self,
@@ -65,8 +86,12 @@ class CPUDeltaNet(DeltaNet):
     def sub_batch(
         self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
     ) -> GDNAttentionMetadata:
-        device = metadata.non_spec_state_indices_tensor.device
-        starts = torch.tensor(rows.starts, dtype=torch.int32, device=device)
+        slots = metadata.non_spec_state_indices_tensor
+        return self.sub_batch_at(metadata, rows, slots[torch.tensor(rows.batch_rows, device=slots.device)])
+
+    def sub_batch_at(
+        self, metadata: GDNAttentionMetadata, rows: StockRows, slots: torch.Tensor
+    ) -> GDNAttentionMetadata:
         decodes, tokens = rows.decodes, rows.starts[-1]
         return replace(
             metadata,
@@ -75,12 +100,29 @@ class CPUDeltaNet(DeltaNet):
             num_prefills=len(rows.batch_rows) - decodes,
             num_prefill_tokens=tokens - rows.starts[decodes],
             num_actual_tokens=tokens,
-            non_spec_query_start_loc=starts,
-            non_spec_state_indices_tensor=metadata.non_spec_state_indices_tensor[
-                torch.tensor(rows.batch_rows, device=device)
-            ],
-            has_initial_state=torch.tensor(rows.resumed, dtype=torch.bool, device=device),
+            non_spec_query_start_loc=torch.tensor(rows.starts, dtype=torch.int32, device=slots.device),
+            non_spec_state_indices_tensor=slots,
+            has_initial_state=torch.tensor(rows.resumed, dtype=torch.bool, device=slots.device),
+            **_NO_DRAFTS,
         )
+
+    def drafted(self, metadata: GDNAttentionMetadata) -> Drafted | None:
+        if (decodes := metadata.spec_sequence_masks_cpu) is None:
+            return None
+        others = ~decodes
+        lengths, resumed = torch.empty(len(decodes), dtype=torch.int64), torch.ones(len(decodes))
+        slots = torch.empty(len(decodes), dtype=torch.int32)
+        behind, accepted = metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
+        before = behind.gather(1, accepted[:, None].long() - 1).flatten()
+        lengths[decodes] = metadata.spec_query_start_loc.diff().long()
+        slots[decodes] = before
+        if others.any():
+            lengths[others] = metadata.non_spec_query_start_loc.diff().long()
+            slots[others] = metadata.non_spec_state_indices_tensor
+            resumed[others] = metadata.has_initial_state.float()
+        starts = [0, *lengths.cumsum(0).tolist()]
+        rows = decodes.nonzero().flatten().tolist()
+        return Drafted(starts, resumed.bool().tolist(), slots, rows, behind, before)
 
     def kernel_refusal(self) -> str | None:
         """Why the C++ operators do not serve this layer, or ``None``."""
@@ -125,6 +167,11 @@ class HypicCPUGatedDeltaNet(CPUDeltaNet, HypicGatedDeltaNet):
     def stock_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
     ) -> None:
+        by_layer = get_forward_context().attn_metadata
+        if by_layer is not None:
+            # Where requests have slots for drafts, too, it is a column of their table.
+            metadata = by_layer[self.prefix]
+            metadata.non_spec_state_indices_tensor = metadata.non_spec_state_indices_tensor.contiguous()
         cpu_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
 
     def _project(
@@ -158,7 +205,7 @@ class _Views:
         self.refusal = gated_delta.refuses(self.weights, self.caches(nowhere))
 
     def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
-        return gated_delta.Caches(slots, self.conv, self.state)
+        return gated_delta.Caches(slots.contiguous(), self.conv, self.state)
 
 
 def _hypic_gdn_attention_core(

@@ -32,6 +32,7 @@ from ..mamba_rows import slots_of
 if TYPE_CHECKING:
     from ....pool.runtime import HypicRuntime
     from ....pool.step import StepContext
+    from ....pool.tensors import StateRecords
 
 Convolve = Callable[[short_conv.Inputs, short_conv.Weights, short_conv.Caches, torch.Tensor], None]
 Scan = Callable[[ModuleType, mamba1.Inputs, mamba1.Weights, mamba1.Caches, torch.Tensor], None]
@@ -102,8 +103,8 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
             seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
         )
 
-    def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
-        records = self._records(runtime)
+    def append(self, records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
+        assert isinstance(records, DiagonalRecords)
         decay = torch.exp(self.A.detach().float() * records.elapsed[slot][:, None])
         append_diagonal(records.state, decay, slot, base)
         records.elapsed[slot] += records.elapsed[base]

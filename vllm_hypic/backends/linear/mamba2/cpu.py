@@ -9,8 +9,9 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, compute_varlen_chunk_metadata
 
 from ...ops import mamba2
+from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
-from ..mamba_rows import slots_of
+from ..mamba_rows import drafted_of, slots_of, with_slots_in_a_row
 from .base import HypicMamba2, ProjectedRows
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 
 class HypicCPUMamba2(HypicMamba2):
     """vLLM's CPU layer plus capture and composition."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_spec = 0  # no rows for drafts, each of which has a slot of its own
+
+    def run_stock(self, x: ProjectedRows, out: torch.Tensor) -> None:
+        with_slots_in_a_row((get_forward_context().attn_metadata or {}).get(self.prefix))
+        super().run_stock(x, out)
 
     def run_segments(
         self,
@@ -47,11 +56,16 @@ class HypicCPUMamba2(HypicMamba2):
         ops.mamba2_compose(inputs, weights, caches, heads, records, composed.rows, composed.ops)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba2AttentionMetadata:
+        return self.sub_batch_at(metadata, rows, slots_of(metadata)[torch.tensor(rows.batch_rows)])
+
+    def drafted(self, metadata: Mamba2AttentionMetadata) -> Drafted | None:
+        return drafted_of(metadata)
+
+    def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> Mamba2AttentionMetadata:
         """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults.
 
         Chunks must be there, but the CPU's scan goes from row to row: where they end changes nothing.
         """
-        slots = slots_of(metadata)[torch.tensor(rows.batch_rows)]
         decodes, tokens = rows.decodes, rows.starts[-1]
         first = rows.starts[decodes]
         starts = torch.tensor(rows.starts[decodes:], dtype=torch.int32) - first

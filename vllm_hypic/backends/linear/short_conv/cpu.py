@@ -15,8 +15,9 @@ from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadat
 
 from ...ops import short_conv
 from ...ops.short_conv import torch as operators
+from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
-from ..mamba_rows import slots_of
+from ..mamba_rows import drafted_of, slots_of, with_slots_in_a_row
 from .base import HiddenRows, HypicShortConv
 
 if TYPE_CHECKING:
@@ -31,7 +32,12 @@ class HypicCPUShortConv(HypicShortConv):
         """Same contract as the stock method."""
         self.run(HiddenRows(hidden_states), output)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_spec = 0  # no rows for drafts, each of which has a slot of its own
+
     def run_stock(self, x: HiddenRows, out: torch.Tensor) -> None:
+        with_slots_in_a_row((get_forward_context().attn_metadata or {}).get(self.prefix))
         ShortConv.forward_native(self, x.hidden, out)
 
     def run_segments(
@@ -69,8 +75,13 @@ class HypicCPUShortConv(HypicShortConv):
         self.projected(x, out, composed.tokens, run)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> ShortConvAttentionMetadata:
+        return self.sub_batch_at(metadata, rows, slots_of(metadata)[torch.tensor(rows.batch_rows)])
+
+    def drafted(self, metadata: ShortConvAttentionMetadata) -> Drafted | None:
+        return drafted_of(metadata)
+
+    def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> ShortConvAttentionMetadata:
         """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults."""
-        slots = slots_of(metadata)[torch.tensor(rows.batch_rows)]
         decodes, tokens = rows.decodes, rows.starts[-1]
         first = rows.starts[decodes]
         return ShortConvAttentionMetadata(

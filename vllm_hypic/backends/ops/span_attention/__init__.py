@@ -7,7 +7,7 @@ where V is a part of K (MLA).  A score is ``scale * q.k``, or with ``soft_cap > 
 q.k / soft_cap)``:
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
-query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0)``
+query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0)``
     Attention of each request's rows over a prefix of its public columns.
 
     ``query [tokens, heads, size]``, rotated; ``pool_key``, ``pool_value [slots, kv_heads, size]``, K not
@@ -16,7 +16,8 @@ query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0)``
     (NoPE); ``neox``: pairs are halves apart, else neighbours; ``query_ranges [requests, 2]`` int64: rows
     ``[first, last)`` of the query; ``visible_kv_lens`` int64: for the rows of all requests in order, row r
     sees columns < visible_kv_lens[r]; where layers have a window, of these those >= hidden_kv_lens[r], int64
-    too.
+    too.  K and V of the pool have the query's dtype or, but for Triton, are FP8 (e4m3) and count times
+    ``key_scale`` and ``value_scale``.
 
     Returns, for these rows in order, ``out [rows, heads, size]`` and log-sum-exp ``lse [rows, heads]``,
     float32; a row that sees nothing has ``out = 0`` and ``lse = -inf``.

@@ -31,6 +31,8 @@ class PoolColumns(NamedTuple):
     neox: bool
     visible_kv_lens: torch.Tensor
     hidden: torch.Tensor | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 class CacheColumns(NamedTuple):

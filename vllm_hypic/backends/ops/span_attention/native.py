@@ -32,6 +32,8 @@ def span_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor | None = None,
     soft_cap: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = extension.kernels().span_attention(
         query,
@@ -46,6 +48,8 @@ def span_attention(
         scale,
         hidden_kv_lens,
         soft_cap,
+        key_scale,
+        value_scale,
     )
     return out, lse
 

@@ -55,9 +55,12 @@ def span_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor | None = None,
     soft_cap: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; float64."""
     outs, lses = [], []
+    pool_key, pool_value = pool_key.double() * key_scale, pool_value.double() * value_scale
     seen = visible_kv_lens.tolist()
     hidden = [0] * len(seen) if hidden_kv_lens is None else hidden_kv_lens.tolist()
     for (first, last), slots, positions in zip(
@@ -66,7 +69,7 @@ def span_attention(
         columns = max(seen[: last - first])
         rotation = None if table is None else table[positions[:columns]]
         key = rotate_reference(pool_key[slots[:columns]], rotation, neox)
-        value = pool_value[slots[:columns]].double()
+        value = pool_value[slots[:columns]]
         limits, begins = (torch.tensor(per_row[: last - first]) for per_row in (seen, hidden))
         out, lse = _softmax_attention(query[first:last], key, value, limits, scale, begins, soft_cap)
         outs.append(out)
@@ -165,7 +168,7 @@ def join_(
     soft_cap: float = 0.0,
 ) -> None:
     """See the package's docstring; float64."""
-    public = (*pool[:7], query_ranges[:, :2], scale, pool.hidden, soft_cap)
+    public = (*pool[:7], query_ranges[:, :2], scale, pool.hidden, soft_cap, *pool[8:])
     other, other_lse = span_attention(query, *public)
     rows = torch.cat([torch.arange(first, last) for first, last in query_ranges[:, :2].tolist()])
     hidden = torch.zeros(len(rows), dtype=torch.int64) if cache.hidden is None else cache.hidden

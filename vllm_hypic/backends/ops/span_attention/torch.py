@@ -80,6 +80,8 @@ def span_attention(
     scale: float,
     hidden_kv_lens: torch.Tensor | None = None,
     soft_cap: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring."""
     outs, lses = [], []
@@ -94,15 +96,21 @@ def span_attention(
         columns = slice(min(int(hidden.min()), int(seen.max())), int(seen.max()))
         slots, positions = slots[columns], positions[columns]
         rotation = None if table is None else table.index_select(0, positions)
-        key, value = (
-            rotate(pool_key.index_select(0, slots), rotation, neox),
-            pool_value.index_select(0, slots),
-        )
+        key = rotate(_rows(pool_key, slots, query.dtype, key_scale), rotation, neox)
+        value = _rows(pool_value, slots, query.dtype, value_scale)
         begins, ends = hidden - columns.start, seen - columns.start
         out, lse = _attend(query[first:last], key, value, begins, ends, scale, soft_cap)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _rows(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Rows ``slots [n]`` of K or V of the pool, read in ``dtype`` where they are FP8."""
+    if pool.dtype == dtype:
+        return pool.index_select(0, slots)
+    found = pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
+    return found.float().mul_(scale).to(dtype)
 
 
 def _attend(
@@ -241,7 +249,7 @@ def join_(
 ) -> None:
     """See the package's docstring."""
     ranges = query_ranges[:, :2]
-    other, other_lse = span_attention(query, *pool[:7], ranges, scale, pool.hidden, soft_cap)
+    other, other_lse = span_attention(query, *pool[:7], ranges, scale, pool.hidden, soft_cap, *pool[8:])
     rows = torch.cat([torch.arange(first, last) for first, last in ranges.tolist()])
     table, private = cache.block_table, output[rows]
     if cache.value_index is None:

@@ -1,0 +1,92 @@
+"""S of records in float16, half the bytes of float32.
+
+A head of S, or a channel where channels are all there is, is kept as float16 numbers times a power of two
+of its own, ``2^exponent``, by which its largest entry lies between 2^14 and 2^15.  So no state is too large
+for float16, however long it was added up, and what is lost is at most ``2^-11`` of an entry, or ``2^-39`` of
+the head's largest.  What is no number stays none.
+
+Operators know float32 alone.  A pass copies the records that it reads into a small pool of its own, numbered
+from 0, and what it captures out of such a one into the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .states import EXPONENT_DTYPE, NARROW_STATE_DTYPE, STATE_DTYPE
+
+if TYPE_CHECKING:
+    from .tensors import StateRecords
+
+_TOP = 15
+"""The largest entry of a head is below 2^15, and float16 ends at 2^16."""
+_LEAST = -126
+"""The smallest power of two that float32 has in full."""
+_SHARED = "transitions"
+"""The one tensor of records that is not by slot: slots name what they have of it."""
+
+
+@dataclass(frozen=True)
+class NarrowRecords:
+    """Records of one layer whose ``state [slots, heads, ...]`` is float16, times 2 to the power of ``exponent
+    [slots, heads]`` int8."""
+
+    kept: StateRecords
+    exponent: torch.Tensor
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The record's tensors in the order of the geometry's parts."""
+        return *self.kept.parts, self.exponent
+
+    def read(self, slots: torch.Tensor) -> StateRecords:
+        """The records of ``slots [n]`` int64 in this order, as operators read them."""
+        return self._of(slots, lambda state: widened(state[slots], self.exponent[slots]))
+
+    def room(self, slots: torch.Tensor) -> StateRecords:
+        """The same without S, for operators to capture into."""
+        return self._of(slots, lambda state: state.new_empty(len(slots), *state.shape[1:], dtype=STATE_DTYPE))
+
+    def write(self, slots: torch.Tensor, captured: StateRecords, numbers: torch.Tensor) -> None:
+        """Into ``slots [n]`` int64 what was captured as records ``numbers [n]`` int64."""
+        for name, tensor in _by_slot(self.kept).items():
+            found = getattr(captured, name)[numbers]
+            if name == "state":
+                found, self.exponent[slots] = narrowed(found)
+            tensor[slots] = found
+
+    def _of(self, slots: torch.Tensor, state: Callable[[torch.Tensor], torch.Tensor]) -> StateRecords:
+        made: dict[str, Any] = {
+            name: state(tensor) if name == "state" else tensor[slots]
+            for name, tensor in _by_slot(self.kept).items()
+        }
+        return replace(self.kept, **made)
+
+
+def _by_slot(records: StateRecords) -> dict[str, torch.Tensor]:
+    return {f.name: getattr(records, f.name) for f in fields(records) if f.name != _SHARED}
+
+
+def narrowed(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``state [n, heads, ...]`` float32 as float16 and exponents ``[n, heads]`` int8."""
+    top = state.abs().flatten(2).amax(-1)
+    exponent = (torch.frexp(top).exponent - _TOP).clamp(min=_LEAST)
+    # What is no number has no exponent, and is seen to be none in float16, too.
+    exponent = torch.where(top.isfinite(), exponent, 0)
+    scaled = state * _power_of_two(-exponent, state.dim())
+    return scaled.to(NARROW_STATE_DTYPE), exponent.to(EXPONENT_DTYPE)
+
+
+def widened(state: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`narrowed`, but for what it rounded."""
+    return state.to(STATE_DTYPE).mul_(_power_of_two(exponent, state.dim()))
+
+
+def _power_of_two(exponent: torch.Tensor, dimensions: int) -> torch.Tensor:
+    """2 to the power of ``exponent [n, heads]``, -126 to 127, exactly; ``[n, heads, 1, ...]`` float32."""
+    bits = (exponent.to(torch.int32) + 127) << 23
+    return bits.view(torch.float32).view(*exponent.shape, *[1] * (dimensions - 2))
