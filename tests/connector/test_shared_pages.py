@@ -240,3 +240,19 @@ def test_integrity_check_finds_planted_damage(
     damage(books, record)
     with pytest.raises(RuntimeError, match="public pool"):
         books.check_integrity()
+
+
+def test_a_record_that_is_resumed_while_it_is_used_is_counted_until_it_is_not(
+    books: SegmentDirectory,
+) -> None:
+    """The prefix of one prompt is a checkpoint of a longer one."""
+    first = reserve(books, "a/8", Need(8))
+    books.commit(first)
+    longer = reserve(books, "a", Need(16))
+    books.resume(longer, first)
+    books.check_integrity()
+    books.release([first])
+    books.release([first])
+    books.check_integrity()
+    end(books, longer)
+    assert books.held_by("") == Space()

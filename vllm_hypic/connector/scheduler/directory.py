@@ -142,12 +142,12 @@ class SegmentDirectory:
         return more
 
     def _now_held(self, entry: Entry) -> None:
-        if entry.within:
+        if entry.is_checkpoint:
             return
         self._held[entry.tenant] = self.held_by(entry.tenant) + entry.space
 
     def _no_more_held(self, entry: Entry) -> None:
-        if entry.within:
+        if entry.is_checkpoint:
             return
         left = self._held.pop(entry.tenant) - entry.space
         if left.slots:  # every record has one
@@ -200,6 +200,7 @@ class SegmentDirectory:
             self._reserved,
             tenant,
             spare=Spare(self._free_slots.pop(), need.transition_blocks) if need.has_spare else None,
+            is_checkpoint=record is not None,
             within=set() if record is None else {record.key},
         )
         self._now_held(entry)

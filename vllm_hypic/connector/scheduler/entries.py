@@ -67,8 +67,10 @@ class Entry:
     """Not found any more; it goes as soon as it is complete and nobody uses it."""
     spare: Spare | None = None
     """While it is made in stretches."""
+    is_checkpoint: bool = False
+    """It was made on the way to a record."""
     within: set[SegmentKey] = field(default_factory=set)
-    """Of a checkpoint: records of which it holds a part."""
+    """Records of which it holds a part."""
 
     @property
     def space(self) -> Space:
@@ -84,4 +86,4 @@ class Entry:
     def counted(self) -> bool:
         """Whether it is part of what its tenant holds.  A checkpoint is not: it has pages of a record, and is
         held only while that is made."""
-        return self.held and not self.within
+        return self.held and not self.is_checkpoint
