@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
 from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
 from vllm_hypic.pool.appended import append
-from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.tensors import (
     ConvRecords,
     DecayRecords,
@@ -182,8 +181,8 @@ def test_diagonals(cut: int) -> None:
         records.state[slot] = recurrence(decays[part].diag_embed(), inputs[part])[1][..., 0]
         records.elapsed[slot] = elapsed[part].sum(0)
     old = copies(records)
-    layer = SimpleNamespace(A=a.float(), _records=lambda runtime: records)
-    HypicMamba1.append_record(cast(Any, layer), cast(HypicRuntime, None), OWN, BASE)
+    layer = cast(HypicMamba1, SimpleNamespace(A=a.float()))
+    HypicMamba1.append(layer, records, OWN, BASE, DEAD)
     wanted = recurrence(decays.diag_embed(), inputs)[1][..., 0]
     torch.testing.assert_close(records.state[OWN].double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(records.elapsed[OWN].double(), elapsed.sum(0), rtol=1e-5, atol=1e-5)
