@@ -14,6 +14,11 @@ REMEMBERED = 100_000
 """Boundaries of the segments that were computed last, by which it is known how deep another overlaps."""
 LEAST_OVERLAPS = 20
 """Overlaps before placements are learned from them; until then checkpoints stand evenly."""
+REFRESH = 10
+"""Overlaps after which placements are planned anew."""
+STRETCH_TOKENS = 1024
+"""Tokens of a prefix that are computed at once, at most: passes are hardly longer, so states between them
+cost no step."""
 
 
 class CheckpointPlacement:
@@ -28,6 +33,7 @@ class CheckpointPlacement:
         self, config: HypicConfig, geometry: PoolGeometry, prefill_flops: Callable[[int], float]
     ) -> None:
         self._most, self._has_states = config.checkpoints, bool(geometry.linear)
+        self._page = config.page_tokens
         self._seen: OrderedDict[str, None] = OrderedDict()
         blocks = geometry.record_transition_blocks * geometry.transition_block_bytes
 
@@ -38,6 +44,7 @@ class CheckpointPlacement:
                 token_bytes=geometry.page_bytes // geometry.page_tokens,
                 budget_bytes=config.checkpoints * max(1, state_bytes),
                 work=prefill_flops,
+                refresh=REFRESH,
             )
 
         self._segments = planner(config.checkpoint_tokens, geometry.slot_bytes + blocks)
@@ -59,9 +66,10 @@ class CheckpointPlacement:
             depths = planner.boundaries(segment.columns, max(0, parts_at - head))
             wanted |= {head + depth for depth in depths}
         elif not is_prefix:
-            # A stretch of a prefix that ends elsewhere costs a step.
             wanted |= {stops[-1 - i * len(stops) // self._most] for i in range(self._most)}
-        if not is_prefix:
+        if is_prefix:
+            wanted |= {stop for stop in stops if stop % STRETCH_TOKENS < self._page}
+        else:
             wanted |= {stops[-1]}
         return frozenset(wanted.intersection(stops))
 
