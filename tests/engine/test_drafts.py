@@ -249,6 +249,14 @@ def test_penalties_count_the_whole_prompt(drafting: Engine, plain: Engine) -> No
     assert changed, "the penalty changes nothing: nothing is shown"
 
 
+def test_the_best_k_are_chosen_from(drafting: Engine, plain: Engine) -> None:
+    """Where stock vLLM ends the engine, in each step without drafts: ``patches/cpu_no_drafts.py``."""
+    for ask in asks():
+        greedy = replace(ask, sampling=ask.sampling | {"temperature": 0.5, "top_k": 1})
+        [expected], [answer] = plain.ask(ask), drafting.ask(greedy)
+        assert answer.tokens == expected.tokens
+
+
 def test_segment_requests_have_no_drafts(drafting: Engine) -> None:
     """One of a single token, beside a request that runs, is what vLLM pads with drafts."""
 
