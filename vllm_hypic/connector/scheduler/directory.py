@@ -232,14 +232,16 @@ class SegmentDirectory:
         entry = self._entries.get(key)
         return entry if entry is not None and entry.resident else None
 
-    def resume(self, record: Entry, checkpoint: Entry) -> None:
+    def resume(self, record: Entry, checkpoint: Entry, *, can_be_deleted: bool = True) -> None:
         """``record``, reserved and still empty, begins with all that ``checkpoint`` has, whose pages it
-        takes in place of its own; pins that, too."""
+        takes in place of its own; pins that, too.  ``can_be_deleted``: by a user, and the checkpoint with
+        it."""
         shared = len(checkpoint.pages)
         self._pages.use(checkpoint.pages)
         self._pages.leave(reversed(record.pages[:shared]))
         record.pages = checkpoint.pages + record.pages[shared:]
-        checkpoint.within.add(record.key)
+        if can_be_deleted:
+            checkpoint.within.add(record.key)
         if not checkpoint.held:
             self._now_held(checkpoint)
         self.pin(checkpoint)

@@ -59,7 +59,7 @@ class Stretches:
         kept = self._kept(segment)
         for checkpoint in reversed(segment.checkpoints):
             if (base := self._directory.checkpoint_at(checkpoint.key)) is not None:
-                self._directory.resume(entry, base)
+                self._directory.resume(entry, base, can_be_deleted=not segment.is_prefix)
                 return self._next(segment, entry, checkpoint.stop, kept, base.slot, base)
         return self._next(segment, entry, segment.head, kept)
 
