@@ -250,7 +250,7 @@ def test_penalties_count_the_whole_prompt(drafting: Engine, plain: Engine) -> No
 
 
 def test_the_best_k_are_chosen_from(drafting: Engine, plain: Engine) -> None:
-    """Where stock vLLM ends the engine, in each step without drafts: ``patches/cpu_no_drafts.py``."""
+    """Where stock vLLM ends the engine, in each step without drafts: ``patches/cpu_draft_sampling.py``."""
     for ask in asks():
         greedy = replace(ask, sampling=ask.sampling | {"temperature": 0.5, "top_k": 1})
         [expected], [answer] = plain.ask(ask), drafting.ask(greedy)

@@ -18,13 +18,13 @@ from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_con
 from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
 from vllm_hypic.patches import all_stages, cpu_numba_threads, cpu_one_token_conv, cpu_rope_heads
 from vllm_hypic.patches import cuda_backend_choice, engine_args, engine_calls, engine_inbox, engine_stop
-from vllm_hypic.patches import cpu_no_drafts, null_prompt_logprobs, request_check
+from vllm_hypic.patches import cpu_draft_sampling, null_prompt_logprobs, request_check
 plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_numba_threads,
          cpu_one_token_conv,
          cuda_backend_choice, cpu_rope_heads, cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence,
          cpu_mla_blocks, bailing_config, cpu_bailing_norms, cpu_bailing_recurrence,
          cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_calls, engine_inbox,
-         engine_stop, cpu_no_drafts, null_prompt_logprobs, request_check, all_stages)
+         engine_stop, cpu_draft_sampling, null_prompt_logprobs, request_check, all_stages)
 for patch in 2 * plain:
     patch.apply()
 
@@ -55,6 +55,20 @@ window = torch.cat([before[1], wide]).float()
 truth = (window * weight.t().float()).sum(0)
 assert torch.allclose(out[:, 0].float(), truth, rtol=2e-2, atol=2e-2)
 assert torch.equal(states[1], torch.cat([before[1][1:], wide]))
+"""
+
+DRAFT_SAMPLING = """
+import torch
+from vllm.v1.sample import rejection_sampler
+from vllm_hypic.patches import cpu_draft_sampling
+
+cpu_draft_sampling.apply()
+ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)  # the second request has no drafts
+for dtype in (torch.float32, torch.int32, torch.int64):
+    options = torch.tensor([3, 4, 0, 7]).to(dtype) / (2 if dtype.is_floating_point else 1)
+    spread = rejection_sampler.expand_batch_to_tokens(options.to(dtype), ends, 6, 0, 1)
+    a, _, _, d = options.tolist()
+    assert spread.dtype == dtype and spread.tolist() == [a, a, 1, 1, 1, d], spread
 """
 
 ROPE_HEADS = """
@@ -303,6 +317,7 @@ without_kernel = pytest.mark.skipif(
     "code",
     [
         pytest.param(APPLIED_TWICE, id="applied-twice"),
+        pytest.param(DRAFT_SAMPLING, id="draft-sampling"),
         pytest.param(ROPE_HEADS, id="rope-by-heads"),
         pytest.param(MAMBA1, id="mamba1"),
         pytest.param(CHECKPOINTS, id="mamba2-checkpoints"),

@@ -15,7 +15,7 @@ from ..patches import (
     cpu_mamba1,
     cpu_mamba2_checkpoints,
     cpu_mla_blocks,
-    cpu_no_drafts,
+    cpu_draft_sampling,
     cpu_numba_threads,
     cpu_one_token_conv,
     cpu_rope_heads,
@@ -55,7 +55,7 @@ class HypicCPUWorker(HypicWorker, CPUWorker):
         cpu_mla_blocks.apply()
         cpu_mamba1.apply()
         cpu_mamba2_checkpoints.apply()
-        cpu_no_drafts.apply()
+        cpu_draft_sampling.apply()
         cpu_numba_threads.apply()
         cpu_one_token_conv.apply()
         cpu_rope_heads.apply()
