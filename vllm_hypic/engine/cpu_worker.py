@@ -11,11 +11,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..patches import (
     cpu_bailing_norms,
+    cpu_draft_sampling,
     cpu_kimi_model,
     cpu_mamba1,
     cpu_mamba2_checkpoints,
     cpu_mla_blocks,
-    cpu_draft_sampling,
     cpu_numba_threads,
     cpu_one_token_conv,
     cpu_rope_heads,
