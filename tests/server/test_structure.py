@@ -204,7 +204,7 @@ def test_every_way_to_segments_has_its_counts(byte_server: Server) -> None:
         "named": (prompt, {"hypic_segments": named}),
         "separators": (separated, {}),
     }
-    assert set(ways) == set(MODES)
+    assert set(ways) == set(MODES) - {"prefix"}, "which this server does not cache: engine/test_prefixes.py"
     for mode, (text, options) in ways.items():
         before = counts(byte_server, mode)
         _, warm = (ask(byte_server, {"prompt": text}, options) for _ in range(2))
