@@ -99,7 +99,7 @@ class HypicConfig(ConfigSection):
     """A head whose transition has no larger entry is dead: its transition is neither stored nor applied. The
     default is what rounds to zero in storage."""
     state_dtype: Annotated[Literal["float32", "float16"], Allowed()] = "float32"
-    """Of the states S in records; ``float16`` halves their bytes (``pool/narrow_states.py``)."""
+    """Type of the states S in records; ``float16`` halves their bytes (``pool/narrow_states.py``)."""
     store: StoreConfig = field(default_factory=StoreConfig)
     """Tiers behind the pool, and what leaves pool and tiers first: see :class:`.store.StoreConfig`."""
     max_pinned_fraction: Share = 0.5

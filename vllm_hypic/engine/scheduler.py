@@ -146,7 +146,7 @@ class _HypicMixin(Scheduler):
         planner, wanted = self.hypic.planner, self._plan_request(request)
         try:
             plan, transfer = planner.plan(wanted), planner.transfer(wanted)
-            if plan is None and self._may_cut(request):
+            if plan is None and self._may_record_prefix(request):
                 plan, mode = planner.plan_prefix(wanted), "prefix"
             if transfer.push_to is not None and (plan is None or not plan.warm_only):
                 raise LinkError(f"{PUSH_TO}: expected a prompt that ends in a separator")
@@ -169,8 +169,10 @@ class _HypicMixin(Scheduler):
             self._prompt_logprobs.expect(request, wanted.token_ids, plan)
             self._adopt(request, plan, transfer, mode)
 
-    def _may_cut(self, request: Request) -> bool:
-        """Whether a prompt without segments may have its prefix in a record."""
+    def _may_record_prefix(self, request: Request) -> bool:
+        """Whether the prefix of a prompt without segments may be a record."""
+        if self.hypic.config.prefix == "stock":
+            return False
         is_text = request.sampling_params is not None and not request.resumable
         return is_text and reason_not_to_cut(request, self.hypic.planner.ids) is None
 

@@ -47,7 +47,7 @@ class StateGeometry(ABC):
 
     layer: str
     state_dtype: torch.dtype = field(default=STATE_DTYPE, kw_only=True, repr=False)
-    """Of S.  Left out of the geometry's text, by which records are named: the option tells it there."""
+    """Type of S.  Not in the geometry's text, by which records are named: the option tells it there."""
 
     @classmethod
     @abstractmethod

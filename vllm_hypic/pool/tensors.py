@@ -190,7 +190,7 @@ class DevicePool:
 
     @contextmanager
     def working(self, layer: str, records: StateRecords) -> Iterator[None]:
-        """For as long as this lasts ``records`` are the layer's, by their numbers."""
+        """Give operators ``records`` for those of ``layer`` while this lasts; slots are their indices."""
         self._working[layer] = records
         try:
             yield

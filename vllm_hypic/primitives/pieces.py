@@ -29,11 +29,11 @@ class Piece:
     dependent_from: int
 
     def index(self, position: int) -> int:
-        """Of the token at a logical position."""
+        """Index in ``tokens`` of the one at a logical position."""
         return bisect_left(self.positions, position)
 
     def own(self, media: Media) -> Media:
-        """Those of a prompt's ``media`` that lie before what follows a PDep, by its tokens' indices."""
+        """Images of a prompt's ``media`` that lie before the piece's first PDep, by indices of ``tokens``."""
         positions = self.positions[: self.dependent_from]
         if not media or not positions:
             return ()

@@ -62,7 +62,7 @@ class CachedSegment:
     media: Media = ()
     """Images, by the indices of ``tokens``."""
     learned: bool = False
-    """Its K and V are those of a learned context; what is computed of its tokens is replaced."""
+    """The record's K and V are those of a learned context; what is computed of its tokens is replaced."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """Where its record can be resumed, ascending."""
     is_prefix: bool = False
@@ -86,7 +86,7 @@ class CachedSegment:
 
     @property
     def has_spare(self) -> bool:
-        """Its record takes a second slot, and as many transition blocks, until it is complete."""
+        """Whether the record takes a second slot, and as many transition blocks, until it is complete."""
         return bool(self.checkpoints) and self.role is Role.INTERIOR
 
     @property

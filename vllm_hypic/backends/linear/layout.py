@@ -87,7 +87,7 @@ class LinearStep:
 
 
 NO_STEP = LinearStep(None, None, frozenset(), ())
-"""Of a pass in which no request reads or leaves records."""
+"""The layout of a pass in which no request reads or leaves records."""
 
 
 @dataclass(frozen=True)
