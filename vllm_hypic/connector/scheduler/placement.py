@@ -17,8 +17,8 @@ LEAST_OVERLAPS = 20
 REFRESH = 10
 """Overlaps after which placements are planned anew."""
 STRETCH_TOKENS = 1024
-"""Tokens of a prefix that are computed at once, at most: passes are hardly longer, so states between them
-cost no step."""
+"""Tokens of a prefix that are computed at once, at most: states between such passes
+are kept."""
 
 
 class CheckpointPlacement:
