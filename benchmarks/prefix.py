@@ -21,9 +21,9 @@ from .eviction import Fractions
 from .eviction_replay import Saved
 from .eviction_shapes import SHAPES, RecordShape
 from .prefix_lines import GRID, Tree, foreseen, kept, planned
+from .prefix_options import asked_traces, trace_options
 from .prefix_replay import PASS, Outcome, Policy, replay
-from .prefix_traces import PREFIX_KINDS, PrefixKind, Turn, generate, load
-from .trace import TraceError
+from .prefix_traces import PrefixKind, Turn
 
 PLACERS: tuple[PlacerName, ...] = ("last", "powers", "sqrt", "equal", "optimal")
 STATES = (1, 2, 4, 8)
@@ -59,20 +59,10 @@ class PrefixResult:
     help="Token hit rate and FLOPs saved of prompts that begin alike, over cache sizes, by policy."
 )
 @click.option("--simulate", is_flag=True, help="Replay traces; needs no engine.")
-@click.option("--kind", "kinds", type=click.Choice(PREFIX_KINDS), multiple=True, help="[default: all]")
-@click.option(
-    "--trace",
-    "files",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    help="ShareGPT's JSON, vLLM's timed traces, or traces of `eviction`, instead of generated ones.",
-)
-@click.option("--chunk", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a hash_id.")
+@trace_options(requests=1000)
 @click.option(
     "--shape", type=click.Choice(tuple(SHAPES)), default=next(iter(SHAPES)), show_default=True, help="Model."
 )
-@click.option("--requests", type=click.IntRange(1), default=1000, show_default=True, help="Generated.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the generators.")
 @click.option("--states", type=click.IntRange(1), default=4, show_default=True, help="Most inside a line.")
 @click.option(
     "--sizes",
@@ -99,15 +89,8 @@ def prefix(
 ) -> None:
     if not simulate:
         raise click.UsageError("expected --simulate; engines are measured by prefix-engines")
-    if files and kinds:
-        raise click.UsageError("--trace and --kind: expected one of them")
     check_outputs(json_path, plot_path)
-    traces: dict[str, list[Turn]]
-    try:
-        traces = {path.stem: load(path, chunk, seed) for path in files}
-    except TraceError as e:
-        raise click.ClickException(str(e)) from e
-    traces = traces or {kind: generate(kind, requests, seed) for kind in kinds or PREFIX_KINDS}
+    traces = asked_traces(kinds, files, chunk, requests, seed)
     to, found = console(), []
     with report.progress(to, len(traces) * len(sizes)) as steps:
         for name, turns in traces.items():

@@ -21,8 +21,8 @@ from vllm_hypic.harness.report import Steps, check_outputs, console, output_opti
 from vllm_hypic.harness.settings import EngineSettings, engine_options
 from vllm_hypic.harness.stats import Spread, percentile
 
-from .prefix_traces import PREFIX_KINDS, PrefixKind, Turn, generate, load
-from .trace import TraceError
+from .prefix_options import asked_traces, trace_options
+from .prefix_traces import PrefixKind, Turn
 
 _PIECE = 1 << 16
 """Tokens of a piece that are made at once."""
@@ -57,17 +57,7 @@ class EngineResult:
     help="First token and hit rate of prompts that begin alike, beside stock vLLM with prefix caching.",
 )
 @engine_options(kv_gib=1.0)
-@click.option("--kind", "kinds", type=click.Choice(PREFIX_KINDS), multiple=True, help="[default: all]")
-@click.option(
-    "--trace",
-    "files",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    help="ShareGPT's JSON, vLLM's timed traces, or traces of `eviction`, instead of generated ones.",
-)
-@click.option("--chunk", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a hash_id.")
-@click.option("--requests", type=click.IntRange(4), default=60, show_default=True, help="Of each trace.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the generators.")
+@trace_options(requests=60, least=4)
 @click.option(
     "--scale",
     type=click.FloatRange(1e-3, 1),
@@ -100,15 +90,9 @@ def prefix_engines(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    if files and kinds:
-        raise click.UsageError("--trace and --kind: expected one of them")
     check_outputs(json_path, plot_path)
-    traces: dict[str, list[Turn]]
-    try:
-        traces = {path.stem: load(path, chunk, seed)[:requests] for path in files}
-    except TraceError as e:
-        raise click.ClickException(str(e)) from e
-    traces = traces or {kind: generate(kind, requests, seed) for kind in kinds or PREFIX_KINDS}
+    traces = asked_traces(kinds, files, chunk, requests, seed)
+    traces = {name: turns[:requests] for name, turns in traces.items()}
     with report.progress(console(), len(traces), "starting engines") as steps:
         found, facts = measure(traces, engine, pool_share, page_tokens, scale, longest, steps)
     _print(found, engine)

@@ -45,7 +45,7 @@ TYPES = (
     ("float16", "bfloat16"),
     ("bfloat16", "bfloat16"),
 )
-"""Types of T and of S; the engine's records are float16 and float32."""
+"""Types of T and of S; the engine's records are float16 and float32, or what `state_dtype` says."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Rounding:
 def errors(llm: Any, ask: Ask, prompt: Prompt, head: int, tail: int) -> dict[str, tuple[float, int | None]]:
     """Error and record bytes by name, for a prompt with resident records; an engine call."""
     import torch
+
+    from vllm_hypic.pool.narrow_states import NarrowRecords
 
     inputs = first_layer(llm, prompt.plain())
     bounds = _bounds(prompt)
@@ -80,11 +82,15 @@ def errors(llm: Any, ask: Ask, prompt: Prompt, head: int, tail: int) -> dict[str
     with answered(llm, ask) as live:
         assert live.plan is not None
         static = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        records = static[name].hypic_runtime.pool.linear[name]
+        records, kind = static[name].hypic_runtime.pool.linear[name], "float32"
         slots = [p.slot for p in live.plan.points][-len(bounds) :]
+        if isinstance(records, NarrowRecords):
+            records, slots, kind = records.read(torch.tensor(slots)), [*range(len(slots))], "float16"
         kept = [(records.transition(slot).clone(), records.state[slot].clone()) for slot in slots]
         state = live.state(name)
-    add("engine's records, T float16, S float32", kept)
+    add(own := f"engine's records, T float16, S {kind}", kept)
+    # What is read is wide again.
+    found[own] = found[own][0], found[f"exact, T float16, S {kind}"][1]
     add("engine's records, T to bfloat16", [(t.to(torch.bfloat16), s) for t, s in kept])
     found["engine, composed"] = relative(state, truth.numpy()), None
     return found

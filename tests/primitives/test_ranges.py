@@ -1,0 +1,64 @@
+"""Segments that a request gives as ranges of its tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_hypic.primitives.options import segment_mode_of_request, spans_of_request
+from vllm_hypic.primitives.pieces import cut_prompt
+from vllm_hypic.primitives.plan import build_plan
+from vllm_hypic.primitives.policies import LinkError, parse_link
+
+from .test_plan import PDEP, ROOM, SEP, SPACE, plan_of
+
+
+def test_ranges_of_tokens_are_segments_as_between_separators() -> None:
+    """The same records, stream, positions and salt; what lies between two ranges is as behind a PDep."""
+    lead, one, glue = list(range(9)), list(range(20, 32)), [40, 41, 42]
+    two, query = list(range(60, 68)), list(range(80, 85))
+    explicit = plan_of([*lead, SEP, *one, PDEP, *glue, SEP, *two, SEP, *query])
+    found = build_plan(
+        cut_prompt([*lead, *one, *glue, *two, *query], ((9, 21), (24, 32))),
+        parse_link("hypic", 2, "none", "none"),
+        SPACE,
+        ROOM,
+        min_segment_tokens=1,
+    )
+    assert found == explicit and len(found.segments) == 3
+
+
+@pytest.mark.parametrize("spans", [((0, 10),), ((0, 4), (4, 10)), ((3, 10),)])
+def test_ranges_may_begin_and_end_with_the_prompt(spans: tuple[tuple[int, int], ...]) -> None:
+    prompt = cut_prompt(list(range(10)), spans)
+    assert [t for piece in prompt.pieces for t in piece.tokens] == list(range(10))
+    assert [p for piece in prompt.pieces for p in piece.positions] == list(range(10))
+    assert prompt.pieces[-1].tokens == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("0", "expected a list"),
+        ([1], "expected a list"),
+        ([0, 1.5], "expected a list"),
+        ([True, 2], "expected a list"),
+        ([0, 11], "within the prompt's 10 tokens"),
+        ([-1, 3], r"\[-1, 3\] after 0"),
+        ([3, 3], "at least one token"),
+        ([4, 6, 5, 8], r"\[5, 8\] after 6"),
+        ([0, 1] * 4097, "at most 4096"),
+    ],
+)
+def test_ranges_that_make_no_sense_are_refused(given: object, reason: str) -> None:
+    with pytest.raises(LinkError, match=f"hypic_segments.*{reason}"):
+        spans_of_request({"hypic_segments": given}, 10)
+
+
+def test_ranges_and_modes_of_a_request() -> None:
+    assert spans_of_request({}, 10) is None and spans_of_request(None, 10) is None
+    assert spans_of_request({"hypic_segments": []}, 10) == ()
+    assert spans_of_request({"hypic_segments": [0, 4, 4, 10]}, 10) == ((0, 4), (4, 10))
+    assert segment_mode_of_request({"hypic_segment": "cdc"}, "off") == "cdc"
+    assert segment_mode_of_request(None, "text") == "text"
+    with pytest.raises(LinkError, match="hypic_segment='yes': expected one of off, structure, text, cdc"):
+        segment_mode_of_request({"hypic_segment": "yes"}, "off")
