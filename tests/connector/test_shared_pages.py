@@ -113,6 +113,39 @@ def test_a_resumed_record_gives_its_own_pages_back(books: SegmentDirectory) -> N
     end(books, other)
 
 
+def test_a_record_that_will_be_resumed_needs_its_own_pages_alone(books: SegmentDirectory) -> None:
+    """And what it is resumed from stays, the oldest though it is."""
+    record, half = made_with_checkpoint(books)
+    books.discard(record.key)
+    wanted = {key("b"): Need(PAGES * PAGE_TOKENS)}
+    (other,) = books.acquire(wanted, "", {key("b"): half}) or []
+    assert other.pages[:2] == half.pages and len(other.pages) == PAGES and half.pins == 1
+    books.resume(other, half)
+    assert other.pages[:2] == half.pages and half.pins == 1 and books.evictions == 0
+    books.release([half])
+    end(books, other)
+
+
+def test_a_record_to_resume_that_is_in_the_way_leaves(books: SegmentDirectory) -> None:
+    """A request that the empty pool would hold must run some day."""
+    books = SegmentDirectory(4, 2, PAGE_TOKENS, 2 * BLOCKS, policy=make_policy("lru"))
+    record = reserve(books, "a", Need(8, BLOCKS))
+    end(books, record)
+    (other,) = books.acquire({key("b"): LONG}, "", {key("b"): record}) or []
+    assert books.lookup(record.key) is Lookup.MISS and other.base is None
+    end(books, other)
+
+
+def test_who_gives_nothing_that_is_short_stays(books: SegmentDirectory) -> None:
+    """Pages are short: a checkpoint has none of its own, however old it is, until its record has gone."""
+    record, half = made_with_checkpoint(books)
+    books.policy.hit(record.key)
+    assert [e.key for e in books.resident()] == [half.key, record.key]
+    assert books._victims(Space(pages=PAGES - 3), ()) == [record]
+    assert books._victims(Space(pages=PAGES), ()) == [record, half]
+    assert books._victims(Space(slots=SLOTS - 1), ()) == [half]
+
+
 @pytest.mark.parametrize("first", ["record", "checkpoint"])
 def test_pages_are_free_when_the_last_leaves(books: SegmentDirectory, first: str) -> None:
     record, half = made_with_checkpoint(books)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
@@ -31,12 +32,14 @@ class Turns:
         directory = self._side.directory
         acquire = directory.acquire
 
-        def watched(wanted: dict[SegmentKey, Need], tenant: str) -> list[Entry] | None:
+        def watched(
+            wanted: dict[SegmentKey, Need], tenant: str, bases: Mapping[SegmentKey, Entry]
+        ) -> list[Entry] | None:
             (name,) = (n for n, c in self._admission.requests.items() if c.wanted is wanted)
             turn, _ = self._next()
             assert name == turn, f"it was the turn of {turn}, not of {name}"
             pinned = [key for key in directory.kept if directory.lookup(key) is not Lookup.MISS]
-            reserved = acquire(wanted, tenant)
+            reserved = acquire(wanted, tenant, bases)
             if self._engine.waiting[name].came > self._engine.planned_before_pins:
                 gone = [key for key in pinned if directory.lookup(key) is Lookup.MISS]
                 assert not gone, f"{name} was planned beside pinned records, and takes their place"

@@ -45,6 +45,14 @@ class Space:
             and self.transition_blocks >= other.transition_blocks
         )
 
+    def shares(self, other: Space) -> bool:
+        """Whether there is some of the same in both."""
+        return (
+            (self.pages > 0 < other.pages)
+            or (self.slots > 0 < other.slots)
+            or (self.transition_blocks > 0 < other.transition_blocks)
+        )
+
     def least(self, other: Space) -> Space:
         """The smaller number of each."""
         return Space(

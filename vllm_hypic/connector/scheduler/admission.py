@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...primitives.keys import SegmentKey
@@ -90,9 +90,11 @@ class Admission:
         """Keys of the records that requests without room want."""
         return {key for request_id in self._pending for key in self.requests[request_id].wanted}
 
-    def admitted(self) -> Iterator[tuple[ComposedRequest, list[Entry]]]:
+    def admitted(
+        self, bases: Callable[[ComposedRequest], Mapping[SegmentKey, Entry]]
+    ) -> Iterator[tuple[ComposedRequest, list[Entry]]]:
         """Pin the records of waiting requests in the queue's order: who got room now, and the entries that
-        are newly reserved for it.
+        are newly reserved for it.  ``bases``: what those begin with that are computed at once.
 
         Nobody overtakes a request that waits for room, so it cannot starve; one that waits for room in its
         tenant's share lets other tenants go on.  Every plan fits the empty pool, and the share, so none waits
@@ -105,7 +107,7 @@ class Admission:
                 self._raise_holders(request.priority, request.tenant)
                 self.waits = True
                 continue
-            reserved = self._directory.acquire(request.wanted, request.tenant)
+            reserved = self._directory.acquire(request.wanted, request.tenant, bases(request))
             if reserved is None:
                 self._raise_holders(request.priority)
                 self.waits = True

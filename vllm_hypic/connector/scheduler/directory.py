@@ -8,15 +8,18 @@ those reserved a record turned out to need.  Which record leaves first is a poli
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...store.eviction.base import EvictionPolicy
 from .entries import Entry, Lookup, Need, Spare
 from .pages import Pages
+from .victims import Victims
+
+_NONE: Mapping[SegmentKey, Entry] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -153,20 +156,29 @@ class SegmentDirectory:
         if left.slots:  # every record has one
             self._held[entry.tenant] = left
 
-    def acquire(self, wanted: dict[SegmentKey, Need], tenant: str = "") -> list[Entry] | None:
+    def acquire(
+        self, wanted: dict[SegmentKey, Need], tenant: str = "", bases: Mapping[SegmentKey, Entry] = _NONE
+    ) -> list[Entry] | None:
         """Pin every record of ``wanted``, all of one ``tenant``'s, reserving those that are missing.
 
         All or nothing: returns the newly reserved entries, or ``None`` (nothing changed) when the
-        missing ones do not fit beside what is pinned.  Never waits.
+        missing ones do not fit beside what is pinned.  Never waits.  ``bases``: complete records that missing
+        ones are to :meth:`resume`.
         """
         missing = {k: n for k, n in wanted.items() if k not in self._entries}
-        need = sum((self.space_for(n) for n in missing.values()), Space())
-        victims = self._victims(need, wanted)
+        bases = {k: bases[k] for k in missing if k in bases}
+        victims = self._room_for(missing, wanted, bases)
+        if victims is None and bases:
+            bases = {}  # they may be what is in the way
+            victims = self._room_for(missing, wanted, bases)
         if victims is None:
             return None
         self._evict(victims)
         for key, what in missing.items():
-            self._reserve(key, what, tenant)
+            base = bases.get(key)
+            entry = self._reserve(key, what, tenant, () if base is None else base.pages)
+            if base is not None:
+                self._hold_base(entry, base)
         for key in wanted:
             entry = self._entries[key]
             if not entry.held:
@@ -176,19 +188,32 @@ class SegmentDirectory:
                 self.policy.hit(key)
         return [self._entries[k] for k in missing]
 
+    def _room_for(
+        self,
+        missing: Mapping[SegmentKey, Need],
+        wanted: Iterable[SegmentKey],
+        bases: Mapping[SegmentKey, Entry],
+    ) -> list[Entry] | None:
+        need = sum((self.space_for(n) for n in missing.values()), Space())
+        need -= Space(pages=sum(len(base.pages) for base in bases.values()))
+        return self._victims(need, [*wanted, *(base.key for base in bases.values())])
+
     def space_for(self, need: Need) -> Space:
         """What a record takes until its worker has said how many transition blocks it keeps."""
         slots = 2 if need.has_spare else 1
         return Space(self.pages_for(need.columns), slots, slots * need.transition_blocks)
 
-    def _reserve(self, key: SegmentKey, need: Need, tenant: str, record: Entry | None = None) -> Entry:
-        """``record``: the one whose checkpoint it is, and whose pages it has."""
-        count = self.pages_for(need.columns)
-        if record is None:
-            pages = self._pages.take(count)
-        else:
-            pages = record.pages[:count]
-            self._pages.use(pages)
+    def _reserve(
+        self,
+        key: SegmentKey,
+        need: Need,
+        tenant: str,
+        shared: tuple[int, ...] = (),
+        record: Entry | None = None,
+    ) -> Entry:
+        """``shared``: its first pages, which others have, too; ``record``: whose checkpoint it is."""
+        self._pages.use(shared)
+        pages = shared + self._pages.take(self.pages_for(need.columns) - len(shared))
         self._reserved += 1
         entry = Entry(
             key,
@@ -223,7 +248,8 @@ class SegmentDirectory:
         if victims is None:
             return None
         self._evict(victims)
-        entry = self._reserve(key, need, record.tenant, record)
+        shared = record.pages[: self.pages_for(need.columns)]
+        entry = self._reserve(key, need, record.tenant, shared, record)
         self.pin(entry)
         return entry
 
@@ -234,18 +260,25 @@ class SegmentDirectory:
 
     def resume(self, record: Entry, checkpoint: Entry, *, can_be_deleted: bool = True) -> None:
         """``record``, reserved and still empty, begins with all that ``checkpoint`` has, whose pages it
-        takes in place of its own; pins that, too.  ``can_be_deleted``: by a user, and the checkpoint with
-        it."""
-        shared = len(checkpoint.pages)
-        self._pages.use(checkpoint.pages)
-        self._pages.leave(reversed(record.pages[:shared]))
-        record.pages = checkpoint.pages + record.pages[shared:]
+        takes in place of its own, unless it was reserved with them; pins that, too.  ``can_be_deleted``: by a
+        user, and the checkpoint with it."""
+        if record.base is None:
+            own = record.pages[: len(checkpoint.pages)]
+            self._pages.use(checkpoint.pages)
+            self._pages.leave(reversed(own))
+            record.pages = checkpoint.pages + record.pages[len(own) :]
+            self._hold_base(record, checkpoint)
+        assert record.base is checkpoint
+        record.base = None
         if can_be_deleted:
             checkpoint.within.add(record.key)
-        if not checkpoint.held:
-            self._now_held(checkpoint)
-        self.pin(checkpoint)
         self.policy.hit(checkpoint.key)
+
+    def _hold_base(self, record: Entry, base: Entry) -> None:
+        if not base.held:
+            self._now_held(base)
+        self.pin(base)
+        record.base = base
 
     def _without_spare(self, entry: Entry) -> None:
         if (spare := entry.spare) is None:
@@ -273,29 +306,14 @@ class SegmentDirectory:
         Kept records come last of all, and only where no request runs that could give room: a
         request that has been admitted must run some day.
         """
-        free = Space(self.free_pages, self.free_slots, self.free_transition_blocks)
-        if free.covers(need):
-            return []
-        spared, victims, last = set(wanted), [], []
-        left = Counter[int]()
-        for entry in self._worst_first():
-            if not entry.resident or entry.pins or entry.key in spared:
-                continue
-            if entry.key in self._kept:
-                last.append(entry)
-                continue
-            victims.append(entry)
-            free += replace(entry.space, pages=self._pages.freed(entry.pages, left))
-            if free.covers(need):
-                return victims
-        if any(e.pins or not e.resident for e in self._by_serial.values()):
-            return None
-        for entry in last:
-            victims.append(entry)
-            free += replace(entry.space, pages=self._pages.freed(entry.pages, left))
-            if free.covers(need):
-                return victims
-        return None
+        victims = Victims(need, Space(self.free_pages, self.free_slots, self.free_transition_blocks))
+        if not victims.enough:
+            spared = set(wanted)
+            able = [e for e in self._worst_first() if e.resident and not e.pins and e.key not in spared]
+            victims.choose((e for e in able if e.key not in self._kept), self._pages)
+            if not any(e.pins or not e.resident for e in self._by_serial.values()):
+                victims.choose((e for e in able if e.key in self._kept), self._pages)
+        return victims.entries if victims.enough else None
 
     def pin(self, entry: Entry) -> None:
         """Pin once more a record that is held."""

@@ -71,6 +71,8 @@ class Entry:
     """It was made on the way to a record."""
     within: set[SegmentKey] = field(default_factory=set)
     """Records of which it holds a part."""
+    base: Entry | None = None
+    """A pinned record whose pages it was reserved with, until it is resumed from that."""
 
     @property
     def space(self) -> Space:

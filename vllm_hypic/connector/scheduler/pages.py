@@ -38,11 +38,9 @@ class Pages:
                 self._free.append(page)
 
     def freed(self, pages: Iterable[int], left: Counter[int]) -> int:
-        """How many become free with a record that has ``pages``, after others have left theirs: ``left``
-        counts these, and then this one's, too."""
-        pages = list(pages)
-        left.update(pages)
-        return sum(left[page] == self._users[page] for page in pages)
+        """How many become free with a record that has ``pages``, after others have left theirs, which
+        ``left`` counts."""
+        return sum(left[page] + 1 == self._users[page] for page in pages)
 
     def check(self, used: Iterable[int]) -> None:
         """Raise ``RuntimeError`` unless exactly these are used, each so often as it is named."""

@@ -16,9 +16,8 @@ LEAST_OVERLAPS = 20
 """Overlaps before placements are learned from them; until then checkpoints stand evenly."""
 REFRESH = 10
 """Overlaps after which placements are planned anew."""
-STRETCH_TOKENS = 1024
-"""Tokens of a prefix that are computed at once, at most: states between such passes
-are kept."""
+APART_TOKENS = 1024
+"""Tokens between checkpoints of a prefix, until it is known where they are of use."""
 
 
 class CheckpointPlacement:
@@ -34,7 +33,8 @@ class CheckpointPlacement:
     ) -> None:
         self._most, self._has_states = config.checkpoints, bool(geometry.linear)
         self._page = config.page_tokens
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen: OrderedDict[str, int] = OrderedDict()
+        """Where the last segment that had each boundary ended."""
         blocks = geometry.record_transition_blocks * geometry.transition_block_bytes
 
         def planner(grid: int, state_bytes: int) -> CheckpointPlanner:
@@ -55,9 +55,10 @@ class CheckpointPlacement:
         """Where the record, which is about to be computed, should have checkpoints."""
         head, is_prefix = segment.head, segment.is_prefix
         planner = self._prefixes if is_prefix else self._segments
-        parts_at = self._overlap(segment)
-        planner.observe(max(0, parts_at - head), segment.columns)
-        self._overlaps[is_prefix] += parts_at > 0
+        parts_at, former = self._overlap(segment)
+        if parts_at > head:
+            planner.observe(parts_at - head, former - head)
+            self._overlaps[is_prefix] += 1
         stops = [checkpoint.stop for checkpoint in segment.checkpoints]
         if not (is_prefix or self._has_states) or (not is_prefix and len(stops) <= self._most):
             return frozenset(stops)
@@ -65,20 +66,20 @@ class CheckpointPlacement:
         if self._overlaps[is_prefix] >= LEAST_OVERLAPS:
             depths = planner.boundaries(segment.columns, max(0, parts_at - head))
             wanted |= {head + depth for depth in depths}
-        elif not is_prefix:
-            wanted |= {stops[-1 - i * len(stops) // self._most] for i in range(self._most)}
-        if is_prefix:
-            wanted |= {stop for stop in stops if stop % STRETCH_TOKENS < self._page}
+        elif is_prefix:
+            wanted |= {stop for stop in stops if stop % APART_TOKENS < self._page}
         else:
+            wanted |= {stops[-1 - i * len(stops) // self._most] for i in range(self._most)}
+        if not is_prefix:
             wanted |= {stops[-1]}
         return frozenset(wanted.intersection(stops))
 
-    def _overlap(self, segment: CachedSegment) -> int:
-        """Tokens with which an earlier segment began; remembers this one."""
+    def _overlap(self, segment: CachedSegment) -> tuple[int, int]:
+        """Tokens with which an earlier segment began, and where that ended; remembers this one."""
         ends = [*((c.stop, c.key) for c in segment.checkpoints), (segment.stop, segment.key)]
-        shared = next((stop for stop, key in reversed(ends) if key in self._seen), 0)
+        shared = next(((stop, self._seen[key]) for stop, key in reversed(ends) if key in self._seen), (0, 0))
         for _, key in ends:
-            self._seen[key] = None
+            self._seen[key] = segment.stop
             self._seen.move_to_end(key)
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import CapturePlan, StreamPlan
-from ...primitives.keys import Namespace
+from ...primitives.keys import Namespace, SegmentKey
 from ...primitives.options import NO_TRANSFER, Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
 from ...primitives.tokens import PrimitiveIds
@@ -158,7 +158,7 @@ class SchedulerSide:
         self.retention.drop_expired()
         self.arrivals.give_up_late()
         started = self._compute_incomplete()
-        for composed, reserved in self.admission.admitted():
+        for composed, reserved in self.admission.admitted(self._bases):
             self.counters.segments_hit += len(composed.wanted) - len(reserved)
             started += self._obtain(composed, reserved)
             self._decline(composed)
@@ -168,6 +168,14 @@ class SchedulerSide:
             self.counters.pool_waits += 1
             self.arrivals.give_up_unoffered()
         return started
+
+    def _bases(self, composed: ComposedRequest) -> dict[SegmentKey, Entry]:
+        """Checkpoints with which records begin that the request lacks, if they cannot come from elsewhere:
+        what comes is whole."""
+        if self.config.store.tiers or composed.transfer.remote or composed.outdated:
+            return {}
+        found = ((s.key, self._stretches.base(s)) for s in composed.plan.records if s.checkpoints)
+        return {key: base for key, base in found if base is not None}
 
     def _obtain(self, composed: ComposedRequest, reserved: list[Entry]) -> list[SegmentRequest]:
         """Have missing records of a request fetched or awaited; the segment requests of the rest."""
