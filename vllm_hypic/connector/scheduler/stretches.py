@@ -59,7 +59,7 @@ class Stretches:
         kept = self._kept(segment)
         for checkpoint in reversed(segment.checkpoints):
             if (base := self._directory.checkpoint_at(checkpoint.key)) is not None:
-                self._directory.resume(entry, base, can_be_deleted=not segment.is_prefix)
+                self._directory.resume(entry, base)
                 return self._next(segment, entry, checkpoint.stop, kept, base.slot, base)
         return self._next(segment, entry, segment.head, kept)
 
@@ -78,8 +78,6 @@ class Stretches:
         base: Entry | None = None,
     ) -> Stretch:
         ahead = [c for c in segment.checkpoints if c.stop > first]
-        if segment.is_prefix:
-            ahead = [c for c in ahead if c.stop in kept]
         if not ahead:
             return Stretch(first, segment.stop, entry.slot, entry, kept, base_slot, base)
         to = ahead[0]
