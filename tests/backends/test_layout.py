@@ -7,7 +7,7 @@ must give that order, each token once, and stock code must get just the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from vllm_hypic.pool.step import (
     StepContext,
     StreamTensors,
     capture_row,
+    capture_rows,
     composed_row,
 )
 
@@ -34,10 +35,11 @@ TOKENS = 24
 
 @dataclass(frozen=True)
 class Request:
-    """``plan`` is ``None`` for ordinary requests; ``cuts`` are the ends of its chunks."""
+    """``plan`` is ``None`` for ordinary requests, a tuple of those that are captured; ``cuts`` are the ends
+    of its chunks."""
 
     name: str
-    plan: StreamPlan | CapturePlan | None
+    plan: StreamPlan | tuple[CapturePlan, ...] | None
     cuts: tuple[int, ...]
 
 
@@ -49,7 +51,7 @@ def _gaps(places: list[int]) -> list[tuple[int, int]]:
 @st.composite
 def requests(draw: st.DrawFn, name: str) -> Request:
     cuts = tuple(sorted(draw(st.sets(st.integers(1, TOKENS - 1), max_size=4)) | {TOKENS}))
-    kind = draw(st.sampled_from(["plain", "stream", "stream", "segment", "leading"]))
+    kind = draw(st.sampled_from(["plain", "stream", "stream", "segment", "leading", "prefix"]))
     if kind == "plain":
         return Request(name, None, cuts)
     if kind == "stream":
@@ -64,10 +66,17 @@ def requests(draw: st.DrawFn, name: str) -> Request:
             np.arange(TOKENS), TOKENS, points, columns, columns, draw(st.booleans()), tuple(sorted(islands))
         )
         return Request(name, plan, cuts)
+    if kind == "prefix":
+        stretches = pairwise([0, *sorted(draw(st.sets(st.integers(1, TOKENS), min_size=1, max_size=4)))])
+        plans = [
+            CapturePlan(lo, hi, n, np.arange(hi - lo), None, True) for n, (lo, hi) in enumerate(stretches)
+        ]
+        return Request(name, tuple(plans), cuts)
     lo = 0 if kind == "leading" else draw(st.integers(0, TOKENS - 1))
     hi = draw(st.integers(lo + 1, TOKENS))
     slots = np.arange(hi - lo)
-    return Request(name, CapturePlan(lo, hi, draw(st.integers(0, 5)), slots, None, kind == "leading"), cuts)
+    plan = CapturePlan(lo, hi, draw(st.integers(0, 5)), slots, None, kind == "leading")
+    return Request(name, (plan,), cuts)
 
 
 @settings(max_examples=150, deadline=None)
@@ -93,7 +102,7 @@ def check_pass(batch: list[Request], step_number: int, block: int) -> None:
         if isinstance(request.plan, StreamPlan):
             composed.append(composed_row(row, StreamTensors.of(request.plan, CPU)))
         elif request.plan is not None:
-            captures.append(capture_row(request.name, row, request.plan))
+            captures += capture_rows(request.name, row, request.plan)
     work = linear_step(StepContext(composed, captures, CPU), block)
     special = [c for c in composed if c.points or c.islands]
     ran = check_composed(work, special, block) + check_captures(work, captures)
@@ -136,35 +145,37 @@ def check_composed(work: LinearStep, composed: list[ComposedRow], block: int) ->
 
 
 def check_captures(work: LinearStep, captures: list[CaptureRow]) -> list[int]:
-    if work.segments is None:
-        assert not captures
-        return []
     ran: list[int] = []
-    rows = unpack(work.segments.rows, SegmentRow)
-    carried, ended = [], []
-    for program, c in zip(rows, captures, strict=True):
-        row, plan = c.row, c.plan
-        assert (program.batch_row, program.resumed) == (row.index, row.s0 > 0)
-        assert (program.first, program.stop) == (row.q0, row.q1)
-        ran += range(program.first, program.stop)
-        inside = [i for i in range(row.s0, row.s1) if plan.lo <= i < plan.hi]
-        assert program.end - program.begin == len(inside)
-        assert program.first <= program.begin <= program.end <= program.stop
-        if inside:
-            assert program.begin == row.q0 + inside[0] - row.s0
-        assert bool(program.begins) == (plan.lo in inside)
-        assert bool(program.ends) == (plan.hi - 1 in inside)
-        assert (program.slot, program.leading) == (plan.slot, plan.leading)
-        assert bool(program.has_head) == (plan.lo > 0)
-        if plan.leading or not inside or (program.begins and program.ends):
-            assert program.carry == -1
-        else:
-            assert program.carry == len(carried)
-            carried.append((c.request_id, bool(program.begins)))
-        if program.ends and not plan.leading:
-            ended.append(plan.slot)
-    assert list(zip(work.segments.carried, work.segments.starting, strict=True)) == carried
-    assert list(work.segments.ended) == ended
+    left = {index: list(rows) for index, rows in groupby(captures, key=lambda c: c.row.index)}
+    at = {c.row.index: c.row.q0 for c in captures}
+    for segments in work.segments:
+        turn = [rows.pop(0) for rows in left.values() if rows]
+        carried, ended = [], []
+        for program, c in zip(unpack(segments.rows, SegmentRow), turn, strict=True):
+            row, plan = c.row, c.plan
+            assert (program.batch_row, program.first) == (row.index, at[row.index])
+            assert bool(program.resumed) == (row.s0 > 0 or program.first > row.q0)
+            ran += range(program.first, program.stop)
+            at[row.index] = program.stop
+            inside = [i for i in range(row.s0, row.s1) if plan.lo <= i < plan.hi]
+            assert program.end - program.begin == len(inside)
+            assert program.first <= program.begin <= program.end <= program.stop
+            if inside:
+                assert program.begin == row.q0 + inside[0] - row.s0
+            assert bool(program.begins) == (plan.lo in inside)
+            assert bool(program.ends) == (plan.hi - 1 in inside)
+            assert (program.slot, program.leading) == (plan.slot, plan.leading)
+            assert bool(program.has_head) == (plan.lo > 0)
+            if plan.leading or not inside or (program.begins and program.ends):
+                assert program.carry == -1
+            else:
+                assert program.carry == len(carried)
+                carried.append((c.request_id, bool(program.begins)))
+            if program.ends and not plan.leading:
+                ended.append(plan.slot)
+        assert list(zip(segments.carried, segments.starting, strict=True)) == carried
+        assert list(segments.ended) == ended
+    assert not any(left.values())
     return ran
 
 

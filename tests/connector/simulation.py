@@ -493,9 +493,9 @@ class Engine:
 
     def _capture(self, name: str) -> None:
         self.queued.remove(name)
-        plan, stream = self.side.capture_plan(name), self.side.stream_plan(name)
+        [plan], stream = self.side.captures(name), self.side.stream_plan(name)
         work = self.side.segment_requests.work_of(name)
-        assert plan is not None and work is not None
+        assert work is not None
         stored = self.tiered and work.last and not work.entry.forgotten
         assert (plan.stored is not None) is stored, "only what can be found again is stored"
         segment, stretch = work.segment, work.stretch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.scheduler.placement import APART_TOKENS, LEAST_OVERLAPS, CheckpointPlacement
+from vllm_hypic.connector.scheduler.placement import APART_TOKENS, LEAST_OVERLAPS, PrefixPlacement
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.plan import CachedSegment, PoolLimits
 from vllm_hypic.primitives.policies import parse_link
@@ -17,9 +17,9 @@ ROOM = PoolLimits(10_000, 100, PAGE, 100_000)
 
 
 @pytest.fixture
-def placement() -> CheckpointPlacement:
+def placement() -> PrefixPlacement:
     config = HypicConfig.from_mapping({"prefix": "sparse", "page_tokens": PAGE})
-    return CheckpointPlacement(config, geometry(64, 8), float)
+    return PrefixPlacement(config, geometry(64, 8), float)
 
 
 def prefix(*tokens: int) -> CachedSegment:
@@ -34,17 +34,17 @@ def text(first: int, count: int) -> range:
     return range(10_000 * first, 10_000 * first + count)
 
 
-def test_checkpoints_stand_apart_until_something_is_known(placement: CheckpointPlacement) -> None:
+def test_checkpoints_stand_apart_until_something_is_known(placement: PrefixPlacement) -> None:
     kept = placement.kept(prefix(*text(0, 3 * APART_TOKENS)))
     assert kept == {APART_TOKENS, 2 * APART_TOKENS}
 
 
-def test_one_stands_where_a_prompt_parts_from_an_earlier_one(placement: CheckpointPlacement) -> None:
+def test_one_stands_where_a_prompt_parts_from_an_earlier_one(placement: PrefixPlacement) -> None:
     placement.kept(prefix(*text(0, 20 * PAGE)))
     assert placement.kept(prefix(*text(0, 7 * PAGE), *text(1, 5 * PAGE))) == {7 * PAGE}
 
 
-def test_none_stand_inside_where_prompts_only_grow(placement: CheckpointPlacement) -> None:
+def test_none_stand_inside_where_prompts_only_grow(placement: PrefixPlacement) -> None:
     """All that is shared is whole records: each is resumed from its end."""
     for talk in range(LEAST_OVERLAPS):
         for turn in range(1, 5):
@@ -53,7 +53,7 @@ def test_none_stand_inside_where_prompts_only_grow(placement: CheckpointPlacemen
     assert placement.kept(prefix(*text(999, 3 * APART_TOKENS))) == set()
 
 
-def test_one_stands_where_prompts_have_parted(placement: CheckpointPlacement) -> None:
+def test_one_stands_where_prompts_have_parted(placement: PrefixPlacement) -> None:
     """All have a tail of five pages for themselves."""
     for other in range(1, LEAST_OVERLAPS + 20):
         placement.kept(prefix(*text(0, 40 * PAGE), *text(other, 5 * PAGE)))

@@ -49,8 +49,8 @@ def test_a_segment_waits_for_its_context_and_reads_it() -> None:
     on.finished(context.request_id, completed=True)
     assert on.ready(segment.request_id) and not on.ready("r")
 
-    plan, capture = on.stream_plan(segment.request_id), on.capture_plan(segment.request_id)
-    assert plan is not None and capture is not None and capture.has_context
+    plan, [capture] = on.stream_plan(segment.request_id), on.captures(segment.request_id)
+    assert plan is not None and capture.has_context
     assert on.stream_plan(lead.request_id) is None
     (point,) = plan.points
     assert (point.at, point.columns, point.replace_state) == (0, len(TEXT), True)

@@ -41,8 +41,7 @@ def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -
 def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[SegmentRequest, CapturePlan]]:
     admit(on, tokens, **extra)
     jobs = on.pump()
-    plans = [on.capture_plan(job.request_id) for job in jobs]
-    return [(job, plan) for job, plan in zip(jobs, plans, strict=True) if plan is not None]
+    return [(job, plan) for job in jobs for plan in on.captures(job.request_id)]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_captured_records_are_saved(worker: Worker) -> None:
 @pytest.mark.parametrize("cleared", [False, True])
 def test_what_is_captured_while_the_caches_are_emptied_is_not_saved(worker: Worker, cleared: bool) -> None:
     plan = CapturePlan(0, 4, 1, np.arange(4), None, True, 1, place(1))
-    worker.side.absorb(HypicMetadata(captures={"r": plan}))
+    worker.side.absorb(HypicMetadata(captures={"r": (plan,)}))
     metadata = HypicMetadata(orders=[ClearCaches()] if cleared else [])
     worker.side.begin_step(metadata, ["r"], np.array([0]), np.array([4]))
     worker.side.end_step()

@@ -74,8 +74,8 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
             stream = self.scheduler.stream_plan(new.req_id, with_prompt=asked or self._looks_drafts_up)
             if stream is not None:
                 metadata.streams[new.req_id] = stream
-            if (capture := self.scheduler.capture_plan(new.req_id)) is not None:
-                metadata.captures[new.req_id] = capture
+            if captures := self.scheduler.captures(new.req_id):
+                metadata.captures[new.req_id] = captures
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -21,7 +21,8 @@ class HypicMetadata(KVConnectorMetadata):
     """One step: requests that begin here, those that are over, and orders about records."""
 
     streams: dict[str, StreamPlan] = field(default_factory=dict)
-    captures: dict[str, CapturePlan] = field(default_factory=dict)
+    captures: dict[str, tuple[CapturePlan, ...]] = field(default_factory=dict)
+    """What each of them captures, in the order of its tokens."""
     finished: set[str] = field(default_factory=set)
     dropped_slots: list[int] = field(default_factory=list)
     """Slots whose records are gone: their transition blocks are free.  Before all orders."""

@@ -7,7 +7,7 @@ synchronous or the asynchronous variant, as the engine is configured.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -76,7 +76,6 @@ class _HypicMixin(Scheduler):
             self.defer_block_free = False
         # In every cache salt of ours, so that no client can name one and read another's blocks.
         self._secret = secrets.token_hex(16)
-        self._segment_salt = f"hypic:{self._secret}:segment"
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
         model = self.vllm_config.model_config
@@ -288,6 +287,8 @@ class _HypicMixin(Scheduler):
         self._end_unwanted()
         for segment in self.hypic.pump():
             super().add_request(self._segment_request(segment))
+        for request_id, plan in self.hypic.prefixes.take_begun().items():
+            _replace_tokens(self.requests[request_id], list(plan.stream), self._unshared_salt(request_id))
         self._raise(self.hypic.admission.take_raised())
         output = super().schedule(*args, **kwargs)
         self._instance.publish(self._unprefilled_tokens())
@@ -320,7 +321,7 @@ class _HypicMixin(Scheduler):
             arrival_time=owner.arrival_time,
             lora_request=owner.lora_request,
             # Its KV was computed in isolation and serves nobody else.
-            cache_salt=f"{self._segment_salt}:{segment.request_id}",
+            cache_salt=self._unshared_salt(segment.request_id),
             priority=segment.priority,
             block_hasher=owner._block_hasher,
         )
@@ -340,17 +341,22 @@ class _HypicMixin(Scheduler):
             for request in requests:
                 queue.add_request(request)
 
-    def _is_segment(self, request: Request) -> bool:
-        return (request.cache_salt or "").startswith(self._segment_salt)
+    def _unshared_salt(self, request_id: str) -> str:
+        """Of requests that are captured: they must compute all their tokens, and leave nothing to others."""
+        return f"hypic:{self._secret}:captured:{request_id}"
+
+    def _is_captured(self, request: Request) -> bool:
+        return request.cache_salt == self._unshared_salt(request.request_id)
 
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any) -> int:
         """Stock ends prefill chunks where states are kept for its prefix cache, at the price of a step for
-        the rest of the prompt.  Nobody resumes from a segment request's states: it is not split, and its one
-        token has no drafts.  Nor is a prompt's one token padded with drafts where there are states: it may be
-        the first.  No chunk ends inside an island, whose state is not the request's: one that finds no room
-        waits for the next step.  Drafts end where the model's positions do, which a stream is short of."""
+        the rest of the prompt.  Nobody resumes from the states of a request that is captured: its prompt is
+        not split, and a segment request's one token has no drafts.  Nor is a prompt's one token padded with
+        drafts where there are states: it may be the first.  No chunk ends inside an island, whose state is
+        not the request's: one that finds no room waits for the next step.  Drafts end where the model's
+        positions do, which a stream is short of."""
         begin = request.num_computed_tokens + sum(args)
-        if self._is_segment(request):
+        if self._is_captured(request) and begin < request.num_prompt_tokens:
             return min(num_new_tokens, request.num_tokens - begin)
         if self.has_mamba_layers:
             known = request.num_tokens_with_spec + request.num_output_placeholders
@@ -364,8 +370,9 @@ class _HypicMixin(Scheduler):
         return max(0, self.hypic.pass_end(request.request_id, end) - begin)
 
     def _free_request_blocks(self, request: Request) -> None:
-        """A segment request's blocks leave the prefix cache, instead of pushing useful ones out of it."""
-        if self._is_segment(request):
+        """Blocks of requests that are captured leave the prefix cache, instead of pushing useful ones out of
+        it."""
+        if self._is_captured(request):
             groups = self.kv_cache_manager.get_block_ids(request.request_id)
             self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
         super()._free_request_blocks(request)
@@ -379,6 +386,9 @@ class _HypicMixin(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         # With several batches on their way a step schedules nothing, and one that ran ends later.
         self._ran |= bool(scheduler_output.total_num_scheduled_tokens)
+        if self.hypic.config.prefix != "stock":
+            for request_id, end in _ends(scheduler_output):
+                self.hypic.prefixes.passed(request_id, end)
         # A request that ends in this step is forgotten by the time its output is built.
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
         hits = {r: self.hypic.hit_tokens(r) for r in scheduler_output.num_scheduled_tokens}
@@ -400,6 +410,14 @@ class _HypicMixin(Scheduler):
     def shutdown(self) -> None:
         self._instance.close()
         super().shutdown()
+
+
+def _ends(scheduled: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """The requests of a pass, and before which of their tokens it ends."""
+    cached = scheduled.scheduled_cached_reqs
+    begins = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+    for request_id, begin in [*begins, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)]:
+        yield request_id, begin + scheduled.num_scheduled_tokens[request_id]
 
 
 def _take_command(request: Request) -> AnyCommand | Failure | None:

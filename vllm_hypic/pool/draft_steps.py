@@ -38,7 +38,7 @@ def of_one_token(step: StepContext, at: Sequence[int]) -> StepContext:
         return composed_row(BatchRow(i, i, i + 1, at[i], at[i] + 1), of.stream)
 
     return StepContext(
-        [row(c) for c in step.composed], [], step.device, Batch(list(range(len(at) + 1)), list(at))
+        [row(c) for c in step.reading], [], step.device, Batch(list(range(len(at) + 1)), list(at))
     )
 
 

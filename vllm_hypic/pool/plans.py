@@ -174,13 +174,15 @@ class RecordPlace:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """A segment request: record token indices ``[lo, hi)`` of it; its tokens end there.
+    """A record that a request makes: tokens ``[lo, hi)`` of it, by their indices.  A segment request ends
+    there.
 
-    Of a segment with checkpoints it is one stretch: K and V of these tokens, the state behind them.
+    Of a segment with checkpoints, or a prefix, it is one stretch: K and V of these tokens, the state behind
+    them.
 
-    ``slot_mapping [hi - lo]``: where K and V go; ``positions [hi]`` int64 are given only when they are not
-    the tokens' indices: the segment has padding inside, or a context before it; ``leading`` records need no
-    transition.
+    ``slot_mapping [hi - lo]``: where K and V go; ``positions`` int64, of the request's tokens up to ``hi`` at
+    least, are given only when they are not the tokens' indices: the segment has padding inside, or something
+    stands before it; ``leading`` records need no transition.
     """
 
     lo: int

@@ -68,7 +68,8 @@ class ComposedRow:
 
 @dataclass(frozen=True)
 class CaptureRow:
-    """A segment request; this chunk holds interior tokens ``[begin, end)`` of it (empty allowed)."""
+    """A request that is captured; this chunk holds tokens ``[begin, end)`` of its plan (empty allowed).  A
+    request that makes several records has a row for each of those that this chunk has a part of."""
 
     request_id: str
     row: BatchRow
@@ -297,6 +298,12 @@ def composed_row(row: BatchRow, stream: StreamTensors) -> ComposedRow:
     """The rows of a composed request in this pass, with what each may see."""
     visible_kv_lens = stream.plan.visible_kv_lens(row.s0, row.s1)
     return ComposedRow(row, stream, torch.from_numpy(visible_kv_lens), int(visible_kv_lens.max()))
+
+
+def capture_rows(request_id: str, row: BatchRow, plans: Sequence[CapturePlan]) -> list[CaptureRow]:
+    """What a chunk has of a request's records; an empty part of the first where it has none."""
+    rows = [capture_row(request_id, row, plan) for plan in plans]
+    return [c for c in rows if c.begin < c.end] or rows[:1]
 
 
 def capture_row(request_id: str, row: BatchRow, plan: CapturePlan) -> CaptureRow:

@@ -8,12 +8,13 @@ at the ends of its blocks alone, which are many times longer.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
-from .checkpoints import checkpoints
+from .checkpoints import Checkpoint, checkpoints
 from .keys import Namespace, Role, SegmentKey, segment_key
 from .pieces import ParsedPrompt, Piece
-from .plan import Budget, CachedSegment, PoolLimits, PromptPlan, assemble
+from .plan import Budget, CachedSegment, Part, PoolLimits, PromptPlan, assemble
 from .policies import LinkMethod
 
 
@@ -44,3 +45,23 @@ def build_prefix_plan(
         return None
     prompt = ParsedPrompt((Piece(whole, range(len(whole)), len(whole)),), len(whole), has_primitives=False)
     return assemble(prompt, {0: segment}, {}, (), method)
+
+
+def behind(plan: PromptPlan, checkpoint: Checkpoint | None) -> PromptPlan:
+    """``plan``, which is of a prefix, with what stands behind ``checkpoint`` computed by the request itself;
+    ``None``: all of it."""
+    [segment] = plan.segments
+    first = 0 if checkpoint is None else checkpoint.stop
+    read: tuple[CachedSegment, ...] = ()
+    if checkpoint is not None:
+        read = (
+            replace(
+                segment,
+                key=checkpoint.key,
+                tokens=segment.tokens[:first],
+                parts=(Part(0, 0, first),),
+                checkpoints=(),
+            ),
+        )
+    stream = segment.tokens[first:] + plan.stream
+    return replace(plan, segments=read, stream=stream, positions=tuple(range(first, plan.n_logical)))

@@ -91,10 +91,10 @@ class Instance:
         self.side.instruct(metadata)
         rows = []
         for request in started:
-            plan = self.side.capture_plan(request.request_id)
+            [plan] = self.side.captures(request.request_id)
             work = self.side.segment_requests.work_of(request.request_id)
-            assert plan is not None and work is not None
-            metadata.captures[request.request_id] = plan
+            assert work is not None
+            metadata.captures[request.request_id] = (plan,)
             rows.append(capture_row(request.request_id, BatchRow(0, 0, plan.hi, 0, plan.hi), plan))
             if not plan.leading:
                 self.pool.transition_blocks.offer(plan.slot)

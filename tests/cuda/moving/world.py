@@ -208,12 +208,11 @@ class World:
                 place = order.place
                 self._origins[place.serial] = Origin(self.weights, place.leading)
                 self._deleted.discard(place.key)
-        captures = {job.request_id: self.side.capture_plan(job.request_id) for job in jobs}
+        captures = {job.request_id: self.side.captures(job.request_id)[0] for job in jobs}
         self.worker.absorb(metadata)
         assert self.worker.runtime is not None
         rows = []
         for request_id, plan in captures.items():
-            assert plan is not None
             self._capture(plan)
             rows.append(capture_row(request_id, BatchRow(0, 0, plan.hi, 0, plan.hi), plan))
         if rows:

@@ -14,7 +14,7 @@ records of segment requests and composes them, as the layout of the pass says (`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -155,9 +155,10 @@ class LinearLayer(Generic[InputsT, CarryT]):
             runtime.calls["compose_context"] += 1
             with reading(runtime, step, self.prefix, work.contexts) as program:
                 self.run_composed(runtime, step, program, x, out)
-        if (segments := work.segments) is not None:
+        if work.segments:
+            _offer_blocks(runtime, step, work.segments)
+        for segments in work.segments:
             runtime.calls["capture_linear"] += 1
-            _offer_blocks(runtime, step, segments)
             with capturing(runtime, step, self.prefix, segments) as capture:
                 self.run_segments(runtime, step, capture, x, out)
         if work.composed is not None:
@@ -263,12 +264,12 @@ def _once(context: ForwardContext) -> OncePer:
     return found
 
 
-def _offer_blocks(runtime: HypicRuntime, step: StepContext, segments: Segments) -> None:
+def _offer_blocks(runtime: HypicRuntime, step: StepContext, segments: Iterable[Segments]) -> None:
     """Transition blocks for the records that become complete here, once for all layers of a pass."""
     shared = step.shared.of(_SharedParts)
     if not shared.offered:
         shared.offered = True
-        for slot in segments.ended:
+        for slot in (slot for part in segments for slot in part.ended):
             runtime.pool.transition_blocks.offer(slot)
 
 

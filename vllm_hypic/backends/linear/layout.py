@@ -6,10 +6,10 @@ our operators, from programs (``ops/program.py``); everything else is left to st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -20,9 +20,9 @@ from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack, unpack
 
 @dataclass(frozen=True)
 class Segments:
-    """Segment requests: ``rows`` is their program; ``ended`` the slots of interior records that become
-    complete; ``carried`` the requests whose interior another pass began or will end, in the order of their
-    numbers in the program; ``starting`` says of each whether it begins here."""
+    """Requests that are captured: ``rows`` is their program; ``ended`` the slots of interior records that
+    become complete; ``carried`` the requests whose interior another pass began or will end, in the order of
+    their numbers in the program; ``starting`` says of each whether it begins here."""
 
     rows: torch.Tensor
     ended: tuple[int, ...]
@@ -71,11 +71,12 @@ class Rest:
 class LinearStep:
     """``special``: batch rows whose token rows our operators run, all or those before their ``rest``.
 
-    ``contexts`` gives segment requests the states of records that they go on from, before ``segments`` run
-    what follows: at their start, or behind a segment's head, whose rows it runs.
+    ``contexts`` gives captured requests the states of records that they go on from, before ``segments`` run
+    what follows: at their start, or behind a segment's head, whose rows it runs.  ``segments`` run one after
+    the other: a request that makes several records has a row in each.
     """
 
-    segments: Segments | None
+    segments: tuple[Segments, ...]
     composed: Composed | None
     special: frozenset[int]
     rest: tuple[Rest, ...]
@@ -86,7 +87,7 @@ class LinearStep:
         return not self.special
 
 
-NO_STEP = LinearStep(None, None, frozenset(), ())
+NO_STEP = LinearStep((), None, frozenset(), ())
 """The layout of a pass in which no request reads or leaves records."""
 
 
@@ -124,7 +125,7 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
         applying = [c for c in step.composed if c.islands or any(p.applies for p in c.points)]
         composed, rest = _composed(applying, block)
         contexts, begun = _contexts([c for c in step.contexts if c.points])
-        segments = _segments(step.captures, begun)
+        segments = tuple(_segments(pieces, begun) for pieces in _in_turns(step.captures, begun))
         special = {c.row.index for c in applying} | {c.row.index for c in step.captures}
         made[block] = LinearStep(segments, composed, frozenset(special), rest, contexts)
     return made[block]
@@ -153,15 +154,39 @@ def stock_rows(
     return StockRows(before, tokens, starts, [i for i, *_ in runs], behind)
 
 
-def _segments(captures: Sequence[CaptureRow], begun: Mapping[int, int]) -> Segments | None:
-    """``begun``: stream index, by batch row, before which rows are run already."""
-    if not captures:
-        return None
+@dataclass(frozen=True)
+class _Piece:
+    """What is run at once of a captured request: ``capture``'s part of this chunk, and what stands before
+    it, from stream index ``s0`` on, and behind it, up to ``s1``."""
+
+    capture: CaptureRow
+    s0: int
+    s1: int
+
+
+def _in_turns(captures: Sequence[CaptureRow], begun: Mapping[int, int]) -> list[list[_Piece]]:
+    """The first records of all requests, then the second ones.  ``begun``: stream index, by batch row, before
+    which rows are run already."""
+    turns: list[list[_Piece]] = []
+    for _, of_request in groupby(captures, key=lambda c: c.row.index):
+        rows = list(of_request)
+        row = rows[0].row
+        ends = [*(c.end for c in rows[:-1]), row.s1]
+        starts = [begun.get(row.index, row.s0), *ends[:-1]]
+        for turn, piece in enumerate(map(_Piece, rows, starts, ends)):
+            if turn == len(turns):
+                turns.append([])
+            turns[turn].append(piece)
+    return turns
+
+
+def _segments(pieces: Sequence[_Piece], begun: Collection[int]) -> Segments:
+    """``begun``: batch rows of requests that have a state although this chunk is their first."""
     rows: list[SegmentRow] = []
     ended: list[int] = []
     carried: list[tuple[str, bool]] = []
-    for c in captures:
-        row, plan = c.row, c.plan
+    for piece in pieces:
+        c, row, plan = piece.capture, piece.capture.row, piece.capture.plan
         inside = c.begin < c.end
         carry = -1
         if inside and not plan.leading and not (c.first and c.last):
@@ -169,15 +194,15 @@ def _segments(captures: Sequence[CaptureRow], begun: Mapping[int, int]) -> Segme
             carried.append((c.request_id, c.first))
         if c.last and not plan.leading:
             ended.append(plan.slot)
-        resumed = row.s0 > 0 or row.index in begun
+        resumed = piece.s0 > 0 or row.index in begun
         rows.append(
             SegmentRow(
                 batch_row=row.index,
                 resumed=int(resumed),
-                first=_token_row(row, begun.get(row.index, row.s0)),
-                stop=row.q1,
-                begin=row.q0 + c.begin - row.s0,
-                end=row.q0 + c.end - row.s0,
+                first=_token_row(row, piece.s0),
+                stop=_token_row(row, piece.s1),
+                begin=_token_row(row, c.begin),
+                end=_token_row(row, c.end),
                 slot=plan.slot,
                 leading=int(plan.leading),
                 begins=int(inside and c.first),

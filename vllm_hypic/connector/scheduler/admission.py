@@ -11,6 +11,7 @@ from ...primitives.plan import CachedSegment, PromptPlan
 from .directory import SegmentDirectory
 from .entries import Entry, Need
 from .island_runs import Runs
+from .own_prefix import OwnPrefix
 from .queue import PendingQueue
 from .segment_requests import SegmentRequests
 
@@ -42,6 +43,19 @@ class ComposedRequest:
     undecided: set[SegmentKey] = field(default_factory=set)
     """Records that this request asked the store or other instances for, and that may yet have to be
     computed."""
+    own: OwnPrefix | None = None
+    """The record that it captures itself while it runs."""
+
+    @property
+    def running(self) -> PromptPlan:
+        """The plan that it runs: its own, or what is left of that where it captures its prefix."""
+        return self.plan if self.own is None else self.own.plan
+
+    @property
+    def resident(self) -> bool:
+        """Whether every record that it reads is there."""
+        made = None if self.own is None else self.own.entry
+        return self.acquired and all(entry.resident or entry is made for entry in self.held.values())
 
     @property
     def hit_tokens(self) -> int:
@@ -139,6 +153,9 @@ class Admission:
     def urge(self, entry: Entry, priority: int) -> None:
         """A request of this priority waits for the record: who computes it is as urgent from now on."""
         self._raised.update(dict.fromkeys(self._segment_requests.urge(entry, priority), priority))
+        for request in self.requests.values():
+            if request.own is not None and request.own.makes(entry) and request.priority > priority:
+                request.priority = self._raised[request.request_id] = priority
 
     def _raise_holders(self, priority: int, tenant: str | None = None) -> None:
         """A request of this priority waits for room: who holds some, of ``tenant`` or all, is as urgent from

@@ -8,11 +8,12 @@ those reserved a record turned out to need.  Which record leaves first is a poli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ...pool.plans import Space
+from ...primitives.checkpoints import Checkpoint
 from ...primitives.keys import SegmentKey
 from ...store.eviction.base import EvictionPolicy
 from .entries import Entry, Lookup, Need, Spare
@@ -257,6 +258,13 @@ class SegmentDirectory:
         """A complete record by this key.  Changes nothing."""
         entry = self._entries.get(key)
         return entry if entry is not None and entry.resident else None
+
+    def deepest(self, checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, Entry] | None:
+        """The last of these, ascending, of which a complete record is here.  Changes nothing."""
+        for checkpoint in reversed(checkpoints):
+            if (entry := self.checkpoint_at(checkpoint.key)) is not None:
+                return checkpoint, entry
+        return None
 
     def resume(self, record: Entry, checkpoint: Entry, *, can_be_deleted: bool = True) -> None:
         """``record``, reserved and still empty, begins with all that ``checkpoint`` has, whose pages it

@@ -20,67 +20,106 @@ APART_TOKENS = 1024
 """Tokens between checkpoints of a prefix, until it is known where they are of use."""
 
 
-class CheckpointPlacement:
-    """Keeps checkpoints where a segment parts from earlier ones, just before its record's end, and where
-    those that come are likely to part: the optimum for the depths of overlaps seen lately (Sparse Prefix
-    Caching).
+class _Placement:
+    """Where records of one kind have parted from earlier ones, and are likely to: the optimum for the depths
+    of overlaps seen lately (Sparse Prefix Caching).
 
-    Without linear layers checkpoints take no room: segments keep all.
+    ``grid``: tokens between places for checkpoints; ``state_bytes``: what one takes.
     """
 
     def __init__(
-        self, config: HypicConfig, geometry: PoolGeometry, prefill_flops: Callable[[int], float]
+        self,
+        config: HypicConfig,
+        geometry: PoolGeometry,
+        prefill_flops: Callable[[int], float],
+        grid: int,
+        state_bytes: int,
     ) -> None:
-        self._most, self._has_states = config.checkpoints, bool(geometry.linear)
-        self._page = config.page_tokens
         self._seen: OrderedDict[str, int] = OrderedDict()
         """Where the last segment that had each boundary ended."""
-        blocks = geometry.record_transition_blocks * geometry.transition_block_bytes
+        self._overlaps = 0
+        self._planner = CheckpointPlanner(
+            max(1, grid),
+            state_bytes=state_bytes,
+            token_bytes=geometry.page_bytes // geometry.page_tokens,
+            budget_bytes=config.checkpoints * max(1, state_bytes),
+            work=prefill_flops,
+            refresh=REFRESH,
+        )
 
-        def planner(grid: int, state_bytes: int) -> CheckpointPlanner:
-            return CheckpointPlanner(
-                max(1, grid),
-                state_bytes=state_bytes,
-                token_bytes=geometry.page_bytes // geometry.page_tokens,
-                budget_bytes=config.checkpoints * max(1, state_bytes),
-                work=prefill_flops,
-                refresh=REFRESH,
-            )
-
-        self._segments = planner(config.checkpoint_tokens, geometry.slot_bytes + blocks)
-        self._prefixes = planner(config.page_tokens, geometry.slot_bytes)
-        self._overlaps = {False: 0, True: 0}
-
-    def kept(self, segment: CachedSegment) -> frozenset[int]:
-        """Where the record, which is about to be computed, should have checkpoints."""
-        head, is_prefix = segment.head, segment.is_prefix
-        planner = self._prefixes if is_prefix else self._segments
-        parts_at, former = self._overlap(segment)
-        if parts_at > head:
-            planner.observe(parts_at - head, former - head)
-            self._overlaps[is_prefix] += 1
-        stops = [checkpoint.stop for checkpoint in segment.checkpoints]
-        if not (is_prefix or self._has_states) or (not is_prefix and len(stops) <= self._most):
-            return frozenset(stops)
-        wanted = {parts_at}
-        if self._overlaps[is_prefix] >= LEAST_OVERLAPS:
-            depths = planner.boundaries(segment.columns, max(0, parts_at - head))
-            wanted |= {head + depth for depth in depths}
-        elif is_prefix:
-            wanted |= {stop for stop in stops if stop % APART_TOKENS < self._page}
-        else:
-            wanted |= {stops[-1 - i * len(stops) // self._most] for i in range(self._most)}
-        if not is_prefix:
-            wanted |= {stops[-1]}
-        return frozenset(wanted.intersection(stops))
-
-    def _overlap(self, segment: CachedSegment) -> tuple[int, int]:
-        """Tokens with which an earlier segment began, and where that ended; remembers this one."""
+    def parts_at(self, segment: CachedSegment) -> int:
+        """Tokens with which an earlier segment began; remembers this one."""
         ends = [*((c.stop, c.key) for c in segment.checkpoints), (segment.stop, segment.key)]
-        shared = next(((stop, self._seen[key]) for stop, key in reversed(ends) if key in self._seen), (0, 0))
+        shared = next((stop for stop, key in reversed(ends) if key in self._seen), 0)
+        if shared > segment.head:
+            former = max(self._seen[key] for stop, key in ends if stop == shared)
+            self._planner.observe(shared - segment.head, former - segment.head)
+            self._overlaps += 1
         for _, key in ends:
             self._seen[key] = segment.stop
             self._seen.move_to_end(key)
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         return shared
+
+    @property
+    def learned(self) -> bool:
+        """Whether it is known well enough where others will part."""
+        return self._overlaps >= LEAST_OVERLAPS
+
+    def likely(self, segment: CachedSegment, parts_at: int) -> set[int]:
+        """Where others will part."""
+        depths = self._planner.boundaries(segment.columns, max(0, parts_at - segment.head))
+        return {segment.head + depth for depth in depths}
+
+
+class SegmentPlacement:
+    """Keeps checkpoints of a segment where it parts from earlier ones, just before its record's end, and
+    where those that come are likely to part.
+
+    Without linear layers checkpoints take no room, and all are kept.
+    """
+
+    def __init__(
+        self, config: HypicConfig, geometry: PoolGeometry, prefill_flops: Callable[[int], float]
+    ) -> None:
+        self._most, self._has_states = config.checkpoints, bool(geometry.linear)
+        blocks = geometry.record_transition_blocks * geometry.transition_block_bytes
+        self._seen = _Placement(
+            config, geometry, prefill_flops, config.checkpoint_tokens, geometry.slot_bytes + blocks
+        )
+
+    def kept(self, segment: CachedSegment) -> frozenset[int]:
+        """Where the record, which is about to be computed, should have checkpoints."""
+        parts_at = self._seen.parts_at(segment)
+        stops = [checkpoint.stop for checkpoint in segment.checkpoints]
+        if not self._has_states or len(stops) <= self._most:
+            return frozenset(stops)
+        wanted = {parts_at, stops[-1]}
+        if self._seen.learned:
+            wanted |= self._seen.likely(segment, parts_at)
+        else:
+            wanted |= {stops[-1 - i * len(stops) // self._most] for i in range(self._most)}
+        return frozenset(wanted.intersection(stops))
+
+
+class PrefixPlacement:
+    """Keeps checkpoints of a prompt's prefix where it parts from earlier ones, where those that come are
+    likely to part; every so many tokens as long as that is not known."""
+
+    def __init__(
+        self, config: HypicConfig, geometry: PoolGeometry, prefill_flops: Callable[[int], float]
+    ) -> None:
+        self._page = config.page_tokens
+        self._seen = _Placement(config, geometry, prefill_flops, config.page_tokens, geometry.slot_bytes)
+
+    def kept(self, segment: CachedSegment) -> frozenset[int]:
+        """Where the record, which is about to be computed, should have checkpoints."""
+        parts_at = self._seen.parts_at(segment)
+        stops = [checkpoint.stop for checkpoint in segment.checkpoints]
+        wanted = {parts_at}
+        if self._seen.learned:
+            wanted |= self._seen.likely(segment, parts_at)
+        else:
+            wanted |= {stop for stop in stops if stop % APART_TOKENS < self._page}
+        return frozenset(wanted.intersection(stops))

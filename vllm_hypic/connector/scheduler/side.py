@@ -29,8 +29,9 @@ from .deliveries import Deliveries
 from .directory import SegmentDirectory
 from .entries import Entry
 from .island_runs import IslandRuns, whole_runs
-from .placement import CheckpointPlacement
+from .placement import PrefixPlacement, SegmentPlacement
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
+from .prefixes import Prefixes
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
 from .stretches import Stretch, Stretches
@@ -78,9 +79,11 @@ class SchedulerSide:
         self._orders = OrderQueue()
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
-        placement = CheckpointPlacement(config, geometry, prefill_flops)
-        self._stretches = Stretches(self.directory, self.planner.need, placement.kept)
+        segments = SegmentPlacement(config, geometry, prefill_flops)
+        self._stretches = Stretches(self.directory, self.planner.need, segments.kept)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
+        prefixes = PrefixPlacement(config, geometry, prefill_flops)
+        self.prefixes = Prefixes(self.directory, self.admission, self.planner.need, prefixes.kept)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         self.arrivals = Arrivals(
             self._orders,
@@ -174,8 +177,8 @@ class SchedulerSide:
         what comes is whole."""
         if self.config.store.tiers or composed.transfer.remote or composed.outdated:
             return {}
-        found = ((s.key, self._stretches.base(s)) for s in composed.plan.records if s.checkpoints)
-        return {key: base for key, base in found if base is not None}
+        found = ((s.key, self.directory.deepest(s.checkpoints)) for s in composed.plan.records)
+        return {key: at[1] for key, at in found if at is not None}
 
     def _obtain(self, composed: ComposedRequest, reserved: list[Entry]) -> list[SegmentRequest]:
         """Have missing records of a request fetched or awaited; the segment requests of the rest."""
@@ -188,7 +191,7 @@ class SchedulerSide:
                 composed.undecided.add(entry.key)
             else:
                 composed.fresh.add(entry.key)
-                started.append(self._compute(segment, entry, composed.request_id, composed.priority))
+                started += self._compute(segment, entry, composed.request_id, composed.priority)
         return started
 
     def _start_arrival(
@@ -205,14 +208,14 @@ class SchedulerSide:
         owner: str,
         priority: int,
         done: Stretch | None = None,
-    ) -> SegmentRequest:
-        """A request for the next stretch of a record, behind ``done``."""
+    ) -> list[SegmentRequest]:
+        """A request for the next stretch of a record, behind ``done``; none where ``owner`` captures it."""
+        if segment.is_prefix:
+            self._begun(entry, self.prefixes.begin(owner, segment, entry, priority))
+            return []
         if done is None:
-            self.counters.segments_computed += 1
             stretch = self._stretches.begin(segment, entry)
-            resumed = stretch.first - segment.head
-            self.counters.tokens_resumed += resumed
-            self.admission.resumed(entry, resumed)
+            self._begun(entry, stretch.first - segment.head)
         else:
             stretch = self._stretches.after(segment, entry, done)
         context = None
@@ -221,7 +224,13 @@ class SchedulerSide:
             context = self.admission.requests[owner].held[segment.context.key]
             self.directory.pin(context)
             self.admission.urge(context, priority)
-        return self.segment_requests.start(SegmentWork(segment, entry, context, stretch), owner, priority)
+        return [self.segment_requests.start(SegmentWork(segment, entry, context, stretch), owner, priority)]
+
+    def _begun(self, entry: Entry, resumed: int) -> None:
+        """A record is computed, but for ``resumed`` tokens that a checkpoint has."""
+        self.counters.segments_computed += 1
+        self.counters.tokens_resumed += resumed
+        self.admission.resumed(entry, resumed)
 
     def _compute_incomplete(self) -> list[SegmentRequest]:
         """Compute what is missing of records for which a request still waits, and give the places of the
@@ -234,10 +243,10 @@ class SchedulerSide:
             waiting = [c.priority for c in owners] + [f.priority for f in followers]
             if owners:
                 segment = owners[0].segment(entry.key)
-                started.append(self._compute(segment, entry, owners[0].request_id, min(waiting), done))
+                started += self._compute(segment, entry, owners[0].request_id, min(waiting), done)
             elif followers:
                 first = followers[0]
-                started.append(self._compute(first.context, entry, first.request_id, min(waiting), done))
+                started += self._compute(first.context, entry, first.request_id, min(waiting), done)
             else:
                 self.directory.abort(entry)
                 if done is not None and done.target is not entry:
@@ -283,7 +292,7 @@ class SchedulerSide:
 
     def plan_of(self, request_id: str) -> PromptPlan | None:
         composed = self.admission.requests.get(request_id)
-        return None if composed is None else composed.plan
+        return None if composed is None else composed.running
 
     def pass_end(self, request_id: str, end: int) -> int:
         """Where a pass over the request's stream ends that would end before index ``end``: in no island."""
@@ -312,7 +321,7 @@ class SchedulerSide:
         if composed is None:
             work = self.segment_requests.work_of(request_id)
             return work is None or work.context is None or work.context.resident
-        return composed.acquired and all(entry.resident for entry in composed.held.values())
+        return composed.resident
 
     def over(self, request_id: str) -> bool:
         """Whether a request that is never scheduled can end: its records are resident, and delivered where it
@@ -346,18 +355,23 @@ class SchedulerSide:
         prompt."""
         composed = self.admission.requests.get(request_id)
         if composed is not None:
-            plan, islands = composed.plan, composed.islands
+            plan, islands = composed.running, composed.islands
+            if composed.own is not None and not plan.segments:
+                return None
             return self._view.stream(plan, composed.held, islands, with_prompt=with_prompt)
         work = self.segment_requests.work_of(request_id)
         return None if work is None else self._view.behind(work)
 
-    def capture_plan(self, request_id: str) -> CapturePlan | None:
-        """The worker's view of a segment request that is about to run."""
-        work = self.segment_requests.work_of(request_id)
-        if work is None:
-            return None
-        stored = bool(self.config.store.tiers) and not work.entry.forgotten
-        return self._view.capture(work, stored=stored)
+    def captures(self, request_id: str) -> tuple[CapturePlan, ...]:
+        """The worker's view of what a request that is about to run captures: a segment request, or one of its
+        own prefix."""
+        has_tiers = bool(self.config.store.tiers)
+        if (work := self.segment_requests.work_of(request_id)) is not None:
+            return (self._view.capture(work, stored=has_tiers and not work.entry.forgotten),)
+        composed = self.admission.requests.get(request_id)
+        if composed is None or (own := composed.own) is None:
+            return ()
+        return self._view.own(own, stored=has_tiers and not own.entry.forgotten)
 
     def finished(self, request_id: str, *, completed: bool) -> None:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
@@ -368,6 +382,8 @@ class SchedulerSide:
             return
         composed = self.admission.end(request_id)
         if composed is not None:
+            for entry in self.prefixes.end(composed):
+                self.segment_requests.compute_later(entry)
             self._deliveries.forget(request_id)
             if composed.undecided:
                 held = (entry for c in self.admission.requests.values() for entry in c.held.values())

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...primitives.checkpoints import Checkpoint
 from ...primitives.plan import CachedSegment
 from .directory import SegmentDirectory
 from .entries import Entry, Need
@@ -58,22 +57,11 @@ class Stretches:
     def begin(self, segment: CachedSegment, entry: Entry) -> Stretch:
         """From the last checkpoint that is here."""
         kept = self._kept(segment)
-        if (found := self._deepest(segment)) is None:
+        if (found := self._directory.deepest(segment.checkpoints)) is None:
             return self._next(segment, entry, segment.head, kept)
         checkpoint, base = found
-        self._directory.resume(entry, base, can_be_deleted=not segment.is_prefix)
+        self._directory.resume(entry, base)
         return self._next(segment, entry, checkpoint.stop, kept, base.slot, base)
-
-    def base(self, segment: CachedSegment) -> Entry | None:
-        """What :meth:`begin` would begin with.  Changes nothing."""
-        found = self._deepest(segment)
-        return None if found is None else found[1]
-
-    def _deepest(self, segment: CachedSegment) -> tuple[Checkpoint, Entry] | None:
-        for checkpoint in reversed(segment.checkpoints):
-            if (base := self._directory.checkpoint_at(checkpoint.key)) is not None:
-                return checkpoint, base
-        return None
 
     def after(self, segment: CachedSegment, entry: Entry, done: Stretch) -> Stretch:
         """Behind ``done``, which is complete."""
@@ -90,8 +78,6 @@ class Stretches:
         base: Entry | None = None,
     ) -> Stretch:
         ahead = [c for c in segment.checkpoints if c.stop > first]
-        if segment.is_prefix:
-            ahead = [c for c in ahead if c.stop in kept]
         if not ahead:
             return Stretch(first, segment.stop, entry.slot, entry, kept, base_slot, base)
         to = ahead[0]

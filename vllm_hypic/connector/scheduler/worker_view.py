@@ -13,6 +13,7 @@ from ...primitives.media import Media, rotary
 from ...primitives.plan import CachedSegment, Part, PromptPlan
 from .entries import Entry
 from .island_runs import Runs
+from .own_prefix import OwnPrefix
 from .segment_requests import SegmentWork
 
 
@@ -137,6 +138,26 @@ class WorkerView:
         if offsets is None:
             return segment.media
         return tuple(m.moved(offsets[m.start] - m.start) for m in segment.media)
+
+    def own(self, own: OwnPrefix, *, stored: bool) -> tuple[CapturePlan, ...]:
+        """What a request captures of its own prefix; see :meth:`capture` for ``stored``."""
+        places, resumed = self.slot_mapping(own.entry), own.base is not None
+        positions = np.asarray(own.plan.positions, dtype=np.int64) if resumed else None
+        whole = self.place(own.entry, Role.LEADING) if stored else None
+        return tuple(
+            CapturePlan(
+                lo=stretch.first - own.first,
+                hi=stretch.stop - own.first,
+                slot=stretch.target.slot,
+                slot_mapping=places[stretch.first : stretch.stop],
+                positions=positions,
+                leading=True,
+                has_context=resumed,
+                serial=stretch.target.serial,
+                stored=whole if stretch.target is own.entry else None,
+            )
+            for stretch in own.ahead
+        )
 
     def capture(self, work: SegmentWork, *, stored: bool) -> CapturePlan:
         """A segment request; ``stored``: the record goes to the store once it is complete."""

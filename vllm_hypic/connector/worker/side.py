@@ -24,7 +24,7 @@ from ...pool.step import (
     ComposedRow,
     StepContext,
     StreamTensors,
-    capture_row,
+    capture_rows,
     composed_row,
 )
 from ...pool.tensors import DevicePool
@@ -65,7 +65,8 @@ class WorkerSide:
         self.links: list[RecordLink] = []
         self._open_links, self._learned = open_links, learned
         self._streams: dict[str, StreamTensors] = {}
-        self._captures: dict[str, CapturePlan] = {}
+        self._captures: dict[str, tuple[CapturePlan, ...]] = {}
+        """What is yet to be captured of requests."""
         self._absorbed: HypicMetadata | None = None
         self._settling: list[_Settling] = []
         self._mover: RecordMover | None = None
@@ -114,7 +115,9 @@ class WorkerSide:
         """Give an order to the links; one that moves a record and is for none of them has failed."""
         if isinstance(order, ClearCaches):
             # Nor does what is being captured, or was and is not settled yet, go to the store.
-            self._captures = {r: replace(plan, stored=None) for r, plan in self._captures.items()}
+            self._captures = {
+                r: tuple(replace(plan, stored=None) for plan in plans) for r, plans in self._captures.items()
+            }
             self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
         taken = [link.submit(order) for link in self.links]
         if not any(taken) and isinstance(order, MovingOrder):
@@ -166,15 +169,15 @@ class WorkerSide:
         if self._streams or self._captures:
             ends = np.cumsum(scheduled)
             for index, request_id in enumerate(request_ids):
-                stream, capture = self._streams.get(request_id), self._captures.get(request_id)
-                if stream is None and capture is None:
+                stream, plans = self._streams.get(request_id), self._captures.get(request_id)
+                if stream is None and not plans:
                     continue
                 count, s0, q1 = int(scheduled[index]), int(computed[index]), int(ends[index])
                 row = BatchRow(index, q1 - count, q1, s0, s0 + count)
-                if capture is not None:
-                    captures.append(capture_row(request_id, row, capture))
+                if plans:
+                    captures += capture_rows(request_id, row, plans)
                 if stream is not None:
-                    (composed if capture is None else contexts).append(composed_row(row, stream))
+                    (contexts if plans else composed).append(composed_row(row, stream))
         if composed or captures:
             batch = Batch.of(computed, scheduled)
             self.runtime.step = StepContext(composed, captures, self.device, batch, contexts)
@@ -196,6 +199,9 @@ class WorkerSide:
             if self.runtime.step is not None:
                 for capture in self.runtime.step.captures:
                     if capture.last:
+                        # Once: a request that begins anew writes nothing where others read.
+                        if plans := self._captures.get(capture.request_id):
+                            self._captures[capture.request_id] = plans[1:]
                         self._completed(capture.plan, self.runtime.pool)
                 self.runtime.step = None
             if not self._copies.behind:
