@@ -29,6 +29,7 @@ from .test_aborts import storm
 from .test_concurrency import MAX_FLOOR, NOISE_FACTOR
 from .test_oracle_agreement import distance as distances
 from .test_oracle_agreement import first_token
+from .test_store import MEMORY, empty_pool, stored
 
 PAGE = 16
 OPTIONS = {"prefix": "sparse", "page_tokens": PAGE, "context": "none", "islands": "none"}
@@ -161,19 +162,17 @@ def begun_anew(llm: Any, ask: Ask, computed: int) -> Answer:
     return answer_of(outputs[0])
 
 
-@pytest.mark.parametrize("computed", [96, 288, 350])
+@pytest.mark.parametrize("computed", [960, 1152, 1200])
 def test_who_begins_anew(tight: Engine, computed: int) -> None:
     """Before and behind a checkpoint, and when the record is complete: what is complete is not touched again,
     the rest is made."""
-    common, *ends = random_segments([200, 150, 150], vocab=480, seed=computed)
-    first, second = (Ask(begun(common, end), 4) for end in ends)
-    wanted = tight.ask_one_by_one(first, second, second)
-    assert [answer.cached for answer in wanted[1:]] in ([0, 336], [192, 336])
+    (tokens,) = random_segments([1200], vocab=480, seed=computed)
+    ask = Ask(begun(tokens), 4)
+    wanted = tight.ask_one_by_one(ask, ask)
     tight.reset()
-    tight.ask(first)
-    found = [tight.call(begun_anew, second, computed), *tight.ask(second)]
-    assert found[1].cached == 336
-    assert max(map(distance, found, wanted[1:])) <= MAX_FLOOR
+    found = [tight.call(begun_anew, ask, computed), *tight.ask(ask)]
+    assert [answer.cached for answer in wanted] == [answer.cached for answer in found] == [0, 1184]
+    assert max(map(distance, found, wanted)) <= MAX_FLOOR
 
 
 def test_tenants_share_nothing(tight: Engine) -> None:
@@ -191,3 +190,13 @@ def test_who_leaves_leaves_nothing(tight: Engine) -> None:
         assert tight.call(audit).clean
     tight.reset()
     assert same(tight.ask(asks[1])[0], wanted)
+
+
+def test_what_was_captured_on_the_way_goes_to_tiers(start_engine: EngineFactory, hybrid_model: Path) -> None:
+    with start_engine(hybrid_model, options=OPTIONS | stored(MEMORY)) as engine:
+        cold, warm = engine.ask_one_by_one(fork(0), fork(0))
+        engine.call(empty_pool)
+        (loaded,) = engine.ask(fork(0))
+        assert [answer.cached for answer in (cold, warm, loaded)] == [0, 336, 336]
+        assert same(loaded, warm)
+        assert engine.call(audit).clean
