@@ -18,7 +18,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
 from vllm_hypic.backends.attention.cuda_rows import PARTIAL_BYTES, SHORTEST, span_pieces
 from vllm_hypic.backends.cuda_support import scratch_bytes
-from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.linear.gdn.cuda import SUMMARY_BYTES, HypicCUDAGatedDeltaNet
 from vllm_hypic.engine import cuda_worker
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
 from vllm_hypic.engine.worker import HypicModelRunner
@@ -147,7 +147,11 @@ def test_what_operators_take_is_left_to_them() -> None:
     assert rows * 4 * 128 * 4 < public - PARTIAL_BYTES < 3 * rows * 4 * 128 * 4
     carried = 2 * 4 * 128 * 256 * 4
     delta = scratch_bytes([linear], rows, half)
-    assert delta == rows * (4 * 320 * 4 + 2048 * 2) + carried
+    # Rows, and as many summaries of interiors as there may be at once.
+    summary = 4 * (3 * 128 * 128 + 1) * 4
+    assert SUMMARY_BYTES - summary < 341 * summary <= SUMMARY_BYTES
+    assert delta == rows * (4 * 320 * 4 + 2048 * 2) + 341 * summary + carried
+    assert scratch_bytes([linear], 7, half) == 7 * (4 * 320 * 4 + 2048 * 2 + summary) + carried
     assert (
         scratch_bytes([attention, linear, linear], rows, half) == max(public, delta - carried) + 2 * carried
     )
