@@ -43,9 +43,10 @@ from rich.console import Console
 
 from vllm_hypic.harness import report
 from vllm_hypic.harness.gate import reporting_failures
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import percent, seconds
 from vllm_hypic.harness.serving import ServerError
-from vllm_hypic.harness.settings import Numbers, Served, served_options, with_options
+from vllm_hypic.harness.settings import Served, served_options, with_options
 from vllm_hypic.harness.stats import percentile
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 

@@ -21,9 +21,10 @@ import click
 from vllm_hypic.harness import engine_calls, gate, report
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine, described, running
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
 from vllm_hypic.harness.stats import Spread
 
 from .options import Shapes, needed_context, repeat_options

@@ -15,9 +15,10 @@ from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, running
 from vllm_hypic.harness.fidelity import Distance, Fidelity, top
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.prompts import BESIDE, QUESTION, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, size
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
 
 from .engine_calls import RecordBytes, records_held
 from .options import needed_context

@@ -18,9 +18,10 @@ from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, described, running
 from vllm_hypic.harness.fidelity import Distance, Fidelity, distance, top
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, Numbers, engine_options
+from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
 from vllm_hypic.harness.stats import Spread
 from vllm_hypic.primitives.options import LINK, SEAM
 

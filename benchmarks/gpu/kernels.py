@@ -18,6 +18,7 @@ from .delta_rows import delta_rows
 from .device import Facts, device_option
 from .findings import Finding
 from .floors import Rates, measure_rates
+from .more_checks import check_latents, check_mamba2, check_short_conv
 from .operators import Operators, operators_for
 from .plans import PlanTime, measure_plans, plans_table
 from .rows import KernelTimes, rows_table
@@ -26,7 +27,13 @@ from .span_rows import DECODE, NO_ROTATION, PREFILL, span_rows
 from .timing import Timer
 
 KERNELS = {"span": span_rows, "delta": delta_rows}
-CHECKS = {"span": check_span, "delta": check_delta}
+CHECKS = {
+    "span": check_span,
+    "delta": check_delta,
+    "mamba2": check_mamba2,
+    "short_conv": check_short_conv,
+    "latents": check_latents,
+}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

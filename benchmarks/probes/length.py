@@ -12,9 +12,10 @@ import click
 from vllm_hypic.eval.estimates import Estimate, mean_and_interval
 from vllm_hypic.eval.tables import wide_console
 from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.prompts import Shape
 from vllm_hypic.harness.report import check_outputs, output_options
-from vllm_hypic.harness.settings import SHORTEST, Numbers, model_name
+from vllm_hypic.harness.settings import SHORTEST, model_name
 
 from .drift import FULL_NAME, MethodDrift, measure
 from .engine_pair import Probe, require_long, running_pair

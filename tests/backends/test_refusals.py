@@ -362,7 +362,7 @@ def table(scale: float = 1.0) -> torch.Tensor:
 
 
 class Calls:
-    """A layer's two probe calls, right until a test breaks them."""
+    """A layer's three probe calls, right until a test breaks them."""
 
     def __init__(self, rotation: torch.Tensor | None = None) -> None:
         rotation = table() if rotation is None else rotation
@@ -370,11 +370,11 @@ class Calls:
         self.raw = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(0))
         zero = rotate(self.raw, rotation[torch.zeros(4, dtype=torch.int64)], True)
         moved = rotate(self.raw, rotation[POSITIONS], True)
-        self.zero = _Call(zero, self.rope, self.raw.flatten(1), zero.flatten(1))
+        self.zero = self.again = _Call(zero, self.rope, self.raw.flatten(1), zero.flatten(1))
         self.moved = _Call(moved, self.rope, self.raw.flatten(1), moved.flatten(1))
 
     def link(self) -> RopeTap | None:
-        return _link("layers.7", self.zero, self.moved, POSITIONS)
+        return _link("layers.7", self.zero, self.again, self.moved, POSITIONS)
 
     def refused(self, says: str) -> None:
         with pytest.raises(Unsupported, match=rf"^hypic: layer layers.7:? {says}"):
@@ -390,13 +390,45 @@ def test_linked(scale: float) -> None:
 def test_nope_even_if_a_rope_ran() -> None:
     """Models may rotate something else than this layer's K."""
     calls = Calls()
-    calls.zero = calls.moved = replace(calls.moved, key=calls.raw)
+    calls.zero = calls.again = calls.moved = replace(calls.moved, key=calls.raw)
     assert calls.link() is None
+
+
+class NoisyCalls(Calls):
+    """What comes before a rope differs from run to run, as atomics make it; by ``size``, K being about 3."""
+
+    def __init__(self, size: float, *, rotated: bool = True) -> None:
+        super().__init__()
+        gen = torch.Generator().manual_seed(1)
+
+        def run(positions: torch.Tensor) -> _Call:
+            raw = self.raw + size * (torch.rand(self.raw.shape, generator=gen) - 0.5)
+            if not rotated:
+                return _Call(raw.flatten(1), None, None, None)
+            key = rotate(raw, table()[positions], True)
+            return _Call(key, self.rope, raw.flatten(1), key.flatten(1))
+
+        nowhere = torch.zeros_like(POSITIONS)
+        self.zero, self.again, self.moved = run(nowhere), run(nowhere), run(POSITIONS)
+
+
+def test_noise_between_equal_runs_is_no_dependence_on_positions() -> None:
+    calls = NoisyCalls(5e-5)
+    assert calls.link() is calls.rope
+    assert NoisyCalls(5e-5, rotated=False).link() is None
+    # What is more than that noise still shows.
+    assert calls.moved.raw is not None
+    calls.moved = replace(calls.moved, raw=calls.moved.raw + 1e-3)
+    calls.refused("K depends on positions before FakeRope")
+
+
+def test_so_much_noise_that_nothing_is_seen_is_refused() -> None:
+    NoisyCalls(0.1).refused("K of two equal runs differs by .*, too much to see a rotary embedding beside it")
 
 
 def test_unreached_layer() -> None:
     with pytest.raises(Unsupported, match=r"layer layers.7 was not reached"):
-        _link("layers.7", None, None, POSITIONS)
+        _link("layers.7", None, None, None, POSITIONS)
 
 
 def test_unknown_rope() -> None:

@@ -255,8 +255,10 @@ def saying(config: VllmConfig, name: str, value: object) -> VllmConfig:
     """What vLLM derives from a model cannot be set: a model that says so stands in."""
     model = config.model_config
     assert hasattr(model, name)
+    fields: tuple[str, ...]
     fields = ("use_mla", "is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "dtype", "enable_sleep_mode")
-    said = {field: getattr(model, field) for field in (*fields, "multimodal_config", "architecture")}
+    fields = (*fields, "multimodal_config", "architecture", "hf_text_config")
+    said = {field: getattr(model, field) for field in fields}
     config.model_config = SimpleNamespace(**{**said, name: value})  # type: ignore[assignment]
     return config
 
@@ -267,6 +269,21 @@ def test_kept_memory_sizes_are_refused(
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
     reason = support.refusal(config)
     assert reason is not None and reason.startswith("VLLM_ENABLE_STARTUP_PLAN=1")
+
+
+def test_breakable_graphs_are_refused(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    reason = support.refusal(config)
+    assert reason is not None and reason.endswith("set VLLM_USE_BREAKABLE_CUDAGRAPH=0")
+
+
+def test_expandable_segments_are_refused_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside any connector, ours among them; the sentence is vLLM's and says what to do."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ValueError, match=r"(?s)HypicConnector is incompatible.*unset expandable_segments"):
+        arguments(enforce_eager=True).create_engine_config()
 
 
 def test_old_devices_are_refused(cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

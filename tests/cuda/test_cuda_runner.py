@@ -5,6 +5,7 @@ vLLM's own dispatcher of CUDA graphs is the real one; no graph is captured or re
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
 from vllm_hypic.backends.attention.cuda_rows import PARTIAL_BYTES, SHORTEST, span_pieces
 from vllm_hypic.backends.cuda_support import scratch_bytes
-from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.linear.gdn.cuda import SUMMARY_BYTES, HypicCUDAGatedDeltaNet
 from vllm_hypic.engine import cuda_worker
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
+from vllm_hypic.engine.worker import HypicModelRunner
+from vllm_hypic.errors import ConfigError
 from vllm_hypic.pool import upload as upload_module
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
@@ -101,6 +104,34 @@ def test_while_vllm_starts_there_is_no_step() -> None:
     assert dispatched(runner(CUDAGraphMode.FULL_AND_PIECEWISE), 3) is CUDAGraphMode.FULL
 
 
+@pytest.mark.parametrize(
+    ("blocks", "states", "mode", "refused"),
+    [
+        (7, True, CUDAGraphMode.FULL_AND_PIECEWISE, True),
+        (8, True, CUDAGraphMode.FULL_AND_PIECEWISE, False),
+        (7, False, CUDAGraphMode.FULL_AND_PIECEWISE, False),
+        (7, True, CUDAGraphMode.PIECEWISE, False),
+    ],
+)
+def test_a_pool_that_leaves_too_few_states_is_named(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, states: bool, mode: CUDAGraphMode, refused: bool
+) -> None:
+    """vLLM's own sentence names what its user cannot know to be the cause."""
+    made, reached = runner(mode), list[object]()
+    made.compilation_config, made.max_num_reqs = made.vllm_config.compilation_config, 8
+    config = SimpleNamespace(num_blocks=blocks, has_mamba_layers=states)
+    monkeypatch.setattr(HypicModelRunner, "initialize_kv_cache", lambda self, *given: reached.append(given))
+    if refused:
+        with pytest.raises(ConfigError, match=r"7 blocks of states .* lower --max-num-seqs to 7, or pool_"):
+            made.initialize_kv_cache(config)
+        made.initialize_kv_cache(config, True)  # vLLM's estimate of what graphs take
+        assert reached == [(config, True)]
+    else:
+        made.initialize_kv_cache(config)
+        assert reached == [(config, False)]
+    assert "max_num_reqs > kv_cache_config.num_blocks" in inspect.getsource(CompilationConfig)
+
+
 def test_what_operators_take_is_left_to_them() -> None:
     """By the largest layer, and by all that carry."""
     attention: Any = SimpleNamespace(impl=HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto"))
@@ -116,7 +147,11 @@ def test_what_operators_take_is_left_to_them() -> None:
     assert rows * 4 * 128 * 4 < public - PARTIAL_BYTES < 3 * rows * 4 * 128 * 4
     carried = 2 * 4 * 128 * 256 * 4
     delta = scratch_bytes([linear], rows, half)
-    assert delta == rows * (4 * 320 * 4 + 2048 * 2) + carried
+    # Rows, and as many summaries of interiors as there may be at once.
+    summary = 4 * (3 * 128 * 128 + 1) * 4
+    assert SUMMARY_BYTES - summary < 341 * summary <= SUMMARY_BYTES
+    assert delta == rows * (4 * 320 * 4 + 2048 * 2) + 341 * summary + carried
+    assert scratch_bytes([linear], 7, half) == 7 * (4 * 320 * 4 + 2048 * 2 + summary) + carried
     assert (
         scratch_bytes([attention, linear, linear], rows, half) == max(public, delta - carried) + 2 * carried
     )

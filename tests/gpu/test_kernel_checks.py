@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from benchmarks.gpu.kernels import CHECKS, DTYPES, run_checks
 from benchmarks.gpu.operators import SpanRows, SpanStep, TorchOperators, _TorchSpan
 from benchmarks.gpu.shapes import TINY, AttentionShape
 from benchmarks.gpu.span_cases import SpanCase, SpanRequest
+from vllm_hypic.backends.ops.mamba2 import torch as mamba2
 from vllm_hypic.backends.ops.program import ComposeOp, Mode
+from vllm_hypic.backends.ops.short_conv import torch as short_conv
 
 CPU = torch.device("cpu")
 
@@ -110,6 +113,8 @@ class FaultyOperators(TorchOperators):
 @pytest.mark.parametrize(
     ("fault", "kernel", "which"),
     [
+        ("tail", "  records, conv_tail", "short_conv"),
+        ("state", "  records, state", "mamba2"),
         ("position", "span attention", "span"),
         ("column", "span attention", "span"),
         ("pairs", "span attention", "span"),
@@ -122,8 +127,23 @@ class FaultyOperators(TorchOperators):
         ("transition", "compose: outputs", "delta"),
     ],
 )
-def test_a_fault_is_found_and_named(fault: str, kernel: str, which: str) -> None:
+def test_a_fault_is_found_and_named(
+    fault: str, kernel: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the coarsest dtype, whose tolerances are the widest."""
+    if which in ("short_conv", "mamba2"):  # called by their modules
+        module = {"short_conv": short_conv, "mamba2": mamba2}[which]
+        right = getattr(module, f"{which}_segments")
+
+        def wrong(*given: Any) -> None:
+            right(*given)
+            records = given[4]
+            if fault == "tail":
+                records.conv_tail[0] = records.conv_tail[0].roll(1, 0)
+            else:
+                records.state[0] *= 1 + 2**-5
+
+        monkeypatch.setattr(module, f"{which}_segments", wrong)
     found = run_checks(FaultyOperators(fault), CPU, [which], ["bfloat16"])
     assert kernel in {f.kernel for f in found if not f.passed}
 

@@ -9,13 +9,18 @@ It carries bfloat16 as its 16 bits in ``np.uint16`` and hands that to numpy, whi
 - apart from bfloat16, ``tl.dot`` of float32 is exact even where a GPU would round to TF32, so a kernel that
   forgets ``input_precision`` passes.
 
+And it runs the programs of a grid one after the other, where a GPU promises no order: here each launch has a
+random one, by the seed in ``HYPIC_GRID_SEED``, 0 if it is not set.
+
 Corrected, bfloat16 is computed in float32 and rounded once, as a GPU does.  Each correction is needed until
 ``test_interpreter.py`` fails because the interpreter is right without it; then it is to be removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -53,7 +58,20 @@ def _narrow(handle: TensorHandle) -> TensorHandle:
 
 
 class CorrectedBuilder(InterpreterBuilder):
-    """What the interpreter does for one instruction."""
+    """What the interpreter does for one instruction, and which program of a grid it runs next."""
+
+    _draw = random.Random(int(os.environ.get("HYPIC_GRID_SEED", "0")))
+    _order: Sequence[int] = ()
+
+    def set_grid_dim(self, nx: int, ny: int, nz: int) -> None:
+        super().set_grid_dim(nx, ny, nz)
+        programs = nx * ny * nz
+        self._order = self._draw.sample(range(programs), programs)
+
+    def set_grid_idx(self, x: int, y: int, z: int) -> None:
+        _, ny, nz = self.grid_dim
+        program = self._order[(x * ny + y) * nz + z]
+        super().set_grid_idx(program // (ny * nz), program // nz % ny, program % nz)
 
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
         if not _is_bf16(lhs) or op in _ON_BITS:

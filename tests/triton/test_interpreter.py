@@ -61,6 +61,14 @@ def reduce_kernel(x, out, OP: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def running_sum_kernel(x, out, N: tl.constexpr):
+    """Wrong: every program counts on the one before it."""
+    at = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+    before = tl.load(out + at)
+    tl.store(out + at + 1, before + tl.load(x + at))
+
+
+@triton.jit
 def dot_kernel(x, y, out, N: tl.constexpr, PRECISION: tl.constexpr):
     at = tl.arange(0, N)
     tile = at[:, None] * N + at[None, :]
@@ -170,3 +178,20 @@ def test_dot_loses_digits_where_a_gpu_does(device: torch.device) -> None:
     if INTERPRETED:
         with uncorrected():
             torch.testing.assert_close(dot(a, b, "tf32"), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU may well run them in order")
+def test_programs_run_in_no_order_and_each_once() -> None:
+    x = torch.ones(12)
+    orders = set()
+    for _ in range(3):
+        out = torch.zeros(13)
+        running_sum_kernel[(4, 3)](x, out, 12)
+        # Each added its one to something: none was left out, and not all waited for another.
+        assert (out[1:] >= 1).all() and out[12] < 12
+        orders.add(tuple(out.tolist()))
+    assert len(orders) == 3
+    with uncorrected():
+        out = torch.zeros(13)
+        running_sum_kernel[(12,)](x, out, 12)
+        assert out.tolist() == list(range(13))

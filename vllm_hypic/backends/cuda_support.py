@@ -19,6 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 """What FlashAttention takes."""
 CAPABILITY = (8, 0)
 """Oldest GPU that FlashAttention runs on."""
+FLASHINFER_HEADS = (128, 128)
+"""Sizes of K and V that FlashInfer's prefill of gated delta nets is made for."""
 
 
 def refusal(config: VllmConfig) -> str | None:
@@ -94,12 +96,48 @@ def _caches(config: VllmConfig) -> Iterator[str]:
 
 
 def _execution(config: VllmConfig) -> Iterator[str]:
-    additional = config.additional_config
-    backend = additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
-    if backend is not None and str(backend).strip().lower() not in ("auto", "triton", "flashinfer"):
+    backend = _gdn_backend(config)
+    if backend not in ("auto", "triton", "flashinfer"):
         yield f"gdn_prefill_backend={backend!r}: expected 'auto', 'triton' or 'flashinfer'"
+    sizes = _gdn_heads(config)
+    if backend == "flashinfer" and sizes is not None and sizes != FLASHINFER_HEADS:
+        yield (
+            f"gdn_prefill_backend='flashinfer' with linear heads of {sizes[0]} and {sizes[1]}: its kernels "
+            "are made for 128 and write beyond others; use 'triton'"
+        )
+    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        # vLLM sets it itself where a model, or VLLM_BATCH_INVARIANT=1, is better off with it.
+        yield (
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=1: not every operator in which rows of ours run breaks such a "
+            "graph, and none was ever run in one; set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
+        )
     if envs.VLLM_ENABLE_STARTUP_PLAN:
         yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that it keeps do not know of the public pool; unset it"
+
+
+def choose_gdn_prefill(config: VllmConfig) -> None:
+    """Have vLLM prefill gated delta nets with Triton where FlashInfer's kernels do not fit.
+
+    Left alone it takes FlashInfer's on Hopper whatever the size of the heads, and on Blackwell without a look
+    at those of V; they are made for 128.
+    """
+    sizes = _gdn_heads(config)
+    if sizes is not None and sizes != FLASHINFER_HEADS and _gdn_backend(config) == "auto":
+        assert isinstance(config.additional_config, dict)
+        config.additional_config = {**config.additional_config, "gdn_prefill_backend": "triton"}
+
+
+def _gdn_backend(config: VllmConfig) -> str:
+    additional = config.additional_config
+    asked = additional.get("gdn_prefill_backend") if isinstance(additional, dict) else None
+    return "auto" if asked is None else str(asked).strip().lower()
+
+
+def _gdn_heads(config: VllmConfig) -> tuple[int, int] | None:
+    """Sizes of K and V of gated delta nets' heads; ``None``: the model has none."""
+    text = config.model_config.hf_text_config
+    sizes = tuple(getattr(text, f"linear_{half}_head_dim", None) for half in ("key", "value"))
+    return None if sizes == (None, None) else sizes  # type: ignore[return-value]
 
 
 def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> int:

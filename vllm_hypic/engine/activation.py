@@ -120,15 +120,16 @@ def _look_at_drafting(config: VllmConfig) -> None:
 
 
 def _refuse_on_cuda(config: VllmConfig) -> None:
-    """What the CUDA path cannot serve, before weights are read."""
+    """What the CUDA path cannot serve, before weights are read; and kernels of vLLM's that fit the model."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
         return
-    from ..backends.cuda_support import refusal
+    from ..backends.cuda_support import choose_gdn_prefill, refusal
 
     if (reason := refusal(config)) is not None:
         raise ConfigError(f"--attention-backend hypic: {reason}")
+    choose_gdn_prefill(config)
 
 
 def _backend_is_hypic(args: EngineArgs) -> bool:

@@ -9,6 +9,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..config.engine import config_of
+from ..errors import ConfigError
 from ..pool.copy.staging import device_staging_bytes
 from .worker import HypicModelRunner, HypicWorker, current_step
 
@@ -17,6 +18,26 @@ logger = init_logger("vllm.hypic.worker")
 
 class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
     """vLLM's V1 model runner with logical positions."""
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        blocks, most = kv_cache_config.num_blocks, self.max_num_reqs
+        graphs = self.compilation_config.cudagraph_mode
+        if (
+            not is_profiling
+            and graphs is not None
+            and graphs.has_full_cudagraphs()
+            and kv_cache_config.has_mamba_layers
+            and blocks < most
+        ):
+            # vLLM would refuse, too, and not know of the pool.
+            raise ConfigError(
+                f"hypic: {blocks} blocks of states beside the public pool, for --max-num-seqs {most}: full "
+                f"CUDA graphs need one for each; lower --max-num-seqs to {blocks}, or pool_fraction or "
+                "pool_bytes"
+            )
+        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
 
     def _log_operators(self) -> None:
         logger.info("hypic: Triton operators")

@@ -235,6 +235,7 @@ class World:
         layer.conv1d.bias = None
         layer.A_log = nn.Parameter(torch.log(1 + torch.rand(HEADS, generator=gen)))
         layer.dt_bias = nn.Parameter(normal(*kind.gates).flatten() - 3)
+        layer.head_k_dim, layer.head_v_dim = K, kind.V
         layer.stock_rows = 0
         kind.complete(layer)
         self.layer = layer

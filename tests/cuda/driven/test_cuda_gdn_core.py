@@ -7,6 +7,7 @@ Outputs, caches and records of a mixed batch must be those of float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from delta_world import (
     ALL,
     BAILING,
+    BLOCK,
     CPU,
     DECODES,
     HEADS,
@@ -31,6 +33,10 @@ from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedD
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
+from vllm_hypic.backends.linear.cuda import SharedPlans
+from vllm_hypic.backends.linear.layout import linear_step
+from vllm_hypic.backends.ops.gated_delta import Inputs
+from vllm_hypic.backends.ops.program import SegmentRow
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.step import StepContext
 from vllm_hypic.pool.transition_blocks import TransitionBlocks
@@ -90,6 +96,37 @@ def test_the_record_is_that_of_the_interior(kind: Kind) -> None:
     alive = blocks >= 0
     error = records.transitions[blocks[alive]].double() - world.records.transitions[wanted[alive]]
     assert error.abs().max() < 1e-3  # fp16
+
+
+def test_many_segments_are_captured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summaries of all interiors at once might not fit; the records are the same."""
+    world = World(QWEN)
+    rows = linear_step(world.step, BLOCK).segments
+    assert rows is not None
+    other = rows.rows.clone()
+    fields = SegmentRow._fields
+    other[:, fields.index("batch_row")], other[:, fields.index("slot")] = 4, 3
+    other[:, fields.index("resumed")] = 0
+    n = world.starts[5] - world.starts[4]
+    for name, at in (("first", 0), ("begin", 1), ("end", n), ("stop", n)):
+        other[:, fields.index(name)] = world.starts[4] + at
+    both = replace(rows, rows=torch.cat([rows.rows, other]))
+    shared, found = SharedPlans(), []
+    for most in (1, 2):
+        plans = shared.parts(both, CPU, most)
+        assert [len(plan.scans) for plan in plans] == [most] * (2 // most)
+        assert shared.parts(both, CPU, most) is plans
+        fresh = World(QWEN)
+        fresh.pool.transition_blocks.offer(2)
+        monkeypatch.setattr(type(fresh.layer), "_segments_at_once", lambda self, most=most: most)
+        x, core = Inputs(fresh.mixed, fresh.a, fresh.b), torch.zeros(fresh.tokens + 2, HEADS, QWEN.V)
+        monkeypatch.setattr(type(fresh.layer), "_slots", lambda self, step: world.slots)
+        fresh.layer.run_segments(fresh.runtime, fresh.step, both, x, core)
+        records = fresh.pool.linear[NAME]
+        assert not records.state[2:4].isnan().any()
+        found.append((core, records.state[2:4], records.conv_tail[2:4], *fresh.layer.kv_cache))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @KINDS

@@ -21,9 +21,18 @@ class SharedPlans(OncePer):
     """Plans and index tensors of one pass, made by the first layer that asks."""
 
     def segments(self, segments: Segments, device: torch.device) -> SegmentPlan:
+        [plan] = self.parts(segments, device, max(1, len(segments.rows)))
+        return plan
+
+    def parts(self, segments: Segments, device: torch.device, most: int) -> list[SegmentPlan]:
+        """Plans of ``most`` segment requests each, for layers that keep much of each while they run."""
         from ..ops.linear_layer.triton.plan import plan_segments
 
-        return self(segments, "plan", lambda: plan_segments(segments.rows, device))
+        return self(
+            segments,
+            ("plans", most),
+            lambda: [plan_segments(rows, device) for rows in segments.rows.split(most)],
+        )
 
     def compose(self, composed: Composed, device: torch.device) -> ComposePlan:
         from ..ops.linear_layer.triton.plan import plan_compose

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from ....pool.shared import Once
 from ...ops import gated_delta
+from ..base import Scratch
 from ..cuda import SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
 from .base import DeltaNet, HypicGatedDeltaNet
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from ....pool.runtime import HypicRuntime
     from ....pool.step import StepContext
+
+SUMMARY_BYTES = 256 << 20
+"""Summaries of interiors that a layer has at once: segment requests of a pass beyond that come after."""
 
 
 @dataclass
@@ -50,10 +54,12 @@ class CUDADeltaNet(DeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        plan = step.shared.of(SharedPlans).segments(segments, step.device)
+        plans = step.shared.of(SharedPlans).parts(segments, step.device, self._segments_at_once())
         views, records = self._current_views(), self.records(runtime)
         caches, carries = views.caches(self._slots(step)), self.cut(runtime, segments)
-        operators.run_segments(plan, x, views.weights, caches, out, records, carries, runtime.dead_transition)
+        dead = runtime.dead_transition
+        for plan in plans:
+            operators.run_segments(plan, x, views.weights, caches, out, records, carries, dead)
 
     def run_composed(
         self,
@@ -68,6 +74,20 @@ class CUDADeltaNet(DeltaNet):
         plan = step.shared.of(SharedPlans).compose(composed, step.device)
         views, records = self._current_views(), self.records(runtime)
         operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), out, records)
+
+    def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
+        """With the summaries of interiors, which the operators keep beside what rows take."""
+        own = super().scratch(rows, dtype)
+        summaries = min(rows, self._segments_at_once()) * self._summary_bytes()
+        return own._replace(working=own.working + summaries)
+
+    def _segments_at_once(self) -> int:
+        return max(1, SUMMARY_BYTES // self._summary_bytes())
+
+    def _summary_bytes(self) -> int:
+        """Of one interior: S before and behind it, and T, in float32."""
+        heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
+        return heads * ((2 * V + K) * K + 1) * torch.float32.itemsize
 
     def _slots(self, step: StepContext) -> torch.Tensor:
         """Cache slots by batch row, contiguous: vLLM gives a column of a table where it copies nothing."""

@@ -1,0 +1,186 @@
+"""Serves a hybrid model through the GPU model runner's code on the CPU; a program for Triton's interpreter.
+
+vLLM's CPU worker and its shims stand for the device.  Above them run, as on a GPU: our GPU model runner, the
+CUDA attention implementation and its metadata builder, the CUDA layer of gated delta nets, all plans and
+Triton operators.  FlashAttention, what writes vLLM's cache, and stock's recurrence are stand-ins in PyTorch.
+
+    TRITON_INTERPRET=1 python gpu_runner.py MODEL SEPARATOR [FAULT]
+
+Prints as JSON each answer's tokens, logprobs of the first token by id, and cached tokens; and how often each
+operator ran.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parents[1] / "triton"), str(HERE.parent / "driven")]
+
+import torch  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.forward_context import get_forward_context  # noqa: E402
+
+
+def pretend(fault: str = "") -> None:
+    """From now on engines of this process are made of the CUDA path's parts."""
+    import interpreter
+    from test_cuda_attention_forward import stand_in
+    from vllm.v1.attention.backends import flash_attn
+
+    from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
+    from vllm_hypic.backends.linear import gdn
+    from vllm_hypic.engine import cpu_worker
+
+    interpreter.install()
+    chosen = types.ModuleType("vllm_hypic.backends.attention.backend")
+    chosen.HypicAttentionBackend = HypicCUDAAttentionBackend  # type: ignore[attr-defined]
+    chosen.HypicAttentionImpl = HypicCUDAAttentionBackend.get_impl_cls()  # type: ignore[attr-defined]
+    sys.modules[chosen.__name__] = chosen
+    flash_attn.get_flash_attn_version = lambda *_, **__: 2
+    flash_attn.flash_attn_varlen_func = stand_in
+    flash_attn.reshape_and_cache_flash = write_cache
+    layer = delta_net()
+    gdn._layer_class = lambda cuda: layer
+    cpu_worker.HypicCPUModelRunner = model_runner(fault)  # type: ignore[misc]
+
+
+def model_runner(fault: str) -> type:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
+
+    class Runner(HypicGPUModelRunner, CPUModelRunner):
+        """The GPU model runner over vLLM's shims."""
+
+        def _rewrite_positions(self, step: Any) -> None:
+            if fault != "positions":
+                super()._rewrite_positions(step)
+
+    return Runner
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *_: object,
+) -> None:
+    """``reshape_and_cache_flash``: caches ``[blocks, block_size, heads, size]``; -1 is padding."""
+    rows = (slot_mapping >= 0).nonzero()[:, 0]
+    block, at = slot_mapping[rows] // key_cache.shape[1], slot_mapping[rows] % key_cache.shape[1]
+    key_cache[block, at], value_cache[block, at] = key[rows], value[rows]
+
+
+def delta_net() -> type:
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
+
+    class Layer(HypicCUDAGatedDeltaNet):
+        """Runs on the CPU as it would on a GPU."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._forward_method = self.forward_cuda
+
+    QwenGatedDeltaNetAttention._forward_core = stock_core  # type: ignore[method-assign]
+    return Layer
+
+
+def stock_core(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
+    """What vLLM computes for the batch that the metadata describes."""
+    from vllm_hypic.backends.ops import gated_delta
+    from vllm_hypic.backends.ops.gated_delta import torch as operators
+    from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+    from vllm_hypic.engine.worker import worker_side
+
+    metadata = get_forward_context().attn_metadata
+    if metadata is None:  # vLLM's profile run
+        return
+    m = metadata[layer.prefix]
+    requests = m.num_decodes + m.num_prefills
+    bounds = m.non_spec_query_start_loc[: requests + 1].tolist()
+    assert bounds[-1] == m.num_actual_tokens
+    resumed = [True] * requests if m.has_initial_state is None else m.has_initial_state.tolist()
+    ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
+    rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
+    caches = layer._current_views().caches(m.non_spec_state_indices_tensor[:requests].contiguous())
+    operators.gdn_compose(
+        gated_delta.Inputs(mixed, a, b),
+        layer.weights(),
+        caches,
+        out,
+        layer.records(worker_side().runtime),
+        pack(rows, ComposeRow),
+        pack(ops, ComposeOp),
+    )
+
+
+def parts() -> list[list[list[int]]]:
+    """Lead, two documents and query of two prompts: the documents in two orders, so that each is composed at
+    two places."""
+    gen = torch.Generator().manual_seed(5)
+    lead, one, two, query = (torch.randint(5, 480, (n,), generator=gen).tolist() for n in (20, 60, 52, 9))
+    return [[lead, one, two, query], [lead, two, one, query]]
+
+
+def prompts(*between: int) -> list[list[int]]:
+    """The same as tokens, with ``between`` between two parts."""
+    return [[t for i, part in enumerate(p) for t in (*(between if i else ()), *part)] for p in parts()]
+
+
+def main() -> None:
+    model, separator, *fault = sys.argv[1:]
+    pretend(*fault)
+    options = {
+        "page_tokens": 32,
+        "pool_bytes": 16 << 20,
+        "context": "none",
+        "islands": "none",
+        "expected_segment_tokens": 64,
+    }
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        max_num_seqs=8,
+        max_logprobs=-1,
+        seed=0,
+        attention_backend="hypic",
+        additional_config={"hypic": options},
+    )
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False)
+    answers = []
+    composed, plain = prompts(int(separator)), prompts()
+    # Cold one by one; warm with plain requests beside, in one batch.
+    for batch in (*([p] for p in composed), [*composed, *plain]):
+        given = [{"prompt_token_ids": tokens} for tokens in batch]
+        for output in llm.generate(given, sampling, use_tqdm=False):
+            [sample] = output.outputs
+            first = [entry.logprob for _, entry in sorted(sample.logprobs[0].items())]
+            answers.append([list(sample.token_ids), first, output.num_cached_tokens])
+    [calls] = llm.collective_rpc("hypic_calls")
+    print(json.dumps([answers, calls]))
+
+
+if __name__ == "__main__":
+    main()

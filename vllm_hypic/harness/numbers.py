@@ -1,0 +1,32 @@
+"""An option that is a list of numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+
+class Numbers(click.ParamType):
+    """Different finite numbers with commas between, ``4,8,12,16``, each of which ``each`` takes."""
+
+    name = "numbers"
+
+    def __init__(self, each: click.IntRange | click.FloatRange) -> None:
+        self.each = each
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self.each.convert(part, param, ctx) for part in value.split(","))
+        except click.BadParameter as e:
+            self.fail(f"{e.message.rstrip('.')}; expected numbers with commas between", param, ctx)
+        if not all(map(math.isfinite, numbers)):
+            self.fail(f"{value!r}: expected finite numbers", param, ctx)
+        if len(set(numbers)) < len(numbers):
+            self.fail(f"{value!r}: a number stands there twice", param, ctx)
+        return numbers
