@@ -207,9 +207,11 @@ class _Views:
     def __init__(self, layer: CUDADeltaNet) -> None:
         conv, state = layer.kv_cache
         self.of = conv
-        self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
-        self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
         self.weights = layer.weights()
+        conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
+        # [slots, k - 1, dim]; behind these rows stock code keeps drafts.
+        self.conv = conv[:, : len(self.weights.weight) - 1]
+        self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
 
     def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
         return gated_delta.Caches(slots, self.conv, self.state)
