@@ -23,6 +23,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_hypic.backends import cuda_support as support
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
+from vllm_hypic.config.drafting import refusal as refusal_of_drafts
 from vllm_hypic.engine import activation
 from vllm_hypic.engine.activation import CUDA_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.engine.tokenizer import TOKENS_ENV
@@ -199,8 +200,28 @@ CASES = [
     ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
     ("cache_config.use_replayssm", True, "replayed SSM states"),
     ("additional_config", {"gdn_prefill_backend": "cutedsl"}, "gdn_prefill_backend='cutedsl'"),
-    ("speculative_config", object(), "speculative decoding is not supported"),
+    (
+        "speculative_config",
+        SimpleNamespace(method="eagle"),
+        "speculative decoding by 'eagle' is not supported on CUDA, where composed requests with drafts of a "
+        "model were never run, and asynchronous scheduling tells how many were accepted to the GPU alone: "
+        "expected one of ngram, suffix",
+    ),
 ]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("latents", [False, True], ids=["", "latents"])
+def test_drafts_that_are_looked_up_are_served(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, method: str, latents: bool
+) -> None:
+    """Of latent attention, too, which vLLM's CPU kernels alone get wrong."""
+    monkeypatch.setattr(type(config.model_config), "use_mla", latents)
+    speculative = SimpleNamespace(method=method, attention_backend=None, num_speculative_tokens=3)
+    object.__setattr__(config, "speculative_config", speculative)
+    complete(config)
+    reason = refusal_of_drafts(config, keeps_states=True)
+    assert (reason is None) != latents and (not latents or "answers wrongly on CPUs" in (reason or ""))
 
 
 @pytest.mark.parametrize(("name", "value", "says"), CASES)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import vllm.envs as envs
 
+from ..config.drafting import LOOKED_UP
 from ..config.engine import config_of
 
 if TYPE_CHECKING:
@@ -60,10 +61,12 @@ def _parallelism(config: VllmConfig) -> Iterator[str]:
 
 def _model(config: VllmConfig) -> Iterator[str]:
     model = config.model_config
-    if config.speculative_config is not None:
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in LOOKED_UP:
         yield (
-            "speculative decoding is not supported on CUDA, where composed requests with drafts were never "
-            "run; drop --speculative-config"
+            f"speculative decoding by {speculative.method!r} is not supported on CUDA, where composed "
+            "requests with drafts of a model were never run, and asynchronous scheduling tells how many were "
+            f"accepted to the GPU alone: expected one of {', '.join(LOOKED_UP)}"
         )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported"
