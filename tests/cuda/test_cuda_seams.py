@@ -228,7 +228,8 @@ def test_linear_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> N
 def test_mamba2_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
     torch.nn.Module.__init__(layer)
-    layer._constants, layer.kv_cache = "weights", (torch.empty(1, 3, 8), torch.empty(1, 2, 64, 96))
+    layer._constants, layer.conv_kernel_size = "weights", 4
+    layer.kv_cache = torch.empty(1, 3, 8), torch.empty(1, 2, 64, 96)
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(mamba2_operators, "refuses", lambda *given: asked.append(given))
     assert layer.kernel_refusal() is None

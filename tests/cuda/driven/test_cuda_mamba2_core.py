@@ -116,7 +116,7 @@ class World:
         nn.Module.__init__(layer)
         layer.prefix, layer.tp_size, layer.n_groups, layer.head_dim = NAME, 1, GROUPS, P
         layer.tped_intermediate_size, layer.tped_conv_size, layer.tped_dt_size = INNER, CHANNELS, HEADS
-        layer.ssm_state_size, layer.stock_rows = N, 0
+        layer.ssm_state_size, layer.conv_kernel_size, layer.stock_rows = N, TAPS, 0
         layer.cache_config = SimpleNamespace(block_size=BLOCK)
         layer.conv1d = nn.Module()
         layer.conv1d.bias = nn.Parameter(0.1 * normal(CHANNELS))

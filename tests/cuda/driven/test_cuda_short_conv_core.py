@@ -95,7 +95,7 @@ class World:
 
         layer: Any = HypicCUDAShortConv.__new__(HypicCUDAShortConv)
         nn.Module.__init__(layer)
-        layer.prefix, layer.stock_rows, layer.lengths = NAME, 0, lengths
+        layer.prefix, layer.L_cache, layer.stock_rows, layer.lengths = NAME, TAPS, 0, lengths
         layer.cache_config = SimpleNamespace(block_size=BLOCK)
         layer.conv = nn.Module()
         layer.conv.weight, layer.conv.bias = nn.Parameter(normal(SIZE, 1, TAPS)), None

@@ -71,7 +71,7 @@ class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
         conv, state = self.kv_cache
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
         # Behind these rows stock code keeps drafts.
-        return mamba2.Caches(slots, conv[:, : self.conv_weights.size(-1) - 1], state)
+        return mamba2.Caches(slots, conv[:, : self.conv_kernel_size - 1], state)
 
     def weights(self) -> mamba2.Weights:
         """The layer's constants as the operators take them, made anew."""

@@ -60,7 +60,7 @@ class HypicShortConv(LinearLayer[HiddenRows, None], ShortConv):
         (conv,) = self.kv_cache
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
         # Behind these rows stock code keeps drafts.
-        return short_conv.Caches(slots, conv[:, : self.conv.weight.size(-1) - 1])
+        return short_conv.Caches(slots, conv[:, : self.L_cache - 1])
 
     def weights(self) -> short_conv.Weights:
         """The layer's constants as the operators take them, made anew."""
