@@ -202,10 +202,15 @@ CASES = [
     ("additional_config", {"gdn_prefill_backend": "cutedsl"}, "gdn_prefill_backend='cutedsl'"),
     (
         "speculative_config",
+        SimpleNamespace(method="medusa"),
+        "speculative decoding by 'medusa' is not supported on CUDA, where composed requests with such drafts "
+        "were never run: expected one of ngram, suffix, draft_model, eagle, eagle3",
+    ),
+    (
+        "speculative_config",
         SimpleNamespace(method="eagle"),
-        "speculative decoding by 'eagle' is not supported on CUDA, where composed requests with drafts of a "
-        "model were never run, and asynchronous scheduling tells how many were accepted to the GPU alone: "
-        "expected one of ngram, suffix",
+        "speculative decoding by 'eagle' of Qwen3_5ForCausalLM is not supported on CUDA, where a model "
+        "that drafts was looked at beside full attention alone: expected one of ngram, suffix",
     ),
 ]
 
@@ -237,6 +242,24 @@ def test_what_is_not_supported_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=r"^--attention-backend hypic: ") as refused:
         complete(config)
     assert says in str(refused.value)
+
+
+def test_where_drafts_of_a_model_were_accepted_the_host_knows(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would schedule ahead of what was accepted."""
+    drafting = arguments(speculative_config={"method": "eagle", "model": "other"})
+    plain, own = arguments(), arguments(speculative_config={"method": "ngram"}, async_scheduling=True)
+    assert choose(drafting) and choose(plain) and choose(own)
+    assert drafting.async_scheduling is False and plain.async_scheduling is None
+    assert own.async_scheduling is True  # whoever says so is told
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", False)
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method="eagle"))
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    for ahead in (False, True):
+        object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
+        reason = support.refusal(config)
+        assert (reason is None) != ahead and (not ahead or "with --async-scheduling, which" in (reason or ""))
 
 
 def test_narrow_states_are_refused(cuda: CUDA, config: VllmConfig) -> None:

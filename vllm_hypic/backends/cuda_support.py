@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What FlashAttention takes."""
+DRAFTING_MODELS = ("draft_model", "eagle", "eagle3")
+"""Methods of speculative decoding by a model, of those that are served on CPU."""
 CAPABILITY = (8, 0)
 """Oldest GPU that FlashAttention runs on."""
 
@@ -28,7 +30,7 @@ def refusal(config: VllmConfig) -> str | None:
     What only a loaded model shows (soft-caps, shared caches, head sizes) is refused when its layers are
     linked.
     """
-    for check in (_device, _parallelism, _model, _caches, _execution):
+    for check in (_device, _parallelism, _model, _drafts, _caches, _execution):
         for reason in check(config):
             return reason
     return None
@@ -61,13 +63,6 @@ def _parallelism(config: VllmConfig) -> Iterator[str]:
 
 def _model(config: VllmConfig) -> Iterator[str]:
     model = config.model_config
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method not in LOOKED_UP:
-        yield (
-            f"speculative decoding by {speculative.method!r} is not supported on CUDA, where composed "
-            "requests with drafts of a model were never run, and asynchronous scheduling tells how many were "
-            f"accepted to the GPU alone: expected one of {', '.join(LOOKED_UP)}"
-        )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:
@@ -84,6 +79,28 @@ def _model(config: VllmConfig) -> Iterator[str]:
     multimodal = model.multimodal_config
     if multimodal is not None and multimodal.video_pruning_rate:
         yield "--video-pruning-rate moves positions inside a pass; drop it"
+
+
+def _drafts(config: VllmConfig) -> Iterator[str]:
+    speculative, model = config.speculative_config, config.model_config
+    if speculative is None or speculative.method in LOOKED_UP:
+        return
+    by = f"speculative decoding by {speculative.method!r}"
+    if speculative.method not in DRAFTING_MODELS:
+        yield (
+            f"{by} is not supported on CUDA, where composed requests with such drafts were never run: "
+            f"expected one of {', '.join(LOOKED_UP + DRAFTING_MODELS)}"
+        )
+    if model.is_hybrid or model.use_mla:
+        yield (
+            f"{by} of {model.architecture} is not supported on CUDA, where a model that drafts was looked at "
+            f"beside full attention alone: expected one of {', '.join(LOOKED_UP)}"
+        )
+    if config.scheduler_config.async_scheduling:
+        yield (
+            f"{by} with --async-scheduling, which tells the GPU alone how many drafts were accepted: where "
+            "composed requests are follows from that; drop it"
+        )
 
 
 def _caches(config: VllmConfig) -> Iterator[str]:

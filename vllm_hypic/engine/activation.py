@@ -177,6 +177,9 @@ def _use_worker(args: EngineArgs) -> None:
     elif current_platform.is_cuda():
         _use("worker_cls", args, "auto", CUDA_WORKER)
         _use_v1_model_runner()
+        if args.speculative_config is not None and args.async_scheduling is None:
+            # Else the host does not know how many drafts of the pass before were accepted.
+            args.async_scheduling = False
     else:
         raise ConfigError(
             "--attention-backend hypic: expected the CPU or the CUDA platform, "

@@ -19,8 +19,9 @@ from .layout import StockRows
 def slots_of(metadata: BaseMambaAttentionMetadata) -> torch.Tensor:
     """Cache slots by batch row, contiguous: decodes come first; with drafts, the first of several."""
     decodes, prefills = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
-    parts = None if decodes is None else decodes[:, 0], prefills
-    return torch.cat([part for part in parts if part is not None])
+    if decodes is not None and decodes.dim() == 2:
+        decodes = decodes[:, 0]
+    return torch.cat([part for part in (decodes, prefills) if part is not None])
 
 
 def drafted_of(metadata: BaseMambaAttentionMetadata) -> Drafted | None:
