@@ -92,6 +92,20 @@ def test_supported_layers() -> None:
     assert found.nbytes <= 1 << 24
 
 
+@pytest.mark.parametrize("dim_first", [False, True])
+def test_records_have_no_rows_for_drafts(dim_first: bool) -> None:
+    """On GPUs vLLM's convolutions keep as many rows more as there may be drafts."""
+    found, config = [], HypicConfig.from_mapping({"pool_bytes": 1 << 24, "expected_segment_tokens": 64})
+    for drafts in (0, 2):
+        rows, channels = GDN.shapes[0]
+        conv = (channels, rows + drafts) if dim_first else (rows + drafts, channels)
+        groups = [KVCacheGroupSpec(["layers.0"], replace(GDN, shapes=(conv, *GDN.shapes[1:])))]
+        caches = KVCacheConfig(8, [], groups)
+        rest = {"conv_dim_first": dim_first, "draft_rows": drafts}
+        found.append(pool_geometry(caches, config, torch.bfloat16, **rest))
+    assert found[0] == found[1] and found[0].linear[0].conv_rows == 3
+
+
 def test_short_convolutions_have_tails_alone() -> None:
     found = geometry(FULL, CONV)
     (linear,) = found.linear

@@ -23,6 +23,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_hypic.backends import cuda_support as support
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
+from vllm_hypic.config.drafting import refusal as refusal_of_drafts
 from vllm_hypic.engine import activation
 from vllm_hypic.engine.activation import CUDA_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.engine.tokenizer import TOKENS_ENV
@@ -199,8 +200,33 @@ CASES = [
     ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
     ("cache_config.use_replayssm", True, "replayed SSM states"),
     ("additional_config", {"gdn_prefill_backend": "cutedsl"}, "gdn_prefill_backend='cutedsl'"),
-    ("speculative_config", object(), "speculative decoding is not supported"),
+    (
+        "speculative_config",
+        SimpleNamespace(method="medusa"),
+        "speculative decoding by 'medusa' is not supported on CUDA, where composed requests with such drafts "
+        "were never run: expected one of ngram, suffix, draft_model, eagle, eagle3",
+    ),
+    (
+        "speculative_config",
+        SimpleNamespace(method="eagle"),
+        "speculative decoding by 'eagle' of Qwen3_5ForCausalLM is not supported on CUDA, where a model "
+        "that drafts was looked at beside full attention alone: expected one of ngram, suffix",
+    ),
 ]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("latents", [False, True], ids=["", "latents"])
+def test_drafts_that_are_looked_up_are_served(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, method: str, latents: bool
+) -> None:
+    """Of latent attention, too, which vLLM's CPU kernels alone get wrong."""
+    monkeypatch.setattr(type(config.model_config), "use_mla", latents)
+    speculative = SimpleNamespace(method=method, attention_backend=None, num_speculative_tokens=3)
+    object.__setattr__(config, "speculative_config", speculative)
+    complete(config)
+    reason = refusal_of_drafts(config, keeps_states=True)
+    assert (reason is None) != latents and (not latents or "answers wrongly on CPUs" in (reason or ""))
 
 
 @pytest.mark.parametrize(("name", "value", "says"), CASES)
@@ -216,6 +242,24 @@ def test_what_is_not_supported_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=r"^--attention-backend hypic: ") as refused:
         complete(config)
     assert says in str(refused.value)
+
+
+def test_where_drafts_of_a_model_were_accepted_the_host_knows(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would schedule ahead of what was accepted."""
+    drafting = arguments(speculative_config={"method": "eagle", "model": "other"})
+    plain, own = arguments(), arguments(speculative_config={"method": "ngram"}, async_scheduling=True)
+    assert choose(drafting) and choose(plain) and choose(own)
+    assert drafting.async_scheduling is False and plain.async_scheduling is None
+    assert own.async_scheduling is True  # whoever says so is told
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", False)
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method="eagle"))
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    for ahead in (False, True):
+        object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
+        reason = support.refusal(config)
+        assert (reason is None) != ahead and (not ahead or "with --async-scheduling, which" in (reason or ""))
 
 
 def test_narrow_states_are_refused(cuda: CUDA, config: VllmConfig) -> None:

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 SIZES = [1, 2, 4, 8]
 
 
-def runner(mode: CUDAGraphMode) -> Any:
+def runner(mode: CUDAGraphMode, drafts: int = 0) -> Any:
     compilation = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,
         cudagraph_mode=mode,
@@ -53,28 +53,29 @@ def runner(mode: CUDAGraphMode) -> Any:
     compilation.max_cudagraph_capture_size = SIZES[-1]
     config = SimpleNamespace(
         compilation_config=compilation,
-        num_speculative_tokens=0,
+        num_speculative_tokens=drafts,
         lora_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(data_parallel_size=1),
         observability_config=SimpleNamespace(cudagraph_metrics=False),
     )
     made: Any = HypicGPUModelRunner.__new__(HypicGPUModelRunner)
-    made.vllm_config, made.uniform_decode_query_len = config, 1
+    made.vllm_config, made.uniform_decode_query_len = config, 1 + drafts
     made.model_config = SimpleNamespace(is_encoder_decoder=False)
     made.input_batch = SimpleNamespace(lora_id_to_lora_request={})
     made.cudagraph_dispatcher = CudagraphDispatcher(config)  # type: ignore[arg-type]
-    made.cudagraph_dispatcher.initialize_cudagraph_keys(mode)
+    made.cudagraph_dispatcher.initialize_cudagraph_keys(mode, 1 + drafts)
     return made
 
 
 def dispatched(made: Any, requests: int) -> CUDAGraphMode:
-    """What the runner chooses for a pass that decodes one token of each request."""
+    """What the runner chooses for a pass in which each request decodes one token and all drafts."""
+    each = made.uniform_decode_query_len
     mode, *_ = made._determine_batch_execution_and_padding(
-        num_tokens=requests,
+        num_tokens=requests * each,
         num_reqs=requests,
-        num_scheduled_tokens_np=np.ones(requests, dtype=np.int32),
-        max_num_scheduled_tokens=1,
+        num_scheduled_tokens_np=np.full(requests, each, dtype=np.int32),
+        max_num_scheduled_tokens=each,
     )
     found: CUDAGraphMode = mode
     return found
@@ -89,10 +90,15 @@ def dispatched(made: Any, requests: int) -> CUDAGraphMode:
         (CUDAGraphMode.NONE, CUDAGraphMode.NONE, CUDAGraphMode.NONE),
     ],
 )
+@pytest.mark.parametrize("drafts", [0, 1])
 def test_passes_with_rows_of_ours_stay_out_of_full_graphs(
-    monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, plain: CUDAGraphMode, ours: CUDAGraphMode
+    monkeypatch: pytest.MonkeyPatch,
+    mode: CUDAGraphMode,
+    plain: CUDAGraphMode,
+    ours: CUDAGraphMode,
+    drafts: int,
 ) -> None:
-    made, step = runner(mode), StepContext([], [], CPU)
+    made, step = runner(mode, drafts), StepContext([], [], CPU)
     for now, wanted in ((None, plain), (step, ours), (None, plain)):
         monkeypatch.setattr(cuda_worker, "current_step", lambda now=now: now)
         assert dispatched(made, 3) is wanted

@@ -68,6 +68,7 @@ def test_overridden_methods_keep_their_parameters() -> None:
     for ours, stock, name in (
         (HypicCUDAAttentionImpl, FlashAttentionImpl, "forward"),
         (HypicCUDAGatedDeltaNet, QwenGatedDeltaNetAttention, "_forward_core"),
+        (HypicCUDAGatedDeltaNet, QwenGatedDeltaNetAttention, "_forward_core_fused_norm_packed"),
         (HypicCUDAMamba2, MambaMixer2, "conv_ssm_forward"),
         (HypicCUDAMamba2, MambaMixer2, "get_kv_cache_spec"),
         (HypicCUDAShortConv, ShortConv, "forward_cuda"),
@@ -81,10 +82,12 @@ def test_metadata_has_what_is_read_and_replaced() -> None:
     assert "block_table" in FlashAttentionMetadata.__dataclass_fields__
     source = inspect.getsource(HypicCUDAGatedDeltaNet.sub_batch)
     fields = set(GDNAttentionMetadata.__dataclass_fields__)
-    speculative = {name for name in fields if "spec_" in name and "non_spec" not in name}
-    unused = {"checkpoint", "aiter_prefill_metadata", "num_accepted_tokens", "non_spec_token_indx"}
-    unused |= {"uniform_spec_sequence_length", "flashinfer_checkpoint_plan"} | speculative  # 0.33's, too
-    left_out = {name for name in fields - unused if f"{name}=" not in source}
+    unused = {"checkpoint", "aiter_prefill_metadata", "flashinfer_checkpoint_plan"}  # 0.33's, too
+    # Requests that decode with drafts are the same in the sub-batch.
+    same = {"num_spec_decodes", "num_spec_decode_tokens", "spec_query_start_loc", "num_accepted_tokens"}
+    same |= {"spec_state_indices_tensor", "uniform_spec_sequence_length"}
+    assert same < fields
+    left_out = {name for name in fields - unused - same if f" {name}=" not in source}
     assert not left_out, f"stale in a sub-batch: {left_out}"
 
 
@@ -225,7 +228,8 @@ def test_linear_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> N
 def test_mamba2_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
     torch.nn.Module.__init__(layer)
-    layer._constants, layer.kv_cache = "weights", (torch.empty(1, 3, 8), torch.empty(1, 2, 64, 96))
+    layer._constants, layer.conv_kernel_size = "weights", 4
+    layer.kv_cache = torch.empty(1, 3, 8), torch.empty(1, 2, 64, 96)
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(mamba2_operators, "refuses", lambda *given: asked.append(given))
     assert layer.kernel_refusal() is None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import vllm.envs as envs
 
+from ..config.drafting import LOOKED_UP
 from ..config.engine import config_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What FlashAttention takes."""
+DRAFTING_MODELS = ("draft_model", "eagle", "eagle3")
+"""Methods of speculative decoding by a model, of those that are served on CPU."""
 CAPABILITY = (8, 0)
 """Oldest GPU that FlashAttention runs on."""
 FLASHINFER_HEADS = (128, 128)
@@ -29,7 +32,7 @@ def refusal(config: VllmConfig) -> str | None:
     What only a loaded model shows (soft-caps, shared caches, head sizes) is refused when its layers are
     linked.
     """
-    for check in (_device, _parallelism, _model, _caches, _execution):
+    for check in (_device, _parallelism, _model, _drafts, _caches, _execution):
         for reason in check(config):
             return reason
     return None
@@ -62,11 +65,6 @@ def _parallelism(config: VllmConfig) -> Iterator[str]:
 
 def _model(config: VllmConfig) -> Iterator[str]:
     model = config.model_config
-    if config.speculative_config is not None:
-        yield (
-            "speculative decoding is not supported on CUDA, where composed requests with drafts were never "
-            "run; drop --speculative-config"
-        )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:
@@ -83,6 +81,28 @@ def _model(config: VllmConfig) -> Iterator[str]:
     multimodal = model.multimodal_config
     if multimodal is not None and multimodal.video_pruning_rate:
         yield "--video-pruning-rate moves positions inside a pass; drop it"
+
+
+def _drafts(config: VllmConfig) -> Iterator[str]:
+    speculative, model = config.speculative_config, config.model_config
+    if speculative is None or speculative.method in LOOKED_UP:
+        return
+    by = f"speculative decoding by {speculative.method!r}"
+    if speculative.method not in DRAFTING_MODELS:
+        yield (
+            f"{by} is not supported on CUDA, where composed requests with such drafts were never run: "
+            f"expected one of {', '.join(LOOKED_UP + DRAFTING_MODELS)}"
+        )
+    if model.is_hybrid or model.use_mla:
+        yield (
+            f"{by} of {model.architecture} is not supported on CUDA, where a model that drafts was looked at "
+            f"beside full attention alone: expected one of {', '.join(LOOKED_UP)}"
+        )
+    if config.scheduler_config.async_scheduling:
+        yield (
+            f"{by} with --async-scheduling, which tells the GPU alone how many drafts were accepted: where "
+            "composed requests are follows from that; drop it"
+        )
 
 
 def _caches(config: VllmConfig) -> Iterator[str]:

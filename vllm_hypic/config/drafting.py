@@ -27,7 +27,7 @@ def drafts_by_a_head(config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in BY_A_HEAD
 
 
-def refusal(config: VllmConfig, *, keeps_states: bool = False) -> str | None:
+def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = True) -> str | None:
     """Why the speculative decoding that an engine's complete configuration asks for is not served, or
     ``None``: it is, or none is asked for.  ``keeps_states``: linear layers of this model keep the states
     behind each draft."""
@@ -53,7 +53,7 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False) -> str | None:
             "beside linear layers vLLM spreads a draft model's layers over groups of its cache, but wants "
             f"them in one, and heads were never run: expected one of {', '.join(LOOKED_UP)}"
         )
-    if model.use_mla:
+    if model.use_mla and on_cpu:
         return (
             f"speculative decoding of {model.architecture} is not supported: vLLM's attention over latents "
             "answers wrongly on CPUs where a request has several tokens; drop --speculative-config"

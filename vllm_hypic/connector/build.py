@@ -48,12 +48,15 @@ logger = init_logger("vllm.hypic.connector")
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PoolGeometry:
     """The pool's geometry, of all pipeline stages: the same wherever it is asked for."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.platforms import current_platform
 
     return pool_geometry(
         kv_cache_config,
         config_of(vllm_config),
         quantised_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype),
         conv_dim_first=is_conv_state_dim_first(),
+        # On CPU what is behind a draft has a slot of its own (``backends/linear/drafted.py``).
+        draft_rows=0 if current_platform.is_cpu() else vllm_config.num_speculative_tokens,
     )
 
 

@@ -108,11 +108,13 @@ def _refuse_executors(parallel: ParallelConfig) -> None:
 def _look_at_drafting(config: VllmConfig) -> None:
     """Refuse speculative decoding that is not served, and have what drafts take our attention backend, which
     vLLM chooses apart."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     family = family_in(config.model_config.architecture)
     keeps_states = family is not None and family.drafts
-    if (reason := refusal_of_drafts(config, keeps_states=keeps_states)) is not None:
+    on_cpu = current_platform.is_cpu()
+    if (reason := refusal_of_drafts(config, keeps_states=keeps_states, on_cpu=on_cpu)) is not None:
         raise ConfigError(f"--attention-backend hypic: {reason}")
     speculative = config.speculative_config
     if speculative is not None and speculative.attention_backend is None:
@@ -176,6 +178,9 @@ def _use_worker(args: EngineArgs) -> None:
     elif current_platform.is_cuda():
         _use("worker_cls", args, "auto", CUDA_WORKER)
         _use_v1_model_runner()
+        if args.speculative_config is not None and args.async_scheduling is None:
+            # Else the host does not know how many drafts of the pass before were accepted.
+            args.async_scheduling = False
     else:
         raise ConfigError(
             "--attention-backend hypic: expected the CPU or the CUDA platform, "

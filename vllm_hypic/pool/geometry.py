@@ -144,18 +144,23 @@ own included.  ``patches/all_stages.py`` sets it."""
 
 
 def pool_geometry(
-    kv_cache_config: KVCacheConfig, config: HypicConfig, dtype: torch.dtype, *, conv_dim_first: bool
+    kv_cache_config: KVCacheConfig,
+    config: HypicConfig,
+    dtype: torch.dtype,
+    *,
+    conv_dim_first: bool,
+    draft_rows: int = 0,
 ) -> PoolGeometry:
     """Divide a rank's byte budget into pages, slots and transition blocks so that they run out together at
     ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
 
-    ``dtype``: see :func:`layer_geometry`.  The same from every stage's ``kv_cache_config``.  Raises
-    :class:`ConfigError` when not even one such segment fits.
+    ``dtype``, ``draft_rows``: see :func:`layer_geometry`.  The same from every stage's ``kv_cache_config``.
+    Raises :class:`ConfigError` when not even one such segment fits.
     """
     stages: Sequence[KVCacheConfig] = getattr(kv_cache_config, ALL_STAGES, (kv_cache_config,))
     specs = [_layer_specs(stage) for stage in stages]
     layers = [
-        layer_geometry(name, spec, dtype, config, conv_dim_first=conv_dim_first)
+        layer_geometry(name, spec, dtype, config, conv_dim_first=conv_dim_first, draft_rows=draft_rows)
         for name, spec in sorted((one for stage in specs for one in stage), key=lambda one: one[0])
     ]
     sized = unsized(layers, config)
@@ -226,10 +231,17 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]
 
 
 def layer_geometry(
-    layer: str, spec: KVCacheSpec, dtype: torch.dtype, config: HypicConfig, *, conv_dim_first: bool
+    layer: str,
+    spec: KVCacheSpec,
+    dtype: torch.dtype,
+    config: HypicConfig,
+    *,
+    conv_dim_first: bool,
+    draft_rows: int = 0,
 ) -> LayerGeometry:
     """What records hold of a layer with this cache, in ``dtype`` where the cache is quantised
-    (:func:`quantised_dtype`).  Raises :class:`ConfigError` where it has no place in the pool."""
+    (:func:`quantised_dtype`).  ``draft_rows``: rows that a convolution's state has beside its own, for
+    drafts; records have none.  Raises :class:`ConfigError` where it has no place in the pool."""
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
     if reason := cache_refusal(spec):
@@ -237,7 +249,9 @@ def layer_geometry(
     if isinstance(spec, MambaSpec):
         family = family_of(spec.mamba_type.name)
         assert family is not None
-        made = family.geometry.of(layer, spec.shapes, spec.dtypes, conv_dim_first)
+        shapes = [list(shape) for shape in spec.shapes]
+        shapes[0][1 if conv_dim_first else 0] -= draft_rows
+        made = family.geometry.of(layer, shapes, spec.dtypes, conv_dim_first)
         return replace(made, state_dtype=getattr(torch, config.state_dtype))
     assert isinstance(spec, AttentionSpec)
     kind = LatentGeometry if isinstance(spec, MLAAttentionSpec) else AttentionGeometry

@@ -151,14 +151,35 @@ def kimi_stock(layer: Any, mixed: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, 
 def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
     """What vLLM computes for the batch that the metadata describes, and checks of that description."""
     m: GDNAttentionMetadata = get_forward_context().attn_metadata[NAME]
-    tokens, requests, decodes = m.num_actual_tokens, m.num_decodes + m.num_prefills, m.num_decodes
+    x, tokens = Inputs(mixed_qkv, a, b), m.num_actual_tokens
+    assert tokens == len(mixed_qkv)
+    out = torch.zeros(tokens, HEADS, layer.kind.V, dtype=torch.float64)
+    if m.spec_sequence_masks is None:
+        assert m.num_spec_decodes == 0 and m.spec_sequence_masks_cpu is None
+        out[:] = undrafted(layer, m, x)
+    else:
+        mine, others = m.spec_token_indx, m.non_spec_token_indx
+        assert mine is not None and others is not None
+        assert sorted([*mine.tolist(), *others.tolist()]) == list(range(tokens))
+        assert len(mine) == m.num_spec_decode_tokens and m.num_decodes == 0
+        out[mine] = drafted(layer, m, x.part(mine.long()))
+        if m.num_prefills:
+            out[others] = undrafted(layer, m, x.part(others))
+        else:
+            assert m.non_spec_query_start_loc is m.non_spec_state_indices_tensor is None
+    core_attn_out[:tokens] = out.to(core_attn_out.dtype)
+    layer.stock_rows += tokens
+
+
+def undrafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
+    """Rows of requests that do not decode with drafts."""
+    requests, decodes = m.num_decodes + m.num_prefills, m.num_decodes
     starts, slots = m.non_spec_query_start_loc, m.non_spec_state_indices_tensor
     assert starts is not None and slots is not None
     assert starts.dtype == slots.dtype == torch.int32
     assert len(starts) == requests + 1 and len(slots) == requests
     bounds = starts.tolist()
-    assert bounds[-1] == tokens == m.num_decode_tokens + m.num_prefill_tokens == len(mixed_qkv)
-    kind = layer.kind
+    assert bounds[-1] == m.num_decode_tokens + m.num_prefill_tokens == len(x.mixed)
     assert bounds[decodes] == m.num_decode_tokens == decodes
     resumed = [True] * requests
     if m.num_prefills:
@@ -178,22 +199,41 @@ def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_ou
     else:
         assert m.has_initial_state is m.chunk_indices is m.nums_dict is None
     conv, state = layer.kv_cache
-    caches = Caches(slots, conv, state.transpose(2, 3))
-    out = torch.zeros(tokens, HEADS, kind.V, dtype=torch.float64)
+    return recurrence(layer, Caches(slots, conv[:, : TAPS - 1], state.transpose(2, 3)), x, bounds, resumed)
+
+
+def drafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
+    """Rows of requests that decode with drafts, as vLLM's kernels run them: a request goes on from the state
+    in the slot of the last token accepted before, leaves one for each token, and keeps all that its
+    convolution may need in its first slot, from the row of that token on."""
+    table, accepted, starts = m.spec_state_indices_tensor, m.num_accepted_tokens, m.spec_query_start_loc
+    assert table is not None and accepted is not None and starts is not None
+    assert len(table) == len(accepted) == len(starts) - 1 == m.num_spec_decodes
+    conv, state = layer.kv_cache
+    out = torch.zeros(len(x.mixed), HEADS, layer.kind.V, dtype=torch.float64)
+    for i, (first, stop) in enumerate(itertools.pairwise(starts.tolist())):
+        slots, last = table[i].tolist(), int(accepted[i]) - 1
+        before = conv[slots[0], last : last + TAPS - 1].clone()
+        held = state[slots[last]].transpose(1, 2)[None].double().clone()
+        caches = Caches(torch.zeros(1, dtype=torch.int32), before[None].clone(), held)
+        for t in range(first, stop):
+            out[t] = recurrence(layer, caches, x.part(slice(t, t + 1)), [0, 1], [True])[0]
+            state[slots[t - first]] = held[0].transpose(1, 2).to(state.dtype)
+        conv[slots[0], : TAPS - 2 + stop - first] = torch.cat([before[1:], x.mixed[first:stop]])
+    return out
+
+
+def recurrence(
+    layer: Any, caches: Caches, x: Inputs, bounds: Sequence[int], resumed: Sequence[bool]
+) -> Tensor:
+    """The delta rule over requests with these token rows, in float64."""
+    out = torch.zeros(bounds[-1], HEADS, layer.kind.V, dtype=torch.float64)
     ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
     rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
-    records = DevicePool(geometry(kind, slots=1), CPU).linear[NAME]
-    reference.gdn_compose(
-        Inputs(mixed_qkv, a, b),
-        kind.weights(layer),
-        caches,
-        out,
-        records,
-        pack(rows, ComposeRow),
-        pack(ops, ComposeOp),
-    )
-    core_attn_out[:tokens] = out.to(core_attn_out.dtype)
-    layer.stock_rows += tokens
+    records = DevicePool(geometry(layer.kind, slots=1), CPU).linear[NAME]
+    program = pack(rows, ComposeRow), pack(ops, ComposeOp)
+    reference.gdn_compose(x, layer.kind.weights(layer), caches, out, records, *program)
+    return out
 
 
 def geometry(kind: Kind, slots: int) -> PoolGeometry:
@@ -212,14 +252,24 @@ ALL = ((5, 1), (9, 1), (3, 20), (2, 11), (0, 6))
 """Of each request: tokens behind it, tokens in this pass; decodes first, as vLLM orders a batch."""
 DECODES = ((5, 1), (9, 1), (3, 8), (2, 11))
 """Nothing is left to stock code but decodes: the composed request stays before the next block boundary."""
+DRAFTS = 2
+DRAFTED = ((5, 3), (9, 1), *ALL[2:])
+"""The decodes have two drafts, and none."""
+DRAFTED_ALONE = ((5, 3), (9, 1), *DECODES[2:])
+TABLE = torch.tensor([[4, 3, 6], [1, 8, 0]], dtype=torch.int32)
+"""Slots of requests that may decode with drafts."""
+ACCEPTED = torch.tensor([2, 1], dtype=torch.int32)
 
 
 class World:
     """One layer and a batch: two decodes, a composed prefill that passes a block boundary, a segment request
-    whose interior ends, a plain prefill, and poisoned padding."""
+    whose interior ends, a plain prefill, and poisoned padding.
 
-    def __init__(self, kind: Kind, lengths: Sequence[tuple[int, int]] = ALL) -> None:
-        self.kind = kind
+    ``drafts``: as in an engine with so many at most, in which the decodes have some.
+    """
+
+    def __init__(self, kind: Kind, lengths: Sequence[tuple[int, int]] = ALL, drafts: int = 0) -> None:
+        self.kind, self.drafts = kind, drafts
         gen = torch.Generator().manual_seed(3)
 
         def normal(*size: int) -> Tensor:
@@ -256,12 +306,17 @@ class World:
         self.mixed = torch.cat([rows(kind.channels), rows(8)], dim=1)[:, : kind.channels]
         self.a, self.b = kind.projected(rows(*kind.gates), rows(HEADS))
         conv, state = (
-            torch.full((9, TAPS - 1, kind.channels), math.nan),
+            torch.full((9, TAPS - 1 + drafts, kind.channels), math.nan),
             torch.full((9, HEADS, kind.V, K), math.nan),
         )
         for (s0, _), slot in zip(self.lengths, self.slots.tolist(), strict=True):
             if s0:
-                conv[slot], state[slot] = normal(TAPS - 1, kind.channels), normal(HEADS, kind.V, K)
+                conv[slot, : TAPS - 1] = normal(TAPS - 1, kind.channels)
+                state[slot] = normal(HEADS, kind.V, K)
+        if drafts:
+            # Two were accepted: what is behind the second is in another slot, and one row further on.
+            conv[4, TAPS - 1] = normal(kind.channels)
+            state[4], state[3] = math.nan, normal(HEADS, kind.V, K)
         layer.kv_cache = (conv, state)
 
         self.pool = DevicePool(geometry(kind, slots=4), CPU)
@@ -304,6 +359,30 @@ class World:
             # A column of a block table.
             non_spec_state_indices_tensor=torch.stack([self.slots, self.slots * 0], 1)[:, 0],
         )
+        if drafts:
+            self.metadata = self.with_drafts(self.metadata)
+
+    def with_drafts(self, plain: GDNAttentionMetadata) -> GDNAttentionMetadata:
+        """As vLLM's builder describes the batch where its decodes have drafts."""
+        count, starts = len(self.lengths), torch.tensor(self.starts, dtype=torch.int32)
+        masks = torch.arange(count) < 2
+        return replace(
+            plain,
+            num_prefill_tokens=self.tokens - self.starts[2],
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_spec_decodes=2,
+            num_spec_decode_tokens=self.starts[2],
+            spec_query_start_loc=starts[:3],
+            non_spec_query_start_loc=starts[2:] - starts[2],
+            spec_state_indices_tensor=TABLE,
+            non_spec_state_indices_tensor=torch.stack([self.slots, self.slots * 0], 1)[2:, 0],
+            spec_sequence_masks=masks,
+            spec_sequence_masks_cpu=masks,
+            spec_token_indx=torch.arange(self.starts[2]),
+            non_spec_token_indx=torch.arange(self.starts[2], self.tokens),
+            num_accepted_tokens=ACCEPTED,
+        )
 
     def run(self, step: StepContext | None) -> Tensor:
         """vLLM's operator, as the compiled graph calls it; the rows that count."""
@@ -322,7 +401,9 @@ class World:
     def expected(self) -> tuple[Tensor, Caches, DevicePool]:
         """Everything in float64 by the references: outputs, caches, records.  Before :meth:`run`."""
         conv, state = self.layer.kv_cache
-        caches = Caches(self.slots, conv.clone(), state.transpose(2, 3).double().clone())
+        caches = Caches(self.slots, conv[:, : TAPS - 1].clone(), state.transpose(2, 3).double().clone())
+        if self.drafts:
+            caches.conv[4], caches.state[4] = conv[4, 1:TAPS], caches.state[3]
         pool = DevicePool(geometry(self.kind, slots=4), CPU)
         mine, theirs = pool.linear[NAME], self.pool.linear[NAME]
         for name in ("state", "conv_tail", "transitions", "block_of"):

@@ -28,6 +28,15 @@ prefill."""
 DECODES: Lengths = ((5, 1), (9, 1), (3, 8), (2, 11))
 """Nothing is left to stock code but decodes: the composed request stays before the next block boundary."""
 SLOTS = 4, 1, 7, 2, 5
+DRAFTS = 2
+DRAFTED: Lengths = ((5, 3), (9, 1), *ALL[2:])
+"""The decodes have two drafts, and none, in an engine with so many at most."""
+DRAFTED_ALONE: Lengths = ((5, 3), (9, 1), *DECODES[2:])
+TABLE = torch.tensor([[4, 3, 6], [1, 8, 0]], dtype=torch.int32)
+"""Slots of requests that may decode with drafts."""
+ACCEPTED = torch.tensor([2, 1], dtype=torch.int32)
+"""Of the first two were: what is behind the second is in another slot, and of a convolution one row further
+on in the first."""
 LEFT_TO_STOCK = 2 + 7 + 14
 """Token rows of `ALL`: stream tokens [16, 23) of the composed request lie behind the boundary after its last
 point, 9."""
@@ -76,22 +85,36 @@ def programs_of(lengths: Lengths) -> tuple[tuple[Tensor, Tensor], Tensor]:
 def metadata_of(kind: type[Metadata], lengths: Lengths, **more: Any) -> Metadata:
     """The whole batch's, as far as our layers look at it."""
     starts, slots = starts_of(lengths), torch.tensor(SLOTS[: len(lengths)], dtype=torch.int32)
+    drafted = has_drafts(lengths)
     table = torch.stack([slots, slots * 0], 1)  # whose columns vLLM gives
     return kind(
         num_prefills=len(lengths) - 2,
-        num_prefill_tokens=starts[-1] - 2,
+        num_prefill_tokens=starts[-1] - starts[2],
         num_decodes=2,
-        num_decode_tokens=2,
+        num_decode_tokens=starts[2],
         num_reqs=len(lengths),
         has_initial_states_p=torch.tensor([s0 > 0 for s0, _ in lengths[2:]]),
-        query_start_loc_p=torch.tensor(starts[2:], dtype=torch.int32) - 2,
+        query_start_loc_p=torch.tensor(starts[2:], dtype=torch.int32) - starts[2],
         state_indices_tensor_p=table[2:, 0],
-        state_indices_tensor_d=table[:2, :1],
-        query_start_loc_d=None,
-        num_accepted_tokens=None,
+        state_indices_tensor_d=TABLE if drafted else table[:2, :1],
+        query_start_loc_d=torch.tensor(starts[:3], dtype=torch.int32) if drafted else None,
+        num_accepted_tokens=ACCEPTED if drafted else None,
         seq_lens=torch.tensor([s0 + n for s0, n in lengths], dtype=torch.int32),
         **more,
     )
+
+
+def has_drafts(lengths: Lengths) -> bool:
+    return lengths[:2] == DRAFTED[:2]
+
+
+def accepted_(lengths: Lengths, conv: Tensor, *states: Tensor) -> None:
+    """Have each request's first slot of these caches hold what the last token that was accepted left."""
+    if has_drafts(lengths):
+        for slots, last in zip(TABLE.tolist(), (ACCEPTED - 1).tolist(), strict=True):
+            conv[slots[0]] = torch.cat([conv[slots[0], last:], conv[slots[0], :last]])
+            for state in states:
+                state[slots[0]] = state[slots[last]]
 
 
 def described(m: BaseMambaAttentionMetadata, lengths: Lengths) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -100,20 +123,28 @@ def described(m: BaseMambaAttentionMetadata, lengths: Lengths) -> tuple[Tensor, 
     Requests of `lengths` are told apart by their lengths.
     """
     decodes = m.num_decodes
-    assert m.num_reqs == decodes + m.num_prefills == len(m.seq_lens) and m.num_decode_tokens == decodes
-    assert m.query_start_loc_d is m.num_accepted_tokens is None
+    assert m.num_reqs == decodes + m.num_prefills == len(m.seq_lens)
     assert m.state_indices_tensor_d is not None and m.state_indices_tensor_p is not None
-    assert m.state_indices_tensor_d.shape == (decodes, 1)
+    if has_drafts(lengths):
+        assert decodes == 2 and m.query_start_loc_d is not None and m.num_accepted_tokens is not None
+        assert m.query_start_loc_d.dtype == torch.int32 and m.num_accepted_tokens.equal(ACCEPTED)
+        assert m.state_indices_tensor_d.equal(TABLE)
+        bounds = m.query_start_loc_d.tolist()
+    else:
+        assert m.query_start_loc_d is m.num_accepted_tokens is None
+        assert m.state_indices_tensor_d.shape == (decodes, 1)
+        bounds = [*range(decodes + 1)]
+    assert bounds[-1] == m.num_decode_tokens
     slots = torch.cat([m.state_indices_tensor_d[:, 0], m.state_indices_tensor_p])
     slot_of = {s0 + n: slot for (s0, n), slot in zip(lengths, SLOTS, strict=False)}
     assert len(slot_of) == len(lengths)
     assert slots.dtype == torch.int32 and slots.tolist() == [slot_of[n] for n in m.seq_lens.tolist()]
-    bounds, resumed = [*range(decodes + 1)], [True] * decodes
+    resumed = [True] * decodes
     if m.num_prefills:
         assert m.query_start_loc_p is not None and m.has_initial_states_p is not None
         assert m.query_start_loc_p.dtype == torch.int32 and m.has_initial_states_p.dtype == torch.bool
         starts = m.query_start_loc_p.tolist()
-        bounds += [decodes + at for at in starts[1:]]
+        bounds += [bounds[-1] + at for at in starts[1:]]
         resumed += m.has_initial_states_p.tolist()
         spans = [hi - lo for lo, hi in itertools.pairwise(starts)]
         pieces = [i for i, n in enumerate(spans) for _ in range(-(-n // 8))]

@@ -27,8 +27,10 @@ def main() -> None:
     forward.HEADS = 8  # so many that a prefill takes a tile of many rows
     warmed, launched = set[str](), set[str]()
     for window in (None, 20, 30, 64):
-        for sinks in (False, True):
-            world = forward.World(torch.bfloat16, forward.angles(128), window=window, sinks=sinks)
+        for sinks, drafts in ((False, 0), (False, 3), (True, 0), (True, 3)):
+            world = forward.World(
+                torch.bfloat16, forward.angles(128), window=window, sinks=sinks, drafts=drafts
+            )
             link: Any = world.impl.link
             record_launches.RECORDED.clear()
             layer = SimpleNamespace(kv_cache=world.cache)

@@ -96,7 +96,7 @@ class World:
     decode, a composed request that sees nothing yet, and poisoned padding.
 
     With a ``window`` the layer has one, vLLM has given away the blocks behind it, and the segment request has
-    padding inside.
+    padding inside.  ``drafts``: rows that the requests that decode have beside their first.
     """
 
     dtype: torch.dtype
@@ -104,6 +104,7 @@ class World:
     neox: bool = True
     window: int | None = None
     sinks: bool = False
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         gen = torch.Generator().manual_seed(7)
@@ -136,7 +137,7 @@ class World:
         padded = None if self.window is None else np.array([0, 1, 2, 3, 10, 11, 12, 13, 14])
         capture = CapturePlan(2, 8, 0, self.capture_slots, padded, leading=False)
         # (tokens behind it, tokens in this pass)
-        self.lengths = [(20, 1), (2, 7), (3, 6), (17, 1), (0, 4)]
+        self.lengths = [(20, 1 + self.drafts), (2, 7), (3, 6), (17, 1 + self.drafts), (0, 4)]
         computed, scheduled = (np.array(part) for part in zip(*self.lengths, strict=True))
         self.starts = [0, *np.cumsum(scheduled).tolist()]
         rows = [
@@ -295,6 +296,20 @@ def test_where_all_rows_are_replaced_stock_does_not_run() -> None:
     assert output[0].isnan().all()
     error = (output.double() - expected)[far.rows].abs().max()
     assert error < LIMITS[torch.float32], error
+
+
+@pytest.mark.parametrize("window", [None, 20], ids=["", "window"])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_drafts_are_attended_to_by_those_behind_them_alone(drafts: int, window: int | None) -> None:
+    """What the first row of a composed request that decodes sees does not depend on its drafts."""
+    world = World(torch.float32, angles(128), window=window, drafts=drafts)
+    found = world.forward()
+    error = (found.double() - world.expected()).abs().max()
+    assert error < LIMITS[torch.float32], error
+    first = world.starts[3]
+    world.private[3][0][18:].add_(1)
+    assert (found.double() - world.expected())[first].abs().max() < LIMITS[torch.float32]
+    assert (found.double() - world.expected())[first + 1].abs().max() > 10 * LIMITS[torch.float32]
 
 
 def test_sinks_without_a_window() -> None:

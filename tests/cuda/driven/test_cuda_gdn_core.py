@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,14 @@ from delta_world import (
     BLOCK,
     CPU,
     DECODES,
+    DRAFTED,
+    DRAFTED_ALONE,
+    DRAFTS,
     HEADS,
     KIMI,
     NAME,
     QWEN,
+    TAPS,
     K,
     Kind,
     World,
@@ -29,11 +34,14 @@ from delta_world import (
     kimi_stock,
     stock_core,
 )
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
 from vllm_hypic.backends.linear.cuda import SharedPlans
+from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Inputs
 from vllm_hypic.backends.ops.program import SegmentRow
@@ -69,6 +77,94 @@ def test_a_mixed_batch_is_computed_as_its_programs_say(
     assert torch.equal(conv[used], caches.conv[used])
     others = torch.ones(9, dtype=torch.bool).index_fill_(0, used, False)
     assert state[others].isnan().all() and conv[others].isnan().all(), "slots of nobody were written"
+
+
+@KINDS
+@pytest.mark.parametrize("lengths", [DRAFTED, DRAFTED_ALONE], ids=["prefills", "drafts alone"])
+def test_requests_with_drafts_are_left_to_stock_code(kind: Kind, lengths: Sequence[tuple[int, int]]) -> None:
+    """Beside them prompts compose and are captured, in the first rows of a wider state of convolutions."""
+    world = World(kind, lengths, DRAFTS)
+    out, caches, _ = world.expected()
+    ours = world.run(world.step)
+    assert (ours.double() - out).abs().max() < LIMIT
+    assert world.layer.stock_rows == 4 + (6 + 7 if lengths is DRAFTED else 0)
+    assert world.runtime.calls == {"capture_linear": 1, "compose": 1}
+    conv, state = world.layer.kv_cache
+    used = world.slots[2:].long()
+    assert (state.transpose(2, 3)[used].double() - caches.state[used]).abs().max() < LIMIT
+    assert torch.equal(conv[used, : TAPS - 1], caches.conv[used]) and conv[used, TAPS - 1 :].isnan().all()
+    # Behind the last token of each request with drafts; the other slots of the second are untouched.
+    for slot, of in ((6, 4), (1, 1)):
+        assert (state[slot].mT.double() - caches.state[of]).abs().max() < LIMIT
+    assert state[8].isnan().all() and state[0].isnan().all()
+    records = world.pool.linear[NAME]
+    assert torch.equal(records.conv_tail[2], world.records.conv_tail[2])
+    assert (records.state[2].double() - world.records.state[2]).abs().max() < LIMIT
+
+
+@pytest.mark.parametrize("fault", ["rows of others", "accepted", "slots of others"])
+def test_a_fault_beside_drafts_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(QWEN, DRAFTED, DRAFTS)
+    out, _, _ = world.expected()
+    sub_batch = HypicCUDAGatedDeltaNet.sub_batch
+
+    def faulty(layer: Any, *given: Any) -> Any:
+        made = sub_batch(layer, *given)
+        match fault:
+            case "rows of others":
+                mine, others = made.spec_token_indx.clone(), made.non_spec_token_indx.clone()
+                mine[0], others[0] = others[0].clone(), mine[0].clone()
+                return replace(made, spec_token_indx=mine, non_spec_token_indx=others)
+            case "accepted":
+                return replace(made, num_accepted_tokens=made.num_accepted_tokens.flip(0))
+            case _:
+                slots = made.non_spec_state_indices_tensor.roll(1, 0)
+                return replace(made, non_spec_state_indices_tensor=slots, prefill_state_indices=slots)
+
+    monkeypatch.setattr(HypicCUDAGatedDeltaNet, "sub_batch", faulty)
+    assert not (world.run(world.step).double() - out).abs().max() < 10 * LIMIT
+
+
+def test_the_operator_that_norms_calls_ours_where_not_all_have_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's models of bfloat16 call it in engines with drafts; gate and norm are stand-ins."""
+    stock, fused = QwenGatedDeltaNetAttention, list[int]()
+    monkeypatch.setattr(stock, "_rms_norm_gated_cuda", lambda layer, x, gate, out: out.copy_(x * gate))
+    monkeypatch.setattr(
+        stock,
+        "_can_use_fused_gdn_mtp_decode",
+        lambda layer, m: m.spec_sequence_masks is not None and m.num_decodes == 0,
+    )
+    monkeypatch.setattr(
+        stock, "_forward_core_decode_spec_fused_norm", lambda layer, **given: fused.append(len(given["b"]))
+    )
+    monkeypatch.setattr(stock, "_warmup_prefill_kernels", lambda *given: None)
+    monkeypatch.setattr(stock, "split_ba", lambda layer, ba: ba.chunk(2, dim=-1), raising=False)
+    world = World(QWEN, DRAFTED, DRAFTS)
+    out, _, _ = world.expected()
+    layer = world.layer
+    layer.key_dim, layer.value_dim, layer.head_v_dim = QWEN.key_heads * K, HEADS * QWEN.V, QWEN.V
+    gate = torch.rand(len(world.mixed), HEADS * QWEN.V)
+    given = torch.cat([world.mixed, gate], -1), torch.cat([world.b, world.a], -1)
+
+    def run(step: StepContext | None, metadata: Any) -> torch.Tensor:
+        world.runtime.step = step
+        core = torch.zeros(len(world.mixed), HEADS, QWEN.V)
+        by_layer = None if metadata is None else {"before": metadata, NAME: metadata}
+        context = ForwardContext(no_compile_layers={NAME: layer}, attn_metadata=by_layer, slot_mapping={})
+        with override_forward_context(context):
+            qwen_gdn_linear_attn.qwen_gdn_attention_core_fused_norm_packed(*given, core, NAME)
+        return core
+
+    assert not layer.hypic_reached
+    run(None, None)
+    assert layer.hypic_reached, "a start-up with compiled graphs would be refused"
+    ours = run(world.step, world.metadata)[: world.tokens]
+    wanted = out * gate[: world.tokens].view(out.shape)
+    assert not fused and (ours.double() - wanted).abs().max() < LIMIT
+    run(world.step, replace(world.metadata, num_prefills=0))
+    assert fused == [len(world.mixed)]
 
 
 @KINDS

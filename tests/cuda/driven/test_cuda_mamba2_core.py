@@ -14,14 +14,20 @@ from typing import Any
 import pytest
 import torch
 from mixed_batch import (
+    ACCEPTED,
     ALL,
     BLOCK,
     CPU,
     DECODES,
+    DRAFTED,
+    DRAFTED_ALONE,
+    DRAFTS,
     LEFT_TO_STOCK,
     SLOTS,
     Lengths,
+    accepted_,
     described,
+    has_drafts,
     metadata_of,
     programs_of,
     starts_of,
@@ -74,6 +80,7 @@ def stock_core(layer: Any, projected_states: Tensor, output: Tensor) -> None:
     out = torch.zeros(len(projected_states), INNER, dtype=torch.float64)
     x, heads = layer.by_head(layer_rows(projected_states), out)
     records = DevicePool(geometry(slots=1), CPU).records(NAME, DecayRecords)
+    accepted_(layer.lengths, *layer.kv_cache)
     reference.mamba2_compose(x, layer.weights(), layer.caches(slots), heads, records, *program)
     output[:tokens] = out[:tokens].to(output.dtype)
     layer.stock_rows += tokens
@@ -109,7 +116,7 @@ class World:
         nn.Module.__init__(layer)
         layer.prefix, layer.tp_size, layer.n_groups, layer.head_dim = NAME, 1, GROUPS, P
         layer.tped_intermediate_size, layer.tped_conv_size, layer.tped_dt_size = INNER, CHANNELS, HEADS
-        layer.ssm_state_size, layer.stock_rows = N, 0
+        layer.ssm_state_size, layer.conv_kernel_size, layer.stock_rows = N, TAPS, 0
         layer.cache_config = SimpleNamespace(block_size=BLOCK)
         layer.conv1d = nn.Module()
         layer.conv1d.bias = nn.Parameter(0.1 * normal(CHANNELS))
@@ -123,10 +130,14 @@ class World:
         self.slots = torch.tensor(SLOTS[: len(lengths)], dtype=torch.int32)
         self.projected = torch.full((self.tokens + 2, INNER + CHANNELS + HEADS), math.nan)
         self.projected[: self.tokens] = normal(self.tokens, INNER + CHANNELS + HEADS)
-        conv, state = torch.full((9, TAPS - 1, CHANNELS), math.nan), torch.full((9, HEADS, P, N), math.nan)
+        drafts = DRAFTS if has_drafts(lengths) else 0
+        conv = torch.full((9, TAPS - 1 + drafts, CHANNELS), math.nan)
+        state = torch.full((9, HEADS, P, N), math.nan)
         for (s0, _), slot in zip(lengths, SLOTS, strict=False):
             if s0:
-                conv[slot], state[slot] = normal(TAPS - 1, CHANNELS), normal(HEADS, P, N)
+                conv[slot, : TAPS - 1], state[slot] = normal(TAPS - 1, CHANNELS), normal(HEADS, P, N)
+        if drafts:
+            conv[4, TAPS - 1], state[3] = normal(CHANNELS), normal(HEADS, P, N)
         layer.kv_cache = (conv, state)
 
         self.pool = DevicePool(geometry(slots=4), CPU)
@@ -157,7 +168,9 @@ class World:
     def expected(self) -> tuple[Tensor, Caches, Any]:
         """Everything in float64 by the references: outputs, caches, records.  Before :meth:`run`."""
         conv, state = self.layer.kv_cache
-        caches = Caches(self.slots, conv.clone(), state.double())
+        conv, state = conv.clone(), state.double()
+        accepted_(self.lengths, conv, state)
+        caches = Caches(self.slots, conv[:, : TAPS - 1], state)
         theirs = self.pool.records(NAME, DecayRecords)
         records = SimpleNamespace(
             state=theirs.state.double(),
@@ -177,7 +190,9 @@ def _stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MambaMixer2, "conv_ssm_forward", stock_core)
 
 
-@pytest.mark.parametrize("lengths", [ALL, DECODES], ids=["prefills", "decodes"])
+@pytest.mark.parametrize(
+    "lengths", [ALL, DECODES, DRAFTED, DRAFTED_ALONE], ids=["prefills", "decodes", "drafts", "drafts alone"]
+)
 def test_a_mixed_batch_is_computed_as_its_programs_say(lengths: Lengths) -> None:
     world = World(lengths)
     out, caches, exact = world.expected()
@@ -186,8 +201,9 @@ def test_a_mixed_batch_is_computed_as_its_programs_say(lengths: Lengths) -> None
     conv, state = world.layer.kv_cache
     used = world.slots.long()
     assert (state[used].double() - caches.state[used]).abs().max() < LIMIT
-    assert torch.equal(conv[used], caches.conv[used])
+    assert torch.equal(conv[used, : TAPS - 1], caches.conv[used]) and conv[used[2:], TAPS - 1 :].isnan().all()
     others = torch.ones(9, dtype=torch.bool).index_fill_(0, used, False)
+    others[3] = not has_drafts(lengths)
     assert state[others].isnan().all() and conv[others].isnan().all(), "slots of nobody were written"
     records = world.pool.records(NAME, DecayRecords)
     assert (records.state[2].double() - exact.state[2]).abs().max() < LIMIT
@@ -234,10 +250,10 @@ def test_a_profile_run_leaves_no_number_to_chance(monkeypatch: pytest.MonkeyPatc
     assert not output.any()
 
 
-@pytest.mark.parametrize("fault", ["slots", "computed", "record", "transition"])
+@pytest.mark.parametrize("fault", ["slots", "computed", "record", "transition", "accepted", "drafts"])
 def test_a_fault_would_show(fault: str) -> None:
     """Each is larger than what is tolerated, or found by the stand-in."""
-    world = World()
+    world = World(DRAFTED if fault in ("accepted", "drafts") else ALL)
     out, _, _ = world.expected()
     records = world.pool.records(NAME, DecayRecords)
     match fault:
@@ -247,6 +263,10 @@ def test_a_fault_would_show(fault: str) -> None:
             world.step.batch.computed[4] = 1
         case "record":
             records.conv_tail[0] += 1
+        case "accepted":
+            world.metadata.num_accepted_tokens = ACCEPTED.flip(0)
+        case "drafts":
+            world.metadata.query_start_loc_d = None
         case "transition":
             records.log_transition[0] += 1
     try:

@@ -18,10 +18,15 @@ from mixed_batch import (
     BLOCK,
     CPU,
     DECODES,
+    DRAFTED,
+    DRAFTED_ALONE,
+    DRAFTS,
     LEFT_TO_STOCK,
     SLOTS,
     Lengths,
+    accepted_,
     described,
+    has_drafts,
     metadata_of,
     programs_of,
     starts_of,
@@ -74,6 +79,7 @@ def stock_core(layer: Any, hidden_states: Tensor, output: Tensor) -> None:
     m: ShortConvAttentionMetadata = get_forward_context().attn_metadata[NAME]
     slots, program = described(m, layer.lengths)
     tokens = m.num_decode_tokens + m.num_prefill_tokens
+    accepted_(layer.lengths, *layer.kv_cache)
     records = DevicePool(geometry(slots=1), CPU).records(NAME, ConvRecords)
     out = exact(layer, hidden_states[:tokens], layer.caches(slots), records, program, None)
     output[:tokens] = out.to(output.dtype)
@@ -89,7 +95,7 @@ class World:
 
         layer: Any = HypicCUDAShortConv.__new__(HypicCUDAShortConv)
         nn.Module.__init__(layer)
-        layer.prefix, layer.stock_rows, layer.lengths = NAME, 0, lengths
+        layer.prefix, layer.L_cache, layer.stock_rows, layer.lengths = NAME, TAPS, 0, lengths
         layer.cache_config = SimpleNamespace(block_size=BLOCK)
         layer.conv = nn.Module()
         layer.conv.weight, layer.conv.bias = nn.Parameter(normal(SIZE, 1, TAPS)), None
@@ -102,10 +108,13 @@ class World:
         self.slots = torch.tensor(SLOTS[: len(lengths)], dtype=torch.int32)
         self.hidden = torch.full((self.tokens + 2, SIZE), math.nan)
         self.hidden[: self.tokens] = normal(self.tokens, SIZE)
-        conv = torch.full((9, TAPS - 1, SIZE), math.nan)
+        drafts = DRAFTS if has_drafts(lengths) else 0
+        conv = torch.full((9, TAPS - 1 + drafts, SIZE), math.nan)
         for (s0, _), slot in zip(lengths, SLOTS, strict=False):
             if s0:
-                conv[slot] = normal(TAPS - 1, SIZE)
+                conv[slot, : TAPS - 1] = normal(TAPS - 1, SIZE)
+        if drafts:
+            conv[4, TAPS - 1] = normal(SIZE)
         layer.kv_cache = (conv,)
         self.pool = DevicePool(geometry(slots=4), CPU)
         self.tails = self.pool.records(NAME, ConvRecords).conv_tail
@@ -135,16 +144,22 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
-@pytest.mark.parametrize("lengths", [ALL, DECODES], ids=["prefills", "decodes"])
+@pytest.mark.parametrize(
+    "lengths", [ALL, DECODES, DRAFTED, DRAFTED_ALONE], ids=["prefills", "decodes", "drafts", "drafts alone"]
+)
 def test_a_mixed_batch_is_computed_as_its_programs_say(lengths: Lengths) -> None:
     world = World(lengths)
     (conv,) = world.layer.kv_cache
-    caches, records = Caches(world.slots, conv.clone()), SimpleNamespace(conv_tail=world.tails.clone())
+    before = conv.clone()
+    accepted_(lengths, before)
+    caches = Caches(world.slots, before[:, : TAPS - 1])
+    records = SimpleNamespace(conv_tail=world.tails.clone())
     out = exact(world.layer, world.hidden[: world.tokens], caches, records, *programs_of(lengths))
     ours = world.run(world.step)
     assert (ours.double() - out).abs().max() < LIMIT
     # What is cached went through a projection of other rows beside it.
-    torch.testing.assert_close(conv, caches.conv, equal_nan=True, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(conv[:, : TAPS - 1], caches.conv, equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert conv[world.slots[2:].long(), TAPS - 1 :].isnan().all()
     torch.testing.assert_close(world.tails, records.conv_tail, equal_nan=True, rtol=1e-5, atol=1e-5)
     assert not world.tails[2].isnan().any()
     if lengths is ALL:

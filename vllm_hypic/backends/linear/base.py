@@ -186,8 +186,14 @@ class LinearLayer(Generic[InputsT, CarryT]):
         """Stock code's metadata of a sub-batch."""
         raise NotImplementedError
 
+    def requests(self, metadata: Any) -> int:
+        """How many requests vLLM's metadata describes."""
+        found: int = metadata.num_decodes + metadata.num_prefills
+        return found
+
     def drafted(self, metadata: Any) -> Drafted | None:
-        """The batch that vLLM's metadata of this layer describes, if requests decode with drafts in it."""
+        """The batch that vLLM's metadata of this layer describes, if requests decode with drafts in it and
+        stock code does not run these."""
         return None
 
     def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> Any:
@@ -207,7 +213,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
         context = get_forward_context()
         whole = context.attn_metadata
         batch = whole[self.prefix]
-        requests = batch.num_decodes + batch.num_prefills
+        requests = self.requests(batch)
         rows = stock_rows(
             work, step.batch.starts[: requests + 1], step.batch.computed[:requests], batch.num_decodes
         )

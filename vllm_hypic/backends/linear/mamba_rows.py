@@ -17,9 +17,11 @@ from .layout import StockRows
 
 
 def slots_of(metadata: BaseMambaAttentionMetadata) -> torch.Tensor:
-    """Cache slots by batch row, contiguous: decodes come first."""
-    parts = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
-    return torch.cat([part.flatten() for part in parts if part is not None])
+    """Cache slots by batch row, contiguous: decodes come first; with drafts, the first of several."""
+    decodes, prefills = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
+    if decodes is not None and decodes.dim() == 2:
+        decodes = decodes[:, 0]
+    return torch.cat([part for part in (decodes, prefills) if part is not None])
 
 
 def drafted_of(metadata: BaseMambaAttentionMetadata) -> Drafted | None:
@@ -52,12 +54,14 @@ def with_slots_in_a_row(metadata: BaseMambaAttentionMetadata | None) -> None:
 class MambaRows:
     """What no cache has a say in; tensors on the device.
 
-    ``batch_rows [requests]`` int64; what concerns prefills alone is ``None`` without any: ``starts [prefills
-    + 1]`` int32, ``resumed [prefills]``, and what vLLM's convolution takes.
+    ``batch_rows [requests]`` int64; ``decode_starts [decodes + 1]`` int32 where requests may decode with
+    drafts, else ``None``; what concerns prefills alone is ``None`` without any: ``starts [prefills + 1]``
+    int32, ``resumed [prefills]``, and what vLLM's convolution takes.
     """
 
     rows: StockRows
     batch_rows: torch.Tensor
+    decode_starts: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     resumed: torch.Tensor | None = None
     nums_dict: dict[int, dict[str, Any]] | None = None
@@ -65,20 +69,30 @@ class MambaRows:
     token_chunk_offset_ptr: torch.Tensor | None = None
 
     @staticmethod
-    def of(step: StepContext, rows: StockRows) -> MambaRows:
-        if rows.decodes == len(rows.batch_rows):
-            return MambaRows(rows, *step.on_device(np.array(rows.batch_rows)))
-        starts = prefill_starts(rows)
-        batch_rows, starts_there, resumed = step.on_device(
-            np.array(rows.batch_rows), starts.numpy(), np.array(rows.resumed[rows.decodes :])
+    def of(step: StepContext, metadata: BaseMambaAttentionMetadata, rows: StockRows) -> MambaRows:
+        decodes = rows.decodes
+        starts, resumed = prefill_starts(rows), np.array(rows.resumed[decodes:], dtype=np.int64)
+        batch_rows, of_decodes, of_prefills, resumed_there = step.on_device(
+            np.array(rows.batch_rows), np.array(rows.starts[: decodes + 1]), starts.numpy(), resumed
         )
+        drafting = decodes > 0 and metadata.query_start_loc_d is not None
+        decode_starts = of_decodes.int() if drafting else None
+        if decodes == len(rows.batch_rows):
+            return MambaRows(rows, batch_rows, decode_starts)
         convolution = compute_causal_conv1d_metadata(starts, device=step.device)
-        return MambaRows(rows, batch_rows, starts_there.int(), resumed.bool(), *convolution)
+        return MambaRows(
+            rows, batch_rows, decode_starts, of_prefills.int(), resumed_there.bool(), *convolution
+        )
 
     def fields(self, metadata: BaseMambaAttentionMetadata, slots: torch.Tensor) -> dict[str, Any]:
         """Fields of the sub-batch's metadata by name.  ``slots``: ``slots_of(metadata)`` of the batch."""
         rows, decodes = self.rows, self.rows.decodes
         own, first = slots.index_select(0, self.batch_rows), rows.starts[decodes]
+        decoding, accepted = own[:decodes, None], None
+        if self.decode_starts is not None:
+            assert metadata.state_indices_tensor_d is not None and metadata.num_accepted_tokens is not None
+            decoding = metadata.state_indices_tensor_d.index_select(0, self.batch_rows[:decodes])
+            accepted = metadata.num_accepted_tokens.index_select(0, self.batch_rows[:decodes])
         return dict(
             num_prefills=len(rows.batch_rows) - decodes,
             num_prefill_tokens=rows.starts[-1] - first,
@@ -88,9 +102,9 @@ class MambaRows:
             has_initial_states_p=self.resumed,
             query_start_loc_p=self.starts,
             state_indices_tensor_p=own[decodes:],
-            state_indices_tensor_d=own[:decodes, None],
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
+            state_indices_tensor_d=decoding,
+            query_start_loc_d=self.decode_starts,
+            num_accepted_tokens=accepted,
             seq_lens=metadata.seq_lens.index_select(0, self.batch_rows),
             nums_dict=self.nums_dict,
             batch_ptr=self.batch_ptr,

@@ -92,25 +92,49 @@ class CUDADeltaNet(DeltaNet):
     def _slots(self, step: StepContext) -> torch.Tensor:
         """Cache slots by batch row, contiguous: vLLM gives a column of a table where it copies nothing."""
         metadata = get_forward_context().attn_metadata[self.prefix]
-        return step.shared.of(SharedPlans).slots(
-            metadata, lambda made: made.non_spec_state_indices_tensor.contiguous()
-        )
+        return self._slots_of(step, metadata)
+
+    def _slots_of(self, step: StepContext, metadata: GDNAttentionMetadata) -> torch.Tensor:
+        slots, drafting = metadata.non_spec_state_indices_tensor, metadata.spec_sequence_masks_cpu
+        assert slots is not None
+
+        def by_batch_row(of: GDNAttentionMetadata) -> torch.Tensor:
+            if drafting is None:
+                return slots.contiguous()
+            # Requests that decode with drafts are stock code's alone: nobody looks theirs up.
+            others = (~drafting[: self.requests(of)]).numpy().nonzero()[0]
+            (rows,) = step.on_device(others)
+            return slots.new_zeros(self.requests(of)).index_copy_(0, rows, slots[: len(others)])
+
+        return step.shared.of(SharedPlans).slots(metadata, by_batch_row)
+
+    def requests(self, metadata: GDNAttentionMetadata) -> int:
+        return super().requests(metadata) + metadata.num_spec_decodes
 
     def sub_batch(
         self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
     ) -> GDNAttentionMetadata:
-        """Metadata as vLLM's builder would make it of these rows alone."""
-        shared = step.shared.of(_SharedParts).sub_batch(lambda: _SubBatch.of(step, rows))
-        slots = metadata.non_spec_state_indices_tensor
-        assert slots is not None
-        own = slots.index_select(0, shared.batch_rows)
+        """Metadata as vLLM's builder would make it of these rows alone.
+
+        All requests that decode with drafts are among them, in their order: what is said of these stays.
+        """
+        masks = metadata.spec_sequence_masks_cpu
+        shared = step.shared.of(_SharedParts).sub_batch(lambda: _SubBatch.of(step, rows, masks))
+        if shared.drafting != metadata.num_spec_decodes:
+            raise RuntimeError(
+                f"{metadata.num_spec_decodes} requests decode with drafts, of which records take part in "
+                f"{metadata.num_spec_decodes - shared.drafting}"
+            )
         decodes, prefills = shared.decodes, shared.prefills
+        own = None
+        if decodes or prefills:
+            own = self._slots_of(step, metadata).index_select(0, shared.batch_rows)
         return replace(
             metadata,
             num_decodes=decodes,
             num_decode_tokens=shared.decode_tokens,
             num_prefills=prefills,
-            num_prefill_tokens=shared.tokens - shared.decode_tokens,
+            num_prefill_tokens=shared.prefill_tokens,
             num_actual_tokens=shared.tokens,
             non_spec_query_start_loc=shared.starts,
             non_spec_state_indices_tensor=own,
@@ -118,8 +142,12 @@ class CUDADeltaNet(DeltaNet):
             chunk_indices=shared.chunk_indices,
             chunk_offsets=shared.chunk_offsets,
             prefill_query_start_loc=shared.prefill_starts,
-            prefill_state_indices=own[decodes:] if prefills else None,
+            prefill_state_indices=own[decodes:] if own is not None and prefills else None,
             prefill_has_initial_state=None if shared.resumed is None else shared.resumed[decodes:],
+            spec_sequence_masks=shared.masks,
+            spec_sequence_masks_cpu=shared.masks_cpu,
+            spec_token_indx=shared.drafting_tokens,
+            non_spec_token_indx=shared.other_tokens,
             nums_dict=shared.nums_dict,
             batch_ptr=shared.batch_ptr,
             token_chunk_offset_ptr=shared.token_chunk_offset_ptr,
@@ -177,6 +205,16 @@ class HypicCUDAGatedDeltaNet(CUDADeltaNet, HypicGatedDeltaNet):
         """Same contract as the stock method, which vLLM's custom operator calls."""
         self.core(mixed_qkv, b, a, core_attn_out)
 
+    def _forward_core_fused_norm_packed(
+        self, mixed_qkvz: torch.Tensor, ba: torch.Tensor, core_attn_out: torch.Tensor
+    ) -> None:
+        """Same contract as the stock method, which another custom operator calls where drafts may be: it
+        runs passes in which all decode with drafts, none of which has rows of ours, and calls
+        ``_forward_core`` for others."""
+        if not self.hypic_reached:  # without metadata it calls neither
+            self.hypic_reached = True
+        super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
+
     def stock_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
     ) -> None:
@@ -189,9 +227,11 @@ class _Views:
     def __init__(self, layer: CUDADeltaNet) -> None:
         conv, state = layer.kv_cache
         self.of = conv
-        self.conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv  # [slots, k-1, dim]
-        self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
         self.weights = layer.weights()
+        conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
+        # [slots, k - 1, dim]; behind these rows stock code keeps drafts.
+        self.conv = conv[:, : len(self.weights.weight) - 1]
+        self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
 
     def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
         return gated_delta.Caches(slots, self.conv, self.state)
@@ -201,16 +241,18 @@ class _Views:
 class _SubBatch:
     """The parts of a sub-batch's metadata that no cache has a say in; tensors on the device.
 
-    ``batch_rows [requests]`` int64; ``starts [requests + 1]`` int32; ``resumed [requests]``; what concerns
-    prefills alone is ``None`` without any.
+    ``batch_rows [requests]`` int64, ``starts [requests + 1]`` int32, ``resumed [requests]``: of those that do
+    not decode with drafts; what concerns prefills alone is ``None`` without any.  Where some do, so many are
+    ``drafting``, ``masks`` says which of all, and token rows are told apart.
     """
 
     batch_rows: torch.Tensor
     decodes: int
     prefills: int
     decode_tokens: int
+    prefill_tokens: int
     tokens: int
-    starts: torch.Tensor
+    starts: torch.Tensor | None
     resumed: torch.Tensor | None = None
     prefill_starts: torch.Tensor | None = None
     chunk_indices: torch.Tensor | None = None
@@ -218,29 +260,68 @@ class _SubBatch:
     nums_dict: dict[int, dict[str, Any]] | None = None
     batch_ptr: torch.Tensor | None = None
     token_chunk_offset_ptr: torch.Tensor | None = None
+    drafting: int = 0
+    masks: torch.Tensor | None = None
+    masks_cpu: torch.Tensor | None = None
+    drafting_tokens: torch.Tensor | None = None
+    other_tokens: torch.Tensor | None = None
 
     @staticmethod
-    def of(step: StepContext, rows: StockRows) -> _SubBatch:
+    def of(step: StepContext, rows: StockRows, masks: torch.Tensor | None) -> _SubBatch:
+        """``masks [batch rows]``: which requests of the whole batch decode with drafts; ``None``: none."""
+        if masks is None:
+            return _SubBatch._without_drafts(step, rows)
+        mask = masks[rows.batch_rows]
+        drafting, lengths = mask.numpy(), np.diff(rows.starts)
+        token_mask = np.repeat(drafting, lengths)
+        of_drafts, others = token_mask.nonzero()[0], (~token_mask).nonzero()[0]
+        mask_there, *tokens = step.on_device(drafting.astype(np.int64), of_drafts, others)
+        left = [i for i in range(len(drafting)) if not drafting[i]]
+        alone = StockRows(
+            0,
+            rows.tokens,
+            [0, *np.cumsum(lengths[left]).tolist()],
+            [rows.batch_rows[i] for i in left],
+            [rows.computed[i] for i in left],
+        )
+        made = _SubBatch._without_drafts(step, alone)
+        if not left:  # as vLLM's builder has it
+            tokens, made = [part.int() for part in tokens], replace(made, starts=None)
+        return replace(
+            made,
+            tokens=rows.starts[-1],
+            drafting=int(drafting.sum()),
+            masks=mask_there.bool(),
+            masks_cpu=mask,
+            drafting_tokens=tokens[0],
+            other_tokens=tokens[1],
+        )
+
+    @staticmethod
+    def _without_drafts(step: StepContext, rows: StockRows) -> _SubBatch:
         decodes, decode_tokens, tokens = rows.decodes, rows.starts[rows.decodes], rows.starts[-1]
         prefills = len(rows.batch_rows) - decodes
         batch_rows, starts, resumed = step.on_device(
-            np.array(rows.batch_rows), np.array(rows.starts), np.array(rows.resumed, dtype=np.int64)
+            np.array(rows.batch_rows, dtype=np.int64),
+            np.array(rows.starts),
+            np.array(rows.resumed, dtype=np.int64),
         )
         starts = starts.int()
+        made = _SubBatch(batch_rows, decodes, prefills, decode_tokens, tokens - decode_tokens, tokens, starts)
         if not prefills:
-            return _SubBatch(batch_rows, decodes, prefills, decode_tokens, tokens, starts)
+            return made
         whole = torch.tensor(rows.starts, dtype=torch.int32)
         own = whole[decodes:] - decode_tokens
         chunks = prepare_chunk_indices(own, FLA_CHUNK_SIZE), prepare_chunk_offsets(own, FLA_CHUNK_SIZE)
-        return _SubBatch(
-            batch_rows,
-            decodes,
-            prefills,
-            decode_tokens,
-            tokens,
-            starts,
-            resumed.bool(),
-            starts[decodes:] - decode_tokens,
-            *(async_tensor_h2d(chunk, device=step.device) for chunk in chunks),
-            *compute_causal_conv1d_metadata(whole, device=step.device),
+        indices, offsets = (async_tensor_h2d(chunk, device=step.device) for chunk in chunks)
+        nums_dict, batch_ptr, offset_ptr = compute_causal_conv1d_metadata(whole, device=step.device)
+        return replace(
+            made,
+            resumed=resumed.bool(),
+            prefill_starts=starts[decodes:] - decode_tokens,
+            chunk_indices=indices,
+            chunk_offsets=offsets,
+            nums_dict=nums_dict,
+            batch_ptr=batch_ptr,
+            token_chunk_offset_ptr=offset_ptr,
         )

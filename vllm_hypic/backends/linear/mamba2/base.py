@@ -69,7 +69,9 @@ class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
     def caches(self, slots: torch.Tensor) -> mamba2.Caches:
         """The layer's, with ``slots`` by batch row."""
         conv, state = self.kv_cache
-        return mamba2.Caches(slots, conv.transpose(1, 2) if is_conv_state_dim_first() else conv, state)
+        conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
+        # Behind these rows stock code keeps drafts.
+        return mamba2.Caches(slots, conv[:, : self.conv_kernel_size - 1], state)
 
     def weights(self) -> mamba2.Weights:
         """The layer's constants as the operators take them, made anew."""

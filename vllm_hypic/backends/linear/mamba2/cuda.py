@@ -73,7 +73,7 @@ class HypicCUDAMamba2(HypicMamba2):
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba2AttentionMetadata:
         """Metadata as vLLM's builder would make it of these rows alone."""
         shared = step.shared.of(_SharedParts)
-        common = shared.rows(lambda: MambaRows.of(step, rows))
+        common = shared.rows(lambda: MambaRows.of(step, metadata, rows))
         chunks = shared.chunks(lambda: _Chunks.of(step, rows, metadata.chunk_size))
         return Mamba2AttentionMetadata(
             **common.fields(metadata, step.shared.of(SharedPlans).slots(metadata, slots_of)),

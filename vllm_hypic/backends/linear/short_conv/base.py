@@ -58,7 +58,9 @@ class HypicShortConv(LinearLayer[HiddenRows, None], ShortConv):
     def caches(self, slots: torch.Tensor) -> short_conv.Caches:
         """The layer's, with ``slots`` by batch row."""
         (conv,) = self.kv_cache
-        return short_conv.Caches(slots, conv.transpose(1, 2) if is_conv_state_dim_first() else conv)
+        conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
+        # Behind these rows stock code keeps drafts.
+        return short_conv.Caches(slots, conv[:, : self.L_cache - 1])
 
     def weights(self) -> short_conv.Weights:
         """The layer's constants as the operators take them, made anew."""

@@ -90,7 +90,7 @@ class HypicCUDAShortConv(HypicShortConv):
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> ShortConvAttentionMetadata:
         """Metadata as vLLM's builder would make it of these rows alone."""
-        common = step.shared.of(_SharedRows)(lambda: MambaRows.of(step, rows))
+        common = step.shared.of(_SharedRows)(lambda: MambaRows.of(step, metadata, rows))
         slots = step.shared.of(SharedPlans).slots(metadata, slots_of)
         return ShortConvAttentionMetadata(**common.fields(metadata, slots))
 
