@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic import register
-from vllm_hypic.config.drafting import refusal
+from vllm_hypic.config.drafting import refusal, see_text_alike
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.connector.beside import MultiConnector
 from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose, complete
@@ -175,6 +175,11 @@ DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "drafting in parallel": ({"how": {"parallel_drafting": True}}, "parallel_drafting has rows"),
     "rows left out": ({"how": {"disable_padded_drafter_batch": True}}, "disable_padded_drafter_batch"),
     "three positions": ({"model": {"uses_mrope": True}}, "M-RoPE is not supported"),
+    "three positions of what drafts": ({"draft": {"uses_mrope": True}}, "M-RoPE is not supported"),
+    "another head of the model": (
+        {"how": {"method": "mtp"}, "draft": {"architecture": "NemotronHMTPModel"}},
+        "NemotronHMTPModel was never run: expected one of Qwen3_5MTP",
+    ),
     "a hybrid drafts": ({"draft": {"is_hybrid": True}}, "expected a model of full attention"),
     "positions end": ({"draft": {"max_model_len": 2048}}, "end at 2048: expected max_model_len=4096 or more"),
 }
@@ -201,3 +206,18 @@ def test_drafts_that_are_served():
         hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
         assert refusal(hybrid, keeps_states=True) is None
     assert refusal(drafting(how={"method": "ngram"}, model={"uses_mrope": True})) is None
+    head = {"architecture": "Qwen3_5MTP", "uses_mrope": True}
+    own = drafting(how={"method": "mtp"}, model={"is_hybrid": True, "uses_mrope": True}, draft=head)
+    assert refusal(own, keeps_states=True) is None
+
+
+@pytest.mark.parametrize(("of_model", "left"), [({}, set()), ({"mrope_section"}, {"mrope_section"})])
+def test_a_head_has_the_positions_of_its_model(of_model, left):
+    fields = SimpleNamespace(rope_parameters={"mrope_section": [2, 3, 3], "rope_theta": 1e4})
+    config = drafting(
+        how={"method": "mtp"},
+        model={"uses_mrope": bool(of_model)},
+        draft={"hf_config": fields, "hf_text_config": fields},
+    )
+    see_text_alike(config)
+    assert set(fields.rope_parameters) == {"rope_theta"} | left

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
 
 LOOKED_UP = ("ngram", "suffix")
 """Methods of vLLM whose drafts are looked up in a request's own tokens, without a model."""
-BY_A_HEAD = ("eagle", "eagle3")
+BY_A_HEAD = ("eagle", "eagle3", "mtp")
 """Methods of vLLM whose drafts are those of layers that read the model's hidden states."""
+PREDICTORS = ("Qwen3_5MTP", "Qwen3_5MoeMTP", "Qwen3NextMTP")
+"""Heads that come with a model's own weights (multi-token prediction), as vLLM calls their classes."""
 BY_A_MODEL = ("draft_model", *BY_A_HEAD)
 """Methods of vLLM whose drafts are those of a model that reads records, too."""
 
@@ -25,6 +27,18 @@ def drafts_by_a_head(config: VllmConfig) -> bool:
     """Whether what drafts reads with each token its successor."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method in BY_A_HEAD
+
+
+def see_text_alike(config: VllmConfig) -> None:
+    """Give a head that comes with a model of text the positions of that model: of M-RoPE in a configuration
+    vLLM 0.32 forgets what is for images, but not for the head."""
+    speculative, model = config.speculative_config, config.model_config
+    if speculative is None or speculative.method != "mtp" or model.uses_mrope:
+        return
+    drafting = speculative.draft_model_config
+    for fields in (drafting.hf_config, drafting.hf_text_config):
+        for name in ("mrope_section", "mrope_interleaved"):
+            (getattr(fields, "rope_parameters", None) or {}).pop(name, None)
 
 
 def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = True) -> str | None:
@@ -47,11 +61,11 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
             "to keep the states behind each draft, as gated delta nets, Mamba2 and short convolutions do "
             "beside attention; drop --speculative-config"
         )
-    if model.is_hybrid and speculative.method in BY_A_MODEL:
+    if model.is_hybrid and speculative.method in BY_A_MODEL and speculative.method != "mtp":
         return (
             f"speculative decoding by {speculative.method!r} of {model.architecture} is not supported: "
             "beside linear layers vLLM spreads a draft model's layers over groups of its cache, but wants "
-            f"them in one, and heads were never run: expected one of {', '.join(LOOKED_UP)}"
+            f"them in one, and heads were never run: expected one of {', '.join(LOOKED_UP)}, mtp"
         )
     if model.use_mla and on_cpu:
         return (
@@ -70,8 +84,11 @@ def _refusal_of_model(config: VllmConfig) -> str | None:
         return "parallel_drafting has rows that stand for no token, which is not supported"
     if speculative.disable_padded_drafter_batch:
         return "disable_padded_drafter_batch leaves rows out, which is not supported; drop it"
-    if model.uses_mrope or drafting.uses_mrope:
-        return "M-RoPE is not supported, as drafts have one position a token"
+    if speculative.method == "mtp" and drafting.architecture not in PREDICTORS:
+        return f"{drafting.architecture} was never run: expected one of {', '.join(PREDICTORS)}"
+    of_both = {model.uses_mrope, drafting.uses_mrope}
+    if of_both != {False} and not (of_both == {True} and speculative.method in BY_A_HEAD):
+        return "M-RoPE is not supported, as drafts have one position a token, but those of a head with M-RoPE"
     if drafting.is_hybrid or drafting.is_attention_free or drafting.use_mla:
         return f"{drafting.architecture} is not supported: expected a model of full attention"
     if drafting.max_model_len < model.max_model_len:

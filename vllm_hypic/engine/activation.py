@@ -11,6 +11,7 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 
 from ..config.drafting import refusal as refusal_of_drafts
+from ..config.drafting import see_text_alike
 from ..config.engine import CONNECTOR, MULTI, SECTION, TOKENIZER_MODE, HypicConfig, config_of, own_options
 from ..errors import ConfigError, redacted
 from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
@@ -113,6 +114,7 @@ def _look_at_drafting(config: VllmConfig) -> None:
 
     family = family_in(config.model_config.architecture)
     keeps_states = family is not None and family.drafts
+    see_text_alike(config)
     on_cpu = current_platform.is_cpu()
     if (reason := refusal_of_drafts(config, keeps_states=keeps_states, on_cpu=on_cpu)) is not None:
         raise ConfigError(f"--attention-backend hypic: {reason}")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ..pool.draft_steps import of_one_token, over_the_same, successors
 from ..pool.step import StepContext, rewritten_positions
+from ..pool.upload import upload
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +28,9 @@ class ComposingDrafter:
     """Mixin before vLLM's proposers that run a model."""
 
     positions: torch.Tensor
+    uses_mrope: bool
+    mrope_positions: torch.Tensor
+    """In place of ``positions`` where these are three-dimensional."""
     max_model_len: int
     net_num_new_slots_per_request: int
 
@@ -41,13 +46,20 @@ class ComposingDrafter:
         self._step = step = self.runtime.step
         if step is None:
             return super().set_inputs_first_pass(target_positions=target_positions, **kwargs)  # type: ignore[misc]
-        indices = target_positions.clone()
-        for row in [*(c.row for c in step.composed), *(c.row for c in step.captures)]:
-            indices[row.q0 : row.q1] = torch.arange(row.s0, row.s1, device=indices.device)
-        found = super().set_inputs_first_pass(target_positions=indices, **kwargs)  # type: ignore[misc]
-        _, last_rows, _ = found
-        self._at = self.positions[last_rows].clone()
-        self._begin(over_the_same(step, self.net_num_new_slots_per_request))
+        first = over_the_same(step, self.net_num_new_slots_per_request)
+        if self.uses_mrope:
+            # Only the model reads them: vLLM takes the slots in its cache from the model's pass.
+            found = super().set_inputs_first_pass(target_positions=target_positions, **kwargs)  # type: ignore[misc]
+            starts, computed = map(np.array, (first.batch.starts[:-1], first.batch.computed))
+            [before] = upload([computed - starts], step.device)
+            self._at = before + found[1]
+        else:
+            indices = target_positions.clone()
+            for row in [*(c.row for c in step.composed), *(c.row for c in step.captures)]:
+                indices[row.q0 : row.q1] = torch.arange(row.s0, row.s1, device=indices.device)
+            found = super().set_inputs_first_pass(target_positions=indices, **kwargs)  # type: ignore[misc]
+            self._at = self.positions[found[1]].clone()
+        self._begin(first)
         return found
 
     def _update_positions_dependent_metadata(
@@ -58,13 +70,20 @@ class ComposingDrafter:
         if self._step is None:
             found: torch.Tensor = stock(positions, common_attn_metadata, batch_size, *args)
             return found
+        if self.uses_mrope:
+            # Drafts are text, of which all coordinates grow alike, wherever images moved them to.
+            seen = (positions + 1).clamp(max=self.max_model_len - 1)
+            at = stock(self._at.expand(len(positions), -1), common_attn_metadata, batch_size, *args)
+            self._at = at[0].clone()
+            self._begin(of_one_token(self._step, self._at.tolist()))
+            return at.copy_(seen)
         self._at = stock(self._at, common_attn_metadata, batch_size, *args).clone()
         self._begin(of_one_token(self._step, self._at.tolist()))
         return self.positions[:batch_size]
 
     def _begin(self, step: StepContext) -> None:
         self.runtime.step = step
-        if (rewritten := rewritten_positions(step)) is not None:
+        if not self.uses_mrope and (rewritten := rewritten_positions(step)) is not None:
             rows, logical = rewritten
             # What is beyond the model's positions is no draft that counts.
             self.positions.index_copy_(0, rows, logical.clamp(max=self.max_model_len - 1))
