@@ -152,6 +152,8 @@ class Worker:
         self.moving: dict[int, RecordPlace] = {}
         """Records on their way into the pool, by serial; the ones in ``awaited`` from another instance."""
         self.awaited: set[int] = set()
+        self.instead: dict[int, tuple[SegmentKey, ...]] = {}
+        """What else is looked for, by serial."""
         self.left: dict[int, int] = {}
         """Ranks that have yet to report them."""
         self.unsaved: dict[int, RecordPlace] = {}
@@ -160,6 +162,8 @@ class Worker:
     def obey(self, order: Order) -> WorkerReport | None:
         match order:
             case FetchRecord(place) | AwaitRecord(place):
+                if isinstance(order, FetchRecord):
+                    self.instead[place.serial] = order.instead
                 assert all(p.key != place.key for p in self.moving.values()), (
                     "the store refuses a second fetch"
                 )
@@ -249,7 +253,8 @@ class Worker:
                 "its slot was given away while it was made"
             )
             self.fill(content, place.slot, place.slot_mapping, self.histories[place.key])
-        count = LoadCount(taken=ranks * found, missed=ranks * (not found), transition_blocks=1)
+        instead = None if found else self.tiers.intersection(self.instead.get(serial, ()))
+        count = LoadCount(ranks * found, ranks * (not found), "", 1, instead and frozenset(instead))
         return WorkerReport(loads={serial: count})
 
     def leave_in_tier(self, serial: int) -> WorkerReport:
@@ -574,6 +579,7 @@ class Engine:
         for incomplete in side.segment_requests._incomplete:
             done = incomplete.done
             held += [done.target] if done is not None and done.target is not incomplete.entry else []
+        held += side._fetched.pinned()
         for entry in held:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
         assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -99,6 +99,14 @@ class StoreStats:
     inflight: int = 0
 
 
+@dataclass(frozen=True)
+class Found:
+    """The end of a ``find``: those of its names that a tier has, or only the first of them."""
+
+    ticket: int
+    names: tuple[ObjectName, ...]
+
+
 class SegmentStore(Protocol):
     """Records outside the pool.  One thread calls it (the worker's); no call waits for a tier."""
 
@@ -128,6 +136,13 @@ class SegmentStore(Protocol):
         tier.  Returns a ticket.  ``KeyError``: no such tier."""
 
     def located(self) -> list[Located]:
+        """The answers found out since the last call; each ticket is reported once, within the deadlines."""
+
+    def find(self, names: Sequence[ObjectName]) -> int:
+        """Find out which of ``names`` a tier has: all of these, where it can tell at once, else the first one
+        at least.  Returns a ticket."""
+
+    def found(self) -> list[Found]:
         """The answers found out since the last call; each ticket is reported once, within the deadlines."""
 
     def delete(self, name: ObjectName) -> None: ...

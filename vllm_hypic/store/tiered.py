@@ -20,7 +20,7 @@ from typing import Any
 from .async_tier import AsyncTier, Item
 from .cache_value import CacheValue, ObjectName
 from .executor import Clock
-from .protocol import Fetched, Located, Presence, Reader, Reservation, StoreStats, Verdict
+from .protocol import Fetched, Found, Located, Presence, Reader, Reservation, StoreStats, Verdict
 from .settings import StoreSettings
 from .tasks import Task, Unavailable
 from .tiers.base import Tier
@@ -95,6 +95,7 @@ class TieredStore:
         self._fetches: dict[ObjectName, _Fetch] = {}
         self._expiries: dict[ObjectName, float | None] = {}
         self._located: list[Located] = []
+        self._found: list[Found] = []
         self._tickets = 0
         self._threaded = self._closed = False
 
@@ -281,6 +282,27 @@ class TieredStore:
         else:
             presence, reason = await tier.look(name)
         self._located.append(Located(ticket, presence, reason))
+
+    def find(self, names: Sequence[ObjectName]) -> int:
+        with self._lock:
+            self._tickets += 1
+            Task(self._find(self._tickets, tuple(names)))
+            self._begun.notify_all()
+            return self._tickets
+
+    async def _find(self, ticket: int, names: tuple[ObjectName, ...]) -> None:
+        there: set[ObjectName] = set()
+        if not self._closed:
+            there.update(name for name in names if self._writes.find(name) is not None)
+            for tier in self._tiers:
+                there.update(await tier.look_for(names) if tier.readable else ())
+        self._found.append(Found(ticket, tuple(name for name in names if name in there)))
+
+    def found(self) -> list[Found]:
+        self.tick()
+        with self._lock:
+            found, self._found = self._found, []
+            return found
 
     def located(self) -> list[Located]:
         self.tick()

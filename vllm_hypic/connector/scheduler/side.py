@@ -8,13 +8,13 @@ Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import CapturePlan, StreamPlan
-from ...primitives.keys import Namespace
+from ...primitives.keys import Namespace, SegmentKey
 from ...primitives.options import NO_TRANSFER, Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
 from ...primitives.tokens import PrimitiveIds
@@ -28,6 +28,7 @@ from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
 from .directory import SegmentDirectory
 from .entries import Entry
+from .fetched import FetchedCheckpoints
 from .island_runs import IslandRuns, whole_runs
 from .placement import CheckpointPlacement
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
@@ -90,6 +91,9 @@ class SchedulerSide:
         )
         self._deliveries = Deliveries(self._orders, ranks)
         self._view, self._island_runs = WorkerView(geometry), island_runs
+        self._fetched = FetchedCheckpoints(
+            self.directory, self._stretches, self.arrivals, self.segment_requests, self._view
+        )
         self.counters = HypicCounters()
         self._held: set[str] = set()
         self._ended_early = False
@@ -188,7 +192,8 @@ class SchedulerSide:
     ) -> bool:
         awaited = entry.key in transfer.remote and allowance.take(entry.space)
         remote_s = transfer.remote_deadline_s if awaited else None
-        return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s)
+        instead = self._fetched.wanted(segment) if self.config.store.tiers else ()
+        return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s, instead)
 
     def _compute(
         self,
@@ -199,9 +204,10 @@ class SchedulerSide:
         done: Stretch | None = None,
     ) -> SegmentRequest:
         """A request for the next stretch of a record, behind ``done``."""
-        if done is None:
+        if done is None or done.fetched:
             self.counters.segments_computed += 1
-            stretch = self._stretches.begin(segment, entry)
+            begin, after = self._stretches.begin, self._stretches.after
+            stretch = begin(segment, entry) if done is None else after(segment, entry, done)
             resumed = stretch.first - segment.head
             self.counters.tokens_resumed += resumed
             self.admission.resumed(entry, resumed)
@@ -223,6 +229,9 @@ class SchedulerSide:
             entry, done = incomplete.entry, incomplete.done
             owners = [c for c in self.admission.requests.values() if c.held.get(entry.key) is entry]
             followers = self.segment_requests.behind(entry)
+            undecided = [c for c in owners if entry.key in c.undecided]
+            for composed in undecided:
+                composed.fresh.add(entry.key)
             waiting = [c.priority for c in owners] + [f.priority for f in followers]
             if owners:
                 segment = owners[0].segment(entry.key)
@@ -234,6 +243,8 @@ class SchedulerSide:
                 self.directory.abort(entry)
                 if done is not None and done.target is not entry:
                     self.directory.release([done.target])
+            for composed in undecided:
+                self._decide(composed, entry.key)
         return started
 
     def _decline(self, composed: ComposedRequest) -> None:
@@ -425,11 +436,13 @@ class SchedulerSide:
         self._news = True
         entry = self.directory.of_serial(serial)
         assert entry is not None, f"record {serial} arrived, but nothing is reserved for it"
-        self._decide(entry, found=arrival.found)
         if not arrival.found:
             self.counters.segments_unlanded += arrival.remote
             self.retention.not_stored(arrival.key)
-            self.segment_requests.compute_later(entry)
+            if serial in self._fetched:
+                self._fetched.ended(serial, found=False)
+            elif not self._fetch_checkpoint(entry, arrival.count.instead or ()):
+                self.segment_requests.compute_later(entry)
             return
         if arrival.sent:
             self.counters.segments_landed += 1
@@ -438,19 +451,27 @@ class SchedulerSide:
             self.retention.stored([arrival.key])
             self.counters.segments_loaded += 1
         self.directory.shrink(serial, arrival.count.transition_blocks, self.geometry.transition_block_bytes)
+        if serial in self._fetched:
+            self._fetched.ended(serial, found=True)
+            return
         self.directory.commit(entry)
-
-    def _decide(self, entry: Entry, *, found: bool) -> None:
-        """It is known whether a record that requests asked for must be computed."""
-        key = entry.key
         for composed in self.admission.requests.values():
-            if key in composed.undecided and composed.held[key] is entry:
-                composed.undecided.discard(key)
-                self.counters.segments_hit += found
-                if not found:
-                    composed.fresh.add(key)
-                if not composed.undecided:
-                    self._count(composed)
+            if entry.key in composed.undecided and composed.held[entry.key] is entry:
+                self.counters.segments_hit += 1
+                self._decide(composed, entry.key)
+
+    def _fetch_checkpoint(self, entry: Entry, found: Collection[SegmentKey]) -> bool:
+        """No tier has a record, but these of its checkpoints: whether one comes in its place."""
+        owners = (c for c in self.admission.requests.values() if c.held.get(entry.key) is entry)
+        if not found or entry.forgotten or (owner := next(owners, None)) is None:
+            return False
+        return self._fetched.start(owner.segment(entry.key), entry, found)
+
+    def _decide(self, composed: ComposedRequest, key: SegmentKey) -> None:
+        """It is known how a record comes that a request asked for."""
+        composed.undecided.discard(key)
+        if not composed.undecided:
+            self._count(composed)
 
     def close(self) -> None:
         """The engine ends."""

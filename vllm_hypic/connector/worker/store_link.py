@@ -1,6 +1,7 @@
 """Worker's side of the segment store: complete records go there, missing ones come from there.
 
 fetch order -> blocks offered -> prefetch (reader fills the pool on the store's thread) -> poll -> outcome
+            -> no tier has it: those it names instead are looked for -> outcome
 save order -> reserve -> copied out of the pool -> commit (checksum and tiers in the background) -> outcome
 
 Where the pool is on a device, copies end in later steps (``pool/copy/staged.py``).
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from ...pool.codec import RecordCodec
@@ -27,8 +29,21 @@ REPORT_EVERY_S = 1.0
 """Statistics travel to the scheduler no more often."""
 _SAVES_PER_STEP = 4
 """Records that one step copies out of the pool at most; each takes as long as a copy of its bytes."""
+_SEARCH_S = 10.0
+"""Seconds after which what was looked for counts as not found, if the store does not say."""
 _MOST_EXPIRIES = 4096
 """Expiries that are kept for records on their way to the store."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Others are looked for than a record that no tier has, until a time on the monotonic clock."""
+
+    order: FetchRecord
+    names: dict[ObjectName, SegmentKey]
+    until: float
+    reason: str
+    """Why the record itself was not fetched."""
 
 
 class StoreLink(RecordLink):
@@ -38,6 +53,8 @@ class StoreLink(RecordLink):
         super().__init__()
         self.store, self.codec = store, codec
         self._fetching: dict[ObjectName, FetchRecord] = {}
+        self._searching: dict[int, _Search] = {}
+        """Records that no tier has, and others are looked for, by the store's ticket."""
         self._unsaved: OrderedDict[int, SaveRecord] = OrderedDict()
         """Records to be copied, by serial, oldest first."""
         self._copying: dict[int, tuple[SaveRecord, Reservation]] = {}
@@ -144,16 +161,35 @@ class StoreLink(RecordLink):
         if self.store.prefetch(name, expected.max_nbytes, self.codec.reader(place, expected)):
             self._fetching[name] = order
         else:
-            self._finish(order, Result.FAILED, "no tier has it")
+            self._missed(order, "no tier has it")
+
+    def _missed(self, order: FetchRecord, reason: str) -> None:
+        if not order.instead:
+            self._finish(order, Result.FAILED, reason)
+            return
+        names = {self.codec.name_of(key): key for key in order.instead}
+        ticket = self.store.find(list(names))
+        self._searching[ticket] = _Search(order, names, time.monotonic() + _SEARCH_S, reason)
+
+    def _look_at_searches(self) -> None:
+        for found in self.store.found():
+            if (search := self._searching.pop(found.ticket, None)) is not None:
+                instead = frozenset(search.names[name] for name in found.names)
+                self._finish(search.order, Result.FAILED, search.reason, instead=instead)
+        now = time.monotonic()
+        for ticket in [t for t, search in self._searching.items() if search.until <= now]:
+            search = self._searching.pop(ticket)
+            self._finish(search.order, Result.FAILED, search.reason)
 
     def _poll(self) -> None:
         for fetched in self.store.poll():
             order = self._fetching.pop(fetched.name)
             if fetched.tier is None:
                 self.codec.mover.discard(order.place)
-                self._finish(order, Result.FAILED, "no tier had it in time")
+                self._missed(order, "no tier had it in time")
             else:
                 self.codec.mover.settle(order.place, partial(self._fetched, order, fetched))
+        self._look_at_searches()
 
     def _fetched(self, order: FetchRecord, fetched: Fetched, transition_blocks: int) -> None:
         self._finish(order, Result.DONE, route=fetched.tier or "", transition_blocks=transition_blocks)
