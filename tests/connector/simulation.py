@@ -22,6 +22,7 @@ from vllm_hypic.connector.orders import (
     FetchRecord,
     Order,
     PushRecord,
+    SaveRecord,
     StopAwaiting,
     StoreAction,
     StoreOrder,
@@ -172,6 +173,9 @@ class Worker:
                 self.moving[place.serial], self.left[place.serial] = place, self.ranks
                 if isinstance(order, AwaitRecord):
                     self.awaited.add(place.serial)
+            case SaveRecord(place):
+                assert self.slots[place.slot].serial == place.serial, "another's is saved"
+                self.unsaved[place.serial] = place
             case StopAwaiting(serial):
                 if serial in self.awaited:
                     return self.arrive(serial, found=False, ranks=self.left[serial])
@@ -398,6 +402,8 @@ class Engine:
             self.histories[segment.key] = tuple(
                 hash((origin, segment.tokens[: n + 1])) for n in range(segment.head, segment.stop)
             )
+            for c in segment.checkpoints:
+                self.histories[c.key] = self.histories[segment.key][: c.stop - segment.head]
         self.made += 1
         transfer = Transfer(
             "tcp://127.0.0.1:7200" if prompt.ends is Ends.PUSHED else None,
@@ -526,7 +532,10 @@ class Engine:
         work = self.side.segment_requests.work_of(name)
         assert work is not None
         if work.stretch.base is not None:
-            made_with = self.made_with[work.stretch.base.serial]
+            made_with = self.made_with.get(work.stretch.base.serial)
+            if made_with is None:
+                assert work.stretch.base.key in self.tiers, "it is from nowhere"
+                return
             deleted = self.deleted.get(made_with.key, 0)
             assert made_with is work.entry or made_with.serial > deleted, "resumed from what was deleted"
 

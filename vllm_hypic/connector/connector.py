@@ -104,7 +104,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         side = self.scheduler
-        return side is not None and (side.retention.has_orders or side.worker_unfinished)
+        return side is not None and (side.retention.has_orders or side.shared.waits or side.worker_unfinished)
 
     def reset_cache(self) -> bool | None:
         assert self.scheduler is not None

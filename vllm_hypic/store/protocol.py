@@ -131,6 +131,10 @@ class SegmentStore(Protocol):
     def holds(self, name: ObjectName) -> bool:
         """Whether a tier that can tell has it, or it is being written.  Changes nothing."""
 
+    def in_all_tiers(self, name: ObjectName) -> bool | None:
+        """Whether every tier has it, or is to get it; ``None``: none is known to lack it, but some cannot
+        tell.  Changes nothing."""
+
     def locate(self, name: ObjectName, tier: str) -> int:
         """Find out whether ``tier`` has the object: when its present write ends, else at once, by asking the
         tier.  Returns a ticket.  ``KeyError``: no such tier."""

@@ -262,6 +262,14 @@ class TieredStore:
         with self._lock:
             return self._writes.find(name) is not None or any(tier.holds(name) for tier in self._tiers)
 
+    def in_all_tiers(self, name: ObjectName) -> bool | None:
+        with self._lock:
+            if self._writes.find(name) is not None:
+                return True
+            if any(tier.opened and not tier.may_hold(name) for tier in self._tiers):
+                return False
+            return True if all(tier.holds(name) for tier in self._tiers) else None
+
     def locate(self, name: ObjectName, tier: str) -> int:
         asked = next((t for t in self._tiers if t.name == tier), None)
         if asked is None:

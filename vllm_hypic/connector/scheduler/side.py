@@ -34,6 +34,7 @@ from .placement import CheckpointPlacement
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
+from .shared_columns import SharedColumns
 from .stretches import Stretch, Stretches
 from .worker_view import WorkerView
 
@@ -91,6 +92,7 @@ class SchedulerSide:
         )
         self._deliveries = Deliveries(self._orders, ranks)
         self._view, self._island_runs = WorkerView(geometry), island_runs
+        self.shared = SharedColumns(self.directory, self._view, self._orders, geometry, prefill_flops)
         self._fetched = FetchedCheckpoints(
             self.directory, self._stretches, self.arrivals, self.segment_requests, self._view
         )
@@ -359,8 +361,8 @@ class SchedulerSide:
         work = self.segment_requests.work_of(request_id)
         if work is None:
             return None
-        stored = bool(self.config.store.tiers) and not work.entry.forgotten
-        return self._view.capture(work, stored=stored)
+        is_stored = bool(self.config.store.tiers) and work.last and not work.entry.forgotten
+        return self._view.capture(work, stored=self.shared.place(work) if is_stored else None)
 
     def finished(self, request_id: str, *, completed: bool) -> None:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
@@ -389,6 +391,8 @@ class SchedulerSide:
                 self.segment_requests.compute_later(work.entry)
         elif work.last:
             directory.commit(work.entry)
+            if self.config.store.tiers:
+                self.shared.completed(work)
         else:
             if checkpoint is not None:
                 directory.commit(checkpoint)
@@ -407,6 +411,7 @@ class SchedulerSide:
     def instruct(self, metadata: HypicMetadata) -> None:
         """Give the worker what came up since the last step."""
         metadata.dropped_slots = self.directory.take_dropped_slots()
+        self.shared.order_checkpoints()
         self.retention.order_late_deletes()
         metadata.orders = self._orders.take()
 
@@ -420,6 +425,7 @@ class SchedulerSide:
         for serial, count in report.loads.items():
             self._arrived(serial, count)
         self.retention.stored(report.saved)
+        self.shared.stored(report.saved)
         for number, faults in report.pushed.items():
             if (fault := self._deliveries.reported(number, faults)) is not None:
                 self.counters.segments_pushed += not fault
@@ -449,6 +455,7 @@ class SchedulerSide:
             self.counters.segments_landed_nixl += arrival.count.route == NIXL
         else:
             self.retention.stored([arrival.key])
+            self.shared.loaded(arrival.key)
             self.counters.segments_loaded += 1
         self.directory.shrink(serial, arrival.count.transition_blocks, self.geometry.transition_block_bytes)
         if serial in self._fetched:

@@ -138,8 +138,8 @@ class WorkerView:
             return segment.media
         return tuple(m.moved(offsets[m.start] - m.start) for m in segment.media)
 
-    def capture(self, work: SegmentWork, *, stored: bool) -> CapturePlan:
-        """A segment request; ``stored``: the record goes to the store once it is complete."""
+    def capture(self, work: SegmentWork, *, stored: RecordPlace | None) -> CapturePlan:
+        """A segment request; ``stored``: how the record goes to the store, when it is complete with it."""
         segment, entry, stretch = work.segment, work.entry, work.stretch
         lo, leading = segment.prepended + segment.head, segment.role is Role.LEADING
         resumed = stretch.base_slot is not None
@@ -160,7 +160,7 @@ class WorkerView:
             serial=stretch.target.serial if made else 0,
             learned=segment.learned,
             successor=segment.tokens[stretch.stop] if stretch.stop < len(segment.tokens) else None,
-            stored=self.place(entry, segment.role) if stored and work.last else None,
+            stored=stored,
         )
 
 

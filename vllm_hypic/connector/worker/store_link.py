@@ -12,14 +12,15 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...pool.codec import RecordCodec
+from ...pool.incoming import IncomingRecord
 from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
 from ...store.cache_value import CacheValue, ObjectName
-from ...store.protocol import Fetched, Reservation, SegmentStore, StoreStats
+from ...store.protocol import Reservation, SegmentStore, StoreStats
 from ...store.record import record_nbytes, seal_record
 from ...store.totals import since
 from ..orders import ClearCaches, FetchRecord, Order, Result, SaveRecord, StoreAction, StoreOrder
@@ -33,6 +34,15 @@ _SEARCH_S = 10.0
 """Seconds after which what was looked for counts as not found, if the store does not say."""
 _MOST_EXPIRIES = 4096
 """Expiries that are kept for records on their way to the store."""
+
+
+@dataclass
+class _Fetch:
+    """A record on its way; ``route``: the tier that had it, or its first part."""
+
+    order: FetchRecord
+    incoming: IncomingRecord
+    route: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,10 @@ class StoreLink(RecordLink):
     def __init__(self, store: SegmentStore, codec: RecordCodec) -> None:
         super().__init__()
         self.store, self.codec = store, codec
-        self._fetching: dict[ObjectName, FetchRecord] = {}
+        self._fetching: dict[ObjectName, _Fetch] = {}
+        """By the names of the objects that are read, of which each is read for one of them at a time."""
+        self._queued: list[_Fetch] = []
+        """Those whose next object is being read for another."""
         self._searching: dict[int, _Search] = {}
         """Records that no tier has, and others are looked for, by the store's ticket."""
         self._unsaved: OrderedDict[int, SaveRecord] = OrderedDict()
@@ -96,9 +109,12 @@ class StoreLink(RecordLink):
         """Copy complete records out of the pool, as far as the store takes them, oldest first."""
         self.behind = False
         for save in list(self._unsaved.values())[:_SAVES_PER_STEP]:
-            place = save.place
+            place = self._storable(save.place)
+            if place is None:
+                self._forget([save.place.serial])
+                continue
             name, header = self.codec.name_of(place.key), self.codec.header(place)
-            value = CacheValue(place.value_tokens, place.value_flops, record_nbytes(header))
+            value = CacheValue(header.value_tokens, header.value_flops, record_nbytes(header))
             reservation = self.store.reserve(name, value)
             if reservation is None:
                 self.behind = True
@@ -106,6 +122,16 @@ class StoreLink(RecordLink):
             del self._unsaved[place.serial]
             self._copying[place.serial] = save, reservation
             self.codec.mover.write(place, header, reservation.buffer, partial(self._copied, place.serial))
+
+    def _storable(self, place: RecordPlace) -> RecordPlace | None:
+        """How the record is stored: on its base if that is sure to be there, else whole; ``None``: not at
+        all, it is a checkpoint of a record that is not there."""
+        if place.base is None:
+            return place
+        there = [self.store.in_all_tiers(self.codec.name_of(key)) for key in place.base.keys]
+        if place.base.columns == len(place.slot_mapping):
+            return None if False in there else place
+        return place if all(there) else replace(place, base=None)
 
     def _copied(self, serial: int, whole: bool) -> None:
         if serial not in self._copying:
@@ -154,16 +180,26 @@ class StoreLink(RecordLink):
 
     def _fetch(self, order: FetchRecord) -> None:
         place = order.place
-        name, expected = self.codec.name_of(place.key), self.codec.expected(place)
         if not place.leading:
             self.codec.pool.transition_blocks.offer(place.slot)
-        # The scheduler asks for a record again only when its last fetch was reported.
-        if self.store.prefetch(name, expected.max_nbytes, self.codec.reader(place, expected)):
-            self._fetching[name] = order
-        else:
-            self._missed(order, "no tier has it")
+        self._read_next(_Fetch(order, self.codec.incoming(place)))
 
-    def _missed(self, order: FetchRecord, reason: str) -> None:
+    def _read_next(self, fetch: _Fetch) -> None:
+        incoming = fetch.incoming
+        name = self.codec.name_of(incoming.next or fetch.order.place.key)
+        if name in self._fetching:
+            self._queued.append(fetch)
+        elif incoming.goes_on and self.store.prefetch(name, incoming.most_nbytes, incoming.read):
+            self._fetching[name] = fetch
+        else:
+            self._missed(fetch, "no tier has it")
+
+    def _missed(self, fetch: _Fetch, reason: str) -> None:
+        order = fetch.order
+        self.codec.mover.discard(order.place)
+        for key in fetch.incoming.read_keys:
+            # What it rests on is gone; stored anew it could be read.
+            self.store.delete(self.codec.name_of(key))
         if not order.instead:
             self._finish(order, Result.FAILED, reason)
             return
@@ -183,16 +219,21 @@ class StoreLink(RecordLink):
 
     def _poll(self) -> None:
         for fetched in self.store.poll():
-            order = self._fetching.pop(fetched.name)
+            fetch = self._fetching.pop(fetched.name)
+            fetch.route = fetch.route or fetched.tier or ""
             if fetched.tier is None:
-                self.codec.mover.discard(order.place)
-                self._missed(order, "no tier had it in time")
+                self._missed(fetch, "no tier had it in time")
+            elif fetch.incoming.next is not None:
+                self._read_next(fetch)
             else:
-                self.codec.mover.settle(order.place, partial(self._fetched, order, fetched))
+                self.codec.mover.settle(fetch.order.place, partial(self._fetched, fetch))
+        queued, self._queued = self._queued, []
+        for fetch in queued:
+            self._read_next(fetch)
         self._look_at_searches()
 
-    def _fetched(self, order: FetchRecord, fetched: Fetched, transition_blocks: int) -> None:
-        self._finish(order, Result.DONE, route=fetched.tier or "", transition_blocks=transition_blocks)
+    def _fetched(self, fetch: _Fetch, transition_blocks: int) -> None:
+        self._finish(fetch.order, Result.DONE, route=fetch.route, transition_blocks=transition_blocks)
 
     # -- reports -------------------------------------------------------------------------------
 
