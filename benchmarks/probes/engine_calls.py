@@ -134,7 +134,7 @@ def answered(llm: Any, ask: Ask) -> Iterator[Live]:
         if len(scheduler.requests) != 1:
             raise RuntimeError(f"{len(scheduler.requests)} requests are running: expected one alone")
         (internal,) = scheduler.requests
-        plan = scheduler.hypic.stream_plan(internal)
+        plan = scheduler.hypic.views.stream_plan(internal)
         ids = llm.get_tokenizer().hypic_ids
         prompt = sum(t not in (ids.sep, ids.pdep, ids.pad) for t in ask.tokens)
         yield Live(

@@ -22,6 +22,7 @@ from vllm_hypic.connector.orders import (
     FetchRecord,
     Order,
     PushRecord,
+    SaveRecord,
     StopAwaiting,
     StoreAction,
     StoreOrder,
@@ -152,6 +153,8 @@ class Worker:
         self.moving: dict[int, RecordPlace] = {}
         """Records on their way into the pool, by serial; the ones in ``awaited`` from another instance."""
         self.awaited: set[int] = set()
+        self.instead: dict[int, tuple[SegmentKey, ...]] = {}
+        """What else is looked for, by serial."""
         self.left: dict[int, int] = {}
         """Ranks that have yet to report them."""
         self.unsaved: dict[int, RecordPlace] = {}
@@ -160,6 +163,8 @@ class Worker:
     def obey(self, order: Order) -> WorkerReport | None:
         match order:
             case FetchRecord(place) | AwaitRecord(place):
+                if isinstance(order, FetchRecord):
+                    self.instead[place.serial] = order.instead
                 assert all(p.key != place.key for p in self.moving.values()), (
                     "the store refuses a second fetch"
                 )
@@ -168,6 +173,9 @@ class Worker:
                 self.moving[place.serial], self.left[place.serial] = place, self.ranks
                 if isinstance(order, AwaitRecord):
                     self.awaited.add(place.serial)
+            case SaveRecord(place):
+                assert self.slots[place.slot].serial == place.serial, "another's is saved"
+                self.unsaved[place.serial] = place
             case StopAwaiting(serial):
                 if serial in self.awaited:
                     return self.arrive(serial, found=False, ranks=self.left[serial])
@@ -249,7 +257,8 @@ class Worker:
                 "its slot was given away while it was made"
             )
             self.fill(content, place.slot, place.slot_mapping, self.histories[place.key])
-        count = LoadCount(taken=ranks * found, missed=ranks * (not found), transition_blocks=1)
+        instead = None if found else self.tiers.intersection(self.instead.get(serial, ()))
+        count = LoadCount(ranks * found, ranks * (not found), "", 1, instead and frozenset(instead))
         return WorkerReport(loads={serial: count})
 
     def leave_in_tier(self, serial: int) -> WorkerReport:
@@ -393,6 +402,8 @@ class Engine:
             self.histories[segment.key] = tuple(
                 hash((origin, segment.tokens[: n + 1])) for n in range(segment.head, segment.stop)
             )
+            for c in segment.checkpoints:
+                self.histories[c.key] = self.histories[segment.key][: c.stop - segment.head]
         self.made += 1
         transfer = Transfer(
             "tcp://127.0.0.1:7200" if prompt.ends is Ends.PUSHED else None,
@@ -493,7 +504,7 @@ class Engine:
 
     def _capture(self, name: str) -> None:
         self.queued.remove(name)
-        [plan], stream = self.side.captures(name), self.side.stream_plan(name)
+        [plan], stream = self.side.views.captures(name), self.side.views.stream_plan(name)
         work = self.side.segment_requests.work_of(name)
         assert work is not None
         stored = self.tiered and work.last and not work.entry.forgotten
@@ -521,12 +532,15 @@ class Engine:
         work = self.side.segment_requests.work_of(name)
         assert work is not None
         if work.stretch.base is not None:
-            made_with = self.made_with[work.stretch.base.serial]
+            made_with = self.made_with.get(work.stretch.base.serial)
+            if made_with is None:
+                assert work.stretch.base.key in self.tiers, "it is from nowhere"
+                return
             deleted = self.deleted.get(made_with.key, 0)
             assert made_with is work.entry or made_with.serial > deleted, "resumed from what was deleted"
 
     def _run(self, name: str, request: Request) -> None:
-        stream = self.side.stream_plan(name)
+        stream = self.side.views.stream_plan(name)
         assert stream is not None
         keys = [s.key for s in request.plan.segments]
         serials = self.worker.read(name, stream, [self.histories[key] for key in keys])
@@ -574,6 +588,7 @@ class Engine:
         for incomplete in side.segment_requests._incomplete:
             done = incomplete.done
             held += [done.target] if done is not None and done.target is not incomplete.entry else []
+        held += side._fetched.pinned()
         for entry in held:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
         assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins

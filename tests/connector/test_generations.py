@@ -29,7 +29,7 @@ def computed(on: SchedulerSide) -> list[bool]:
     say(on, missed=tuple(p.serial for p in fetched(step(on))))
     stored = []
     for job in jobs + on.pump():
-        [plan] = on.captures(job.request_id)
+        [plan] = on.views.captures(job.request_id)
         stored.append(plan.stored is not None)
         on.finished(job.request_id, completed=True)
     return stored
@@ -85,7 +85,7 @@ def test_what_is_being_computed_serves_only_who_waited_for_it() -> None:
     say(on, missed=tuple(p.serial for p in fetched(step(on))))
     (job,) = on.pump()
     on.reset("2")
-    [plan] = on.captures(job.request_id)
+    [plan] = on.views.captures(job.request_id)
     assert plan.stored is None, "it may be of both weights: no tier gets it"
     (new,) = admit(on, "new", 0)
     assert computed(on) == [True]

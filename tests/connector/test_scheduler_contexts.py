@@ -49,9 +49,9 @@ def test_a_segment_waits_for_its_context_and_reads_it() -> None:
     on.finished(context.request_id, completed=True)
     assert on.ready(segment.request_id) and not on.ready("r")
 
-    plan, [capture] = on.stream_plan(segment.request_id), on.captures(segment.request_id)
+    plan, [capture] = on.views.stream_plan(segment.request_id), on.views.captures(segment.request_id)
     assert plan is not None and capture.has_context
-    assert on.stream_plan(lead.request_id) is None
+    assert on.views.stream_plan(lead.request_id) is None
     (point,) = plan.points
     assert (point.at, point.columns, point.replace_state) == (0, len(TEXT), True)
     assert plan.kv_positions.tolist() == list(range(len(TEXT)))

@@ -41,7 +41,7 @@ def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -
 def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[SegmentRequest, CapturePlan]]:
     admit(on, tokens, **extra)
     jobs = on.pump()
-    return [(job, plan) for job in jobs for plan in on.captures(job.request_id)]
+    return [(job, plan) for job in jobs for plan in on.views.captures(job.request_id)]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_records_are_moved_from_where_they_were_computed(
         for job, _ in jobs:
             on.finished(job.request_id, completed=True)
         jobs = [(job, None) for job in on.pump()]
-    stream = on.stream_plan("r")
+    stream = on.views.stream_plan("r")
     assert stream is not None and [point.shift for point in stream.points] == [0, shift]
 
 
@@ -121,7 +121,7 @@ def test_successors_that_are_in_records(
     assert (lead[1].successor, document[1].successor) == (None, behind_record)
     for job, _ in (lead, document):
         on.finished(job.request_id, completed=True)
-    stream = on.stream_plan("r")
+    stream = on.views.stream_plan("r")
     assert stream is not None and stream.successors == behind_stream
 
 

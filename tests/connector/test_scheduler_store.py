@@ -99,7 +99,7 @@ def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     (job,) = on.pump()
     assert job.token_ids == DOCUMENTS[1] and job.for_request == "r"
     assert on.hit_tokens("r") == 40
-    [plan] = on.captures(job.request_id)
+    [plan] = on.views.captures(job.request_id)
     assert plan.stored is not None and plan.stored.key == second
     on.finished(job.request_id, completed=True)
     assert on.ready("r")
@@ -114,7 +114,7 @@ def test_without_a_store_nothing_is_fetched_or_stored() -> None:
     on = side(store=False)
     admit(on, "r", 0)
     (job,) = on.pump()
-    [plan] = on.captures(job.request_id)
+    [plan] = on.views.captures(job.request_id)
     assert plan.stored is None
     on.retention.drop_record(plan_key(on, "r"))
     assert fetched(step(on)) == [] and not on.retention.has_orders

@@ -145,7 +145,10 @@ def test_outcomes_become_the_report_once(worker: Worker) -> None:
     worker.others.end(failed, Result.FAILED, "nobody there")
     report = worker.step()
     assert report == WorkerReport(
-        loads={1: LoadCount(taken=1, route="disk", transition_blocks=2), 2: LoadCount(missed=1)},
+        loads={
+            1: LoadCount(taken=1, route="disk", transition_blocks=2),
+            2: LoadCount(missed=1, instead=frozenset()),
+        },
         saved={place(3).key},
         pushed={7: ("",), 8: ("nobody there",)},
     )
@@ -180,7 +183,7 @@ def test_without_a_store_what_is_in_a_shared_tier_is_missed() -> None:
     order = AwaitRecord(place(1))
     worker.step(order)
     worker.others.end(order, Result.IN_SHARED_TIER)
-    assert worker.step() == WorkerReport(loads={1: LoadCount(missed=1)})
+    assert worker.step() == WorkerReport(loads={1: LoadCount(missed=1, instead=frozenset())})
 
 
 def captured(worker: Worker, serial: int) -> None:

@@ -15,7 +15,7 @@ from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.narrow_states import NarrowRecords
-from vllm_hypic.pool.plans import RecordPlace
+from vllm_hypic.pool.plans import RecordPlace, StoredBase
 from vllm_hypic.pool.states import (
     ConvGeometry,
     DecayGeometry,
@@ -257,3 +257,51 @@ def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -
     before = [t.clone() for t in tensors(pool)]
     assert codec.reader(target, codec.expected(target))(buffer) is Verdict.DAMAGED
     assert same(list(tensors(pool)), before)
+
+
+OTHER, THIRD = SegmentKey("cd" * 32), SegmentKey("ef" * 32)
+
+
+def object_of(pool: DevicePool, at: RecordPlace) -> memoryview:
+    codec = codec_of(pool)
+    header = codec.header(at)
+    buffer = memoryview(bytearray(record_nbytes(header)))
+    codec.mover.write(at, header, buffer, lambda whole: None)
+    seal_record(buffer)
+    return buffer
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_columns_are_read_of_those_that_a_record_rests_on(attention: bool) -> None:
+    """A grown record on a shorter one, and a checkpoint of the grown one: states, and no columns."""
+    pool, pages = pool_of(attention), [4, 2, 7, 0]
+    short = replace(place(0, pages, 6, leading=True), key=OTHER)
+    grown = replace(place(1, pages, 13, leading=True), base=StoredBase((OTHER,), 6, 6, 4e8))
+    inside = replace(place(2, pages, 9, leading=True), key=THIRD, base=StoredBase((KEY, OTHER), 9))
+    objects = {at.key: object_of(pool, at) for at in (short, grown, inside)}
+    whole = {at.key: object_of(pool, replace(at, base=None)) for at in (short, grown, inside)}
+    if attention:
+        assert objects[KEY].nbytes < whole[KEY].nbytes and objects[THIRD].nbytes < whole[THIRD].nbytes
+    for at, chain in ((grown, [KEY, OTHER]), (inside, [THIRD, KEY, OTHER]), (short, [OTHER])):
+        other = pool_of(attention)
+        to = replace(at, slot=1, slot_mapping=place(1, [9, 1, 3, 11], len(at.slot_mapping)).slot_mapping)
+        incoming = codec_of(other).incoming(replace(to, base=None))
+        assert incoming.read(objects[at.key][:-1]) is Verdict.DAMAGED
+        while incoming.goes_on:
+            assert incoming.next is not None
+            assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
+        assert incoming.next is None and incoming.read_keys == chain
+        assert object_of(other, replace(to, base=None)) == whole[at.key]
+
+
+def test_records_that_rest_on_each_other_are_not_read_for_ever() -> None:
+    pool = pool_of()
+    one = replace(place(0, [1, 2], 8, leading=True), base=StoredBase((OTHER,), 6))
+    other = replace(place(1, [1, 2], 8, leading=True), key=OTHER, base=StoredBase((KEY,), 6))
+    objects = {at.key: object_of(pool, at) for at in (one, other)}
+    incoming = codec_of(pool_of()).incoming(replace(one, base=None))
+    while incoming.goes_on:
+        assert incoming.next is not None
+        assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
+    assert incoming.next is not None, "it was not taken"
+    assert incoming.read_keys == [KEY, OTHER]

@@ -1,4 +1,4 @@
-"""Runs ``engine_of_ranks.py`` and reads what it found."""
+"""Runs the scripts of engines of several ranks and reads what they found."""
 
 from __future__ import annotations
 
@@ -22,10 +22,28 @@ def stock_answer(model: Path, engine: dict[str, Any]) -> Any:
     return _run(model, engine, 0, None)["plain"]
 
 
-def _run(model: Path, engine: dict[str, Any], prompts: int, options: dict[str, Any] | None) -> Any:
-    script = Path(__file__).parent / "engine_of_ranks.py"
+def turns(model: Path, engine: dict[str, Any], asked: list[int], **options: Any) -> Any:
+    """What such an engine answers to these turns of a conversation (``conversation_of_ranks.py``)."""
+    return _run(model, engine, asked, options, "conversation_of_ranks.py")
+
+
+def _run(
+    model: Path,
+    engine: dict[str, Any],
+    prompts: int | list[int],
+    options: dict[str, Any] | None,
+    name: str = "engine_of_ranks.py",
+) -> Any:
+    script = Path(__file__).parent / name
     done = subprocess.run(
-        [sys.executable, str(script), str(model), json.dumps(engine), str(prompts), json.dumps(options)],
+        [
+            sys.executable,
+            str(script),
+            str(model),
+            json.dumps(engine),
+            json.dumps(prompts),
+            json.dumps(options),
+        ],
         env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **CACHE},
         capture_output=True,
         text=True,

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from oracle import save_mamba2_model, save_short_conv_model
 
 from vllm_hypic.harness.random_models import save_hybrid_model
 
-from .several import answers
+from .several import answers, turns
 
 POOL_BYTES = 6_000_000
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -52,3 +53,19 @@ def test_two_ranks_load_their_parts_from_tiers(tmp_path: Path) -> None:
     found = answers(model, two, prompts=4, pool_bytes=POOL_BYTES, store={"tiers": [disk]})
     assert found["tokens"][:4] == found["tokens"][4:]
     assert not any(found["cached"][:4]) and all(found["cached"][4:])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.engine
+def test_two_ranks_go_on_with_a_conversation_after_a_restart(tmp_path: Path) -> None:
+    """Each fetches its part of a checkpoint, and of what that rests on."""
+    model, two = save_hybrid_model(tmp_path / "model", tie=False), {"tensor_parallel_size": 2}
+    disk = {"type": "disk", "path": str(tmp_path / "disk"), "bytes": "64MiB"}
+    options: dict[str, Any] = {"prefix": "sparse", "page_tokens": 16}
+    before = turns(model, two, [0, 1], **options, store={"tiers": [disk]})
+    assert before["cached"] == [0, 192], "199 // 16 pages of the first turn"
+    after = turns(model, two, [2, 1], **options, store={"tiers": [disk]})
+    assert after["cached"] == [288, 288], "of 290 tokens"
+    whole = turns(model, two, [0, 1, 2], **options)
+    assert [after["tokens"][1], after["tokens"][0]] == whole["tokens"][1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hypic.store.protocol import Located, Presence
+from vllm_hypic.store.protocol import Found, Located, Presence
 from vllm_hypic.store.tiered import TieredStore
 
 from .awkward_tiers import AwkwardTier, full, name, wait_for
@@ -108,3 +108,29 @@ def test_a_closed_store_says_so(opened: Opener) -> None:
     store.close()
     store.locate(name(1), "tier")
     assert answer(store).reason == "the store is closed"
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_which_of_many_are_there(opened: Opener, tells: bool) -> None:
+    """All, where the tier can tell; else the first."""
+    tier = AwkwardTier(tells=tells)
+    store = opened(tier)
+    for i in (70, 90):
+        place(tier, i)
+    names = [name(i) for i in range(100)]
+    ticket = store.find(names)
+    found: list[Found] = []
+    wait_for(lambda: found.extend(store.found()) or found, "an answer")
+    assert found == [Found(ticket, (name(70), name(90)) if tells else (name(70),))]
+    assert "get" not in tier.calls
+
+
+def test_a_tier_that_fails_has_none(opened: Opener) -> None:
+    tier = AwkwardTier(tells=False)
+    store = opened(tier)
+    place(tier, 1)
+    tier.fail("has")
+    ticket = store.find([name(1)])
+    found: list[Found] = []
+    wait_for(lambda: found.extend(store.found()) or found, "an answer")
+    assert found == [Found(ticket, ())]

@@ -71,10 +71,10 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params
             asked = sampling is not None and self._reads_prompt(sampling)
-            stream = self.scheduler.stream_plan(new.req_id, with_prompt=asked or self._looks_drafts_up)
+            stream = self.scheduler.views.stream_plan(new.req_id, with_prompt=asked or self._looks_drafts_up)
             if stream is not None:
                 metadata.streams[new.req_id] = stream
-            if captures := self.scheduler.captures(new.req_id):
+            if captures := self.scheduler.views.captures(new.req_id):
                 metadata.captures[new.req_id] = captures
         return metadata
 
@@ -104,7 +104,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         side = self.scheduler
-        return side is not None and (side.retention.has_orders or side.worker_unfinished)
+        return side is not None and (side.retention.has_orders or side.shared.waits or side.worker_unfinished)
 
     def reset_cache(self) -> bool | None:
         assert self.scheduler is not None

@@ -39,6 +39,8 @@ class LoadCount:
     """Name of the tier that had it, or how it came from another instance; as one rank says."""
     transition_blocks: int = 0
     """Transition blocks that the fullest of these ranks keeps."""
+    instead: frozenset[SegmentKey] | None = None
+    """Records that all ranks whose part was missed have in their tiers; ``None``: none was missed."""
 
     def __add__(self, other: LoadCount) -> LoadCount:
         return LoadCount(
@@ -46,7 +48,14 @@ class LoadCount:
             self.missed + other.missed,
             self.route or other.route,
             max(self.transition_blocks, other.transition_blocks),
+            _in_both(self.instead, other.instead),
         )
+
+
+def _in_both(
+    one: frozenset[SegmentKey] | None, other: frozenset[SegmentKey] | None
+) -> frozenset[SegmentKey] | None:
+    return one if other is None else other if one is None else one & other
 
 
 @dataclass

@@ -20,9 +20,13 @@ NIXL = "nixl"
 
 @dataclass(frozen=True)
 class FetchRecord:
-    """Read a record from the store's tiers into the pool, where ``place`` is reserved for it."""
+    """Read a record from the store's tiers into the pool, where ``place`` is reserved for it.
+
+    Where no tier has it, its outcome says which of the records ``instead`` one has.
+    """
 
     place: RecordPlace
+    instead: tuple[SegmentKey, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class Outcome:
     """Name of the tier that had the record, or ``nixl`` or ``tcp`` for one that another instance sent."""
     transition_blocks: int = 0
     """Transition blocks that the record keeps in the pool; of records that arrived."""
+    instead: frozenset[SegmentKey] = frozenset()
+    """Of a record that was not fetched: the other ones that a tier has."""
 
 
 class OrderQueue:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from ..store.cache_value import ObjectName, object_name
 from ..store.protocol import Reader, Verdict
 from ..store.record import Expected, Fault, RecordHeader, Section, SectionLimit, open_record
 from .copy.base import RecordMover
+from .incoming import IncomingRecord
 from .plans import RecordPlace
 from .states import TRANSITION_DTYPE, StateGeometry
 from .tensors import DevicePool
@@ -39,7 +40,7 @@ class RecordCodec:
 
     def header(self, place: RecordPlace) -> RecordHeader:
         """The header of a complete record; transitions of dead heads are not in it."""
-        sections = self._attention_sections(place)
+        base, sections = place.base, self._attention_sections(place)
         held = self.pool.transition_blocks.held(place.slot)
         for layer, blocks in zip(self.pool.geometry.linear, held, strict=True):
             sections += self._linear_sections(layer, blocks != NO_BLOCK, place.leading)
@@ -50,16 +51,19 @@ class RecordCodec:
             self.part.world,
             len(place.slot_mapping),
             place.leading,
-            place.value_tokens,
-            place.value_flops,
+            place.value_tokens - (0 if base is None else base.tokens),
+            max(0.0, place.value_flops - (0.0 if base is None else base.flops)),
             tuple(sections),
+            *(() if base is None else (base.keys[0], base.columns)),
         )
 
     # -- into the pool -------------------------------------------------------------------------
 
     def expected(self, place: RecordPlace) -> Expected:
         """The one record that may be read into ``place``."""
-        sections = [SectionLimit(s.name, s.dtype, s.shape) for s in self._attention_sections(place)]
+        sections = [
+            SectionLimit(s.name, s.dtype, s.shape, by_column=True) for s in self._attention_sections(place)
+        ]
         for layer in self.pool.geometry.linear:
             everything = np.ones(layer.blocks, dtype=bool)
             for s in self._linear_sections(layer, everything, place.leading):
@@ -73,6 +77,12 @@ class RecordCodec:
             place.leading,
             tuple(sections),
         )
+
+    def incoming(self, place: RecordPlace) -> IncomingRecord:
+        """One record that is read from the store; see :meth:`reader`."""
+        attention = [s.name for s in self._attention_sections(place)]
+        expected = replace(self.expected(place), by_base=True)
+        return IncomingRecord(expected, attention, self._live_heads_agree, self.mover.intake(place))
 
     def reader(self, place: RecordPlace, expected: Expected) -> Reader:
         """Checks an object and has it taken in for ``place``, which must be reserved and offered
@@ -109,7 +119,7 @@ class RecordCodec:
     # -- the layout ----------------------------------------------------------------------------
 
     def _attention_sections(self, place: RecordPlace) -> list[Section]:
-        columns = len(place.slot_mapping)
+        columns = len(place.stored_slots)
         return [
             Section(f"{a.layer}.{part}", _name(a.dtype), (columns, a.kv_heads, a.head_size))
             for a in self.pool.geometry.attention

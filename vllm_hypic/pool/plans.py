@@ -157,10 +157,25 @@ class StreamPlan:
 
 
 @dataclass(frozen=True)
+class StoredBase:
+    """The K and V of a record's first ``columns`` are those of a stored one, and are not stored again.
+
+    ``keys``: that one, the one that it rests on in the same way, and so on; ``tokens`` and ``flops``: what is
+    saved without the record.
+    """
+
+    keys: tuple[SegmentKey, ...]
+    columns: int
+    tokens: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
 class RecordPlace:
     """A record and its place in the pool: what the worker needs to move it to the store, or from there.
 
-    ``slot_mapping [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.
+    ``slot_mapping [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.  ``base``: how
+    it is stored.
     """
 
     serial: int
@@ -170,6 +185,12 @@ class RecordPlace:
     leading: bool
     value_tokens: int
     value_flops: float
+    base: StoredBase | None = None
+
+    @property
+    def stored_slots(self) -> np.ndarray:
+        """Those of ``slot_mapping`` whose K and V are stored with it."""
+        return self.slot_mapping if self.base is None else self.slot_mapping[self.base.columns :]
 
 
 @dataclass(frozen=True)

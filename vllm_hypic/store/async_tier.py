@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -34,6 +34,8 @@ _BYPASSED = "the tier is bypassed"
 _CONTROL_TRIES = 8
 _LATENCIES_KEPT = 10_000
 _REFRESH_S = 1.0
+_LOOKS = 64
+"""Names that one read looks for at most."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,30 @@ class AsyncTier:
         except Unavailable as e:
             return Presence.FAILED, str(e)
         return Presence.THERE if there else Presence.ABSENT, ""
+
+    async def look_for(self, names: Sequence[ObjectName]) -> tuple[ObjectName, ...]:
+        """Those that the tier has, if it can tell; else the first of them, if it is found in time."""
+        there = tuple(name for name in names if self.may_hold(name))
+        if self._tells:
+            return there
+        until = self._clock() + self._settings.deadline_s
+        for at in range(0, len(there), _LOOKS):
+            some = there[at : at + _LOOKS]
+            patience_s = until - self._clock()
+            if patience_s <= 0 or not (self.opened and self.reads.accepts()):
+                break
+            io = IoTask(f"look for {len(some)} objects", partial(self._first_of, some), patience_s)
+            try:
+                first = await self._counted(self.reads.submit(io))
+            except Unavailable:
+                break
+            if first is not None:
+                return (first,)
+        return ()
+
+    def _first_of(self, names: Sequence[ObjectName]) -> ObjectName | None:
+        """Call the tier, until it has one."""
+        return next((name for name in names if self.tier.has(name)), None)
 
     async def _counted(self, io: IoTask[T]) -> T:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -99,6 +99,14 @@ class StoreStats:
     inflight: int = 0
 
 
+@dataclass(frozen=True)
+class Found:
+    """The end of a ``find``: those of its names that a tier has, or only the first of them."""
+
+    ticket: int
+    names: tuple[ObjectName, ...]
+
+
 class SegmentStore(Protocol):
     """Records outside the pool.  One thread calls it (the worker's); no call waits for a tier."""
 
@@ -123,11 +131,22 @@ class SegmentStore(Protocol):
     def holds(self, name: ObjectName) -> bool:
         """Whether a tier that can tell has it, or it is being written.  Changes nothing."""
 
+    def in_all_tiers(self, name: ObjectName) -> bool | None:
+        """Whether every tier has it, or is to get it; ``None``: none is known to lack it, but some cannot
+        tell.  Changes nothing."""
+
     def locate(self, name: ObjectName, tier: str) -> int:
         """Find out whether ``tier`` has the object: when its present write ends, else at once, by asking the
         tier.  Returns a ticket.  ``KeyError``: no such tier."""
 
     def located(self) -> list[Located]:
+        """The answers found out since the last call; each ticket is reported once, within the deadlines."""
+
+    def find(self, names: Sequence[ObjectName]) -> int:
+        """Find out which of ``names`` a tier has: all of these, where it can tell at once, else the first one
+        at least.  Returns a ticket."""
+
+    def found(self) -> list[Found]:
         """The answers found out since the last call; each ticket is reported once, within the deadlines."""
 
     def delete(self, name: ObjectName) -> None: ...

@@ -102,6 +102,7 @@ class RecordHeader:
 
     ``namespace`` and ``key`` are SHA-256 digests in hex; ``columns`` counts the tokens whose K and V are
     kept, ``value_tokens`` and ``value_flops`` what a hit saves (see :class:`~.cache_value.CacheValue`).
+    ``first``: the K and V of so many columns are not here, but are the first ones of the record ``base``.
     """
 
     namespace: str
@@ -113,24 +114,35 @@ class RecordHeader:
     value_tokens: int
     value_flops: float
     sections: tuple[Section, ...]
+    base: str = ""
+    first: int = 0
+
+    @property
+    def own_columns(self) -> int:
+        """Columns whose K and V are here."""
+        return self.columns - self.first
 
 
 @dataclass(frozen=True)
 class SectionLimit:
-    """A section that a reader can take; with ``up_to`` the first dimension may be smaller."""
+    """A section that a reader can take; with ``up_to`` the first dimension may be smaller, with ``by_column``
+    it is that of the record's own columns."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     up_to: bool = False
+    by_column: bool = False
 
     def __post_init__(self) -> None:
         if self.up_to and not self.shape:
             raise ValueError(f"{self.name}: up_to needs a first dimension, the shape is ()")
 
-    def admits(self, section: Section) -> bool:
+    def admits(self, section: Section, own_columns: int) -> bool:
         if (section.name, section.dtype) != (self.name, self.dtype) or len(section.shape) != len(self.shape):
             return False
+        if self.by_column:
+            return section.shape == (own_columns, *self.shape[1:])
         if self.up_to:
             return section.shape[0] <= self.shape[0] and section.shape[1:] == self.shape[1:]
         return section.shape == self.shape
@@ -138,7 +150,10 @@ class SectionLimit:
 
 @dataclass(frozen=True)
 class Expected:
-    """The one record that a reader asked for: anything else is refused, however sound."""
+    """The one record that a reader asked for: anything else is refused, however sound.
+
+    ``or_more``: it may have more columns.  One with a base is no other record, only where ``by_base``.
+    """
 
     namespace: str
     key: str
@@ -147,10 +162,14 @@ class Expected:
     columns: int
     leading: bool
     sections: tuple[SectionLimit, ...]
+    or_more: bool = False
+    by_base: bool = False
 
     @property
     def max_nbytes(self) -> int:
         """Bytes of the largest object that can be it."""
+        if self.or_more:
+            return _MAX_COUNT
         sections = tuple(Section(s.name, s.dtype, s.shape) for s in self.sections)
         largest = RecordHeader(
             self.namespace,
@@ -162,19 +181,23 @@ class Expected:
             _MAX_COUNT,
             _LONGEST_FLOPS,
             sections,
+            *((self.key, self.columns) if self.by_base and self.columns else ()),
         )
         return record_nbytes(largest)
 
     def fault(self, header: RecordHeader) -> Fault | None:
         """Why ``header`` is not the one expected."""
-        found = (header.namespace, header.key, header.rank, header.world, header.columns, header.leading)
-        if found != (self.namespace, self.key, self.rank, self.world, self.columns, self.leading):
+        found = (header.namespace, header.key, header.rank, header.world, header.leading)
+        if found != (self.namespace, self.key, self.rank, self.world, self.leading):
             return Fault.FOREIGN
-        if len(header.sections) != len(self.sections) or not all(
-            limit.admits(section) for limit, section in zip(self.sections, header.sections, strict=True)
-        ):
+        if header.columns != self.columns and not (self.or_more and header.columns > self.columns):
+            return Fault.FOREIGN
+        if header.base and not self.by_base:
             return Fault.LAYOUT
-        return None
+        if len(header.sections) != len(self.sections):
+            return Fault.LAYOUT
+        pairs, own = zip(self.sections, header.sections, strict=True), header.own_columns
+        return None if all(limit.admits(section, own) for limit, section in pairs) else Fault.LAYOUT
 
 
 @dataclass(frozen=True)
@@ -382,6 +405,7 @@ def _canonical(header: RecordHeader) -> bytes:
         "tokens": header.value_tokens,
         "flops": float(header.value_flops),
         "sections": [[s.name, s.dtype, list(s.shape)] for s in header.sections],
+        **({"base": header.base, "first": header.first} if header.base else {}),
     }
     return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")
 
@@ -413,11 +437,17 @@ def _from_fields(fields: object) -> RecordHeader | None:
             "tokens": int(tokens),
             "flops": float(flops),
             "sections": list(table),
+            **rest,
         }:
             sections = tuple(s for s in map(_section, table) if s is not None)
             if len(sections) < len(table):
                 return None
-            return RecordHeader(namespace, key, rank, world, columns, leading, tokens, flops, sections)
+            base, first = rest.get("base", ""), rest.get("first", 0)
+            if not isinstance(base, str) or type(first) is not int:
+                return None
+            return RecordHeader(
+                namespace, key, rank, world, columns, leading, tokens, flops, sections, base, first
+            )
     return None
 
 
@@ -430,12 +460,14 @@ def _section(row: object) -> Section | None:
 
 def _problem(header: RecordHeader) -> str | None:
     """The reason why no record has ``header``, if there is one; its types are right."""
-    for digest in (header.namespace, header.key):
+    for digest in (header.namespace, header.key, *([header.base] if header.base else [])):
         if _DIGEST.fullmatch(digest) is None:
             return f"{digest[:80]!r}: expected a digest of 64 hex digits"
     counts = (header.rank, header.world, header.columns, header.value_tokens)
     if any(type(n) is not int or not 0 <= n <= _MAX_COUNT for n in counts):
         return f"rank, world, columns, tokens are {counts}: expected integers from 0 to {_MAX_COUNT}"
+    if not (0 < header.first <= header.columns if header.base else header.first == 0):
+        return f"{header.first} of {header.columns} columns in the base {header.base[:80]!r}"
     if header.rank >= header.world:
         return f"rank {header.rank} of {header.world}"
     if not (math.isfinite(header.value_flops) and header.value_flops >= 0):

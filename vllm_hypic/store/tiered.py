@@ -20,7 +20,7 @@ from typing import Any
 from .async_tier import AsyncTier, Item
 from .cache_value import CacheValue, ObjectName
 from .executor import Clock
-from .protocol import Fetched, Located, Presence, Reader, Reservation, StoreStats, Verdict
+from .protocol import Fetched, Found, Located, Presence, Reader, Reservation, StoreStats, Verdict
 from .settings import StoreSettings
 from .tasks import Task, Unavailable
 from .tiers.base import Tier
@@ -95,6 +95,7 @@ class TieredStore:
         self._fetches: dict[ObjectName, _Fetch] = {}
         self._expiries: dict[ObjectName, float | None] = {}
         self._located: list[Located] = []
+        self._found: list[Found] = []
         self._tickets = 0
         self._threaded = self._closed = False
 
@@ -261,6 +262,14 @@ class TieredStore:
         with self._lock:
             return self._writes.find(name) is not None or any(tier.holds(name) for tier in self._tiers)
 
+    def in_all_tiers(self, name: ObjectName) -> bool | None:
+        with self._lock:
+            if self._writes.find(name) is not None:
+                return True
+            if any(tier.opened and not tier.may_hold(name) for tier in self._tiers):
+                return False
+            return True if all(tier.holds(name) for tier in self._tiers) else None
+
     def locate(self, name: ObjectName, tier: str) -> int:
         asked = next((t for t in self._tiers if t.name == tier), None)
         if asked is None:
@@ -281,6 +290,27 @@ class TieredStore:
         else:
             presence, reason = await tier.look(name)
         self._located.append(Located(ticket, presence, reason))
+
+    def find(self, names: Sequence[ObjectName]) -> int:
+        with self._lock:
+            self._tickets += 1
+            Task(self._find(self._tickets, tuple(names)))
+            self._begun.notify_all()
+            return self._tickets
+
+    async def _find(self, ticket: int, names: tuple[ObjectName, ...]) -> None:
+        there: set[ObjectName] = set()
+        if not self._closed:
+            there.update(name for name in names if self._writes.find(name) is not None)
+            for tier in self._tiers:
+                there.update(await tier.look_for(names) if tier.readable else ())
+        self._found.append(Found(ticket, tuple(name for name in names if name in there)))
+
+    def found(self) -> list[Found]:
+        self.tick()
+        with self._lock:
+            found, self._found = self._found, []
+            return found
 
     def located(self) -> list[Located]:
         self.tick()

@@ -91,7 +91,7 @@ class Instance:
         self.side.instruct(metadata)
         rows = []
         for request in started:
-            [plan] = self.side.captures(request.request_id)
+            [plan] = self.side.views.captures(request.request_id)
             work = self.side.segment_requests.work_of(request.request_id)
             assert work is not None
             metadata.captures[request.request_id] = (plan,)
@@ -112,7 +112,7 @@ class Instance:
 
     def check(self, name: str) -> None:
         """The records of a request that is ready hold what was computed elsewhere."""
-        stream, plan, seen = self.side.stream_plan(name), self.side.plan_of(name), 0
+        stream, plan, seen = self.side.views.stream_plan(name), self.side.plan_of(name), 0
         assert stream is not None and plan is not None
         for point, segment in zip(stream.points, plan.segments, strict=True):
             columns = stream.slot_mapping[seen : seen + point.columns]

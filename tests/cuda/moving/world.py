@@ -208,7 +208,7 @@ class World:
                 place = order.place
                 self._origins[place.serial] = Origin(self.weights, place.leading)
                 self._deleted.discard(place.key)
-        captures = {job.request_id: self.side.captures(job.request_id)[0] for job in jobs}
+        captures = {job.request_id: self.side.views.captures(job.request_id)[0] for job in jobs}
         self.worker.absorb(metadata)
         assert self.worker.runtime is not None
         rows = []
@@ -244,7 +244,7 @@ class World:
         self._on_passes(lambda: content.put(self.pool, plan.slot, plan.slot_mapping, plan.leading))
 
     def _use(self, name: str) -> None:
-        plan, seen = self.side.stream_plan(name), 0
+        plan, seen = self.side.views.stream_plan(name), 0
         prompt = self.side.plan_of(name)
         assert plan is not None and prompt is not None
         for point, segment in zip(plan.points, prompt.segments, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...primitives.keys import SegmentKey
@@ -70,13 +70,19 @@ class Admission:
     """The composed requests of one engine that have not ended.
 
     Each waits until it is given room for all its records at once, and holds that until it ends.
-    ``max_tenant_fraction``: of the pool, for a tenant's requests together.
+    ``max_tenant_fraction``: of the pool, for a tenant's requests together; ``has_tiers``: what the pool lacks
+    is asked for in tiers before it is computed.
     """
 
     def __init__(
-        self, directory: SegmentDirectory, segment_requests: SegmentRequests, max_tenant_fraction: float
+        self,
+        directory: SegmentDirectory,
+        segment_requests: SegmentRequests,
+        max_tenant_fraction: float,
+        *,
+        has_tiers: bool = False,
     ) -> None:
-        self._directory, self._segment_requests = directory, segment_requests
+        self._directory, self._segment_requests, self._has_tiers = directory, segment_requests, has_tiers
         unlimited = max_tenant_fraction == 1
         self._tenant_share = None if unlimited else directory.total.part(max_tenant_fraction)
         self.requests: dict[str, ComposedRequest] = {}
@@ -104,11 +110,9 @@ class Admission:
         """Keys of the records that requests without room want."""
         return {key for request_id in self._pending for key in self.requests[request_id].wanted}
 
-    def admitted(
-        self, bases: Callable[[ComposedRequest], Mapping[SegmentKey, Entry]]
-    ) -> Iterator[tuple[ComposedRequest, list[Entry]]]:
+    def admitted(self) -> Iterator[tuple[ComposedRequest, list[Entry]]]:
         """Pin the records of waiting requests in the queue's order: who got room now, and the entries that
-        are newly reserved for it.  ``bases``: what those begin with that are computed at once.
+        are newly reserved for it.
 
         Nobody overtakes a request that waits for room, so it cannot starve; one that waits for room in its
         tenant's share lets other tenants go on.  Every plan fits the empty pool, and the share, so none waits
@@ -121,7 +125,7 @@ class Admission:
                 self._raise_holders(request.priority, request.tenant)
                 self.waits = True
                 continue
-            reserved = self._directory.acquire(request.wanted, request.tenant, bases(request))
+            reserved = self._directory.acquire(request.wanted, request.tenant, self._bases(request))
             if reserved is None:
                 self._raise_holders(request.priority)
                 self.waits = True
@@ -133,6 +137,14 @@ class Admission:
             for entry in request.held.values():
                 self.urge(entry, request.priority)
             yield request, reserved
+
+    def _bases(self, request: ComposedRequest) -> dict[SegmentKey, Entry]:
+        """Checkpoints with which records begin that the request lacks, if they cannot come from elsewhere:
+        what comes is whole."""
+        if self._has_tiers or request.transfer.remote or request.outdated:
+            return {}
+        found = ((s.key, self._directory.deepest(s.checkpoints)) for s in request.plan.records)
+        return {key: at[1] for key, at in found if at is not None}
 
     def _held_share(self, tenant: str) -> float:
         return self._directory.held_by(tenant).largest_share(self._directory.total)

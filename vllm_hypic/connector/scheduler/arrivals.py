@@ -88,10 +88,17 @@ class Arrivals:
         """What the next request may await."""
         return Allowance(self._share, sum((a.space for a in self._arrivals.values() if a.remote), Space()))
 
-    def start(self, place: RecordPlace, space: Space, remote_s: float | None) -> bool:
+    def start(
+        self,
+        place: RecordPlace,
+        space: Space,
+        remote_s: float | None,
+        instead: tuple[SegmentKey, ...] = (),
+    ) -> bool:
         """Get the record into its reserved place.  False: it can only be computed.
 
         ``remote_s``: another instance is said to send it within so many seconds; ``None``: none is.
+        ``instead``: of which the store says whether it has them, where it does not have the record.
         One record comes to one place at a time: to that of a deleted one that requests still wait for.
         """
         if place.key in self._keys:
@@ -104,7 +111,7 @@ class Arrivals:
             self._orders.submit(AwaitRecord(place))
         elif self._has_store:
             self._arrivals[place.serial] = Arrival(place.key, remote=False)
-            self._orders.submit(FetchRecord(place))
+            self._orders.submit(FetchRecord(place, instead))
         else:
             return False
         self._keys.add(place.key)

@@ -16,7 +16,7 @@ from ...pool.plans import Space
 from ...primitives.checkpoints import Checkpoint
 from ...primitives.keys import SegmentKey
 from ...store.eviction.base import EvictionPolicy
-from .entries import Entry, Lookup, Need, Spare
+from .entries import Beginning, Entry, Lookup, Need, Spare
 from .pages import Pages
 from .victims import Victims
 
@@ -278,6 +278,8 @@ class SegmentDirectory:
             self._hold_base(record, checkpoint)
         assert record.base is checkpoint
         record.base = None
+        alike = checkpoint.within if checkpoint.is_checkpoint else {checkpoint.key}
+        record.begins = Beginning(checkpoint.serial, checkpoint.columns, frozenset(alike - {record.key}))
         if can_be_deleted:
             checkpoint.within.add(record.key)
         self.policy.hit(checkpoint.key)
@@ -392,10 +394,12 @@ class SegmentDirectory:
         self._drop_if_unused(entry)
         return self._by_serial.get(entry.serial)
 
-    def discard_parts(self, key: SegmentKey) -> None:
-        """Forget the checkpoints that hold a part of this record, whether or not it is here."""
-        for part in [e.key for e in self._entries.values() if key in e.within]:
+    def discard_parts(self, key: SegmentKey) -> list[SegmentKey]:
+        """Forget the checkpoints that hold a part of this record, whether or not it is here; their keys."""
+        parts = [e.key for e in self._entries.values() if key in e.within]
+        for part in parts:
             self.discard(part)
+        return parts
 
     def _drop_if_unused(self, entry: Entry) -> None:
         if entry.forgotten and entry.resident and not entry.pins:

@@ -45,6 +45,16 @@ class Spare:
         return Space(0, 1, self.transition_blocks)
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a record was resumed from: that one's number, its columns, and the records, by key, that begin
+    with the same pages."""
+
+    serial: int
+    columns: int
+    keys: frozenset[SegmentKey]
+
+
 @dataclass(eq=False)
 class Entry:
     """One record: its place, and how many requests use it.  Written by the directory only.
@@ -73,6 +83,8 @@ class Entry:
     """Records of which it holds a part."""
     base: Entry | None = None
     """A pinned record whose pages it was reserved with, until it is resumed from that."""
+    begins: Beginning | None = None
+    """What it was resumed from."""
 
     @property
     def space(self) -> Space:

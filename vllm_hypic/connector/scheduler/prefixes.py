@@ -25,7 +25,8 @@ from .own_prefix import OwnPrefix, PrefixStretch
 class Prefixes:
     """Gives requests their own prefixes to capture.
 
-    ``need`` and ``kept``: see :class:`.Stretches`.
+    ``need`` and ``kept``: see :class:`.Stretches`; ``complete(segment, entry, base)`` is told of records that
+    are.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class Prefixes:
         admission: Admission,
         need: Callable[[CachedSegment, int], Need],
         kept: Callable[[CachedSegment], frozenset[int]],
+        complete: Callable[[CachedSegment, Entry, Entry | None], None],
     ) -> None:
         self._directory, self._admission, self._need, self._kept = directory, admission, need, kept
+        self._complete = complete
         self._begun: dict[str, PromptPlan] = {}
 
     def begin(self, request_id: str, segment: CachedSegment, entry: Entry, priority: int) -> int:
@@ -82,8 +85,10 @@ class Prefixes:
             return
         while own.ahead and own.ahead[0].stop - own.first <= end:
             done = own.ahead.popleft().target
-            self._directory.commit(done)
-            if done is not own.entry:
+            if done is own.entry:
+                self._complete(request.segment(done.key), done, own.base)
+            else:
+                self._directory.commit(done)
                 self._directory.release([done])
 
     def end(self, request: ComposedRequest) -> list[Entry]:

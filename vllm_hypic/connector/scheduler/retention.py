@@ -169,7 +169,8 @@ class Retention:
         self._expiries.set(key, None)
         key = self._namespace.renamed(key)
         self._directory.unkeep(key)
-        self._directory.discard_parts(key)
+        for part in self._directory.discard_parts(key):
+            self._order(StoreAction.DELETE, part)
         if (used := self._directory.discard(key)) is not None:
             self._dropping[used.serial] = key
         self._stored.pop(key, None)

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
-from ...pool.plans import CapturePlan, StreamPlan
 from ...primitives.keys import Namespace, SegmentKey
 from ...primitives.options import NO_TRANSFER, Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
@@ -28,12 +27,15 @@ from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
 from .directory import SegmentDirectory
 from .entries import Entry
+from .fetched import FetchedCheckpoints
 from .island_runs import IslandRuns, whole_runs
 from .placement import PrefixPlacement, SegmentPlacement
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .prefixes import Prefixes
+from .request_views import RequestViews
 from .retention import Retention
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
+from .shared_columns import SharedColumns
 from .stretches import Stretch, Stretches
 from .worker_view import WorkerView
 
@@ -81,18 +83,27 @@ class SchedulerSide:
         self.segment_requests = SegmentRequests(config.dummy_token)
         segments = SegmentPlacement(config, geometry, prefill_flops)
         self._stretches = Stretches(self.directory, self.planner.need, segments.kept)
-        self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
+        tenant_share, has_tiers = config.max_tenant_fraction, bool(config.store.tiers)
+        self.admission = Admission(self.directory, self.segment_requests, tenant_share, has_tiers=has_tiers)
         prefixes = PrefixPlacement(config, geometry, prefill_flops)
-        self.prefixes = Prefixes(self.directory, self.admission, self.planner.need, prefixes.kept)
+        self.prefixes = Prefixes(
+            self.directory, self.admission, self.planner.need, prefixes.kept, self._complete
+        )
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         self.arrivals = Arrivals(
             self._orders,
-            has_store=bool(config.store.tiers),
+            has_store=has_tiers,
             ranks=ranks,
             share=self.directory.total.part(awaited),
         )
         self._deliveries = Deliveries(self._orders, ranks)
         self._view, self._island_runs = WorkerView(geometry), island_runs
+        self.shared = SharedColumns(self.directory, self._view, self._orders, geometry, prefill_flops)
+        self._fetched = FetchedCheckpoints(
+            self.directory, self._stretches, self.arrivals, self.admission, self.segment_requests, self._view
+        )
+        stored = self.shared if has_tiers else None
+        self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
         self.counters = HypicCounters()
         self._held: set[str] = set()
         self._ended_early = False
@@ -161,7 +172,7 @@ class SchedulerSide:
         self.retention.drop_expired()
         self.arrivals.give_up_late()
         started = self._compute_incomplete()
-        for composed, reserved in self.admission.admitted(self._bases):
+        for composed, reserved in self.admission.admitted():
             self.counters.segments_hit += len(composed.wanted) - len(reserved)
             started += self._obtain(composed, reserved)
             self._decline(composed)
@@ -171,14 +182,6 @@ class SchedulerSide:
             self.counters.pool_waits += 1
             self.arrivals.give_up_unoffered()
         return started
-
-    def _bases(self, composed: ComposedRequest) -> dict[SegmentKey, Entry]:
-        """Checkpoints with which records begin that the request lacks, if they cannot come from elsewhere:
-        what comes is whole."""
-        if self.config.store.tiers or composed.transfer.remote or composed.outdated:
-            return {}
-        found = ((s.key, self.directory.deepest(s.checkpoints)) for s in composed.plan.records)
-        return {key: at[1] for key, at in found if at is not None}
 
     def _obtain(self, composed: ComposedRequest, reserved: list[Entry]) -> list[SegmentRequest]:
         """Have missing records of a request fetched or awaited; the segment requests of the rest."""
@@ -199,7 +202,8 @@ class SchedulerSide:
     ) -> bool:
         awaited = entry.key in transfer.remote and allowance.take(entry.space)
         remote_s = transfer.remote_deadline_s if awaited else None
-        return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s)
+        instead = self._fetched.wanted(segment) if self.config.store.tiers else ()
+        return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s, instead)
 
     def _compute(
         self,
@@ -212,12 +216,15 @@ class SchedulerSide:
         """A request for the next stretch of a record, behind ``done``; none where ``owner`` captures it."""
         if segment.is_prefix:
             self._begun(entry, self.prefixes.begin(owner, segment, entry, priority))
+            if done is not None:
+                self.directory.release([done.target])  # the owner has it
             return []
         if done is None:
             stretch = self._stretches.begin(segment, entry)
-            self._begun(entry, stretch.first - segment.head)
         else:
             stretch = self._stretches.after(segment, entry, done)
+        if done is None or done.fetched:
+            self._begun(entry, stretch.first - segment.head)
         context = None
         if segment.context is not None:
             # A pin of its own: whoever asked for the segment may be gone before it is computed.
@@ -240,6 +247,9 @@ class SchedulerSide:
             entry, done = incomplete.entry, incomplete.done
             owners = [c for c in self.admission.requests.values() if c.held.get(entry.key) is entry]
             followers = self.segment_requests.behind(entry)
+            undecided = [c for c in owners if entry.key in c.undecided]
+            for composed in undecided:
+                composed.fresh.add(entry.key)
             waiting = [c.priority for c in owners] + [f.priority for f in followers]
             if owners:
                 segment = owners[0].segment(entry.key)
@@ -251,6 +261,8 @@ class SchedulerSide:
                 self.directory.abort(entry)
                 if done is not None and done.target is not entry:
                     self.directory.release([done.target])
+            for composed in undecided:
+                self._decide(composed, entry.key)
         return started
 
     def _decline(self, composed: ComposedRequest) -> None:
@@ -349,30 +361,6 @@ class SchedulerSide:
         """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
         return self._deliveries.fault(request_id)
 
-    def stream_plan(self, request_id: str, *, with_prompt: bool = False) -> StreamPlan | None:
-        """The worker's view of a request that is about to run and reads records: a composed one, or a segment
-        request with a context.  ``with_prompt``: its sampling, or who drafts, asks for the whole
-        prompt."""
-        composed = self.admission.requests.get(request_id)
-        if composed is not None:
-            plan, islands = composed.running, composed.islands
-            if composed.own is not None and not plan.segments:
-                return None
-            return self._view.stream(plan, composed.held, islands, with_prompt=with_prompt)
-        work = self.segment_requests.work_of(request_id)
-        return None if work is None else self._view.behind(work)
-
-    def captures(self, request_id: str) -> tuple[CapturePlan, ...]:
-        """The worker's view of what a request that is about to run captures: a segment request, or one of its
-        own prefix."""
-        has_tiers = bool(self.config.store.tiers)
-        if (work := self.segment_requests.work_of(request_id)) is not None:
-            return (self._view.capture(work, stored=has_tiers and not work.entry.forgotten),)
-        composed = self.admission.requests.get(request_id)
-        if composed is None or (own := composed.own) is None:
-            return ()
-        return self._view.own(own, stored=has_tiers and not own.entry.forgotten)
-
     def finished(self, request_id: str, *, completed: bool) -> None:
         """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
         self._ended_early |= not completed
@@ -397,15 +385,22 @@ class SchedulerSide:
         if not completed:
             if checkpoint is not None:
                 directory.release([checkpoint])
-                directory.abort(checkpoint)
-            if directory.abort(work.entry):
-                self.segment_requests.compute_later(work.entry)
+            for entry in (checkpoint, work.entry):
+                # Of a checkpoint another may wait for, as it is all of its record.
+                if entry is not None and directory.abort(entry):
+                    self.segment_requests.compute_later(entry)
         elif work.last:
-            directory.commit(work.entry)
+            self._complete(work.segment, work.entry, stretch.base)
         else:
             if checkpoint is not None:
                 directory.commit(checkpoint)
             self.segment_requests.compute_later(work.entry, stretch)
+
+    def _complete(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
+        """A record is whole, whose last stretch was computed behind ``base``."""
+        self.directory.commit(entry)
+        if self.config.store.tiers:
+            self.shared.completed(segment, entry, base)
 
     def take_unwanted(self) -> list[str]:
         """Segment requests whose records nobody waits for any more, if a request was given up since the last
@@ -420,6 +415,7 @@ class SchedulerSide:
     def instruct(self, metadata: HypicMetadata) -> None:
         """Give the worker what came up since the last step."""
         metadata.dropped_slots = self.directory.take_dropped_slots()
+        self.shared.order_checkpoints()
         self.retention.order_late_deletes()
         metadata.orders = self._orders.take()
 
@@ -433,6 +429,7 @@ class SchedulerSide:
         for serial, count in report.loads.items():
             self._arrived(serial, count)
         self.retention.stored(report.saved)
+        self.shared.stored(report.saved)
         for number, faults in report.pushed.items():
             if (fault := self._deliveries.reported(number, faults)) is not None:
                 self.counters.segments_pushed += not fault
@@ -449,32 +446,36 @@ class SchedulerSide:
         self._news = True
         entry = self.directory.of_serial(serial)
         assert entry is not None, f"record {serial} arrived, but nothing is reserved for it"
-        self._decide(entry, found=arrival.found)
         if not arrival.found:
             self.counters.segments_unlanded += arrival.remote
             self.retention.not_stored(arrival.key)
-            self.segment_requests.compute_later(entry)
+            if serial in self._fetched:
+                self._fetched.ended(serial, found=False)
+            elif not self._fetched.start(entry, arrival.count.instead or ()):
+                self.segment_requests.compute_later(entry)
             return
         if arrival.sent:
             self.counters.segments_landed += 1
             self.counters.segments_landed_nixl += arrival.count.route == NIXL
         else:
             self.retention.stored([arrival.key])
+            self.shared.loaded(arrival.key)
             self.counters.segments_loaded += 1
         self.directory.shrink(serial, arrival.count.transition_blocks, self.geometry.transition_block_bytes)
+        if serial in self._fetched:
+            self._fetched.ended(serial, found=True)
+            return
         self.directory.commit(entry)
-
-    def _decide(self, entry: Entry, *, found: bool) -> None:
-        """It is known whether a record that requests asked for must be computed."""
-        key = entry.key
         for composed in self.admission.requests.values():
-            if key in composed.undecided and composed.held[key] is entry:
-                composed.undecided.discard(key)
-                self.counters.segments_hit += found
-                if not found:
-                    composed.fresh.add(key)
-                if not composed.undecided:
-                    self._count(composed)
+            if entry.key in composed.undecided and composed.held[entry.key] is entry:
+                self.counters.segments_hit += 1
+                self._decide(composed, entry.key)
+
+    def _decide(self, composed: ComposedRequest, key: SegmentKey) -> None:
+        """It is known how a record comes that a request asked for."""
+        composed.undecided.discard(key)
+        if not composed.undecided:
+            self._count(composed)
 
     def close(self) -> None:
         """The engine ends."""

@@ -16,9 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...primitives.checkpoints import Checkpoint
 from ...primitives.plan import CachedSegment
 from .directory import SegmentDirectory
 from .entries import Entry, Need
+
+LEAST_GAIN = 0.25
+"""A checkpoint is fetched if so much of its tokens, at least, would have to be computed without it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Stretch:
     before.  States go to ``slot``.
 
     ``target``: the record itself, or a checkpoint, which is pinned; ``base``: a pinned checkpoint, if the
-    tokens before are one's.  ``kept``: where the record should have checkpoints.
+    tokens before are one's.  ``kept``: where the record should have checkpoints.  ``fetched``: it came
+    from a tier.
     """
 
     first: int
@@ -37,6 +42,7 @@ class Stretch:
     kept: frozenset[int]
     base_slot: int | None = None
     base: Entry | None = None
+    fetched: bool = False
 
 
 class Stretches:
@@ -63,10 +69,26 @@ class Stretches:
         self._directory.resume(entry, base)
         return self._next(segment, entry, checkpoint.stop, kept, base.slot, base)
 
+    def deeper(self, segment: CachedSegment) -> tuple[Checkpoint, ...]:
+        """Checkpoints that are worth fetching, the last first: enough of their tokens are behind the last one
+        that is here."""
+        ends = (c.stop for c in reversed(segment.checkpoints) if self._directory.checkpoint_at(c.key))
+        least = next(ends, 0) / (1 - LEAST_GAIN)
+        return tuple(c for c in reversed(segment.checkpoints) if c.stop > least)
+
+    def fetched(self, segment: CachedSegment, entry: Entry, checkpoint: Checkpoint) -> Stretch | None:
+        """Up to a checkpoint of ``entry``, still empty, that is to come from a tier; ``None``: it is being
+        made, or there is no room."""
+        made = self._directory.checkpoint(checkpoint.key, entry, self._need(segment, checkpoint.stop))
+        if made is None:
+            return None
+        return Stretch(segment.head, checkpoint.stop, made.slot, made, frozenset(), fetched=True)
+
     def after(self, segment: CachedSegment, entry: Entry, done: Stretch) -> Stretch:
         """Behind ``done``, which is complete."""
         base = None if done.target is entry else done.target
-        return self._next(segment, entry, done.stop, done.kept, done.slot, base)
+        kept = self._kept(segment) if done.fetched else done.kept
+        return self._next(segment, entry, done.stop, kept, done.slot, base)
 
     def _next(
         self,

@@ -139,11 +139,10 @@ class WorkerView:
             return segment.media
         return tuple(m.moved(offsets[m.start] - m.start) for m in segment.media)
 
-    def own(self, own: OwnPrefix, *, stored: bool) -> tuple[CapturePlan, ...]:
+    def own(self, own: OwnPrefix, *, stored: RecordPlace | None) -> tuple[CapturePlan, ...]:
         """What a request captures of its own prefix; see :meth:`capture` for ``stored``."""
         places, resumed = self.slot_mapping(own.entry), own.base is not None
         positions = np.asarray(own.plan.positions, dtype=np.int64) if resumed else None
-        whole = self.place(own.entry, Role.LEADING) if stored else None
         return tuple(
             CapturePlan(
                 lo=stretch.first - own.first,
@@ -154,13 +153,13 @@ class WorkerView:
                 leading=True,
                 has_context=resumed,
                 serial=stretch.target.serial,
-                stored=whole if stretch.target is own.entry else None,
+                stored=stored if stretch.target is own.entry else None,
             )
             for stretch in own.ahead
         )
 
-    def capture(self, work: SegmentWork, *, stored: bool) -> CapturePlan:
-        """A segment request; ``stored``: the record goes to the store once it is complete."""
+    def capture(self, work: SegmentWork, *, stored: RecordPlace | None) -> CapturePlan:
+        """A segment request; ``stored``: how the record goes to the store, when it is complete with it."""
         segment, entry, stretch = work.segment, work.entry, work.stretch
         lo, leading = segment.prepended + segment.head, segment.role is Role.LEADING
         resumed = stretch.base_slot is not None
@@ -181,7 +180,7 @@ class WorkerView:
             serial=stretch.target.serial if made else 0,
             learned=segment.learned,
             successor=segment.tokens[stretch.stop] if stretch.stop < len(segment.tokens) else None,
-            stored=self.place(entry, segment.role) if stored and work.last else None,
+            stored=stored,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
+from ...primitives.keys import SegmentKey
 from ...store.protocol import StoreStats
 from ..orders import MovingOrder, Order, Outcome, Result
 
@@ -49,8 +50,9 @@ class RecordLink(ABC):
         *,
         route: str = "",
         transition_blocks: int = 0,
+        instead: frozenset[SegmentKey] = frozenset(),
     ) -> None:
-        self._finished.append(Outcome(order, result, reason, route, transition_blocks))
+        self._finished.append(Outcome(order, result, reason, route, transition_blocks, instead))
 
     def take_stats(self) -> StoreStats | None:
         """What the store behind the link counted since the last report; ``None``: there is none, or it is

@@ -136,7 +136,8 @@ class WorkerSide:
                 if self._submit(FetchRecord(place)):
                     self._report.at_store.add(place.serial)
             case FetchRecord(place) | AwaitRecord(place):
-                count = LoadCount(int(done), int(not done), outcome.route, outcome.transition_blocks)
+                instead = None if done else outcome.instead
+                count = LoadCount(int(done), int(not done), outcome.route, outcome.transition_blocks, instead)
                 self._report.loads[place.serial] = count
                 if done and isinstance(outcome.order, AwaitRecord):
                     self._submit(SaveRecord(place))

@@ -1,6 +1,7 @@
 """Worker's side of the segment store: complete records go there, missing ones come from there.
 
 fetch order -> blocks offered -> prefetch (reader fills the pool on the store's thread) -> poll -> outcome
+            -> no tier has it: those it names instead are looked for -> outcome
 save order -> reserve -> copied out of the pool -> commit (checksum and tiers in the background) -> outcome
 
 Where the pool is on a device, copies end in later steps (``pool/copy/staged.py``).
@@ -11,13 +12,15 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...pool.codec import RecordCodec
+from ...pool.incoming import IncomingRecord
 from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
 from ...store.cache_value import CacheValue, ObjectName
-from ...store.protocol import Fetched, Reservation, SegmentStore, StoreStats
+from ...store.protocol import Reservation, SegmentStore, StoreStats
 from ...store.record import record_nbytes, seal_record
 from ...store.totals import since
 from ..orders import ClearCaches, FetchRecord, Order, Result, SaveRecord, StoreAction, StoreOrder
@@ -27,8 +30,30 @@ REPORT_EVERY_S = 1.0
 """Statistics travel to the scheduler no more often."""
 _SAVES_PER_STEP = 4
 """Records that one step copies out of the pool at most; each takes as long as a copy of its bytes."""
+_SEARCH_S = 10.0
+"""Seconds after which what was looked for counts as not found, if the store does not say."""
 _MOST_EXPIRIES = 4096
 """Expiries that are kept for records on their way to the store."""
+
+
+@dataclass
+class _Fetch:
+    """A record on its way; ``route``: the tier that had it, or its first part."""
+
+    order: FetchRecord
+    incoming: IncomingRecord
+    route: str = ""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Others are looked for than a record that no tier has, until a time on the monotonic clock."""
+
+    order: FetchRecord
+    names: dict[ObjectName, SegmentKey]
+    until: float
+    reason: str
+    """Why the record itself was not fetched."""
 
 
 class StoreLink(RecordLink):
@@ -37,7 +62,12 @@ class StoreLink(RecordLink):
     def __init__(self, store: SegmentStore, codec: RecordCodec) -> None:
         super().__init__()
         self.store, self.codec = store, codec
-        self._fetching: dict[ObjectName, FetchRecord] = {}
+        self._fetching: dict[ObjectName, _Fetch] = {}
+        """By the names of the objects that are read, of which each is read for one of them at a time."""
+        self._queued: list[_Fetch] = []
+        """Those whose next object is being read for another."""
+        self._searching: dict[int, _Search] = {}
+        """Records that no tier has, and others are looked for, by the store's ticket."""
         self._unsaved: OrderedDict[int, SaveRecord] = OrderedDict()
         """Records to be copied, by serial, oldest first."""
         self._copying: dict[int, tuple[SaveRecord, Reservation]] = {}
@@ -79,9 +109,12 @@ class StoreLink(RecordLink):
         """Copy complete records out of the pool, as far as the store takes them, oldest first."""
         self.behind = False
         for save in list(self._unsaved.values())[:_SAVES_PER_STEP]:
-            place = save.place
+            place = self._storable(save.place)
+            if place is None:
+                self._forget([save.place.serial])
+                continue
             name, header = self.codec.name_of(place.key), self.codec.header(place)
-            value = CacheValue(place.value_tokens, place.value_flops, record_nbytes(header))
+            value = CacheValue(header.value_tokens, header.value_flops, record_nbytes(header))
             reservation = self.store.reserve(name, value)
             if reservation is None:
                 self.behind = True
@@ -89,6 +122,16 @@ class StoreLink(RecordLink):
             del self._unsaved[place.serial]
             self._copying[place.serial] = save, reservation
             self.codec.mover.write(place, header, reservation.buffer, partial(self._copied, place.serial))
+
+    def _storable(self, place: RecordPlace) -> RecordPlace | None:
+        """How the record is stored: on its base if that is sure to be there, else whole; ``None``: not at
+        all, it is a checkpoint of a record that is not there."""
+        if place.base is None:
+            return place
+        there = [self.store.in_all_tiers(self.codec.name_of(key)) for key in place.base.keys]
+        if place.base.columns == len(place.slot_mapping):
+            return None if False in there else place
+        return place if all(there) else replace(place, base=None)
 
     def _copied(self, serial: int, whole: bool) -> None:
         if serial not in self._copying:
@@ -137,26 +180,60 @@ class StoreLink(RecordLink):
 
     def _fetch(self, order: FetchRecord) -> None:
         place = order.place
-        name, expected = self.codec.name_of(place.key), self.codec.expected(place)
         if not place.leading:
             self.codec.pool.transition_blocks.offer(place.slot)
-        # The scheduler asks for a record again only when its last fetch was reported.
-        if self.store.prefetch(name, expected.max_nbytes, self.codec.reader(place, expected)):
-            self._fetching[name] = order
+        self._read_next(_Fetch(order, self.codec.incoming(place)))
+
+    def _read_next(self, fetch: _Fetch) -> None:
+        incoming = fetch.incoming
+        name = self.codec.name_of(incoming.next or fetch.order.place.key)
+        if name in self._fetching:
+            self._queued.append(fetch)
+        elif incoming.goes_on and self.store.prefetch(name, incoming.most_nbytes, incoming.read):
+            self._fetching[name] = fetch
         else:
-            self._finish(order, Result.FAILED, "no tier has it")
+            self._missed(fetch, "no tier has it")
+
+    def _missed(self, fetch: _Fetch, reason: str) -> None:
+        order = fetch.order
+        self.codec.mover.discard(order.place)
+        for key in fetch.incoming.read_keys:
+            # What it rests on is gone; stored anew it could be read.
+            self.store.delete(self.codec.name_of(key))
+        if not order.instead:
+            self._finish(order, Result.FAILED, reason)
+            return
+        names = {self.codec.name_of(key): key for key in order.instead}
+        ticket = self.store.find(list(names))
+        self._searching[ticket] = _Search(order, names, time.monotonic() + _SEARCH_S, reason)
+
+    def _look_at_searches(self) -> None:
+        for found in self.store.found():
+            if (search := self._searching.pop(found.ticket, None)) is not None:
+                instead = frozenset(search.names[name] for name in found.names)
+                self._finish(search.order, Result.FAILED, search.reason, instead=instead)
+        now = time.monotonic()
+        for ticket in [t for t, search in self._searching.items() if search.until <= now]:
+            search = self._searching.pop(ticket)
+            self._finish(search.order, Result.FAILED, search.reason)
 
     def _poll(self) -> None:
         for fetched in self.store.poll():
-            order = self._fetching.pop(fetched.name)
+            fetch = self._fetching.pop(fetched.name)
+            fetch.route = fetch.route or fetched.tier or ""
             if fetched.tier is None:
-                self.codec.mover.discard(order.place)
-                self._finish(order, Result.FAILED, "no tier had it in time")
+                self._missed(fetch, "no tier had it in time")
+            elif fetch.incoming.next is not None:
+                self._read_next(fetch)
             else:
-                self.codec.mover.settle(order.place, partial(self._fetched, order, fetched))
+                self.codec.mover.settle(fetch.order.place, partial(self._fetched, fetch))
+        queued, self._queued = self._queued, []
+        for fetch in queued:
+            self._read_next(fetch)
+        self._look_at_searches()
 
-    def _fetched(self, order: FetchRecord, fetched: Fetched, transition_blocks: int) -> None:
-        self._finish(order, Result.DONE, route=fetched.tier or "", transition_blocks=transition_blocks)
+    def _fetched(self, fetch: _Fetch, transition_blocks: int) -> None:
+        self._finish(fetch.order, Result.DONE, route=fetch.route, transition_blocks=transition_blocks)
 
     # -- reports -------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class HostMover:
         self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
     ) -> None:
         views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
-        runs = _runs(place.slot_mapping)
+        runs = _runs(place.stored_slots)
         for section, rows in self._kv.items():
             out = views[section].reshape(-1, rows.shape[1])
             for at, first, count in runs:

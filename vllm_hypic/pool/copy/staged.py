@@ -323,7 +323,7 @@ class _Tables:
         ``blocks``: by linear layer, :data:`NO_BLOCK` where the transition is zero; not looked at for leading
         records.
         """
-        strips = [Strip(section, table, place.slot_mapping) for section, table in self._kv.items()]
+        strips = [Strip(section, table, place.stored_slots) for section, table in self._kv.items()]
         for number, (name, layer) in enumerate(self._linear.items()):
             for section, (table, rows) in layer.parts.items():
                 strips.append(Strip(section, table, place.slot * rows + np.arange(rows)))

@@ -1,0 +1,135 @@
+"""Checkpoints that come from a disk tier, in an engine that was restarted: nothing but what is computed again
+differs from one that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from oracle import random_segments
+
+from .conftest import EngineFactory
+from .engines import Answer, Ask, Engine, audit, metrics, prompt, same, store_of
+
+PAGE = 16
+OPTIONS = {
+    "prefix": "sparse",
+    "page_tokens": PAGE,
+    "checkpoint_tokens": 64,
+    "context": "none",
+    "islands": "none",
+    "seam_tokens": 8,
+}
+SYSTEM, LOST, DOCUMENT, QUERY, *PARTS = random_segments(
+    [70, 150, 300, 12, 150, 133, 90, 61, 77, 85, 66], vocab=480, seed=31
+)
+RESUMED = "vllm:hypic_tokens_resumed"
+
+
+def _grown(first: list[int]) -> list[list[int]]:
+    """Prompts of a conversation."""
+    turns = [first]
+    for part in PARTS[1:3]:
+        turns.append(turns[-1] + part)
+    return turns
+
+
+TURNS = _grown(SYSTEM + PARTS[0])
+LOST_TURNS = _grown(LOST)
+FORKS = [LOST[:70] + part for part in PARTS[3:]]
+"""Prompts that part behind so many tokens, which another has, too."""
+
+
+def plain(tokens: list[int], salt: str | None = None) -> Ask:
+    return Ask(tuple(tokens), 4, sampling={"logprobs": -1}, salt=salt)
+
+
+def document(*more: int) -> Ask:
+    return Ask(prompt([*DOCUMENT, *more], query=QUERY), 4, sampling={"logprobs": -1})
+
+
+BEFORE = [plain(TURNS[0]), plain(TURNS[1]), document(), *map(plain, FORKS[:3])]
+AFTER = [plain(TURNS[2]), document(*PARTS[0][:9]), plain(FORKS[3])]
+
+
+@dataclass(frozen=True)
+class Restarted:
+    engine: Engine
+    sizes: list[float]
+    """Bytes that were stored for each of ``BEFORE``."""
+    before: list[Answer]
+
+
+def written(llm: Any) -> float:
+    assert store_of(llm).drain(30)
+    bytes_written: float = store_of(llm).stats().tiers["disk"].written_bytes
+    return bytes_written
+
+
+@pytest.fixture(scope="module", params=["hybrid", "attention"])
+def restarted(
+    request: pytest.FixtureRequest, module_engine: EngineFactory, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Restarted]:
+    model, folder = request.getfixturevalue(f"{request.param}_model"), tmp_path_factory.mktemp("disk")
+    tier = {"type": "disk", "path": str(folder), "bytes": 64 << 20}
+    arguments: dict[str, Any] = {"max_logprobs": -1, "disable_log_stats": False}
+    arguments["options"] = OPTIONS | {"store": {"tiers": [tier]}}
+    with module_engine(model, **arguments) as engine:
+        answers, sizes, seen = [], [], 0.0
+        for asked in BEFORE:
+            answers += engine.ask(asked)
+            sizes.append(engine.call(written) - seen)
+            seen += sizes[-1]
+        others = set(folder.rglob("*.hypic"))
+        engine.ask(plain(LOST_TURNS[0], salt="lost"))
+        engine.call(written)
+        (base,) = set(folder.rglob("*.hypic")) - others
+        engine.ask(plain(LOST_TURNS[1], salt="lost"))
+        engine.call(written)
+        base.unlink()
+    with module_engine(model, **arguments) as engine:
+        yield Restarted(engine, sizes, answers)
+        assert engine.call(audit).clean
+
+
+def pages(tokens: list[int]) -> int:
+    """Tokens of a prompt's record."""
+    return (len(tokens) - 1) // PAGE * PAGE
+
+
+def test_what_was_cached_is_cached(restarted: Restarted) -> None:
+    engine = restarted.engine
+    assert engine.ask(plain(TURNS[2], salt="another"))[0].cached == 0, "tenants share nothing"
+    before = engine.call(metrics).get(RESUMED, 0.0)
+    turn, grown, fork = (engine.ask(asked)[0] for asked in AFTER)
+    assert turn.cached == pages(TURNS[1]), "the turn before"
+    assert fork.cached == 70 // PAGE * PAGE, "where three have parted"
+    # Behind a head of 8 there are checkpoints at 72, 136, 200, 264.
+    assert engine.call(metrics)[RESUMED] - before == turn.cached + fork.cached + 264 - 8
+    again = [engine.ask(asked)[0] for asked in AFTER]
+    engine.reset()
+    never_restarted = [engine.ask(asked)[0] for asked in (*BEFORE, *AFTER)]
+    assert all(same(*pair) for pair in zip(restarted.before, never_restarted, strict=False))
+    for found in ([turn, grown, fork], again):
+        assert all(same(*pair) for pair in zip(found, never_restarted[len(BEFORE) :], strict=True))
+
+
+def test_a_conversation_is_stored_once(restarted: Restarted) -> None:
+    """A turn without the columns of the turn before."""
+    first, second, *_ = restarted.sizes
+    own, grown = pages(TURNS[0]), pages(TURNS[1]) - pages(TURNS[0])
+    states = (first * grown - second * own) / (grown - own)
+    """Bytes that do not grow with the tokens."""
+    assert 0 <= states < 0.5 * first and second < first, restarted.sizes
+
+
+def test_without_what_it_rests_on_a_record_is_computed(restarted: Restarted) -> None:
+    engine = restarted.engine
+    lost = [plain(turn, salt="lost") for turn in LOST_TURNS]
+    (found,) = engine.ask(lost[2])
+    assert found.cached == 0, "the first turn's file is gone, and the second rests on it"
+    engine.call(written)
+    engine.reset()
+    assert same(engine.ask(lost[2])[0], found)

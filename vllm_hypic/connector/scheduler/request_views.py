@@ -1,0 +1,54 @@
+"""What the worker is told of requests that are about to run.  The scheduler's thread only."""
+
+from __future__ import annotations
+
+from ...pool.plans import CapturePlan, RecordPlace, StreamPlan
+from ...primitives.plan import CachedSegment
+from .admission import Admission
+from .entries import Entry
+from .segment_requests import SegmentRequests
+from .shared_columns import SharedColumns
+from .worker_view import WorkerView
+
+
+class RequestViews:
+    """Of composed requests and segment requests.  ``shared`` says how records are stored; ``None``: they are
+    not."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        segment_requests: SegmentRequests,
+        view: WorkerView,
+        shared: SharedColumns | None,
+    ) -> None:
+        self._admission, self._segment_requests = admission, segment_requests
+        self._view, self._shared = view, shared
+
+    def stream_plan(self, request_id: str, *, with_prompt: bool = False) -> StreamPlan | None:
+        """The worker's view of a request that is about to run and reads records: a composed one, or a segment
+        request with a context.  ``with_prompt``: its sampling, or who drafts, asks for the whole
+        prompt."""
+        composed = self._admission.requests.get(request_id)
+        if composed is not None:
+            plan, islands = composed.running, composed.islands
+            if composed.own is not None and not plan.segments:
+                return None
+            return self._view.stream(plan, composed.held, islands, with_prompt=with_prompt)
+        work = self._segment_requests.work_of(request_id)
+        return None if work is None else self._view.behind(work)
+
+    def captures(self, request_id: str) -> tuple[CapturePlan, ...]:
+        """The worker's view of what a request that is about to run captures: a segment request, or one of its
+        own prefix."""
+        if (work := self._segment_requests.work_of(request_id)) is not None:
+            stored = self._stored(work.segment, work.entry) if work.last else None
+            return (self._view.capture(work, stored=stored),)
+        composed = self._admission.requests.get(request_id)
+        if composed is None or (own := composed.own) is None:
+            return ()
+        return self._view.own(own, stored=self._stored(composed.segment(own.entry.key), own.entry))
+
+    def _stored(self, segment: CachedSegment, entry: Entry) -> RecordPlace | None:
+        """How a record goes to the store once it is complete; ``None``: it does not."""
+        return None if self._shared is None or entry.forgotten else self._shared.place(segment, entry)

@@ -1,0 +1,134 @@
+"""What records share is stored once: which of them are stored without columns that another stored one has.
+
+conversation   record of turn 1: whole       that of turn 2: its own columns, on that of turn 1       ...
+checkpoint     states alone, on the record that it was made with, or that was resumed from it
+
+Records of segments are always stored whole: users pin and delete them one by one.  Of checkpoints those go to
+the store that somebody is likely to ask for: the last of a segment, which may grow, and where somebody has
+parted from a record.  The scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...pool.geometry import PoolGeometry
+from ...pool.incoming import MOST_BASES
+from ...pool.plans import RecordPlace, StoredBase
+from ...primitives.keys import Role, SegmentKey
+from ...primitives.plan import CachedSegment
+from ..orders import OrderQueue, SaveRecord
+from .directory import SegmentDirectory
+from .entries import Entry
+from .worker_view import WorkerView
+
+_REMEMBERED = 100_000
+"""Stored records of which it is known what they rest on."""
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A checkpoint of a record, by its number."""
+
+    serial: int
+    role: Role
+
+
+class SharedColumns:
+    """Of one engine.  ``prefill_flops(tokens)``: what computing so many takes."""
+
+    def __init__(
+        self,
+        directory: SegmentDirectory,
+        view: WorkerView,
+        orders: OrderQueue,
+        geometry: PoolGeometry,
+        prefill_flops: Callable[[int], float],
+    ) -> None:
+        self._directory, self._view, self._orders = directory, view, orders
+        self._has_columns, self._prefill_flops = bool(geometry.attention), prefill_flops
+        self._rest_on: OrderedDict[SegmentKey, tuple[SegmentKey, ...] | None] = OrderedDict()
+        """Records that the store was given, and those that they rest on; ``None``: it had them."""
+        self._planned: OrderedDict[SegmentKey, tuple[SegmentKey, ...]] = OrderedDict()
+        """The same of those on their way."""
+        self._due: OrderedDict[SegmentKey, tuple[_Due, ...]] = OrderedDict()
+        """Checkpoints to be stored once the records are."""
+        self._ready: list[tuple[SegmentKey, _Due]] = []
+
+    def place(self, segment: CachedSegment, entry: Entry) -> RecordPlace:
+        """How the record is stored once it is complete."""
+        place, begins = self._view.place(entry, segment.role), entry.begins
+        self._rest_on.pop(entry.key, None)
+        self._plan(entry.key, ())
+        if begins is None or not segment.is_prefix or not self._has_columns:
+            return place
+        known = {key: self._rest_on.get(key) for key in begins.keys}
+        chains = [(key, *behind) for key, behind in known.items() if behind is not None]
+        rests_on = min(chains, key=len, default=())
+        if not 0 < len(rests_on) <= MOST_BASES or entry.key in rests_on:
+            return place
+        self._plan(entry.key, rests_on)
+        flops = self._prefill_flops(segment.head + begins.columns)
+        return replace(place, base=StoredBase(rests_on, begins.columns, begins.columns, flops))
+
+    def completed(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
+        """The record is here, the last of it computed behind ``base``."""
+        begins = entry.begins
+        serials = {begins.serial} if begins is not None else set()
+        if base is not None and not segment.is_prefix:
+            serials.add(base.serial)
+        if entry.forgotten:
+            return
+        self._due[entry.key] = tuple(_Due(serial, segment.role) for serial in sorted(serials))
+        if entry.key in self._rest_on:
+            self._make_ready(entry.key)
+        _bound(self._due)
+
+    def stored(self, keys: Iterable[SegmentKey]) -> None:
+        """The store was given these records."""
+        for key in keys:
+            self._rest_on[key] = self._planned.pop(key, ())
+            self._make_ready(key)
+        _bound(self._rest_on)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next step has something to be stored."""
+        return bool(self._ready)
+
+    def loaded(self, key: SegmentKey) -> None:
+        """The store had this record."""
+        self._rest_on[key] = None
+        _bound(self._rest_on)
+
+    def order_checkpoints(self) -> None:
+        """Have those stored whose records are: with the step's orders, so that none has left the pool."""
+        ready, self._ready = self._ready, []
+        for record, due in ready:
+            entry, behind = self._directory.of_serial(due.serial), self._rest_on.get(record)
+            if entry is None or not self._is_wanted(entry) or behind is None or len(behind) >= MOST_BASES:
+                continue
+            place, rests_on = self._view.place(entry, due.role), (record, *behind)
+            if self._has_columns:
+                self._plan(entry.key, rests_on)
+                place = replace(place, base=StoredBase(rests_on, entry.columns))
+            self._orders.submit(SaveRecord(place))
+
+    def _is_wanted(self, entry: Entry) -> bool:
+        there = entry.resident and not entry.forgotten
+        return there and entry.is_checkpoint and entry.key not in self._rest_on
+
+    def _make_ready(self, key: SegmentKey) -> None:
+        self._ready += [(key, due) for due in self._due.pop(key, ())]
+
+    def _plan(self, key: SegmentKey, rests_on: tuple[SegmentKey, ...]) -> None:
+        self._planned[key] = rests_on
+        _bound(self._planned)
+
+
+def _bound(known: OrderedDict[SegmentKey, Any]) -> None:
+    while len(known) > _REMEMBERED:
+        known.popitem(last=False)
