@@ -27,6 +27,7 @@ from .engines import (
 )
 from .test_aborts import storm
 from .test_concurrency import MAX_FLOOR, NOISE_FACTOR
+from .test_drafts import ARGS, NGRAMS, by_model, watched
 from .test_oracle_agreement import distance as distances
 from .test_oracle_agreement import first_token
 from .test_store import MEMORY, empty_pool, stored
@@ -199,4 +200,22 @@ def test_what_was_captured_on_the_way_goes_to_tiers(start_engine: EngineFactory,
         (loaded,) = engine.ask(fork(0))
         assert [answer.cached for answer in (cold, warm, loaded)] == [0, 336, 336]
         assert same(loaded, warm)
+        assert engine.call(audit).clean
+
+
+@pytest.mark.parametrize("method", ["model", "ngrams"])
+def test_drafts_behind_what_was_captured(
+    start_engine: EngineFactory, attention_model: Path, method: str
+) -> None:
+    """A model that drafts for itself is always right: also in the pass behind the one that captured."""
+    drafts = by_model(attention_model) if method == "model" else NGRAMS
+    args = ARGS | {"num_gpu_blocks_override": 40}
+    with start_engine(attention_model, options=OPTIONS, speculative_config=drafts, **args) as engine:
+        for tokens in (fork(0).tokens, fork(1).tokens, fork(2).tokens, fork(2).tokens):
+            wanted, _ = watched(engine, Ask(tokens, 24, FULL))
+            found, drafted = watched(engine, Ask(tokens, 24))
+            assert found.tokens == wanted.tokens
+            if method == "model":
+                assert drafted.accepted == drafted.tokens > 0
+        assert found.cached == 336
         assert engine.call(audit).clean
