@@ -317,12 +317,22 @@ class SegmentDirectory:
         request that has been admitted must run some day.
         """
         victims = Victims(need, Space(self.free_pages, self.free_slots, self.free_transition_blocks))
-        if not victims.enough:
-            spared = set(wanted)
-            able = [e for e in self._worst_first() if e.resident and not e.pins and e.key not in spared]
-            victims.choose((e for e in able if e.key not in self._kept), self._pages)
-            if not any(e.pins or not e.resident for e in self._by_serial.values()):
-                victims.choose((e for e in able if e.key in self._kept), self._pages)
+        if victims.enough:
+            return []
+        spared, kept = set(wanted), list[Entry]()
+
+        def able() -> Iterator[Entry]:
+            for entry in self._worst_first():
+                if not entry.resident or entry.pins or entry.key in spared:
+                    continue
+                if entry.key in self._kept:
+                    kept.append(entry)
+                else:
+                    yield entry
+
+        victims.choose(able(), self._pages)
+        if not any(e.pins or not e.resident for e in self._by_serial.values()):
+            victims.choose(kept, self._pages)
         return victims.entries if victims.enough else None
 
     def pin(self, entry: Entry) -> None:

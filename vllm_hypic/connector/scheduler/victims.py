@@ -31,12 +31,17 @@ class Victims:
         Passed by, unless all others are too little, are those that give nothing of what is short: where
         pages are, records whose pages others have, too.
         """
-        left = list(able)
+        passed = []
+        for entry in able:
+            if self.enough:
+                return
+            if not self._take(entry, pages, only_of_use=True):
+                passed.append(entry)
         # Who was passed by may be of use once another has gone that had the same pages.
-        for only_of_use in (True, True, False):
-            left = [e for e in left if not self._take(e, pages, only_of_use)]
+        for only_of_use in (True, False):
+            passed = [e for e in passed if not self._take(e, pages, only_of_use=only_of_use)]
 
-    def _take(self, entry: Entry, pages: Pages, only_of_use: bool) -> bool:
+    def _take(self, entry: Entry, pages: Pages, *, only_of_use: bool) -> bool:
         if self.enough:
             return False
         gain = replace(entry.space, pages=pages.freed(entry.pages, self._left))
