@@ -1,39 +1,22 @@
-"""An engine around the real scheduler side: a simulated worker, tiers that outlive it, a clock to be set.
-
-The worker knows what every slot and page of the pool holds.  It checks that nothing is written where somebody
-reads, and that nobody reads what is not whole, or was deleted before the reader came.
-"""
+"""An engine around the real scheduler side: a simulated worker, tiers that outlive it, a clock to be set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
-from vllm_hypic.connector.orders import (
-    AwaitRecord,
-    ClearCaches,
-    FetchRecord,
-    Order,
-    PushRecord,
-    SaveRecord,
-    StopAwaiting,
-    StoreAction,
-    StoreOrder,
-)
+from vllm_hypic.connector.metadata import HypicMetadata, WorkerReport
 from vllm_hypic.connector.scheduler import arrivals, retention
 from vllm_hypic.connector.scheduler.entries import Entry
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
-from vllm_hypic.pool.plans import CapturePlan, RecordPlace, Space, StreamPlan
+from vllm_hypic.pool.plans import CapturePlan, Space
 from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.options import Transfer
@@ -41,6 +24,7 @@ from vllm_hypic.primitives.plan import CachedSegment, PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.eviction import PolicyName
 
+from .simulated_worker import PAGE, Content, Worker
 from .turns import Turns
 
 IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
@@ -48,7 +32,7 @@ LEADS = ((), tuple(range(10, 18)))
 DOCUMENTS = tuple(tuple(range(start, start + n)) for start, n in ((100, 8), (200, 16), (300, 16), (400, 24)))
 TEXT = tuple(range(500, 508))
 QUERY = (900, 901)
-PAGE, HEADS = 8, 2
+HEADS = 2
 
 
 def geometry(pages: int, slots: int) -> PoolGeometry:
@@ -113,169 +97,6 @@ class Clock(ModuleType):
 
 CLOCKED = (arrivals, retention)
 """Modules whose ``time`` is the clock."""
-
-
-@dataclass(frozen=True)
-class Read:
-    """What a running request reads of one record: the worker's number of it, and its pages."""
-
-    slot: int
-    serial: int
-    pages: frozenset[int]
-
-
-@dataclass
-class Content:
-    """What a slot holds: a record, or one of a segment's beginning, that is whole, or not yet."""
-
-    serial: int
-    key: SegmentKey
-    state: int | None = None
-    """Last history of the tokens in it; ``None``: not whole."""
-
-
-def pages_of(slot_mapping: np.ndarray) -> frozenset[int]:
-    return frozenset((slot_mapping // PAGE).tolist())
-
-
-class Worker:
-    """Carries out orders when it is told to.  ``tiers``: records outside the pool."""
-
-    def __init__(
-        self, tiers: set[SegmentKey], ranks: int, histories: dict[SegmentKey, tuple[int, ...]]
-    ) -> None:
-        self.tiers, self.ranks, self.histories = tiers, ranks, histories
-        self.slots: dict[int, Content] = {}
-        self.columns: dict[int, int | None] = {}
-        """The pool's K and V: histories of their tokens, by token slot; ``None``: being written."""
-        self.reads: dict[str, list[Read]] = {}
-        """Of each request that runs."""
-        self.moving: dict[int, RecordPlace] = {}
-        """Records on their way into the pool, by serial; the ones in ``awaited`` from another instance."""
-        self.awaited: set[int] = set()
-        self.instead: dict[int, tuple[SegmentKey, ...]] = {}
-        """What else is looked for, by serial."""
-        self.left: dict[int, int] = {}
-        """Ranks that have yet to report them."""
-        self.unsaved: dict[int, RecordPlace] = {}
-        self.pushing: list[int] = []
-
-    def obey(self, order: Order) -> WorkerReport | None:
-        match order:
-            case FetchRecord(place) | AwaitRecord(place):
-                if isinstance(order, FetchRecord):
-                    self.instead[place.serial] = order.instead
-                assert all(p.key != place.key for p in self.moving.values()), (
-                    "the store refuses a second fetch"
-                )
-                self.write(place.serial, place.slot, place.slot_mapping)
-                self.slots[place.slot] = Content(place.serial, place.key)
-                self.moving[place.serial], self.left[place.serial] = place, self.ranks
-                if isinstance(order, AwaitRecord):
-                    self.awaited.add(place.serial)
-            case SaveRecord(place):
-                assert self.slots[place.slot].serial == place.serial, "another's is saved"
-                self.unsaved[place.serial] = place
-            case StopAwaiting(serial):
-                if serial in self.awaited:
-                    return self.arrive(serial, found=False, ranks=self.left[serial])
-            case PushRecord(number, place):
-                histories = self.histories[place.key]
-                if place.slot in self.slots:  # else its request has gone
-                    assert self.slots[place.slot] == Content(place.serial, place.key, histories[-1])
-                    self.check_columns(place.slot_mapping, histories)
-                self.pushing.append(number)
-            case StoreOrder(StoreAction.DELETE, key):
-                self.tiers.discard(key)
-                self.unsaved = {s: p for s, p in self.unsaved.items() if p.key != key}
-            case ClearCaches():
-                self.tiers.clear()
-                self.unsaved.clear()
-        return None
-
-    def drop(self, slots: Iterable[int]) -> None:
-        dropped = set(slots)
-        self.unsaved = {s: p for s, p in self.unsaved.items() if p.slot not in dropped}
-        for slot in dropped:
-            self.slots.pop(slot, None)
-
-    # -- the pool
-
-    def write(self, serial: int, slot: int, slot_mapping: np.ndarray, histories: Sequence[int] = ()) -> None:
-        """From now on these places change, for the record of this number; to ``histories``, if it is
-        computed.
-
-        One that is computed again writes what is there where a checkpoint was made with it before.
-        """
-        wanted = zip(slot_mapping.tolist(), histories, strict=False)
-        again = [at for at, history in wanted if self.columns.get(at) == history]
-        slot_mapping = np.setdiff1d(slot_mapping, again)
-        pages = pages_of(slot_mapping)
-        for name, reads in self.reads.items():
-            for read in reads:
-                assert read.serial == serial or not (read.slot == slot or read.pages & pages), (
-                    f"record {serial} is written over what {name} reads"
-                )
-        self.columns.update(dict.fromkeys(slot_mapping.tolist()))
-
-    def fill(self, content: Content, slot: int, slot_mapping: np.ndarray, histories: Sequence[int]) -> None:
-        """The record's tokens of these histories, its last ones, are there."""
-        self.slots[slot] = replace(content, state=histories[-1])
-        self.columns.update(zip(slot_mapping.tolist(), histories, strict=True))
-
-    def check_columns(self, slot_mapping: np.ndarray, histories: Sequence[int]) -> None:
-        found = [self.columns[at] for at in slot_mapping.tolist()]
-        assert found == list(histories), "K and V are not there, or another's"
-
-    def read(self, name: str, plan: StreamPlan, records: Sequence[Sequence[int]]) -> list[int]:
-        """A request begins that reads these records, by the histories of their tokens; their serials."""
-        reads, seen = [], 0
-        for point, histories in zip(plan.points, records, strict=True):
-            slot_mapping = plan.slot_mapping[seen : seen + point.columns]
-            seen += point.columns
-            assert point.columns == len(histories)
-            content = self.slots[point.slot]
-            assert content.state == histories[-1], f"{name} reads what is not whole, or another's"
-            self.check_columns(slot_mapping, histories)
-            reads.append(Read(point.slot, content.serial, pages_of(slot_mapping)))
-        self.reads[name] = reads
-        return [read.serial for read in reads]
-
-    # -- what happens
-
-    def arrive(self, serial: int, *, found: bool, ranks: int = 1) -> WorkerReport:
-        """So many ranks have got their part of a record, or could not."""
-        place = self.moving[serial]
-        found = found and (serial in self.awaited or place.key in self.tiers)
-        self.left[serial] -= ranks
-        if not self.left[serial]:
-            del self.moving[serial], self.left[serial]
-            self.awaited.discard(serial)
-        if found:
-            content = self.slots[place.slot]
-            assert (content.serial, content.key) == (serial, place.key), (
-                "its slot was given away while it was made"
-            )
-            self.fill(content, place.slot, place.slot_mapping, self.histories[place.key])
-        instead = None if found else self.tiers.intersection(self.instead.get(serial, ()))
-        count = LoadCount(ranks * found, ranks * (not found), "", 1, instead and frozenset(instead))
-        return WorkerReport(loads={serial: count})
-
-    def leave_in_tier(self, serial: int) -> WorkerReport:
-        """The other instance has left an awaited record in a shared tier."""
-        self.awaited.discard(serial)
-        self.tiers.add(self.moving[serial].key)
-        return WorkerReport(at_store={serial})
-
-    def save(self) -> WorkerReport:
-        """The oldest unsaved record is in the tiers."""
-        key = self.unsaved.pop(next(iter(self.unsaved))).key
-        self.tiers.add(key)
-        return WorkerReport(saved={key})
-
-    def push(self, fault: str) -> WorkerReport:
-        """The oldest order has ended on every rank, on the first one so."""
-        return WorkerReport(pushed={self.pushing.pop(0): (fault, *[""] * (self.ranks - 1))})
 
 
 @dataclass

@@ -11,7 +11,8 @@ from vllm_hypic.primitives.plan import CachedSegment, PoolLimits
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.prefix import build_prefix_plan
 
-from .simulation import PAGE, geometry
+from .simulated_worker import PAGE
+from .simulation import geometry
 
 ROOM = PoolLimits(10_000, 100, PAGE, 100_000)
 
