@@ -430,8 +430,7 @@ class World:
             ops.append(ComposeOp(self.starts[i], self.lengths[i][1], -1, Mode.NONE))
         program = pack(rows, ComposeRow), pack(ops, ComposeOp)
         reference.gdn_compose(x, weights, caches, out, records, *program)
-        segments = linear_step(self.step, BLOCK).segments
-        assert segments is not None
+        (segments,) = linear_step(self.step, BLOCK).segments
         reference.gdn_segments(x, weights, caches, out, records, segments.rows, [])
         self.records = records
         return self.kind.finished(out, self.mixed[: self.tokens].double()), caches, pool

@@ -77,8 +77,7 @@ def programs_of(lengths: Lengths) -> tuple[tuple[Tensor, Tensor], Tensor]:
     for i in (0, 1, 4)[: len(lengths) - 2]:
         rows.append(ComposeRow(i, int(lengths[i][0] > 0), len(ops), len(ops) + 1))
         ops.append(ComposeOp(starts[i], lengths[i][1], -1, Mode.NONE))
-    segments = linear_step(step_of(lengths), BLOCK).segments
-    assert segments is not None
+    (segments,) = linear_step(step_of(lengths), BLOCK).segments
     return (pack(rows, ComposeRow), pack(ops, ComposeOp)), segments.rows
 
 

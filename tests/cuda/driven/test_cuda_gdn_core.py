@@ -197,8 +197,7 @@ def test_the_record_is_that_of_the_interior(kind: Kind) -> None:
 def test_many_segments_are_captured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Summaries of all interiors at once might not fit; the records are the same."""
     world = World(QWEN)
-    rows = linear_step(world.step, BLOCK).segments
-    assert rows is not None
+    (rows,) = linear_step(world.step, BLOCK).segments
     other = rows.rows.clone()
     fields = SegmentRow._fields
     other[:, fields.index("batch_row")], other[:, fields.index("slot")] = 4, 3
