@@ -307,20 +307,13 @@ def saying(config: VllmConfig, name: str, value: object) -> VllmConfig:
     return config
 
 
-def test_kept_memory_sizes_are_refused(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["VLLM_ENABLE_STARTUP_PLAN", "VLLM_USE_BREAKABLE_CUDAGRAPH"])
+def test_what_the_environment_switches_on_is_refused(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    monkeypatch.setenv(name, "1")
     reason = support.refusal(config)
-    assert reason is not None and reason.startswith("VLLM_ENABLE_STARTUP_PLAN=1")
-
-
-def test_breakable_graphs_are_refused(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    reason = support.refusal(config)
-    assert reason is not None and reason.endswith("set VLLM_USE_BREAKABLE_CUDAGRAPH=0")
+    assert reason is not None and reason.startswith(f"{name}=1")
 
 
 def test_expandable_segments_are_refused_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,12 +108,13 @@ TIGHT_PAGES = 10
 """Pages of 32 tokens per segment in a tight engine's pool of three."""
 
 
-def tight_options(units: tuple[int, int]) -> dict[str, Any]:
+def tight_options(units: tuple[int, int], *, slots: int = 3, pages: int = 3 * TIGHT_PAGES) -> dict[str, Any]:
+    """A pool of so many places for states and pages; ``units``: bytes of a page and a place."""
     page, slot = units
     return {
         "page_tokens": 32,
-        "expected_segment_tokens": 32 * TIGHT_PAGES,
-        "pool_bytes": 3 * (slot + TIGHT_PAGES * page),
+        "expected_segment_tokens": 32 * pages // slots,
+        "pool_bytes": slots * slot + pages * page,
         "expected_live_heads": 1.0,
         "store": {"eviction": "lru"},
     }

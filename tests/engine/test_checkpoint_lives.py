@@ -31,10 +31,10 @@ def _engine(
     file = tmp_path_factory.mktemp("context") / "context.txt"
     file.write_text(" ".join(f"w{FIRST_WORD + (7 * i) % 400}" for i in range(90)))
     with module_engine(hybrid_model) as engine:
-        page, slot = engine.call(pool_unit_bytes)
-    options = tight_options((page, slot)) | {"checkpoint_tokens": EVERY, "context_file": str(file)}
+        units = engine.call(pool_unit_bytes)
     # Places for states of seven, and pages of four.
-    options |= {"pool_bytes": 7 * slot + 40 * page, "expected_segment_tokens": 40 * 32 // 7}
+    options = tight_options(units, slots=7, pages=40)
+    options |= {"checkpoint_tokens": EVERY, "context_file": str(file)}
     with module_engine(
         hybrid_model, options=options, **tight_args() | {"max_num_batched_tokens": 96}
     ) as engine:

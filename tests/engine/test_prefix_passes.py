@@ -102,10 +102,9 @@ def test_what_is_captured_on_the_way_is_exact(engine: Engine, model: Path) -> No
         assert ours.largest <= NOISE_FACTOR * whole.largest, f"{ours}; whole: {whole}"
 
 
-def test_what_reads_nothing_is_stock(engine: Engine, attention_model: Path, model: Path) -> None:
+@pytest.mark.parametrize("model", ["attention"], indirect=True)
+def test_what_reads_nothing_is_stock(engine: Engine) -> None:
     """Where no layer has a state, all that happens is that K and V are copied."""
-    if model != attention_model:
-        pytest.skip("states are run by other operators than stock's")
     engine.reset()
     ask = Ask(begun(COMMON, ENDS[1]), 6)
     assert same(*engine.ask_one_by_one(ask, Ask(ask.tokens, 6, FULL)))
@@ -115,9 +114,8 @@ def test_what_reads_nothing_is_stock(engine: Engine, attention_model: Path, mode
 def _tight(module_engine: EngineFactory, hybrid_model: Path) -> Iterator[Engine]:
     """Passes of 96 tokens, few blocks, and a pool of a few of the records."""
     with module_engine(hybrid_model) as engine:
-        page, slot = engine.call(pool_unit_bytes)
-    options = tight_options((page, slot)) | OPTIONS
-    options |= {"pool_bytes": 7 * slot + 40 * page, "expected_segment_tokens": 40 * 32 // 7}
+        units = engine.call(pool_unit_bytes)
+    options = tight_options(units, slots=7, pages=40) | OPTIONS
     with module_engine(
         hybrid_model, options=options, **tight_args() | {"max_num_batched_tokens": 96}
     ) as engine:

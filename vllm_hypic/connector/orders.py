@@ -125,7 +125,7 @@ class Outcome:
     transition_blocks: int = 0
     """Transition blocks that the record keeps in the pool; of records that arrived."""
     instead: frozenset[SegmentKey] = frozenset()
-    """Of a record that was not fetched: the other ones that a tier has."""
+    """Where the record was not fetched: which of the order's ``instead`` the store has."""
 
 
 class OrderQueue:

@@ -84,7 +84,8 @@ class Entry:
     base: Entry | None = None
     """A pinned record whose pages it was reserved with, until it is resumed from that."""
     begins: Beginning | None = None
-    """What it was resumed from."""
+    """The beginning that it has in common with the record from which it was resumed; ``None``: it was
+    computed from its first token on."""
 
     @property
     def space(self) -> Space:

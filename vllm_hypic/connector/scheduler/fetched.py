@@ -32,7 +32,7 @@ class _Fetch:
 
 
 class FetchedCheckpoints:
-    """Those of one engine that are on their way."""
+    """The checkpoints that are on their way from tiers into an engine's pool."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class FetchedCheckpoints:
         self._directory, self._stretches, self._arrivals = directory, stretches, arrivals
         self._admission, self._requests, self._view = admission, requests, view
         self._fetches: dict[int, _Fetch] = {}
-        """By the serials of the checkpoints."""
+        """Fetches by the serials of the checkpoints that they bring."""
 
     def __contains__(self, serial: int) -> bool:
         """Whether the record of this number is a checkpoint on its way."""

@@ -38,7 +38,8 @@ class _Due:
 
 
 class SharedColumns:
-    """Of one engine.  ``prefill_flops(tokens)``: what computing so many takes."""
+    """Says how an engine's records are stored, and has their checkpoints stored.  ``prefill_flops(tokens)``:
+    FLOPs of computing so many."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class StoreLink(RecordLink):
         super().__init__()
         self.store, self.codec = store, codec
         self._fetching: dict[ObjectName, _Fetch] = {}
-        """By the names of the objects that are read, of which each is read for one of them at a time."""
+        """Fetches under way by the name of the object that each reads now; none is read for two at once."""
         self._queued: list[_Fetch] = []
         """Those whose next object is being read for another."""
         self._searching: dict[int, _Search] = {}

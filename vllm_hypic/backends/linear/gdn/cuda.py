@@ -76,7 +76,8 @@ class CUDADeltaNet(DeltaNet):
         operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), out, records)
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
-        """With the summaries of interiors, which the operators keep beside what rows take."""
+        """What a pass of so many rows allocates: also summaries of interiors, which the operators keep while
+        they run."""
         own = super().scratch(rows, dtype)
         summaries = min(rows, self._segments_at_once()) * self._summary_bytes()
         return own._replace(working=own.working + summaries)
@@ -85,7 +86,7 @@ class CUDADeltaNet(DeltaNet):
         return max(1, SUMMARY_BYTES // self._summary_bytes())
 
     def _summary_bytes(self) -> int:
-        """Of one interior: S before and behind it, and T, in float32."""
+        """Bytes of one interior's summary: S before and behind it, and T, in float32."""
         heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
         return heads * ((2 * V + K) * K + 1) * torch.float32.itemsize
 
