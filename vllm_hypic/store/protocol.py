@@ -22,7 +22,8 @@ class Verdict(Enum):
 
 Reader = Callable[[memoryview], Verdict]
 """Checks an object's bytes and takes them over.  Runs on a thread of the store, at most once at a time per
-fetch, and never after that fetch was reported by ``poll``."""
+fetch, and never after that fetch was reported by ``poll``.  It may keep the view, which stays valid
+as long as it is referenced."""
 
 
 @dataclass
