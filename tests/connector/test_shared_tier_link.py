@@ -160,13 +160,13 @@ def test_a_tier_that_does_not_take_it(worker: Worker, error: TierError, says: st
 
 
 def test_a_tier_that_is_down(worker: Worker) -> None:
-    worker.tier.fail("has")
+    worker.tier.fail("first")
     worker.order(7)
-    assert worker.end_of(7) == "tier team: TierError: has failed"
+    assert worker.end_of(7) == "tier team: TierError: first failed"
 
 
 def test_a_tier_that_forgets_at_once(worker: Worker) -> None:
-    worker.tier.before["has"] = worker.tier.objects.clear
+    worker.tier.before["first"] = worker.tier.objects.clear
     worker.link.submit(SaveRecord(place(1)))
     worker.step()  # written before the order comes
     assert worker.store.drain(30)
@@ -177,7 +177,7 @@ def test_a_tier_that_forgets_at_once(worker: Worker) -> None:
 
 def test_a_tier_that_keeps_nothing(worker: Worker) -> None:
     """It takes the record and has lost it when it is asked: it is written for the order once, and no more."""
-    worker.tier.before["has"] = worker.tier.objects.clear
+    worker.tier.before["first"] = worker.tier.objects.clear
     worker.order(7)
 
     def ended() -> dict[int, str]:
@@ -199,7 +199,7 @@ def test_a_full_queue_is_not_waited_for(worker: Worker) -> None:
 
 
 def test_the_deadline_ends_it(worker: Worker) -> None:
-    worker.tier.hang("has")
+    worker.tier.hang("first")
     worker.order(7)
     assert worker.step() == {}
     worker.now = 9.9
@@ -213,7 +213,7 @@ def test_the_deadline_ends_it(worker: Worker) -> None:
 
 def test_a_record_that_left_the_pool_is_not_read_there(worker: Worker) -> None:
     """Its request has gone, and its slot holds another record by now."""
-    hang = worker.tier.hang("has")
+    hang = worker.tier.hang("first")
     worker.order(7)
     worker.order(8, record=2)
     worker.step()
@@ -235,4 +235,4 @@ def test_after_the_caches_were_emptied_nothing_goes_there(worker: Worker) -> Non
 
 def test_orders_to_instances_are_none_of_its_business(worker: Worker) -> None:
     assert not worker.shared.submit(PushRecord(7, place(1), "tcp://127.0.0.1:7100", 10.0))
-    assert worker.step() == {} and worker.tier.calls.count("has") == 0
+    assert worker.step() == {} and worker.tier.calls.count("first") == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
 from vllm_hypic.store.tiers.base import Held, TierError, TierFull
@@ -100,9 +100,9 @@ class AwkwardTier:
         self._begin("get")
         return data
 
-    def has(self, name: ObjectName) -> bool:
-        self._begin("has")
-        return name in self.objects
+    def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
+        self._begin("first")
+        return next((name for name in names if name in self.objects), None)
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._begin("put")

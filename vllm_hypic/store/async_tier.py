@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from .cache_value import CacheValue, ObjectName
 from .executor import Clock, Dropped, Failed, IoTask, Refused, TimedOut, WatchdogExecutor
-from .protocol import Presence, TierStats
+from .protocol import TierStats
 from .settings import StoreSettings
 from .tasks import Future, Task, Unavailable
 from .tiers.base import Tier
@@ -35,7 +35,7 @@ _CONTROL_TRIES = 8
 _LATENCIES_KEPT = 10_000
 _REFRESH_S = 1.0
 _LOOKS = 64
-"""Names that one read looks for at most."""
+"""Names that one call looks for at most."""
 
 
 @dataclass(frozen=True)
@@ -228,45 +228,28 @@ class AsyncTier:
             io = IoTask(f"get {name}", partial(self.tier.get, name, limit), patience_s)
             Task(self._counted(self.reads.submit(io)))
 
-    async def look(self, name: ObjectName) -> tuple[Presence, str]:
-        """Whether the tier has the object, after the writes that have ended, and why it cannot say."""
-        intent = self._intents.get(name)
-        if intent is not None and not intent.present:
-            return Presence.ABSENT, ""  # once what is queued is worked off
+    async def look_for(self, names: Sequence[ObjectName], until: float) -> tuple[Sequence[ObjectName], str]:
+        """Those that the tier has, after the writes that have ended, if it can tell; else the first of them,
+        if it is found by ``until``; and why it cannot say."""
         if not (self.opened and self.reads.accepts()):
-            return Presence.FAILED, _BYPASSED
-        io = IoTask(f"look for {name}", partial(self.tier.has, name), self._settings.deadline_s)
-        try:
-            there = await self._counted(self.reads.submit(io))
-        except TimedOut:
-            return Presence.FAILED, f"it did not answer within {io.patience_s:.3g} s"
-        except Unavailable as e:
-            return Presence.FAILED, str(e)
-        return Presence.THERE if there else Presence.ABSENT, ""
-
-    async def look_for(self, names: Sequence[ObjectName]) -> tuple[ObjectName, ...]:
-        """Those that the tier has, if it can tell; else the first of them, if it is found in time."""
-        there = tuple(name for name in names if self.may_hold(name))
+            return (), _BYPASSED
+        there = [name for name in names if self.may_hold(name)]
         if self._tells:
-            return there
-        until = self._clock() + self._settings.deadline_s
+            return there, ""
         for at in range(0, len(there), _LOOKS):
-            some = there[at : at + _LOOKS]
-            patience_s = until - self._clock()
-            if patience_s <= 0 or not (self.opened and self.reads.accepts()):
-                break
-            io = IoTask(f"look for {len(some)} objects", partial(self._first_of, some), patience_s)
+            some, patience_s = there[at : at + _LOOKS], until - self._clock()
+            if patience_s <= 0:
+                return (), "it did not answer in time"
+            io = IoTask(f"look for {some[0]}", partial(self.tier.first, some), patience_s, until=until)
             try:
                 first = await self._counted(self.reads.submit(io))
-            except Unavailable:
-                break
+            except TimedOut:
+                return (), f"it did not answer within {self._settings.deadline_s:.3g} s"
+            except Unavailable as e:
+                return (), str(e)
             if first is not None:
-                return (first,)
-        return ()
-
-    def _first_of(self, names: Sequence[ObjectName]) -> ObjectName | None:
-        """Call the tier, until it has one."""
-        return next((name for name in names if self.tier.has(name)), None)
+                return (first,), ""
+        return (), ""
 
     async def _counted(self, io: IoTask[T]) -> T:
         try:

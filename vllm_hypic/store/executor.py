@@ -48,13 +48,20 @@ class Refused(Failed):
 
 class IoTask(Future[T]):
     """One blocking call: ends with what it returns, or with :class:`Dropped`, :class:`TimedOut`, or
-    :class:`Failed`.  ``what`` names it in the log; one that ``stays`` is kept while its tier is bypassed."""
+    :class:`Failed`.  ``what`` names it in the log; one that ``stays`` is kept while its tier is bypassed; if
+    it has not begun at ``until``, it is given up."""
 
     def __init__(
-        self, what: str, call: Callable[[], T], patience_s: float = math.inf, *, stays: bool = False
+        self,
+        what: str,
+        call: Callable[[], T],
+        patience_s: float = math.inf,
+        *,
+        stays: bool = False,
+        until: float = math.inf,
     ) -> None:
         super().__init__()
-        self.what, self.call, self.patience_s, self.stays = what, call, patience_s, stays
+        self.what, self.call, self.patience_s, self.stays, self.until = what, call, patience_s, stays, until
         self.started = self.seconds = 0.0
         """When it began, on the executor's clock, and how long it took."""
         self.watched = True
@@ -150,6 +157,8 @@ class WatchdogExecutor:
     def expire(self, now: float) -> None:
         """Give up what outlasted its patience at ``now``."""
         with self._lock:
+            for task in [task for task in self._queue if now >= task.until]:
+                self.withdraw(task)
             for task in list(self._running):
                 if task.watched and now - task.started >= task.patience_s:
                     self._running.remove(task)

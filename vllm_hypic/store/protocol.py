@@ -44,23 +44,14 @@ class Fetched:
     seconds: float
 
 
-class Presence(Enum):
-    """Whether an object is in one tier."""
+@dataclass
+class Look:
+    """A look for objects, which the store fills in."""
 
-    THERE = "there"
-    ABSENT = "absent"
-    FAILED = "failed"
-    """The tier cannot say, or did not take the object."""
-
-
-@dataclass(frozen=True)
-class Located:
-    """The end of a ``locate``."""
-
-    ticket: int
-    presence: Presence
-    reason: str
-    """The fault, if it failed; else empty."""
+    there: frozenset[ObjectName] | None = None
+    """``None``: it is not known yet."""
+    fault: str = ""
+    """Why a tier cannot say, or did not take an object; else empty."""
 
 
 @dataclass
@@ -100,14 +91,6 @@ class StoreStats:
     inflight: int = 0
 
 
-@dataclass(frozen=True)
-class Found:
-    """The end of a ``find``: those of its names that a tier has, or only the first of them."""
-
-    ticket: int
-    names: tuple[ObjectName, ...]
-
-
 class SegmentStore(Protocol):
     """Records outside the pool.  One thread calls it (the worker's); no call waits for a tier."""
 
@@ -136,19 +119,10 @@ class SegmentStore(Protocol):
         """Whether every tier has it, or is to get it; ``None``: none is known to lack it, but some cannot
         tell.  Changes nothing."""
 
-    def locate(self, name: ObjectName, tier: str) -> int:
-        """Find out whether ``tier`` has the object: when its present write ends, else at once, by asking the
-        tier.  Returns a ticket.  ``KeyError``: no such tier."""
-
-    def located(self) -> list[Located]:
-        """The answers found out since the last call; each ticket is reported once, within the deadlines."""
-
-    def find(self, names: Sequence[ObjectName]) -> int:
-        """Find out which of ``names`` a tier has: all of these, where it can tell at once, else the first one
-        at least.  Returns a ticket."""
-
-    def found(self) -> list[Found]:
-        """The answers found out since the last call; each ticket is reported once, within the deadlines."""
+    def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> Look:
+        """Find out within the deadline which of ``names`` a tier has: all of these where it can tell at once,
+        else the first one at least.  ``tier``: this one is asked, once their present writes to it have ended
+        (``KeyError``: there is none); otherwise all are, and what is being written is there."""
 
     def delete(self, name: ObjectName) -> None: ...
 

@@ -20,7 +20,7 @@ from typing import Any
 from .async_tier import AsyncTier, Item
 from .cache_value import CacheValue, ObjectName
 from .executor import Clock
-from .protocol import Fetched, Found, Located, Presence, Reader, Reservation, StoreStats, Verdict
+from .protocol import Fetched, Look, Reader, Reservation, StoreStats, Verdict
 from .settings import StoreSettings
 from .tasks import Task, Unavailable
 from .tiers.base import Tier
@@ -94,9 +94,6 @@ class TieredStore:
         self._writes = WriteBehind(self._tiers, self._settings, self._lock, clock)
         self._fetches: dict[ObjectName, _Fetch] = {}
         self._expiries: dict[ObjectName, float | None] = {}
-        self._located: list[Located] = []
-        self._found: list[Found] = []
-        self._tickets = 0
         self._threaded = self._closed = False
 
     # -- life
@@ -270,53 +267,35 @@ class TieredStore:
                 return False
             return True if all(tier.holds(name) for tier in self._tiers) else None
 
-    def locate(self, name: ObjectName, tier: str) -> int:
-        asked = next((t for t in self._tiers if t.name == tier), None)
-        if asked is None:
+    def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> Look:
+        asked = [t for t in self._tiers if tier in (None, t.name)]
+        if not asked:
             raise KeyError(f"no tier is named {tier!r}: there are {[t.name for t in self._tiers]}")
+        look = Look()
         with self._lock:
-            self._tickets += 1
-            Task(self._locate(self._tickets, name, asked))
+            Task(self._look_for(look, tuple(names), asked, None if tier is None else asked[0]))
             self._begun.notify_all()
-            return self._tickets
+        return look
 
-    async def _locate(self, ticket: int, name: ObjectName, tier: AsyncTier) -> None:
-        writing = self._writes.find(name)
-        if self._closed:
-            presence, reason = Presence.FAILED, "the store is closed"
-        elif writing is not None and not writing.ended[tier.name].done:
-            reason = await writing.ended[tier.name]
-            presence = Presence.FAILED if reason else Presence.THERE
-        else:
-            presence, reason = await tier.look(name)
-        self._located.append(Located(ticket, presence, reason))
-
-    def find(self, names: Sequence[ObjectName]) -> int:
-        with self._lock:
-            self._tickets += 1
-            Task(self._find(self._tickets, tuple(names)))
-            self._begun.notify_all()
-            return self._tickets
-
-    async def _find(self, ticket: int, names: tuple[ObjectName, ...]) -> None:
+    async def _look_for(
+        self, look: Look, names: tuple[ObjectName, ...], tiers: Sequence[AsyncTier], only: AsyncTier | None
+    ) -> None:
         there: set[ObjectName] = set()
-        if not self._closed:
-            there.update(name for name in names if self._writes.find(name) is not None)
-            for tier in self._tiers:
-                there.update(await tier.look_for(names) if tier.readable else ())
-        self._found.append(Found(ticket, tuple(name for name in names if name in there)))
-
-    def found(self) -> list[Found]:
-        self.tick()
-        with self._lock:
-            found, self._found = self._found, []
-            return found
-
-    def located(self) -> list[Located]:
-        self.tick()
-        with self._lock:
-            located, self._located = self._located, []
-            return located
+        look.fault = "the store is closed" if self._closed else ""
+        for name in names:
+            if (writing := self._writes.find(name)) is None:
+                continue
+            if only is not None and writing.ended[only.name].done:
+                continue  # the tier knows
+            fault = "" if only is None else await writing.ended[only.name]
+            look.fault = look.fault or fault
+            there.update(() if fault else (name,))
+        until = self._clock() + self._settings.deadline_s
+        for tier in () if look.fault else tiers:
+            found, fault = await tier.look_for([name for name in names if name not in there], until)
+            there.update(found)
+            look.fault = look.fault or fault
+        look.there = frozenset(there)
 
     # -- managing
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ...primitives.options import tier_of
-from ...store.protocol import Presence
+from ...store.protocol import Look
 from ..orders import OUTDATED, ClearCaches, Order, PushRecord, Result, SaveRecord
 from .link import RecordLink
 from .store_link import StoreLink
 from .transfer_link import LEFT_THE_POOL
 
 
-@dataclass
+@dataclass(eq=False)
 class _Push:
     """One order that has not ended."""
 
@@ -29,6 +29,8 @@ class _Push:
     """Deadline on the monotonic clock."""
     saved: bool = False
     """The record was given to the store for this order: once is enough."""
+    look: Look | None = None
+    """The tier is asked; ``None``: the record is on its way into the store's queue."""
 
 
 class SharedTierLink(RecordLink):
@@ -43,10 +45,7 @@ class SharedTierLink(RecordLink):
     ) -> None:
         super().__init__()
         self._store, self._tiers, self._clock = store, tiers, clock
-        self._waiting: dict[int, _Push] = {}
-        """Orders whose records are still on their way into the store's queue, by number."""
-        self._asked: dict[int, _Push] = {}
-        """Orders whose tiers were asked, by the store's ticket."""
+        self._pushes: list[_Push] = []
 
     def drop(self, slots: Collection[int]) -> None:
         self._end_those(lambda push: push.order.place.slot in slots, lambda push: LEFT_THE_POOL)
@@ -55,7 +54,7 @@ class SharedTierLink(RecordLink):
         match order:
             case PushRecord(destination=destination) if (identity := tier_of(destination)) is not None:
                 push = _Push(order, self._tiers[identity], self._clock() + order.deadline_s)
-                self._waiting[order.number] = push
+                self._pushes.append(push)
             case ClearCaches():
                 self._end_those(lambda push: True, lambda push: OUTDATED)
             case _:
@@ -64,38 +63,36 @@ class SharedTierLink(RecordLink):
 
     def advance(self) -> None:
         """See how far the orders are."""
-        for located in self._store.store.located():
-            if (push := self._asked.pop(located.ticket, None)) is not None:
-                self._go_on(push, located.presence, located.reason)
-        for number, push in list(self._waiting.items()):
-            if not self._store.is_saving(push.order.place):
-                del self._waiting[number]
+        for push in list(self._pushes):
+            if push.look is not None:
+                if push.look.there is not None:
+                    self._go_on(push, push.look)
+            elif not self._store.is_saving(push.order.place):
                 name = self._store.codec.name_of(push.order.place.key)
-                self._asked[self._store.store.locate(name, push.tier)] = push
+                push.look = self._store.store.look_for([name], push.tier)
             elif self._store.behind:
-                self._end(self._waiting.pop(number), "too much waits to be written (store.queue_bytes)")
+                self._end(push, "too much waits to be written (store.queue_bytes)")
         now = self._clock()
         self._end_those(
             lambda push: push.until <= now, lambda push: f"not there after {push.order.deadline_s:.3g} s"
         )
 
-    def _go_on(self, push: _Push, presence: Presence, reason: str) -> None:
-        if presence is Presence.THERE:
+    def _go_on(self, push: _Push, look: Look) -> None:
+        if look.there:
+            self._pushes.remove(push)
             self._finish(push.order, Result.DONE)
-        elif presence is Presence.ABSENT and not push.saved:
-            push.saved = True
-            self._store.submit(SaveRecord(push.order.place))
-            self._waiting[push.order.number] = push
+        elif look.fault or push.saved:
+            self._end(push, look.fault or "it left the tier at once")
         else:
-            self._end(push, reason or "it left the tier at once")
+            push.saved, push.look = True, None
+            self._store.submit(SaveRecord(push.order.place))
 
     def _end_those(self, due: Callable[[_Push], bool], reason: Callable[[_Push], str]) -> None:
-        for pushes in (self._waiting, self._asked):
-            for number in [n for n, push in pushes.items() if due(push)]:
-                push = pushes.pop(number)
-                self._end(push, reason(push))
+        for push in [push for push in self._pushes if due(push)]:
+            self._end(push, reason(push))
 
     def _end(self, push: _Push, reason: str) -> None:
+        self._pushes.remove(push)
         self._finish(push.order, Result.FAILED, f"tier {push.tier}: {reason}")
 
     def _poll(self) -> None:

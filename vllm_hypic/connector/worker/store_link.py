@@ -20,7 +20,7 @@ from ...pool.incoming import IncomingRecord
 from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
 from ...store.cache_value import CacheValue, ObjectName
-from ...store.protocol import Reservation, SegmentStore, StoreStats
+from ...store.protocol import Look, Reservation, SegmentStore, StoreStats
 from ...store.record import record_nbytes, seal_record
 from ...store.totals import since
 from ..orders import ClearCaches, FetchRecord, Order, Result, SaveRecord, StoreAction, StoreOrder
@@ -30,8 +30,6 @@ REPORT_EVERY_S = 1.0
 """Statistics travel to the scheduler no more often."""
 _SAVES_PER_STEP = 4
 """Records that one step copies out of the pool at most; each takes as long as a copy of its bytes."""
-_SEARCH_S = 10.0
-"""Seconds after which what was looked for counts as not found, if the store does not say."""
 _MOST_EXPIRIES = 4096
 """Expiries that are kept for records on their way to the store."""
 
@@ -47,11 +45,11 @@ class _Fetch:
 
 @dataclass(frozen=True)
 class _Search:
-    """Others are looked for than a record that no tier has, until a time on the monotonic clock."""
+    """Others are looked for than a record that no tier has."""
 
     order: FetchRecord
     names: dict[ObjectName, SegmentKey]
-    until: float
+    look: Look
     reason: str
     """Why the record itself was not fetched."""
 
@@ -66,8 +64,7 @@ class StoreLink(RecordLink):
         """Fetches under way by the name of the object that each reads now; none is read for two at once."""
         self._queued: list[_Fetch] = []
         """Those whose next object is being read for another."""
-        self._searching: dict[int, _Search] = {}
-        """Records that no tier has, and others are looked for, by the store's ticket."""
+        self._searching: list[_Search] = []
         self._unsaved: OrderedDict[int, SaveRecord] = OrderedDict()
         """Records to be copied, by serial, oldest first."""
         self._copying: dict[int, tuple[SaveRecord, Reservation]] = {}
@@ -204,18 +201,16 @@ class StoreLink(RecordLink):
             self._finish(order, Result.FAILED, reason)
             return
         names = {self.codec.name_of(key): key for key in order.instead}
-        ticket = self.store.find(list(names))
-        self._searching[ticket] = _Search(order, names, time.monotonic() + _SEARCH_S, reason)
+        self._searching.append(_Search(order, names, self.store.look_for(list(names)), reason))
 
     def _look_at_searches(self) -> None:
-        for found in self.store.found():
-            if (search := self._searching.pop(found.ticket, None)) is not None:
-                instead = frozenset(search.names[name] for name in found.names)
+        searches, self._searching = self._searching, []
+        for search in searches:
+            if (there := search.look.there) is None:
+                self._searching.append(search)
+            else:
+                instead = frozenset(search.names[name] for name in there)
                 self._finish(search.order, Result.FAILED, search.reason, instead=instead)
-        now = time.monotonic()
-        for ticket in [t for t, search in self._searching.items() if search.until <= now]:
-            search = self._searching.pop(ticket)
-            self._finish(search.order, Result.FAILED, search.reason)
 
     def _poll(self) -> None:
         for fetched in self.store.poll():

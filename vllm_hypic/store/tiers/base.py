@@ -5,7 +5,7 @@ A tier knows nothing of records: bytes in, the same bytes out.  Whoever reads ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,9 +48,9 @@ class Tier(Protocol):
         The view stays valid as long as it is referenced.  Counts as use for eviction.
         """
 
-    def has(self, name: ObjectName) -> bool:
-        """Whether a :meth:`get` would find the object now, as the place itself says; its bytes do not come
-        here.  May count as use."""
+    def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
+        """The first of ``names`` that a :meth:`get` would find now, as the place itself says; its bytes do
+        not come here.  May count as use."""
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         """Keep the object; when this returns, it is complete for every reader, and a tier that survives

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,8 +148,11 @@ class DiskTier:
         self._note_use(name, value)
         return data.toreadonly()
 
-    def has(self, name: ObjectName) -> bool:
+    def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
         self._drop_expired()
+        return next((name for name in names if self._is_there(name)), None)
+
+    def _is_there(self, name: ObjectName) -> bool:
         if self._index.is_expired(name, self._clock()):
             return False
         with self._errors(f"look for {name}"), self._files.opened(name) as fd:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache_value import CacheValue, ObjectName
@@ -91,8 +91,8 @@ class LMCacheTier:
         data = self._ask(lambda objects: objects.get(name, limit))
         return None if data is None else memoryview(data)
 
-    def has(self, name: ObjectName) -> bool:
-        return self._ask(lambda objects: objects.has(name))
+    def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
+        return self._ask(lambda objects: next((name for name in names if objects.has(name)), None))
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._ask(lambda objects: objects.put(name, data))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -61,8 +61,8 @@ class LMCacheServerTier:
         answer = self._call("get", name, limit=limit)
         return None if answer is None else memoryview(answer.data)
 
-    def has(self, name: ObjectName) -> bool:
-        return self._call("has", name) is not None
+    def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
+        return next((name for name in names if self._call("has", name) is not None), None)
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._call("put", name, data=data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..cache_value import CacheValue, ObjectName
@@ -63,11 +63,11 @@ class MemoryTier:
             self._index.hit(name)
             return data
 
-    def has(self, name: ObjectName) -> bool:
+    def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
         with self._lock:
             self._check_open()
             self._drop_expired()
-            return name in self._objects
+            return next((name for name in names if name in self._objects), None)
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         data = data.toreadonly()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ..cache_value import CacheValue, ObjectName
@@ -100,8 +100,12 @@ class RedisTier:
                 raise answer
         return cast(bytes, data) if data or exists else None
 
-    def has(self, name: ObjectName) -> bool:
-        return self._ask(lambda: self._client.exists(self._key(name))) > 0
+    def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
+        pipeline = self._client.pipeline(transaction=False)
+        for name in names:
+            pipeline.exists(self._key(name))
+        there = self._ask(pipeline.execute)
+        return next((name for name, found in zip(names, there, strict=True) if found), None)
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         if data.nbytes > MAX_OBJECT_BYTES:
