@@ -83,7 +83,7 @@ class Worker:
                 assert all(p.key != place.key for p in self.moving.values()), (
                     "the store refuses a second fetch"
                 )
-                self.write(place.serial, place.slot, place.slot_mapping)
+                self.write(place.serial, place.slot, place.stored_slots)
                 self.slots[place.slot] = Content(place.serial, place.key)
                 self.moving[place.serial], self.left[place.serial] = place, self.ranks
                 if isinstance(order, AwaitRecord):
@@ -171,7 +171,10 @@ class Worker:
             assert (content.serial, content.key) == (serial, place.key), (
                 "its slot was given away while it was made"
             )
-            self.fill(content, place.slot, place.slot_mapping, self.histories[place.key])
+            histories = self.histories[place.key]
+            there = len(histories) - len(place.stored_slots)
+            self.check_columns(place.slot_mapping[:there], histories[:there])
+            self.fill(content, place.slot, place.stored_slots, histories[there:])
         instead = None if found else self.tiers.intersection(self.instead.get(serial, ()))
         count = LoadCount(ranks * found, ranks * (not found), "", 1, instead and frozenset(instead))
         return WorkerReport(loads={serial: count})

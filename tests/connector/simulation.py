@@ -358,7 +358,8 @@ class Engine:
                 assert work.stretch.base.key in self.tiers, "it is from nowhere"
                 return
             deleted = self.deleted.get(made_with.key, 0)
-            assert made_with is work.entry or made_with.serial > deleted, "resumed from what was deleted"
+            begun = work.entry.serial <= deleted
+            assert begun or made_with.serial > deleted, "resumed from what was deleted before"
 
     def _run(self, name: str, request: Request) -> None:
         stream = self.side.views.stream_plan(name)
@@ -410,6 +411,7 @@ class Engine:
             done = incomplete.done
             held += [done.target] if done is not None and done.target is not incomplete.entry else []
         held += side._fetched.pinned()
+        held += [e.base for e in side.directory._by_serial.values() if e.base is not None]
         for entry in held:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
         assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins

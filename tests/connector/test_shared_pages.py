@@ -12,7 +12,7 @@ from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import make_policy
 
-from .simulation import FORKS, HEADS, Clock, Engine
+from .simulation import FORKS, HEADS, Clock, Engine, Prompt, Vocabulary, geometry
 
 PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 6, 4, 3
 LONG = Need(16, BLOCKS, has_spare=True)
@@ -226,6 +226,37 @@ def test_a_tenant_holds_no_checkpoints(books: SegmentDirectory) -> None:
     assert books.checkpoint(key("a/8"), record, HALF) is not None
     assert books.held_by("") == Space(4, 2, 2 * BLOCKS)
     books.check_integrity()
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_begins_like_another_takes_no_room_for_that_while_tiers_are_asked(
+    stored: bool, deleted: bool
+) -> None:
+    """Nobody is evicted, whether a tier has it or it is resumed; also from what was deleted meanwhile."""
+    words = Vocabulary((tuple(range(8)),), FORKS.documents[:2], geometry(8, 12), FORKS.checkpoint_tokens)
+    engine = Engine(Clock("time"), words=words)
+    engine.admit(Prompt(0, (0,)))
+    while engine.waiting or engine.running:
+        engine.work(found=True)
+    directory = engine.side.directory
+    assert directory.used.pages == 1 + 5
+    engine.admit(Prompt(0, (1,)))
+    wanted = engine.waiting["r2"].plan.records[1]
+    engine.tiers.discard(wanted.key)
+    engine.tiers.update([wanted.key] if stored else [])
+    engine.step()
+    assert directory.used.pages == 8, "of five pages three are another's"
+    (place,) = engine.worker.moving.values()
+    assert len(place.stored_slots) == 16 and directory.pinned == 3
+    if deleted:
+        engine.delete(next(key for key, s in engine.known.items() if len(s.tokens) == 40))
+    before = engine.side.counters.tokens_resumed
+    while engine.waiting or engine.running:
+        engine.work(found=True)
+    assert engine.side.counters.tokens_resumed - before == (0 if stored else 24)
+    assert directory.evictions == 0 and directory.pinned == 0
+    assert directory.used.pages == (6 if deleted else 8)
 
 
 def test_a_pinned_record_has_room_to_be_made_in() -> None:

@@ -294,6 +294,32 @@ def test_columns_are_read_of_those_that_a_record_rests_on(attention: bool) -> No
         assert object_of(other, replace(to, base=None)) == whole[at.key]
 
 
+@pytest.mark.parametrize(
+    ("there", "chain"), [(0, [THIRD, KEY, OTHER]), (4, [THIRD, KEY, OTHER]), (8, [THIRD, KEY])]
+)
+def test_columns_that_the_pool_has_are_not_written(there: int, chain: list[SegmentKey]) -> None:
+    """Nor is what has them alone read."""
+    pool, pages = pool_of(), [4, 2, 7, 0]
+    short = replace(place(0, pages, 6, leading=True), key=OTHER)
+    grown = replace(place(1, pages, 13, leading=True), base=StoredBase((OTHER,), 6))
+    inside = replace(place(2, pages, 11, leading=True), key=THIRD, base=StoredBase((KEY, OTHER), 9))
+    objects = {at.key: object_of(pool, at) for at in (short, grown, inside)}
+    other = pool_of()
+    to = replace(inside, slot=1, slot_mapping=place(1, [9, 1, 3, 11], 11).slot_mapping, base=None)
+    first = torch.from_numpy(to.slot_mapping[:there])
+    kv = [t.view(torch.uint8) for found in other.kv.values() for t in (found.key, found.value)]
+    before = [t[first].clone() for t in kv]
+    incoming = codec_of(other).incoming(replace(to, base=StoredBase((), there)))
+    while incoming.goes_on:
+        assert incoming.next is not None
+        assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
+    assert incoming.next is None and incoming.read_keys == chain
+    assert same([t[first] for t in kv], before)
+    whole, found = (contents(p, at) for p, at in ((pool, inside), (other, to)))
+    assert same([t[there:] for t in whole[: len(kv)]], [t[there:] for t in found[: len(kv)]])
+    assert same(whole[len(kv) :], found[len(kv) :])
+
+
 def test_records_that_rest_on_each_other_are_not_read_for_ever() -> None:
     pool = pool_of()
     one = replace(place(0, [1, 2], 8, leading=True), base=StoredBase((OTHER,), 6))

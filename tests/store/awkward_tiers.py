@@ -104,6 +104,9 @@ class AwkwardTier:
         self._begin("first")
         return next((name for name in names if name in self.objects), None)
 
+    def touch(self, name: ObjectName) -> None:
+        self._begin("touch")
+
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._begin("put")
         self.values.setdefault(name, value)

@@ -42,10 +42,15 @@ class BudgetContract:
         assert self.held(small) == [0, 1, 2, 3]
         assert small.used()[0] == self.BUDGET
 
-    def test_least_recently_used_leaves_first(self, small: Tier):
+    @pytest.mark.parametrize("use", ["get", "touch"])
+    def test_least_recently_used_leaves_first(self, small: Tier, use: str):
         for i in range(4):
             put(small, i, 250)
-        assert got(small, 0) is not None
+        if use == "get":
+            assert got(small, 0) is not None
+        else:
+            small.touch(name(0))
+            small.touch(name(9))
         put(small, 4, 250)
         assert self.held(small) == [0, 2, 3, 4]
         put(small, 5, 500)

@@ -7,8 +7,11 @@ import threading
 import pytest
 
 from vllm_hypic.store.cache_value import CacheValue, ObjectName
+from vllm_hypic.store.eviction import make_policy
 from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
+from vllm_hypic.store.tiers.memory import MemoryTier
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, full, name, wait_for
 from .conftest import ManualClock
@@ -45,6 +48,26 @@ def test_a_tier_that_cannot_tell_is_asked(opened: Opener) -> None:
     assert only_report(store).tier is None
     filled(store, 1)
     assert fetch(store, 1) == "tier"
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_others_rest_on_leaves_after_them(full: bool) -> None:
+    """Nor does it make room for them."""
+    tier = MemoryTier("memory", 4 * SIZE, make_policy("lru"))
+    store = TieredStore([tier], StoreSettings())
+    store.open()
+    filled(store, *range(4 if full else 3))
+    reservation = store.reserve(name(4), CacheValue(1, 1.0, SIZE))
+    assert reservation is not None
+    store.commit(reservation, rests_on=(name(1), name(0)))
+    assert store.drain(PATIENCE_S)
+    leaving = []
+    for i in range(5, 9):
+        held = {j for j in range(9) if store.holds(name(j))}
+        filled(store, i)
+        leaving += sorted(held - {j for j in range(9) if store.holds(name(j))})
+    assert leaving == [*([3] if full else [2]), 4, 1, 0]
+    store.close()
 
 
 def test_finish_runs_once_before_the_tiers_write(opened: Opener) -> None:

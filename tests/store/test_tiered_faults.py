@@ -33,6 +33,20 @@ def test_a_hanging_tier_leaves_time_for_the_next(opened: Opener, clock: ManualCl
     assert not store.stats().tiers["fast"].up and store.stats().tiers["fast"].timeouts == 1
 
 
+def test_what_was_spent_before_counts(opened: Opener, clock: ManualClock) -> None:
+    tier = AwkwardTier()
+    for i in (1, 2):
+        place(tier, i)
+    store = opened(tier)
+    assert store.prefetch(name(2), SIZE, Reading(2), DEADLINE_S)
+    assert only_report(store).tier is None, "nothing is left"
+    hang = tier.hang("get")
+    assert store.prefetch(name(1), SIZE, Reading(1), DEADLINE_S - 1)
+    hang.wait_until_entered()
+    clock.advance(1)
+    assert only_report(store).tier is None
+
+
 def test_a_late_answer_is_not_read(opened: Opener, clock: ManualClock) -> None:
     tier = AwkwardTier()
     place(tier, 1)

@@ -237,6 +237,13 @@ class TierContract:
         tier.pin(name(1))
         self.assert_absent(tier, 1)
 
+    def test_touching_changes_nothing(self, tier: Tier):
+        data = put(tier, 1, 100)
+        tier.touch(name(1))
+        tier.touch(name(2))
+        assert got(tier, 1) == data
+        self.assert_absent(tier, 2)
+
     # -- life
 
     def test_after_close_operations_fail(self, tier: Tier):

@@ -81,8 +81,10 @@ class RecordCodec:
     def incoming(self, place: RecordPlace) -> IncomingRecord:
         """One record that is read from the store; see :meth:`reader`."""
         attention = [s.name for s in self._attention_sections(place)]
-        expected = replace(self.expected(place), by_base=True)
-        return IncomingRecord(expected, attention, self._live_heads_agree, self.mover.intake(place))
+        expected = replace(self.expected(replace(place, base=None)), by_base=True)
+        take = self.mover.intake(replace(place, slot_mapping=place.stored_slots, base=None))
+        there = 0 if place.base is None else place.base.columns
+        return IncomingRecord(expected, attention, self._live_heads_agree, take, there)
 
     def reader(self, place: RecordPlace, expected: Expected) -> Reader:
         """Checks an object and has it taken in for ``place``, which must be reserved and offered

@@ -25,7 +25,7 @@ class IncomingRecord:
     """Reads one object after the other, each checked whole, and takes the record when it has all.
 
     ``expected``: the record, which may have a base; ``attention``: its sections with a row for each column;
-    ``is_sound``: of the other sections.
+    ``is_sound``: of the other sections; ``there``: its first columns that the pool has already.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class IncomingRecord:
         attention: Sequence[str],
         is_sound: Callable[[dict[str, np.ndarray]], bool],
         take: Intake,
+        there: int = 0,
     ) -> None:
         self._take, self._is_sound = take, is_sound
         self._attention = frozenset(attention)
-        self._expected = expected
+        self._expected, self._there = expected, there
         self._states: dict[str, np.ndarray] | None = None
         self._rows: list[dict[str, np.ndarray]] = []
         """K and V, those of the last columns first."""
@@ -71,11 +72,11 @@ class IncomingRecord:
             self._states = sections
         wanted = self._expected.columns
         if header.first < wanted:
-            own = header.own_columns
-            some = {name: kv.reshape(own, -1)[: wanted - header.first] for name, kv in rows.items()}
+            own, first = header.own_columns, max(0, self._there - header.first)
+            some = {name: kv.reshape(own, -1)[first : wanted - header.first] for name, kv in rows.items()}
             self._rows.append(some)
         self.read_keys.append(SegmentKey(header.key))
-        if not header.base:
+        if not header.base or header.first <= self._there:
             self.next = None
             self._take(self._states | self._joined())
         else:

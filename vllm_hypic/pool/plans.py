@@ -174,8 +174,8 @@ class StoredBase:
 class RecordPlace:
     """A record and its place in the pool: what the worker needs to move it to the store, or from there.
 
-    ``slot_mapping [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.  ``base``: how
-    it is stored.
+    ``slot_mapping [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.  ``base``: what
+    is stored elsewhere, or is in the pool already where it comes from the store.
     """
 
     serial: int
@@ -189,7 +189,7 @@ class RecordPlace:
 
     @property
     def stored_slots(self) -> np.ndarray:
-        """Those of ``slot_mapping`` whose K and V are stored with it."""
+        """Those of ``slot_mapping`` whose K and V are stored with it, or come."""
         return self.slot_mapping if self.base is None else self.slot_mapping[self.base.columns :]
 
 

@@ -40,12 +40,14 @@ _LOOKS = 64
 
 @dataclass(frozen=True)
 class Item:
-    """An object to be written; it expires at a Unix time, or never."""
+    """An object to be written; it expires at a Unix time, or never.  It is of no use without those that it
+    ``rests_on``."""
 
     name: ObjectName
     data: memoryview
     value: CacheValue
     expires: float | None
+    rests_on: tuple[ObjectName, ...] = ()
 
 
 @dataclass
@@ -312,7 +314,11 @@ class AsyncTier:
             if expired or not self._intents[item.name].present:
                 return None
         started = time.perf_counter()
+        for base in item.rests_on:
+            self.tier.touch(base)  # so that it does not make room for this one
         self.tier.put(item.name, item.data, item.value)
+        for base in item.rests_on:
+            self.tier.touch(base)  # so that it leaves after this one
         if item.expires is not None:
             self.tier.expire(item.name, item.expires)
         return time.perf_counter() - started

@@ -97,16 +97,23 @@ class SegmentStore(Protocol):
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
         """Room to write an object of ``value.nbytes``; ``None`` when writing lags behind (try later)."""
 
-    def commit(self, reservation: Reservation, finish: Callable[[memoryview], None] | None = None) -> None:
-        """Hand the filled buffer over: ``finish`` (checksum) and the tiers' writes follow behind."""
+    def commit(
+        self,
+        reservation: Reservation,
+        finish: Callable[[memoryview], None] | None = None,
+        rests_on: tuple[ObjectName, ...] = (),
+    ) -> None:
+        """Hand the filled buffer over: ``finish`` (checksum) and the tiers' writes follow behind.  What the
+        object ``rests_on`` counts as used, so that tiers keep it longer."""
 
     def abort(self, reservation: Reservation) -> None:
         """Give the room back unwritten."""
 
-    def prefetch(self, name: ObjectName, limit: int, reader: Reader) -> bool:
+    def prefetch(self, name: ObjectName, limit: int, reader: Reader, spent_s: float = 0.0) -> bool:
         """Start fetching; False when no tier can have it (nothing started, nothing will be reported).
 
-        Objects that are still being written are found.  One fetch per name at a time.
+        Objects that are still being written are found.  One fetch per name at a time.  ``spent_s``: the part
+        of the deadline that fetching what comes before it has taken.
         """
 
     def poll(self) -> list[Fetched]:

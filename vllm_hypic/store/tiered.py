@@ -165,10 +165,15 @@ class TieredStore:
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
         return self._writes.reserve(name, value)
 
-    def commit(self, reservation: Reservation, finish: Callable[[memoryview], None] | None = None) -> None:
+    def commit(
+        self,
+        reservation: Reservation,
+        finish: Callable[[memoryview], None] | None = None,
+        rests_on: tuple[ObjectName, ...] = (),
+    ) -> None:
         expires = self._latest()
         with self._lock:
-            if self._writes.commit(reservation, finish, expires):
+            if self._writes.commit(reservation, finish, expires, rests_on):
                 self._remember_expiry(reservation.name, expires)
             self._begun.notify_all()
 
@@ -178,7 +183,7 @@ class TieredStore:
 
     # -- reading
 
-    def prefetch(self, name: ObjectName, limit: int, reader: Reader) -> bool:
+    def prefetch(self, name: ObjectName, limit: int, reader: Reader, spent_s: float = 0.0) -> bool:
         """See the protocol.  ``ValueError`` while an earlier fetch of ``name`` was not reported."""
         with self._lock:
             if name in self._fetches:
@@ -186,7 +191,8 @@ class TieredStore:
             if self._closed or not (sources := self._sources(name, limit)):
                 return False
             now = self._clock()
-            fetch = self._fetches[name] = _Fetch(name, limit, reader, now, now + self._settings.deadline_s)
+            deadline = now + self._settings.deadline_s - spent_s
+            fetch = self._fetches[name] = _Fetch(name, limit, reader, now, deadline)
             fetch.task = Task(self._fetch(fetch, sources))
             self._begun.notify_all()
             return True

@@ -27,9 +27,15 @@ class Writing:
     stats = TierStats()
     """Counted like a tier's; nobody asks for these."""
 
-    def __init__(self, owner: WriteBehind, reservation: Reservation, expires: float | None) -> None:
+    def __init__(
+        self,
+        owner: WriteBehind,
+        reservation: Reservation,
+        expires: float | None,
+        rests_on: tuple[ObjectName, ...],
+    ) -> None:
         self.object, self.value, self.buffer = reservation.name, reservation.value, reservation.buffer
-        self.expires = expires
+        self.expires, self.rests_on = expires, rests_on
         self.withdrawn = False
         self.finished: Future[None] = Future()
         """Fails when the object is deleted before, or cannot be finished."""
@@ -129,7 +135,13 @@ class WriteBehind:
             self._reserved[id(reservation)] = reservation
         return reservation
 
-    def commit(self, reservation: Reservation, finish: Finish | None, expires: float | None) -> bool:
+    def commit(
+        self,
+        reservation: Reservation,
+        finish: Finish | None,
+        expires: float | None,
+        rests_on: tuple[ObjectName, ...],
+    ) -> bool:
         """Whether the object is new."""
         name, nbytes = reservation.name, reservation.value.nbytes
         self.abort(reservation)
@@ -137,7 +149,7 @@ class WriteBehind:
         held = bool(opened) and all(tier.holds(name) for tier in opened)
         if held or name in self._writing or self._closing:
             return False
-        writing = self._writing[name] = Writing(self, reservation, expires)
+        writing = self._writing[name] = Writing(self, reservation, expires, rests_on)
         self.nbytes += nbytes
         self.queued += nbytes
         self._under_way += 1
@@ -209,7 +221,8 @@ class WriteBehind:
             return False
 
     async def _put(self, writing: Writing, tier: AsyncTier) -> None:
-        item = Item(writing.object, writing.buffer.toreadonly(), writing.value, writing.expires)
+        data, rests_on = writing.buffer.toreadonly(), writing.rests_on
+        item = Item(writing.object, data, writing.value, writing.expires, rests_on)
         writing.ended[tier.name].set(await tier.put(item))
 
     async def _promote(self, nbytes: int, puts: Sequence[Future[str]]) -> None:

@@ -70,8 +70,7 @@ class Admission:
     """The composed requests of one engine that have not ended.
 
     Each waits until it is given room for all its records at once, and holds that until it ends.
-    ``max_tenant_fraction``: of the pool, for a tenant's requests together; ``has_tiers``: what the pool lacks
-    is asked for in tiers before it is computed.
+    ``max_tenant_fraction``: of the pool, for a tenant's requests together.
     """
 
     def __init__(
@@ -79,10 +78,8 @@ class Admission:
         directory: SegmentDirectory,
         segment_requests: SegmentRequests,
         max_tenant_fraction: float,
-        *,
-        has_tiers: bool = False,
     ) -> None:
-        self._directory, self._segment_requests, self._has_tiers = directory, segment_requests, has_tiers
+        self._directory, self._segment_requests = directory, segment_requests
         unlimited = max_tenant_fraction == 1
         self._tenant_share = None if unlimited else directory.total.part(max_tenant_fraction)
         self.requests: dict[str, ComposedRequest] = {}
@@ -139,9 +136,9 @@ class Admission:
             yield request, reserved
 
     def _bases(self, request: ComposedRequest) -> dict[SegmentKey, Entry]:
-        """Checkpoints with which records begin that the request lacks, if they cannot come from elsewhere:
-        what comes is whole."""
-        if self._has_tiers or request.transfer.remote or request.outdated:
+        """Checkpoints with which records begin that the request lacks, if they cannot come from another
+        instance: what comes from there is whole."""
+        if request.transfer.remote or request.outdated:
             return {}
         found = ((s.key, self._directory.deepest(s.checkpoints)) for s in request.plan.records)
         return {key: at[1] for key, at in found if at is not None}

@@ -259,24 +259,29 @@ class SegmentDirectory:
         entry = self._entries.get(key)
         return entry if entry is not None and entry.resident else None
 
-    def deepest(self, checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, Entry] | None:
-        """The last of these, ascending, of which a complete record is here.  Changes nothing."""
+    def deepest(
+        self, checkpoints: Sequence[Checkpoint], base: Entry | None = None
+    ) -> tuple[Checkpoint, Entry] | None:
+        """The last of these, ascending, of which a complete record is here, or that ``base`` is, though it
+        may have been forgotten.  Changes nothing."""
         for checkpoint in reversed(checkpoints):
+            if base is not None and base.key == checkpoint.key:
+                return checkpoint, base
             if (entry := self.checkpoint_at(checkpoint.key)) is not None:
                 return checkpoint, entry
         return None
 
     def resume(self, record: Entry, checkpoint: Entry, *, can_be_deleted: bool = True) -> None:
-        """``record``, reserved and still empty, begins with all that ``checkpoint`` has, whose pages it
-        takes in place of its own, unless it was reserved with them; pins that, too.  ``can_be_deleted``: by a
+        """``record``, reserved and still empty, begins with all that ``checkpoint`` has, no less than it was
+        reserved with, whose pages it takes in place of its own; pins that, too.  ``can_be_deleted``: by a
         user, and the checkpoint with it."""
-        if record.base is None:
+        if record.base is not checkpoint:
             own = record.pages[: len(checkpoint.pages)]
             self._pages.use(checkpoint.pages)
             self._pages.leave(reversed(own))
             record.pages = checkpoint.pages + record.pages[len(own) :]
+            self.leave_base(record)
             self._hold_base(record, checkpoint)
-        assert record.base is checkpoint
         record.base = None
         alike = checkpoint.within if checkpoint.is_checkpoint else {checkpoint.key}
         record.begins = Beginning(checkpoint.serial, checkpoint.columns, frozenset(alike - {record.key}))
@@ -289,6 +294,11 @@ class SegmentDirectory:
             self._now_held(base)
         self.pin(base)
         record.base = base
+
+    def leave_base(self, record: Entry) -> None:
+        """It is not resumed from the record whose pages it was reserved with, if it was with any."""
+        base, record.base = record.base, None
+        self.release(() if base is None else [base])
 
     def _without_spare(self, entry: Entry) -> None:
         if (spare := entry.spare) is None:
@@ -343,6 +353,7 @@ class SegmentDirectory:
     def commit(self, entry: Entry) -> None:
         """The worker has filled a reserved record."""
         self._without_spare(entry)
+        self.leave_base(entry)
         entry.resident = True
         if not entry.held:
             self._no_more_held(entry)
@@ -448,6 +459,7 @@ class SegmentDirectory:
         self.policy.removed(entry.key, evicted=evicted)
 
     def _drop(self, entry: Entry, *, evicted: bool) -> None:
+        self.leave_base(entry)
         if entry.held:  # as it was never made
             self._no_more_held(entry)
         if not entry.forgotten:

@@ -82,7 +82,7 @@ class Entry:
     within: set[SegmentKey] = field(default_factory=set)
     """Records of which it holds a part."""
     base: Entry | None = None
-    """A pinned record whose pages it was reserved with, until it is resumed from that."""
+    """A pinned record whose pages it was reserved with, until it is resumed, or complete."""
     begins: Beginning | None = None
     """The beginning that it has in common with the record from which it was resumed; ``None``: it was
     computed from its first token on."""

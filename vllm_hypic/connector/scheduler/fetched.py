@@ -78,7 +78,7 @@ class FetchedCheckpoints:
         stretch = self._stretches.fetched(segment, entry, best)
         if stretch is None:
             return False
-        place = self._view.place(stretch.target, segment.role)
+        place = self._view.place(stretch.target, segment.role, behind=entry.base)
         if not self._arrivals.start(place, stretch.target.space, None):
             self._give_up(stretch.target)
             return False

@@ -58,7 +58,7 @@ class Prefixes:
         room."""
         directory, kept = self._directory, self._kept(segment)
         at = base = None
-        if (found := directory.deepest(segment.checkpoints)) is not None:
+        if (found := directory.deepest(segment.checkpoints, entry.base)) is not None:
             at, base = found
             directory.resume(entry, base, can_be_deleted=False)
         own = OwnPrefix(entry, behind(plan, at), base, deque())

@@ -83,8 +83,8 @@ class SchedulerSide:
         self.segment_requests = SegmentRequests(config.dummy_token)
         segments = SegmentPlacement(config, geometry, prefill_flops)
         self._stretches = Stretches(self.directory, self.planner.need, segments.kept)
-        tenant_share, has_tiers = config.max_tenant_fraction, bool(config.store.tiers)
-        self.admission = Admission(self.directory, self.segment_requests, tenant_share, has_tiers=has_tiers)
+        has_tiers = bool(config.store.tiers)
+        self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         prefixes = PrefixPlacement(config, geometry, prefill_flops)
         self.prefixes = Prefixes(
             self.directory, self.admission, self.planner.need, prefixes.kept, self._complete
@@ -203,7 +203,8 @@ class SchedulerSide:
         awaited = entry.key in transfer.remote and allowance.take(entry.space)
         remote_s = transfer.remote_deadline_s if awaited else None
         instead = self._fetched.wanted(segment) if self.config.store.tiers else ()
-        return self.arrivals.start(self._view.place(entry, segment.role), entry.space, remote_s, instead)
+        place = self._view.place(entry, segment.role, behind=entry.base)
+        return self.arrivals.start(place, entry.space, remote_s, instead)
 
     def _compute(
         self,

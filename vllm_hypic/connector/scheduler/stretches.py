@@ -63,7 +63,7 @@ class Stretches:
     def begin(self, segment: CachedSegment, entry: Entry) -> Stretch:
         """From the last checkpoint that is here."""
         kept = self._kept(segment)
-        if (found := self._directory.deepest(segment.checkpoints)) is None:
+        if (found := self._directory.deepest(segment.checkpoints, entry.base)) is None:
             return self._next(segment, entry, segment.head, kept)
         checkpoint, base = found
         self._directory.resume(entry, base)
@@ -86,6 +86,7 @@ class Stretches:
 
     def after(self, segment: CachedSegment, entry: Entry, done: Stretch) -> Stretch:
         """Behind ``done``, which is complete."""
+        self._directory.leave_base(entry)
         base = None if done.target is entry else done.target
         kept = self._kept(segment) if done.fetched else done.kept
         return self._next(segment, entry, done.stop, kept, done.slot, base)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...pool.geometry import PoolGeometry
-from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StreamPlan
+from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StoredBase, StreamPlan
 from ...primitives.keys import Role, SegmentKey
 from ...primitives.media import Media, rotary
 from ...primitives.plan import CachedSegment, Part, PromptPlan
@@ -31,7 +31,8 @@ class WorkerView:
         starts = np.asarray(entry.pages, dtype=np.int64)[:, None] * page
         return (starts + np.arange(page)).reshape(-1)[: entry.columns]
 
-    def place(self, entry: Entry, role: Role) -> RecordPlace:
+    def place(self, entry: Entry, role: Role, behind: Entry | None = None) -> RecordPlace:
+        """``behind``: whose K and V it has already."""
         return RecordPlace(
             entry.serial,
             entry.key,
@@ -40,6 +41,7 @@ class WorkerView:
             role is Role.LEADING,
             entry.value.tokens,
             entry.value.flops,
+            None if behind is None else StoredBase((), behind.columns),
         )
 
     def stream(

@@ -41,6 +41,8 @@ class _Fetch:
     order: FetchRecord
     incoming: IncomingRecord
     route: str = ""
+    seconds: float = 0.0
+    """What its objects have taken; all have one deadline."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class StoreLink(RecordLink):
             self._abort([serial])
             return
         save, reservation = self._copying.pop(serial)
-        self.store.commit(reservation, seal_record)
+        keys = () if save.place.base is None else save.place.base.keys
+        self.store.commit(reservation, seal_record, tuple(self.codec.name_of(key) for key in keys))
         self._finish(save, Result.DONE)
         at = self._expiries.pop(save.place.key, 0.0)
         if at is None or at > time.time():
@@ -186,7 +189,9 @@ class StoreLink(RecordLink):
         name = self.codec.name_of(incoming.next or fetch.order.place.key)
         if name in self._fetching:
             self._queued.append(fetch)
-        elif incoming.goes_on and self.store.prefetch(name, incoming.most_nbytes, incoming.read):
+        elif incoming.goes_on and self.store.prefetch(
+            name, incoming.most_nbytes, incoming.read, fetch.seconds
+        ):
             self._fetching[name] = fetch
         else:
             self._missed(fetch, "no tier has it")
@@ -216,6 +221,7 @@ class StoreLink(RecordLink):
         for fetched in self.store.poll():
             fetch = self._fetching.pop(fetched.name)
             fetch.route = fetch.route or fetched.tier or ""
+            fetch.seconds += fetched.seconds
             if fetched.tier is None:
                 self._missed(fetch, "no tier had it in time")
             elif fetch.incoming.next is not None:

@@ -52,6 +52,9 @@ class Tier(Protocol):
         """The first of ``names`` that a :meth:`get` would find now, as the place itself says; its bytes do
         not come here.  May count as use."""
 
+    def touch(self, name: ObjectName) -> None:
+        """Counts as use for eviction, if the object is there.  Remote tiers may ignore it."""
+
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         """Keep the object; when this returns, it is complete for every reader, and a tier that survives
         restarts has it even after ``kill -9``.  Never visible in part.  An existing object is kept.

@@ -152,6 +152,13 @@ class DiskTier:
         self._drop_expired()
         return next((name for name in names if self._is_there(name)), None)
 
+    def touch(self, name: ObjectName) -> None:
+        with self._errors(f"touch {name}"), self._files.opened(name) as fd:
+            if fd is not None:
+                self._files.note_use(fd)
+        with self._free:
+            self._index.hit(name)
+
     def _is_there(self, name: ObjectName) -> bool:
         if self._index.is_expired(name, self._clock()):
             return False

@@ -94,6 +94,9 @@ class LMCacheTier:
     def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
         return self._ask(lambda objects: next((name for name in names if objects.has(name)), None))
 
+    def touch(self, name: ObjectName) -> None:
+        pass
+
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._ask(lambda objects: objects.put(name, data))
 

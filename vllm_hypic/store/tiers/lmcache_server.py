@@ -64,6 +64,9 @@ class LMCacheServerTier:
     def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
         return next((name for name in names if self._call("has", name) is not None), None)
 
+    def touch(self, name: ObjectName) -> None:
+        pass
+
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._call("put", name, data=data)
 

@@ -69,6 +69,10 @@ class MemoryTier:
             self._drop_expired()
             return next((name for name in names if name in self._objects), None)
 
+    def touch(self, name: ObjectName) -> None:
+        with self._lock:
+            self._index.hit(name)
+
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         data = data.toreadonly()
         value = replace(value, nbytes=data.nbytes)

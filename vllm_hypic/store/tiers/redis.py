@@ -107,6 +107,9 @@ class RedisTier:
         there = self._ask(pipeline.execute)
         return next((name for name, found in zip(names, there, strict=True) if found), None)
 
+    def touch(self, name: ObjectName) -> None:
+        self._ask(lambda: self._client.touch(self._key(name)))
+
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         if data.nbytes > MAX_OBJECT_BYTES:
             raise TierFull(
