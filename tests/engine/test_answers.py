@@ -13,6 +13,7 @@ from .conftest import EngineFactory, lent, tight_args, tight_options
 from .engines import Answer, Ask, Engine, audit, pool_unit_bytes, scheduler_of
 from .test_oracle_agreement import NOISE_FACTOR, Distance, distance, first_token
 from .test_prefix_passes import FULL, OPTIONS, PAGE, begun, passes
+from .test_store import MEMORY, empty_pool, stored
 
 SYSTEM, QUESTION, MORE = random_segments([200, 37, 45], vocab=480, seed=41)
 GENERATED = 60
@@ -166,3 +167,12 @@ def test_no_room(tight: Engine) -> None:
     for prompt in prompts[1:4]:
         turn(tight, prompt)
     tight.call(audit)
+
+
+def test_answers_go_to_tiers(start_engine: EngineFactory, hybrid_model: Path) -> None:
+    with start_engine(hybrid_model, options=OPTIONS | stored(MEMORY)) as engine:
+        prompt = begun(SYSTEM, QUESTION)
+        grown = begun(prompt, turn(engine, prompt).tokens, MORE)
+        engine.call(empty_pool)
+        assert turn(engine, grown, 1).cached == BEHIND
+        assert engine.call(audit).clean
