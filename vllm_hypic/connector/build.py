@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from ..config.drafting import drafts_by_a_head
 from ..config.engine import HypicConfig, config_of
@@ -103,9 +104,19 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         planning_texts_of(vllm_config, config),
         _island_runs(vllm_config, kv_cache_config) if geometry.linear else None,
         drafts_by_a_head(vllm_config),
+        _keeps_answers(vllm_config, config),
     )
     warn_of_little_room(side)
     return side
+
+
+def _keeps_answers(vllm_config: VllmConfig, config: HypicConfig) -> bool:
+    """Whether prefixes grow with what follows them.  A draft's states may be taken back, with several stages
+    passes are on their way of which it is not known what they run, and on GPUs a pass that captures something
+    replays no full graph."""
+    if config.prefix == "stock" or vllm_config.speculative_config is not None:
+        return False
+    return vllm_config.parallel_config.pipeline_parallel_size == 1 and current_platform.is_cpu()
 
 
 def _island_runs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> IslandRuns:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ..config.drafting import looks_drafts_up
 from .build import build_scheduler_side, build_worker_side
 from .metadata import HypicMetadata, WorkerReport
+from .passes import passes
 from .prompt_readers import prompt_readers
 from .stats import HypicCounters, HypicPromMetrics, HypicStats
 
@@ -67,6 +68,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
         metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
+        metadata.grown = self.scheduler.answers.scheduled(passes(scheduler_output))
         self.scheduler.instruct(metadata)
         for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params
@@ -93,7 +95,10 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
         assert self.scheduler is not None
         completed = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        self.scheduler.finished(request.request_id, completed=completed)
+        left = completed or request.status is RequestStatus.FINISHED_ABORTED
+        self.scheduler.finished(
+            request.request_id, completed=completed, tokens=request.all_token_ids if left else ()
+        )
         return False, None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

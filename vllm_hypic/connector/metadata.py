@@ -23,6 +23,8 @@ class HypicMetadata(KVConnectorMetadata):
     streams: dict[str, StreamPlan] = field(default_factory=dict)
     captures: dict[str, tuple[CapturePlan, ...]] = field(default_factory=dict)
     """What each of them captures, in the order of its tokens."""
+    grown: dict[str, tuple[CapturePlan, ...]] = field(default_factory=dict)
+    """Requests that capture what they generate, and what they do now in place of what they did of it."""
     finished: set[str] = field(default_factory=set)
     dropped_slots: list[int] = field(default_factory=list)
     """Slots whose records are gone: their transition blocks are free.  Before all orders."""

@@ -7,7 +7,7 @@ synchronous or the asynchronous variant, as the engine is configured.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from ..cache_api.commands import COMMAND, AnyCommand, Compile, Explain, Failure,
 from ..cache_api.handler import CommandHandler
 from ..cache_api.registry import SegmentRegistry
 from ..cache_api.registry_file import registry_folder
+from ..connector.passes import passes
 from ..connector.scheduler.planning import PlanRequest
 from ..connector.scheduler.segment_requests import SegmentRequest
 from ..connector.scheduler.side import SchedulerSide
@@ -387,7 +388,7 @@ class _HypicMixin(Scheduler):
         # With several batches on their way a step schedules nothing, and one that ran ends later.
         self._ran |= bool(scheduler_output.total_num_scheduled_tokens)
         if self.hypic.config.prefix != "stock":
-            for request_id, end in _ends(scheduler_output):
+            for request_id, _, end in passes(scheduler_output):
                 self.hypic.prefixes.passed(request_id, end)
         # A request that ends in this step is forgotten by the time its output is built.
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
@@ -410,14 +411,6 @@ class _HypicMixin(Scheduler):
     def shutdown(self) -> None:
         self._instance.close()
         super().shutdown()
-
-
-def _ends(scheduled: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """The requests of a pass, and before which of their tokens it ends."""
-    cached = scheduled.scheduled_cached_reqs
-    begins = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
-    for request_id, begin in [*begins, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)]:
-        yield request_id, begin + scheduled.num_scheduled_tokens[request_id]
 
 
 def _take_command(request: Request) -> AnyCommand | Failure | None:

@@ -225,9 +225,14 @@ class CapturePlan:
     """K and V are those of the engine's learned context."""
     successor: int | None = None
     """The token behind the record's last one in every prompt; ``None``: that differs by prompt."""
+    grows: bool = False
+    """It is a page of what a request generates.  Its tokens come one by one, and only the pass with the last
+    of them, which ends there, leaves states."""
+    offset: int = 0
+    """Tokens before the request's first one, where ``positions`` are not given."""
 
     def local_positions(self, start: int, stop: int) -> np.ndarray:
         """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""
         if self.positions is None:
-            return np.arange(start, stop, dtype=np.int64)
+            return np.arange(self.offset + start, self.offset + stop, dtype=np.int64)
         return self.positions[start:stop]

@@ -65,3 +65,11 @@ def behind(plan: PromptPlan, checkpoint: Checkpoint | None) -> PromptPlan:
         )
     stream = segment.tokens[first:] + plan.stream
     return replace(plan, segments=read, stream=stream, positions=tuple(range(first, plan.n_logical)))
+
+
+def continued(segment: CachedSegment, behind: Sequence[int], page_tokens: int) -> CachedSegment:
+    """A prefix and the tokens behind it, whole pages of them; the prefix is one of its checkpoints."""
+    ends = checkpoints(segment.key, range(page_tokens, len(behind) + 1, page_tokens), behind)
+    *more, end = (replace(end, stop=segment.stop + end.stop) for end in ends)
+    before = (*segment.checkpoints, Checkpoint(segment.stop, segment.key), *more)
+    return replace(segment, key=end.key, tokens=(*segment.tokens, *behind), parts=(), checkpoints=before)

@@ -122,11 +122,15 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
     """The step's layout for KV blocks of ``block`` tokens; built once per pass."""
     made = step.shared.of(_Layouts).by_block
     if block not in made:
-        applying = [c for c in step.composed if c.islands or any(p.applies for p in c.points)]
+        # Of a page that grows only the end leaves something.
+        captures = [c for c in step.captures if c.last or not c.plan.grows]
+        captured = {c.row.index for c in captures}
+        reading = [c for c in step.reading if c.islands or any(p.applies for p in c.points)]
+        applying = [c for c in reading if c.row.index not in captured]
         composed, rest = _composed(applying, block)
-        contexts, begun = _contexts([c for c in step.contexts if c.points])
-        segments = tuple(_segments(pieces, begun) for pieces in _in_turns(step.captures, begun))
-        special = {c.row.index for c in applying} | {c.row.index for c in step.captures}
+        contexts, begun = _contexts([c for c in reading if c.row.index in captured])
+        segments = tuple(_segments(pieces, begun) for pieces in _in_turns(captures, begun))
+        special = {c.row.index for c in applying} | captured
         made[block] = LinearStep(segments, composed, frozenset(special), rest, contexts)
     return made[block]
 

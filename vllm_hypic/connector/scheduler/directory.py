@@ -211,8 +211,10 @@ class SegmentDirectory:
         tenant: str,
         shared: tuple[int, ...] = (),
         record: Entry | None = None,
+        listed: bool = True,
     ) -> Entry:
-        """``shared``: its first pages, which others have, too; ``record``: whose checkpoint it is."""
+        """``shared``: its first pages, which others have, too; ``record``: whose checkpoint it is;
+        ``listed``: it can be found."""
         self._pages.use(shared)
         pages = shared + self._pages.take(self.pages_for(need.columns) - len(shared))
         self._reserved += 1
@@ -230,12 +232,17 @@ class SegmentDirectory:
             within=set() if record is None else {record.key},
         )
         self._now_held(entry)
-        self._entries[key] = self._by_serial[entry.serial] = entry
+        self._by_serial[entry.serial] = entry
         self.free_transition_blocks -= entry.space.transition_blocks
-        self.policy.missed(key, need.value)
-        self.policy.added(key, need.value)
-        self._changed(key)
+        if listed:
+            self._list(entry)
         return entry
+
+    def _list(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        self.policy.missed(entry.key, entry.value)
+        self.policy.added(entry.key, entry.value)
+        self._changed(entry.key)
 
     # -- checkpoints ---------------------------------------------------------------------------
 

@@ -55,12 +55,16 @@ class _Placement:
             former = max(self._seen[key] for stop, key in ends if stop == shared)
             self._planner.observe(shared - segment.head, former - segment.head)
             self._overlaps += 1
-        for _, key in ends:
+        self.remember(segment)
+        return shared
+
+    def remember(self, segment: CachedSegment) -> None:
+        """There is a record of this segment now."""
+        for key in (*(c.key for c in segment.checkpoints), segment.key):
             self._seen[key] = segment.stop
             self._seen.move_to_end(key)
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        return shared
 
     @property
     def learned(self) -> bool:
@@ -123,3 +127,7 @@ class PrefixPlacement:
         else:
             wanted |= {stop for stop in stops if stop % APART_TOKENS < self._page}
         return frozenset(wanted.intersection(stops))
+
+    def grown(self, segment: CachedSegment) -> None:
+        """A record has become one of this prefix: whoever shares less of it parts from it there."""
+        self._seen.remember(segment)

@@ -223,6 +223,12 @@ class Planner:
         value = CacheValue(need.columns, self._prefill_flops(end), nbytes)
         return replace(need, value=value, has_spare=stop is None and segment.has_spare)
 
+    def need_grown(self, columns: int) -> Need:
+        """What the record of a prefix of so many tokens takes, and what it is worth."""
+        need = Need(columns)
+        nbytes = self._geometry.bytes_of(self._directory.space_for(need))
+        return replace(need, value=CacheValue(columns, self._prefill_flops(columns), nbytes))
+
     @property
     def quadratic(self) -> float:
         """What attention adds to a prefill: n tokens take FLOPs in proportion to ``n + quadratic * n^2``."""

@@ -88,6 +88,11 @@ class SharedColumns:
             self._make_ready(entry.key)
         _bound(self._due)
 
+    def store(self, segment: CachedSegment, entry: Entry) -> None:
+        """Have a record stored that has become one of another segment."""
+        self._orders.submit(SaveRecord(self.place(segment, entry)))
+        self.completed(segment, entry, None)
+
     def stored(self, keys: Iterable[SegmentKey]) -> None:
         """The store was given these records."""
         for key in keys:

@@ -8,7 +8,7 @@ Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...config.engine import HypicConfig
@@ -23,11 +23,12 @@ from ..metadata import HypicMetadata, LoadCount, WorkerReport
 from ..orders import NIXL, OUTDATED, DeclineRecord, OrderQueue
 from ..stats import HypicCounters
 from .admission import Admission, ComposedRequest
+from .answers import Answers
 from .arrivals import Allowance, Arrivals
 from .deliveries import Deliveries
-from .directory import SegmentDirectory
 from .entries import Entry
 from .fetched import FetchedCheckpoints
+from .growing import GrowingDirectory
 from .island_runs import IslandRuns, whole_runs
 from .placement import PrefixPlacement, SegmentPlacement
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
@@ -55,12 +56,14 @@ class SchedulerSide:
         texts: PlanningTexts = NO_TOKENIZER,
         island_runs: IslandRuns | None = None,
         reads_successors: bool = False,
+        keeps_answers: bool = False,
     ) -> None:
         """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
         part of every record; ``texts``: what planning reads; ``island_runs``: how linear layers run islands,
-        ``None`` without such layers; ``reads_successors``: some layers read with each token its successor."""
+        ``None`` without such layers; ``reads_successors``: some layers read with each token its successor;
+        ``keeps_answers``: what follows a prompt's prefix is captured, too."""
         self.config, self.geometry, self.ranks = config, geometry, ranks
-        self.directory = SegmentDirectory(
+        self.directory = GrowingDirectory(
             geometry.pages,
             geometry.slots,
             geometry.page_tokens,
@@ -90,19 +93,16 @@ class SchedulerSide:
             self.directory, self.admission, self.planner.need, prefixes.kept, self._complete
         )
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
-        self.arrivals = Arrivals(
-            self._orders,
-            has_store=has_tiers,
-            ranks=ranks,
-            share=self.directory.total.part(awaited),
-        )
+        share = self.directory.total.part(awaited)
+        self.arrivals = Arrivals(self._orders, has_store=has_tiers, ranks=ranks, share=share)
         self._deliveries = Deliveries(self._orders, ranks)
         self._view, self._island_runs = WorkerView(geometry), island_runs
         self.shared = SharedColumns(self.directory, self._view, self._orders, geometry, prefill_flops)
         self._fetched = FetchedCheckpoints(
             self.directory, self._stretches, self.arrivals, self.admission, self.segment_requests, self._view
         )
-        stored = self.shared if has_tiers else None
+        stored, need = self.shared if has_tiers else None, self.planner.need_grown
+        self.answers = Answers(self.directory, self.admission, need, prefixes, stored, on=keeps_answers)
         self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
         self.counters = HypicCounters()
         self._held: set[str] = set()
@@ -180,6 +180,7 @@ class SchedulerSide:
                 self._count(composed)
         if self.admission.waits:
             self.counters.pool_waits += 1
+            self.answers.give_up()
             self.arrivals.give_up_unoffered()
         return started
 
@@ -362,9 +363,11 @@ class SchedulerSide:
         """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
         return self._deliveries.fault(request_id)
 
-    def finished(self, request_id: str, *, completed: bool) -> None:
-        """A request is over.  ``completed``: it ran to its end (a segment request's record is whole)."""
+    def finished(self, request_id: str, *, completed: bool, tokens: Sequence[int] = ()) -> None:
+        """A request is over.  ``completed``: it ran to its end (a segment request's record is whole);
+        ``tokens``: see :meth:`.Answers.end`."""
         self._ended_early |= not completed
+        self.answers.end(request_id, tokens)
         work = self.segment_requests.end(request_id)
         if work is not None:
             self._ended(work, completed=completed)

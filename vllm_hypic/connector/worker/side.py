@@ -108,6 +108,9 @@ class WorkerSide:
         for request_id, plan in metadata.streams.items():
             self._streams[request_id] = StreamTensors.of(plan, self.device)
         self._captures.update(metadata.captures)
+        for request_id, grown in metadata.grown.items():
+            prompt = (plan for plan in self._captures.get(request_id, ()) if not plan.grows)
+            self._captures[request_id] = (*prompt, *grown)
 
     # -- records under way ---------------------------------------------------------------------
 
@@ -178,7 +181,8 @@ class WorkerSide:
                 if plans:
                     captures += capture_rows(request_id, row, plans)
                 if stream is not None:
-                    (contexts if plans else composed).append(composed_row(row, stream))
+                    makes_record = any(not plan.grows for plan in plans or ())
+                    (contexts if makes_record else composed).append(composed_row(row, stream))
         if composed or captures:
             batch = Batch.of(computed, scheduled)
             self.runtime.step = StepContext(composed, captures, self.device, batch, contexts)

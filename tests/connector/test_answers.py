@@ -1,0 +1,187 @@
+"""Records of answers as the scheduler side keeps them: names, places, who gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.scheduler.continuations import LEAST_ANSWERS, Continuations
+from vllm_hypic.connector.scheduler.entries import Lookup
+from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.pool.plans import CapturePlan
+from vllm_hypic.primitives.keys import Namespace, SegmentKey
+from vllm_hypic.primitives.plan import PromptPlan
+from vllm_hypic.primitives.tokens import PrimitiveIds
+
+from .simulated_worker import PAGE
+from .simulation import geometry
+
+PROMPT = tuple(range(1000, 1000 + 3 * PAGE + 3))
+ANSWER = tuple(range(2000, 2000 + 4 * PAGE))
+
+
+class Side:
+    """An engine's scheduler side, without the engine.  Requests have ordinary prompts and run alone."""
+
+    def __init__(self, pages: int = 64, slots: int = 8) -> None:
+        options = {"prefix": "sparse", "page_tokens": PAGE, "min_segment_tokens": PAGE}
+        ids = PrimitiveIds(sep=1, pdep=2, pad=3)
+        self.side = SchedulerSide(
+            HypicConfig.from_mapping(options | {"context": "none", "islands": "none"}),
+            geometry(pages, slots),
+            Namespace.from_config({}),
+            10_000,
+            lambda: ids,
+            keeps_answers=True,
+        )
+
+    def plan(self, tokens: Sequence[int]) -> PromptPlan:
+        plan = self.side.planner.plan_prefix(PlanRequest(list(tokens), {}, None, None))
+        assert plan is not None
+        return plan
+
+    def begin(self, name: str, tokens: Sequence[int]) -> int:
+        """Prefill the prompt; how many of its tokens are computed."""
+        self.side.admit(name, self.plan(tokens))
+        self.side.pump()
+        assert self.side.ready(name)
+        request = self.side.admission.requests[name]
+        computed = len(request.running.stream)
+        self.passes = {name: self.run(name, 0, computed)}
+        self.side.prefixes.passed(name, computed)
+        return computed
+
+    def run(self, name: str, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
+        return self.side.answers.scheduled([(name, begin, end)]).get(name)
+
+    def decode(self, name: str, computed: int, count: int) -> list[CapturePlan]:
+        """So many tokens, one by one; what they capture."""
+        plans: list[CapturePlan] = []
+        for at in range(computed, computed + count):
+            plans += self.run(name, at, at + 1) or ()
+        return plans
+
+    def ask(self, name: str, tokens: Sequence[int], answer: Sequence[int], *, late: bool = False) -> int:
+        """A whole request; how many tokens of its prompt are computed.  ``late``: the step behind the last
+        token was scheduled before it was known to be that."""
+        computed = self.begin(name, tokens)
+        self.decode(name, computed, len(answer) - 1 + late)
+        self.end(name, (*tokens[len(tokens) - computed :], *answer))
+        return computed
+
+    def end(self, name: str, tokens: Sequence[int]) -> None:
+        self.side.finished(name, completed=True, tokens=tokens)
+        self.side.directory.check_integrity()
+
+    def has(self, tokens: Sequence[int]) -> bool:
+        """Whether the record of these whole pages is found."""
+        segment = self.plan((*tokens, 1)).segments[0]
+        assert segment.stop == len(tokens)
+        return self.side.directory.lookup(segment.key) is Lookup.HIT
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("length", range(1, 2 * PAGE + 2))
+def test_a_record_ends_at_the_last_whole_page_that_was_computed(side: Side, length: int, late: bool) -> None:
+    whole = (*PROMPT, *ANSWER[:length])
+    side.ask("first", PROMPT, ANSWER[:length], late=late)
+    end = (len(whole) - 1 + late) // PAGE * PAGE
+    assert side.has(whole[:end])
+    later = (*whole, *range(5000, 5004))
+    assert side.begin("second", later) == len(later) - end
+
+
+def test_pages_follow_each_other_and_states_stay_in_one_place(side: Side) -> None:
+    computed = side.begin("a", PROMPT)
+    first, *more = [*(side.passes["a"] or ()), *side.decode("a", computed, 2 * PAGE)]
+    assert (first.lo, first.hi) == (3 * PAGE, 4 * PAGE)
+    assert [plan.lo for plan in more] == [4 * PAGE, 5 * PAGE]
+    assert len({plan.slot for plan in (first, *more)}) == 1
+    assert len({int(plan.slot_mapping[0]) for plan in (first, *more)}) == 3
+    assert list(first.local_positions(first.lo, first.hi)) == list(range(3 * PAGE, 4 * PAGE))
+
+
+def test_a_prompt_that_waits_is_given_the_room(side: Side) -> None:
+    small = Side(pages=7)
+    computed = small.begin("a", PROMPT)
+    small.decode("a", computed, 2 * PAGE)
+    assert small.side.directory.free_pages == 1
+    small.side.admit("b", small.plan(range(4000, 4000 + 4 * PAGE + 1)))
+    small.side.pump()
+    small.side.pump()
+    assert small.side.ready("b")
+    assert small.run("a", computed + 2 * PAGE, computed + 2 * PAGE + 1) == (), "the worker is told"
+    small.end("a", (*PROMPT, *ANSWER[: 2 * PAGE]))
+    assert not small.has((*PROMPT, *ANSWER)[: 4 * PAGE])
+
+
+def test_who_finds_no_page_keeps_what_it_has(side: Side) -> None:
+    small = Side(pages=5)
+    small.ask("a", PROMPT, ANSWER)
+    assert small.has((*PROMPT, *ANSWER)[: 5 * PAGE])
+
+
+def test_who_begins_anew_leaves_nothing(side: Side) -> None:
+    computed = side.begin("a", PROMPT)
+    side.decode("a", computed, 2 * PAGE)
+    assert side.run("a", 0, computed + 2 * PAGE) == ()
+    side.end("a", (*PROMPT, *ANSWER[: 2 * PAGE + 1]))
+    assert not side.has((*PROMPT, *ANSWER)[: 4 * PAGE])
+
+
+def test_nothing_is_named_by_tokens_that_are_not_known(side: Side) -> None:
+    side.decode("a", side.begin("a", PROMPT), PAGE - 3)
+    side.end("a", (*PROMPT, *ANSWER[: PAGE - 4]))
+    assert not side.has((*PROMPT, *ANSWER)[: 4 * PAGE])
+
+
+def test_nothing_is_left_of_deleted_records_and_former_weights(side: Side) -> None:
+    computed = side.begin("a", PROMPT)
+    side.decode("a", computed, 2 * PAGE)
+    side.side.directory.discard(side.plan(PROMPT).segments[0].key)
+    side.end("a", (*PROMPT, *ANSWER))
+    assert not side.has((*PROMPT, *ANSWER)[: 5 * PAGE])
+    computed = side.begin("b", PROMPT)
+    side.decode("b", computed, 2 * PAGE)
+    side.side.reset("other")
+    side.end("b", (*PROMPT, *ANSWER))
+    assert len(side.side.directory) == 0
+
+
+def test_a_prompts_end_leaves_first_unless_it_is_asked_again() -> None:
+    for again in (False, True):
+        side = Side(slots=4)
+        side.ask("a", PROMPT, ANSWER)
+        if again:
+            side.ask("again", PROMPT, ANSWER[:2])
+        side.ask("b", range(4000, 4000 + 2 * PAGE), ())
+        side.ask("c", range(6000, 6000 + 2 * PAGE), ())
+        assert side.has(PROMPT[: 3 * PAGE]) is again
+
+
+def test_answers_that_nobody_goes_on_from_are_not_kept(side: Side) -> None:
+    """And are again, once somebody would have."""
+    for i in range(LEAST_ANSWERS):
+        side.ask(f"{i}", (i, *PROMPT), ANSWER)
+    assert not side.side.answers._continuations.likely
+    side.ask("once", (99, *PROMPT), ANSWER)
+    assert not side.has((99, *PROMPT, *ANSWER)[: 6 * PAGE])
+    for i in range(LEAST_ANSWERS):
+        side.ask(f"more {i}", (i, *PROMPT, *ANSWER, *PROMPT), ANSWER)
+    side.ask("twice", (98, *PROMPT), ANSWER)
+    assert side.has((98, *PROMPT, *ANSWER)[: 7 * PAGE])
+
+
+def test_few_are_remembered() -> None:
+    counted = Continuations()
+    for i in range(20_000):
+        counted.ended(SegmentKey(f"{i}"))
+    assert len(counted._open) <= 10_000

@@ -1,0 +1,180 @@
+"""Answers: what follows a prompt's prefix is captured while it is computed, for whoever goes on from it.
+
+    prompt     [ prefix: a record | rest ]
+    answer                              generated ...
+    captured                     [ page | page | ... | page ) what is behind the last whole page is not
+
+A page is given when the first pass with one of its tokens is scheduled.  The pass that ends it leaves states
+in the place of those before, so there is one state, at the last page's end.  When the request ends the record
+is named by its tokens, and found.  Nobody waits for it until then: where there is no room it grows no more,
+and a prompt that waits for room is given its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...pool.plans import CapturePlan
+from ...primitives.plan import CachedSegment
+from ...primitives.prefix import continued
+from .admission import Admission, ComposedRequest
+from .continuations import Continuations
+from .entries import Entry, Need
+from .growing import GrowingDirectory
+from .placement import PrefixPlacement
+from .shared_columns import SharedColumns
+
+
+@dataclass
+class _Answer:
+    """``entry`` grows; all below are indices of the request's tokens in vLLM.  ``origin``: the prefix's end;
+    ``scheduled``: passes end here; ``whole``: and had states left here, the last time."""
+
+    entry: Entry
+    origin: int
+    scheduled: int
+    whole: int
+    page_end: int
+    grows: bool = True
+
+
+class Answers:
+    """Records of what requests generate.
+
+    ``need(tokens)``: what that of a prefix of so many takes; ``stored``: has records stored, if they are;
+    ``on``: there are such records.
+    """
+
+    def __init__(
+        self,
+        directory: GrowingDirectory,
+        admission: Admission,
+        need: Callable[[int], Need],
+        placement: PrefixPlacement,
+        stored: SharedColumns | None,
+        *,
+        on: bool,
+    ) -> None:
+        self._directory, self._admission, self._need = directory, admission, need
+        self._placement, self._stored, self._on = placement, stored, on
+        self._answers: dict[str, _Answer | None] = {}
+        """Of requests that have computed their prefixes; ``None``: it is not captured."""
+        self._given_up: list[str] = []
+        self._continuations = Continuations()
+
+    def scheduled(self, passes: Iterable[tuple[str, int, int]]) -> dict[str, tuple[CapturePlan, ...]]:
+        """What requests capture from a pass on that is about to run ranges of their tokens; the others what
+        they did before."""
+        given_up, self._given_up = self._given_up, []
+        alive = (request_id for request_id in given_up if request_id in self._answers)
+        found = dict.fromkeys(alive, tuple[CapturePlan, ...]())
+        for request_id, begin, end in passes if self._on else ():
+            if (plans := self._scheduled(request_id, begin, end)) is not None:
+                found[request_id] = plans
+        return found
+
+    def _scheduled(self, request_id: str, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
+        request = self._admission.requests.get(request_id)
+        if request is None or not (request.plan.segments and request.plan.segments[0].is_prefix):
+            return None
+        if request_id not in self._answers:
+            return self._begin(request, begin, end)
+        answer = self._answers[request_id]
+        if answer is None or not answer.grows:
+            return None
+        if begin != answer.scheduled:  # it was preempted, and begins anew
+            return self._drop(request_id, answer)
+        return self._go_on(request, answer, end)
+
+    def _begin(self, request: ComposedRequest, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
+        segment = request.plan.segments[0]
+        origin = segment.stop - _before(request)
+        if end <= origin:
+            return None
+        self._answers[request.request_id] = None
+        self._continuations.asked(segment)
+        begins_whole = begin <= origin and not request.outdated
+        entry = self._place(request, segment) if begins_whole and self._continuations.likely else None
+        if entry is None:
+            return None
+        answer = _Answer(entry, origin, origin, origin, origin)
+        self._answers[request.request_id] = answer
+        return self._go_on(request, answer, end)
+
+    def _place(self, request: ComposedRequest, segment: CachedSegment) -> Entry | None:
+        record = request.held[segment.key]
+        return None if record.forgotten else self._directory.begin_growth(record)
+
+    def _go_on(self, request: ComposedRequest, answer: _Answer, end: int) -> tuple[CapturePlan, ...] | None:
+        """One pass more, up to ``end``."""
+        page, begins = self._directory.page_tokens, answer.scheduled == answer.page_end
+        if end > answer.page_end + page * begins or (begins and not self._directory.grow(answer.entry)):
+            # Nothing is left of the states at the page's end, or there is no room for more.
+            answer.grows = False
+            return ()
+        answer.page_end += page * begins
+        answer.scheduled = end
+        if end == answer.page_end:
+            answer.whole = end
+        return (self._plan(request, answer),) if begins else None
+
+    def _plan(self, request: ComposedRequest, answer: _Answer) -> CapturePlan:
+        page, entry = self._directory.page_tokens, answer.entry
+        first = entry.pages[-1] * page if entry.pages else 0
+        return CapturePlan(
+            lo=answer.page_end - page,
+            hi=answer.page_end,
+            slot=entry.slot,
+            slot_mapping=np.arange(first, first + page, dtype=np.int64),
+            positions=None,
+            leading=True,
+            serial=entry.serial,
+            has_context=True,
+            grows=True,
+            offset=_before(request),
+        )
+
+    def end(self, request_id: str, tokens: Sequence[int] = ()) -> None:
+        """The request ends, and is not forgotten yet.  ``tokens``: its own in vLLM, those that it generated
+        among them; none: they are not kept."""
+        if request_id not in self._answers:
+            return
+        answer, request = self._answers.pop(request_id), self._admission.requests[request_id]
+        segment, page = request.plan.segments[0], self._directory.page_tokens
+        origin, record = segment.stop - _before(request), request.held[segment.key]
+        stop = origin + max(0, len(tokens) - 1 - origin) // page * page if answer is None else answer.whole
+        grown = None
+        if origin < stop <= len(tokens) and not request.outdated:
+            grown = continued(segment, tokens[origin:stop], page)
+            self._continuations.ended(grown.key)
+        if answer is None:
+            return
+        if grown is None or not record.resident or record.forgotten:
+            self._directory.end_growth(answer.entry)
+        elif self._directory.end_growth(answer.entry, grown.key, self._need(grown.stop)):
+            if request.own is not None:
+                self._directory.supersede(record)
+            self._placement.grown(grown)
+            if self._stored is not None:
+                self._stored.store(grown, answer.entry)
+
+    def give_up(self) -> None:
+        """Give all that grows back: somebody waits for room."""
+        for request_id, answer in self._answers.items():
+            if answer is not None:
+                self._drop(request_id, answer)
+                self._given_up.append(request_id)
+
+    def _drop(self, request_id: str, answer: _Answer) -> tuple[CapturePlan, ...]:
+        self._answers[request_id] = None
+        self._directory.end_growth(answer.entry)
+        return ()
+
+
+def _before(request: ComposedRequest) -> int:
+    """Tokens of the prompt before the request's first one in vLLM."""
+    plan = request.running
+    return plan.n_logical - len(plan.stream)

@@ -1,0 +1,85 @@
+"""Records that grow: places in the directory for what a request generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...pool.plans import Space
+from ...primitives.keys import SegmentKey
+from .directory import SegmentDirectory
+from .entries import Beginning, Entry, Need
+
+MOST_SUPERSEDED = 4
+"""Prompts that are likely to be asked again: more of their ends would keep the pages of what is evicted."""
+
+
+class GrowingDirectory(SegmentDirectory):
+    """The directory of an engine in which records grow.  Nobody finds one before its end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._superseded: dict[SegmentKey, Entry] = {}
+        """The oldest first."""
+
+    def begin_growth(self, record: Entry) -> Entry | None:
+        """Reserve a place, pinned, for a record that nobody finds, which has the pages of ``record`` and will
+        :meth:`grow`; ``None``: there is no room for it."""
+        victims = self._victims(Space(0, 1, 0), [record.key])
+        if victims is None:
+            return None
+        self._evict(victims)
+        need = Need(record.columns, value=record.value)
+        entry = self._reserve(record.key, need, record.tenant, record.pages, record, listed=False)
+        entry.forgotten = True
+        entry.begins = Beginning(record.serial, record.columns, frozenset({record.key}))
+        self.pin(entry)
+        return entry
+
+    def grow(self, entry: Entry) -> bool:
+        """Give it one page more; false: there is none."""
+        more = self.pages_for(self.page_tokens)
+        victims = self._victims(Space(more), [])
+        if victims is None:
+            return False
+        self._evict(victims)
+        entry.pages += self._pages.take(more)
+        entry.columns += self.page_tokens
+        return True
+
+    def end_growth(self, entry: Entry, key: SegmentKey | None = None, need: Need | None = None) -> bool:
+        """It is complete, and found as ``key`` from now on, with ``need.columns`` of what it has; without a
+        key, or if there is such a record: it goes.  Whether it is found."""
+        self.release([entry])
+        if key is None or need is None or key in self._entries:
+            self._drop(entry, evicted=False)
+            return False
+        pages = self.pages_for(need.columns)
+        self._pages.leave(reversed(entry.pages[pages:]))
+        entry.key, entry.value = key, need.value
+        entry.pages, entry.columns = entry.pages[:pages], need.columns
+        entry.forgotten, entry.resident, entry.is_checkpoint = False, True, False
+        entry.within.clear()
+        self._list(entry)
+        return True
+
+    def supersede(self, entry: Entry) -> None:
+        """Whoever would use the record is likely to use another with the same pages: unless somebody does, it
+        leaves before all others, and soon."""
+        if self._entries.get(entry.key) is not entry:
+            return
+        self._superseded[entry.key] = entry
+        if len(self._superseded) > MOST_SUPERSEDED:
+            self.discard(next(iter(self._superseded)))
+
+    def _worst_first(self) -> Iterator[Entry]:
+        yield from self._superseded.values()
+        yield from (entry for entry in super()._worst_first() if entry.key not in self._superseded)
+
+    def pin(self, entry: Entry) -> None:
+        super().pin(entry)
+        self._superseded.pop(entry.key, None)
+
+    def _unlist(self, entry: Entry, *, evicted: bool) -> None:
+        super()._unlist(entry, evicted=evicted)
+        self._superseded.pop(entry.key, None)
