@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -44,11 +45,32 @@ from vllm_hypic.backends.ops import gated_delta
 from vllm_hypic.backends.ops import mamba2 as mamba2_operators
 from vllm_hypic.engine.activation import CUDA_WORKER
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner, HypicGPUWorker
+from vllm_hypic.patches import cuda_kept_lse
+from vllm_hypic.patches.signature import PatchError
 
 
 def test_the_worker_is_found_by_its_path() -> None:
     assert resolve_obj_by_qualname(CUDA_WORKER) is HypicGPUWorker
     assert issubclass(HypicGPUWorker, Worker) and issubclass(HypicGPUModelRunner, GPUModelRunner)
+
+
+def test_the_stock_call_leaves_its_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has it patched; another vLLM's kernel, or a forward pass that calls another, is refused."""
+    assert "cuda_kept_lse.apply()" in inspect.getsource(HypicGPUWorker.init_device)
+    kernel: Any = flash_attn.FA4DenseAttentionKernel
+    stock = kernel.__call__
+    monkeypatch.setattr(kernel, "__call__", stock)
+    cuda_kept_lse.apply()
+    patched = kernel.__call__
+    cuda_kept_lse.apply()
+    assert kernel.__call__ is patched is not stock
+    monkeypatch.setattr(kernel, "__call__", lambda self, query: query)
+    with pytest.raises(PatchError, match="supports vLLM"):
+        cuda_kept_lse.apply()
+    monkeypatch.setattr(kernel, "__call__", stock)
+    monkeypatch.setattr(flash_attn.FlashAttentionImpl, "forward", lambda self: None)
+    with pytest.raises(PatchError, match="_FA4_DENSE_ATTENTION_KERNEL"):
+        cuda_kept_lse.apply()
 
 
 def test_the_worker_makes_our_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:

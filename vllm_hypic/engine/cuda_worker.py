@@ -58,7 +58,10 @@ class HypicGPUWorker(HypicWorker, Worker):
     """vLLM's CUDA worker with our layers, our model runner, and room left for the public pool."""
 
     def init_device(self) -> None:
+        from ..patches import cuda_kept_lse
+
         self._register_layers()
+        cuda_kept_lse.apply()
         super().init_device()
 
     def _scratch_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,11 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_hypic.backends.attention import cuda_rows as shared_rows
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
+from vllm_hypic.backends.ops.kept_lse import KEPT
 from vllm_hypic.backends.ops.span_attention.plan import causal_kv_lens
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
+from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.runtime import HypicRuntime
@@ -67,7 +70,9 @@ def stand_in(
     """``flash_attn_varlen_func`` over a paged cache, in float64; lengths that it is told must fit."""
     left, right = (-1, -1) if window_size is None else window_size
     assert causal and right == (-1 if left == -1 else 0)
-    assert not others.get("softcap") and others["fa_version"] == 2
+    assert not others.get("softcap")
+    # The 4th leaves no log-sum-exp unless it is another kernel, which nobody asks it for.
+    assert others["fa_version"] == 2 or not return_softmax_lse
     # Nothing here relies on whether a log-sum-exp has sinks in it.
     assert s_aux is None or not return_softmax_lse
     starts, used = cu_seqlens_q.tolist(), seqused_k.tolist()
@@ -248,8 +253,20 @@ def angles(positions: int) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", stand_in, raising=False)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """FlashAttention is the stand-in; of each call whether its log-sum-exp was asked for."""
+    monkeypatch.setattr(
+        flash_attn.FA4DenseAttentionKernel, "__call__", flash_attn.FA4DenseAttentionKernel.__call__
+    )
+    cuda_kept_lse.apply()
+    calls = list[bool]()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls.append(bool(kwargs.get("return_softmax_lse")))
+        return stand_in(*args, **kwargs)
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", called, raising=False)
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -373,6 +390,43 @@ def test_plain_rows_keep_the_bits_of_the_stock_implementation() -> None:
     assert not torch.isclose(ours[composed], stock[composed]).all(dim=(1, 2)).any(), "nothing was composed"
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_flash_attention_is_called_once(asked: list[bool], drafts: int) -> None:
+    """The stock call leaves its log-sum-exp; in passes of plain rows it is not asked for."""
+    world = World(torch.float32, angles(128), drafts=drafts)
+    error = (world.forward().double() - world.expected()).abs().max()
+    assert error < LIMITS[torch.float32], error
+    assert asked == [True]
+    world.runtime.step = None
+    world.forward()
+    assert asked == [True, False]
+    assert KEPT.lse is None and not KEPT.wanted
+
+
+@pytest.mark.parametrize(("sinks", "version"), [(True, 2), (False, 4)], ids=["sinks", "4"])
+def test_a_log_sum_exp_that_stock_does_not_leave_is_asked_for_again(
+    asked: list[bool], sinks: bool, version: int
+) -> None:
+    """FlashAttention 4 has none unless asked, and with sinks it is not known whether they are in it."""
+    world = World(torch.float32, angles(128), sinks=sinks)
+    assert world.impl.keeps_lse is not sinks
+    world.impl.vllm_flash_attn_version = version
+    assert not world.impl.keeps_lse
+    error = (world.forward().double() - world.expected()).abs().max()
+    assert error < LIMITS[torch.float32], error
+    assert asked == [False, True]
+
+
+def test_what_is_kept_is_the_threads_own() -> None:
+    """Another thread's stock call does not see that this one asks."""
+    with ThreadPoolExecutor(1) as other:
+        KEPT.wanted = True
+        try:
+            assert not other.submit(lambda: KEPT.wanted).result()
+        finally:
+            KEPT.wanted = False
+
+
 def test_interiors_are_captured_unrotated() -> None:
     world = World(torch.float32, angles(128))
     raw = torch.randn(5, KV_HEADS, SIZE)
@@ -389,16 +443,25 @@ def test_interiors_are_captured_unrotated() -> None:
     assert world.runtime.calls == {"capture_kv": 1, "span_attention": 1}
 
 
-@pytest.mark.parametrize("fault", ["tokens", "blocks", "positions", "visible_kv_lens"])
-def test_a_fault_would_show(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["tokens", "rows", "blocks", "positions", "visible_kv_lens"])
+def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is larger than what is tolerated."""
     world = World(torch.float32, angles(128))
     expected = world.expected()
     match fault:
-        case "tokens":  # FlashAttention told of one token too few
+        case "tokens":  # FlashAttention told of one token too few, when it is called again
             public = world.step.attention_rows(None, 0).merged
             assert public is not None
             public.cache_ranges[:, 3] -= 1
+            monkeypatch.setattr(HypicCUDAAttentionImpl, "keeps_lse", False)
+        case "rows":  # the log-sum-exp of the row before
+            stock = flash_attn.flash_attn_varlen_func
+
+            def rolled(**given: Any) -> Any:
+                out, lse = stock(**given)
+                return out, lse.roll(1, 1)
+
+            monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", rolled)
         case "blocks":  # the wrong request's blocks
             metadata = world.metadata
             world.metadata = replace(metadata, block_table=metadata.block_table.roll(1, 0).contiguous())
@@ -423,7 +486,7 @@ def test_plans_are_made_once_a_pass_and_columns_once_for_the_same_requests() -> 
     first = made_in(plans)
     world.forward()
     again = made_in(plans)
-    assert len(first) == len(again) == 3 and all(a is b for a, b in zip(first, again, strict=True))
+    assert len(first) == len(again) == 2 and all(a is b for a, b in zip(first, again, strict=True))
     assert world.step.shared.of(shared_rows._SharedPlans) is plans
     kept = world.runtime.shared.of(shared_rows._KeptColumns).kept
     [(_, columns)] = kept.values()

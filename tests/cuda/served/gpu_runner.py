@@ -45,6 +45,7 @@ def pretend(fault: str = "") -> None:
     from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
     from vllm_hypic.backends.linear import gdn
     from vllm_hypic.engine import cpu_worker
+    from vllm_hypic.patches import cuda_kept_lse
 
     interpreter.install()
     chosen = types.ModuleType("vllm_hypic.backends.attention.backend")
@@ -53,6 +54,7 @@ def pretend(fault: str = "") -> None:
     sys.modules[chosen.__name__] = chosen
     flash_attn.get_flash_attn_version = lambda *_, **__: 2
     flash_attn.flash_attn_varlen_func = stand_in
+    cuda_kept_lse.apply()
     flash_attn.reshape_and_cache_flash = write_cache
     layer = delta_net()
     gdn._layer_class = lambda cuda: layer

@@ -1,9 +1,9 @@
 """Attention backend on CUDA: vLLM's FlashAttention for everything private, Triton for the public part.
 
-FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  It keeps its log-sum-exp
-to itself; for the composed rows alone it is called once more, for that.  It measures windows in the stream,
-where what records serve is missing: rows from which a window hides something have their private part from
-Triton, too.
+FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  Versions 2 and 3 leave
+their log-sum-exp (``patches/cuda_kept_lse.py``); version 4, and layers with sinks, are called once more, for
+the composed rows alone.  It measures windows in the stream, where what records serve is missing: rows from
+which a window hides something have their private part from Triton, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from ..ops.kept_lse import KEPT
 from .base import AttentionLink, PublicAttention
 from .cuda_rows import (
     FLOAT_BYTES,
@@ -33,7 +34,9 @@ from .cuda_rows import (
     SpanPiece,
     private_pieces,
     replaced_rows,
+    rows_of,
     span_pieces,
+    token_rows,
 )
 
 if TYPE_CHECKING:
@@ -140,6 +143,22 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         """The FlashAttention that is asked for the log-sum-exp: FA4's kernels for heads of 256 are not known
         to return it, and FA2 runs wherever FA4 does."""
         return 2 if self.vllm_flash_attn_version == 4 else self.vllm_flash_attn_version
+
+    @property
+    def keeps_lse(self) -> bool:
+        """Whether the stock call's log-sum-exp is what is needed here.  FA4 computes it only when asked, by
+        kernels of their own; whether FA3's has the sinks in it depends on how it divides the work."""
+        return self.vllm_flash_attn_version in (2, 3) and self.sinks is None
+
+    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Same contract as the stock implementation."""
+        if self.link is None or self.link.runtime.step is None or not self.keeps_lse:
+            return super().forward(layer, *args, **kwargs)
+        KEPT.wanted = True
+        try:
+            return super().forward(layer, *args, **kwargs)
+        finally:
+            KEPT.wanted, KEPT.lse = False, None
 
     def capture(
         self, link: CUDAAttentionLink, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor
@@ -249,11 +268,13 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
 
         ``query [tokens, heads, size]``; ``kv_cache [blocks, kv_heads, block_size, 2 * size]``.
         """
+        if KEPT.lse is not None:
+            return rows_of(KEPT.lse.t(), token_rows(step, public))
         private = PrivateRows.of(step, public)
         key_cache, value_cache = self.halves(kv_cache)
         # No window: it would hide nothing from these rows, or they were replaced.
         _, lse = flash_attn.flash_attn_varlen_func(
-            q=private.query(query),
+            q=rows_of(query, private.rows),
             k=key_cache,
             v=value_cache,
             cu_seqlens_q=private.starts,

@@ -190,6 +190,25 @@ class _KeptColumns:
         return columns
 
 
+def token_rows(step: StepContext, public: PublicRows) -> slice | torch.Tensor:
+    """Token rows of the pass that are ``public``'s, made once: a slice where they are neighbours, else int64
+    ``[n]``."""
+
+    def make() -> slice | torch.Tensor:
+        first, last = public.cache_ranges.numpy().T[:2]
+        if (first[1:] == last[:-1]).all():
+            return slice(int(first[0]), int(last[-1]))
+        scattered = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
+        return step.on_device(scattered)[0]
+
+    return step.shared.of(_SharedPlans)(public, "token rows", make)
+
+
+def rows_of(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """The ``rows`` of ``tensor [tokens, ...]``."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
 @dataclass(frozen=True)
 class PrivateRows:
     """The public rows' requests as FlashAttention takes them: a batch of its own over vLLM's cache.
@@ -215,25 +234,15 @@ class PrivateRows:
     def _make(step: StepContext, public: PublicRows) -> PrivateRows:
         first, last, requests, tokens = public.cache_ranges.numpy().T
         counts = last - first
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        rows: slice | torch.Tensor = slice(int(first[0]), int(last[-1]))
-        if (first[1:] == last[:-1]).all():
-            on_device = step.on_device(starts, requests, tokens)
-        else:
-            scattered = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
-            rows, *on_device = step.on_device(scattered, starts, requests, tokens)
+        on_device = step.on_device(np.concatenate([[0], np.cumsum(counts)]), requests, tokens)
         return PrivateRows(
-            rows,
+            token_rows(step, public),
             on_device[0].int(),
             on_device[1],
             on_device[2].int(),
             int(counts.max()),
             int(tokens.max()),
         )
-
-    def query(self, query: torch.Tensor) -> torch.Tensor:
-        """The private rows of ``query [tokens, heads, size]``."""
-        return query[self.rows] if isinstance(self.rows, slice) else query.index_select(0, self.rows)
 
     def blocks(self, step: StepContext, block_table: torch.Tensor) -> torch.Tensor:
         """The requests' rows of ``block_table [requests, blocks]``, gathered once for each table."""

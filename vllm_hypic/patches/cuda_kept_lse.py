@@ -1,0 +1,42 @@
+"""Patch: vLLM's attention call on CUDA leaves its log-sum-exp where our attention asks for it.
+
+Target: ``vllm.v1.attention.backends.flash_attn.FA4DenseAttentionKernel.__call__``, the one place where the
+stock forward pass calls FlashAttention, whatever its version.
+Why: FlashAttention 2 and 3 compute the log-sum-exp in any case and the stock forward drops it; our
+attention, which merges more columns into its result, would have to call FlashAttention once more.  Asking
+for it changes nothing of the call but what is returned; calls of other threads and layers are stock's.
+Until: vLLM's forward hands out the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ..backends.ops.kept_lse import KEPT
+from .signature import PatchError, require_parameters
+
+
+def apply() -> None:
+    """Idempotent."""
+    from vllm.v1.attention.backends import flash_attn
+
+    kernel: Any = flash_attn.FA4DenseAttentionKernel
+    stock = kernel.__call__
+    if getattr(stock, "_hypic", False):
+        return
+    require_parameters(stock, "self", "q", "k", "v", "kwargs")
+    if "_FA4_DENSE_ATTENTION_KERNEL(" not in inspect.getsource(flash_attn.FlashAttentionImpl.forward):
+        raise PatchError(
+            "vllm-hypic expects FlashAttentionImpl.forward to call _FA4_DENSE_ATTENTION_KERNEL, and this "
+            "vLLM's does not; vllm-hypic supports vLLM 0.32"
+        )
+
+    def call(self: Any, **kwargs: Any) -> Any:
+        if not KEPT.wanted:
+            return stock(self, **kwargs)
+        result, KEPT.lse = stock(self, **kwargs, return_softmax_lse=True)
+        return result
+
+    call._hypic = True  # type: ignore[attr-defined]
+    kernel.__call__ = call
