@@ -195,8 +195,12 @@ CASES = [
     ("parallel_config.ubatch_size", 2, "micro-batches"),
     ("model_config.dtype", torch.float32, "dtype=torch.float32: expected bfloat16 or float16"),
     ("model_config.enable_sleep_mode", True, "--enable-sleep-mode"),
-    ("cache_config.cache_dtype", "fp8", "kv_cache_dtype=fp8: expected auto, bfloat16 or float16"),
-    ("cache_config.cache_dtype", "fp8_e4m3", "kv_cache_dtype=fp8_e4m3"),
+    (
+        "cache_config.cache_dtype",
+        "fp8_e5m2",
+        "kv_cache_dtype=fp8_e5m2: expected auto, bfloat16, float16, fp8 or fp8_e4m3",
+    ),
+    ("cache_config.cache_dtype", "fp8_per_token_head", "kv_cache_dtype=fp8_per_token_head: expected auto"),
     ("cache_config.kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
     ("cache_config.use_replayssm", True, "replayed SSM states"),
     ("additional_config", {"gdn_prefill_backend": "cutedsl"}, "gdn_prefill_backend='cutedsl'"),
@@ -213,6 +217,26 @@ CASES = [
         "that drafts was looked at beside full attention alone: expected one of ngram, suffix",
     ),
 ]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
+def test_fp8_is_served_where_flash_attention_reads_it(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    object.__setattr__(config.cache_config, "cache_dtype", dtype)
+    assert support.refusal(config) is None
+    for capability, version in ((80, "8.0"), (89, "8.9"), (100, "10.0"), (120, "12.0")):
+        monkeypatch.setattr(CUDA, "capability", capability)
+        assert support.refusal(config) == (
+            f"kv_cache_dtype={dtype} on compute capability {version}: expected auto, bfloat16 or float16, as "
+            "FP8 is read by FlashAttention 3 alone, which runs on 9.0"
+        )
+    monkeypatch.undo()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", cuda)
+    monkeypatch.setattr(type(config.model_config), "use_mla", True)
+    assert support.refusal(config) == (
+        f"kv_cache_dtype={dtype} of latent attention: expected auto, bfloat16 or float16"
+    )
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

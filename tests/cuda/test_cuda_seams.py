@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
@@ -209,7 +210,7 @@ def test_mamba2s_stock_operator_calls_the_method_that_is_ours() -> None:
         ("logits_soft_cap", 30.0, "logits soft-cap 30.0"),
         ("alibi_slopes", torch.ones(4), "ALiBi"),
         ("kv_sharing_target_layer_name", "layers.3", "KV shared with layer layers.3"),
-        ("kv_cache_dtype", "fp8_e4m3", "quantised KV cache (fp8_e4m3)"),
+        ("kv_cache_dtype", "fp8_e4m3", "a KV cache in FP8 with FlashAttention None (served: 3)"),
         ("attn_type", "encoder_only", "attention of kind encoder_only"),
         ("dcp_world_size", 2, "a KV cache divided among 2 ranks"),
         ("head_size", 260, "head size 260"),
@@ -220,6 +221,23 @@ def test_layers_are_refused(field: str, value: object, says: str) -> None:
     assert impl.refusal(None) is None
     setattr(impl, field, value)
     assert (reason := impl.refusal(None)) is not None and says in reason
+
+
+def test_fp8_is_served_with_flash_attention_3() -> None:
+    """Which vLLM hands a query in FP8, too, and scales of the layer."""
+    impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
+    plain = impl.scratch_bytes(1000, torch.bfloat16)
+    impl.kv_cache_dtype, impl.vllm_flash_attn_version = "fp8", 3
+    assert impl.refusal(None) is None
+    assert impl.scratch_bytes(1000, torch.bfloat16) - plain == 1000 * 4 * 128 * 2
+    impl.vllm_flash_attn_version = 4
+    assert impl.refusal(None) == "a KV cache in FP8 with FlashAttention 4 (served: 3)"
+    assert not HypicCUDAAttentionBackend.supports_per_head_quant_scales()
+    stock = inspect.getsource(FlashAttentionImpl.forward)
+    for scale in ("q_descale=q_descale", "k_descale=k_descale", "v_descale=v_descale"):
+        assert scale in stock
+    assert "layer._q_scale.expand(descale_shape)" in stock and "key_cache.view(current_platform" in stock
+    assert "self.query_quant(query, self._q_scale)" in inspect.getsource(Attention.forward)
 
 
 @pytest.mark.parametrize(("field", "value"), [("sliding_window", (63, 0)), ("sinks", torch.zeros(4))])

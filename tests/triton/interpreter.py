@@ -9,6 +9,8 @@ It carries bfloat16 as its 16 bits in ``np.uint16`` and hands that to numpy, whi
 - apart from bfloat16, ``tl.dot`` of float32 is exact even where a GPU would round to TF32, so a kernel that
   forgets ``input_precision`` passes.
 
+FP8 (e4m3) loses its NaN, subnormal numbers on the way from float32, and everything on the way to bfloat16.
+
 And it runs the programs of a grid one after the other, where a GPU promises no order: here each launch has a
 random one, by the seed in ``HYPIC_GRID_SEED``, 0 if it is not set.
 
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter as stock
@@ -55,6 +58,21 @@ def _wide(handle: TensorHandle) -> TensorHandle:
 
 def _narrow(handle: TensorHandle) -> TensorHandle:
     return TensorHandle(rounded(handle.data), tl.bfloat16)
+
+
+def _of_fp8(src: TensorHandle, dst_type: tl.dtype) -> TensorHandle | None:
+    """A conversion from or to FP8, saturating as a GPU's; ``None``: it is neither."""
+    source, target = src.dtype.scalar, dst_type.scalar
+    if (source == tl.float8e4nv) == (target == tl.float8e4nv):
+        return None
+    if source == tl.float8e4nv:
+        wide = torch.from_numpy(np.ascontiguousarray(src.data)).view(torch.float8_e4m3fn).float().numpy()
+        values = TensorHandle(wide.reshape(src.data.shape), tl.float32)
+        return values if target == tl.float32 else stock.interpreter_builder.cast_impl(values, target)
+    values = widened(src.data) if _is_bf16(src) else src.data.astype(np.float32)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    narrow = torch.from_numpy(np.array(values)).clamp(-largest, largest).to(torch.float8_e4m3fn)
+    return TensorHandle(narrow.view(torch.uint8).numpy(), tl.float8e4nv)
 
 
 class CorrectedBuilder(InterpreterBuilder):
@@ -91,6 +109,8 @@ class CorrectedBuilder(InterpreterBuilder):
         return _narrow(super().create_rsqrt(_wide(arg))) if _is_bf16(arg) else super().create_rsqrt(arg)
 
     def cast_impl(self, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+        if (fp8 := _of_fp8(src, dst_type)) is not None:
+            return fp8
         if dst_type.scalar == tl.bfloat16 and not _is_bf16(src):
             return TensorHandle(rounded(src.data.astype(np.float32)), tl.bfloat16)
         return super().cast_impl(src, dst_type)
@@ -99,7 +119,7 @@ class CorrectedBuilder(InterpreterBuilder):
         self, src: TensorHandle, dst_type: tl.dtype, rounding: ir.ROUNDING_MODE | None
     ) -> TensorHandle:
         to_nearest = rounding in (None, ir.ROUNDING_MODE.RTNE)
-        if to_nearest and tl.bfloat16 in (src.dtype.scalar, dst_type.scalar):
+        if to_nearest and {tl.bfloat16, tl.float8e4nv} & {src.dtype.scalar, dst_type.scalar}:
             return self.cast_impl(src, dst_type)
         return super().create_fp_to_fp(src, dst_type, rounding)
 

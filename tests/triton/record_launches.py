@@ -72,6 +72,8 @@ def main() -> None:
         table = torch.zeros(16, rotary, dtype=bf16)
         cache = torch.zeros(2, kv_heads, 16, 2 * size, dtype=bf16).transpose(1, 2).split(size, dim=-1)
         operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu, cache)
+        in_fp8 = [half.to(torch.float8_e4m3fn) for half in cache]
+        operators.warm_up(heads, kv_heads, size, bf16, table, neox, cpu, in_fp8, torch.float8_e4m3fn)
     for neox in (True, False):
         cache = torch.zeros(2, 64, 512 + 64, dtype=bf16)
         latents.warm_up(16, 64, torch.zeros(16, 64, dtype=bf16), neox, cache)

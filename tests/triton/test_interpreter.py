@@ -131,6 +131,30 @@ def test_nan_stays_nan(device: torch.device) -> None:
     assert elementwise("narrow", x, x, torch.bfloat16).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fp8_is_what_it_is_in_pytorch(dtype: torch.dtype, device: torch.device) -> None:
+    """There and back, NaN and subnormal numbers among them; what is too large becomes the largest."""
+    if not INTERPRETED and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has no FP8 before compute capability 8.9")
+    kind = torch.float8_e4m3fn
+    every = torch.arange(256, dtype=torch.uint8).view(kind).to(device)
+    wide = every.to(dtype)
+    x = (values(3) * torch.logspace(-4, 4, SIZE)).flatten().to(dtype).to(device)
+    narrow = x.float().clamp(-448, 448).to(kind)
+
+    def right() -> bool:
+        found = elementwise("narrow", every, every, dtype)
+        back = elementwise("narrow", x, x, kind).view(torch.uint8)
+        return torch.equal(found.nan_to_num(-1), wide.nan_to_num(-1)) and torch.equal(
+            back, narrow.view(torch.uint8)
+        )
+
+    assert right()
+    if INTERPRETED:
+        with uncorrected():
+            assert not right()
+
+
 @pytest.mark.parametrize("op", ["sum", "argmax", "cumsum"])
 def test_reductions_of_bf16(op: str, device: torch.device) -> None:
     x = values(2).to(device)

@@ -106,9 +106,20 @@ def _drafts(config: VllmConfig) -> Iterator[str]:
 
 
 def _caches(config: VllmConfig) -> Iterator[str]:
-    cache = config.cache_config
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        yield f"kv_cache_dtype={cache.cache_dtype}: expected auto, bfloat16 or float16"
+    from vllm.platforms import current_platform
+
+    cache, given = config.cache_config, f"kv_cache_dtype={config.cache_config.cache_dtype}"
+    if cache.cache_dtype in ("fp8", "fp8_e4m3"):
+        if config.model_config.use_mla:
+            yield f"{given} of latent attention: expected auto, bfloat16 or float16"
+        elif not current_platform.has_device_capability(90) or current_platform.has_device_capability(100):
+            version = current_platform.get_device_capability().as_version_str()
+            yield (
+                f"{given} on compute capability {version}: expected auto, bfloat16 or float16, as FP8 is "
+                "read by FlashAttention 3 alone, which runs on 9.0"
+            )
+    elif cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        yield f"{given}: expected auto, bfloat16, float16, fp8 or fp8_e4m3"
     if (state := config_of(config).state_dtype) != "float32":
         yield f"hypic config: state_dtype={state}: expected float32, the only one that was run on GPUs"
     if cache.use_replayssm:

@@ -8,7 +8,6 @@ Prints as JSON two lists: what was launched in both, and in a pass only.
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import record_launches
@@ -21,6 +20,12 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_hypic.backends.attention.base import AttentionLink
 from vllm_hypic.patches import cuda_kept_lse
 
+KINDS = (
+    *((sinks, drafts, None) for sinks in (False, True) for drafts in (0, 3)),
+    *((False, drafts, forward.SCALES) for drafts in (0, 3)),
+)
+"""Whether there are sinks, how many drafts, and scales where the cache is in FP8."""
+
 
 def main() -> None:
     record_launches.install()
@@ -29,14 +34,18 @@ def main() -> None:
     forward.HEADS = 8  # so many that a prefill takes a tile of many rows
     warmed, launched = set[str](), set[str]()
     for window in (None, 20, 30, 64):
-        for sinks, drafts in ((False, 0), (False, 3), (True, 0), (True, 3)):
+        for sinks, drafts, scales in KINDS:
             world = forward.World(
-                torch.bfloat16, forward.angles(128), window=window, sinks=sinks, drafts=drafts
+                torch.bfloat16,
+                forward.angles(128),
+                window=window,
+                sinks=sinks,
+                drafts=drafts,
+                scales=scales,
             )
             link: Any = world.impl.link
             record_launches.RECORDED.clear()
-            layer = SimpleNamespace(kv_cache=world.cache)
-            world.impl.connect(layer, AttentionLink(link.runtime, link.public, link.rope))
+            world.impl.connect(world.layer, AttentionLink(link.runtime, link.public, link.rope))
             mine = {*record_launches.RECORDED}
             record_launches.RECORDED.clear()
             world.forward()

@@ -22,12 +22,13 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_hypic.backends.attention import cuda_rows as shared_rows
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
+from vllm_hypic.backends.attention.cuda_fp8 import Scales
 from vllm_hypic.backends.ops.kept_lse import KEPT
 from vllm_hypic.backends.ops.span_attention.plan import causal_kv_lens
-from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.patches import cuda_kept_lse
-from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
+from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import (
@@ -39,13 +40,14 @@ from vllm_hypic.pool.step import (
     capture_row,
     composed_row,
 )
-from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.tensors import DevicePool, quantised
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, ROTARY = 4, 2, 32, 16
 BLOCK = 16
 SLOTS = 64
 """Token slots of the pool."""
+SCALES = 0.03, 0.02, 0.025
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest error allowed, in units of V, which is about 1."""
 
@@ -71,8 +73,9 @@ def stand_in(
     left, right = (-1, -1) if window_size is None else window_size
     assert causal and right == (-1 if left == -1 else 0)
     assert not others.get("softcap")
+    assert k.dtype != FP8 or others["fa_version"] == 3
     # The 4th leaves no log-sum-exp unless it is another kernel, which nobody asks it for.
-    assert others["fa_version"] == 2 or not return_softmax_lse
+    assert others["fa_version"] in (2, 3) or not return_softmax_lse
     # Nothing here relies on whether a log-sum-exp has sinks in it.
     assert s_aux is None or not return_softmax_lse
     starts, used = cu_seqlens_q.tolist(), seqused_k.tolist()
@@ -80,7 +83,14 @@ def stand_in(
     assert len(block_table) == len(used) == len(starts) - 1 and starts[-1] == len(q)
     assert max_seqlen_q >= max(b - a for a, b in itertools.pairwise(starts))
     assert max_seqlen_k >= max(used)
-    result = torch.empty_like(q) if out is None else out
+    kind = q.dtype
+    if k.dtype == FP8:
+        assert q.dtype == v.dtype == FP8
+        descales: list[Any] = [others[f"{x}_descale"] for x in "qkv"]
+        assert {scale.shape for scale in descales} == {(len(used), k.shape[2])}
+        kind = torch.bfloat16
+        q, k, v = (x.double() * scale[0, 0] for x, scale in zip((q, k, v), descales, strict=True))
+    result = torch.empty(q.shape, dtype=kind) if out is None else out
     lse = torch.empty(q.shape[1], len(q))
     for i, tokens in enumerate(used):
         blocks = block_table[i, : -(-tokens // k.shape[1])].long()
@@ -101,7 +111,8 @@ class World:
     decode, a composed request that sees nothing yet, and poisoned padding.
 
     With a ``window`` the layer has one, vLLM has given away the blocks behind it, and the segment request has
-    padding inside.  ``drafts``: rows that the requests that decode have beside their first.
+    padding inside.  ``drafts``: rows that the requests that decode have beside their first.  ``scales``: the
+    query, K and V of the cache, and records are FP8 and count times these.
     """
 
     dtype: torch.dtype
@@ -110,6 +121,7 @@ class World:
     window: int | None = None
     sinks: bool = False
     drafts: int = 0
+    scales: tuple[float, float, float] | None = None
 
     def __post_init__(self) -> None:
         gen = torch.Generator().manual_seed(7)
@@ -118,13 +130,15 @@ class World:
             return torch.randn(*size, generator=gen).to(self.dtype)
 
         geometry = PoolGeometry(
-            (AttentionGeometry("layer", KV_HEADS, SIZE, self.dtype),),
+            (AttentionGeometry("layer", KV_HEADS, SIZE, FP8 if self.scales else self.dtype),),
             (),
             page_tokens=8,
             pages=SLOTS // 8,
             slots=8,
         )
         self.pool = DevicePool(geometry, CPU)
+        of_query, *of_records = self.scales or (1.0, 1.0, 1.0)
+        self.pool.scale("layer", *of_records)
         self.public = self.pool.kv["layer"]
         self.public.key.fill_(math.nan), self.public.value.fill_(math.nan)
         self.runtime = HypicRuntime(self.pool, 0.0)
@@ -133,8 +147,8 @@ class World:
         places = torch.randperm(SLOTS, generator=gen)
         self.columns = places[:19], places[19:30]
         for slots in self.columns:
-            self.public.key[slots] = normal(len(slots), KV_HEADS, SIZE)
-            self.public.value[slots] = normal(len(slots), KV_HEADS, SIZE)
+            key, value = normal(len(slots), KV_HEADS, SIZE), normal(len(slots), KV_HEADS, SIZE)
+            self.public.write(slots, key, value)
         self.capture_slots = places[30:36].numpy()
 
         self.prefill = stream(self.columns, [0, 1], [3, 5], 9)
@@ -197,19 +211,45 @@ class World:
         )
         self.impl = HypicCUDAAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, self.window, "auto")
         self.impl.vllm_flash_attn_version = 2
+        tensors = [torch.tensor(x) for x in (of_query, *of_records)]
+        self.layer = SimpleNamespace(
+            kv_cache=self.cache,
+            dtype=self.dtype,
+            **{f"_{x}_scale": one for x, one in zip("qkv", tensors, strict=True)},
+            **{f"_{x}_scale_float": one.item() for x, one in zip("qkv", tensors, strict=True)},
+        )
+        if self.scales:
+            self._quantise()
         if self.sinks:
             # About as large as the sum over the columns of some rows.
             self.impl.sinks = torch.linspace(0, 3, HEADS).to(self.dtype)
         rope: Any = None
         if self.table is not None:
             rope = SimpleNamespace(cos_sin_cache=self.table, is_neox_style=self.neox)
-        self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, operators)
+        scales = Scales.of(self.layer) if self.scales else None
+        self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, operators, scales)
+
+    def _quantise(self) -> None:
+        """What vLLM has quantised before attention runs; what is expected is of the same numbers."""
+        assert self.scales is not None
+        of_query, of_key, of_value = self.scales
+        self.impl.kv_cache_dtype, self.impl.vllm_flash_attn_version = "fp8", 3
+        bytes_of = torch.empty(self.cache.shape, dtype=FP8)
+        bytes_of[..., :SIZE] = quantised(self.cache[..., :SIZE], of_key)
+        bytes_of[..., SIZE:] = quantised(self.cache[..., SIZE:], of_value)
+        self.cache = self.layer.kv_cache = bytes_of.view(torch.uint8)
+        self.query = quantised(self.query, of_query)
+        self.private = [
+            (quantised(key, of_key).double() * of_key, quantised(value, of_value).double() * of_value)
+            for key, value in self.private
+        ]
 
     def forward(self) -> torch.Tensor:
         """The rows that count."""
-        output = torch.full_like(self.query, math.nan)
-        layer = SimpleNamespace(**{f"_{x}_scale": torch.ones(1) for x in "qkv"})
-        self.impl.forward(layer, self.query, self.key, self.value, self.cache, self.metadata, output=output)
+        output = torch.full(self.query.shape, math.nan, dtype=self.dtype)
+        self.impl.forward(
+            self.layer, self.query, self.key, self.value, self.cache, self.metadata, output=output
+        )
         assert output[self.starts[-1] :].isnan().all(), "padding was written"
         return output[: self.starts[-1]]
 
@@ -235,14 +275,16 @@ class World:
                     slots = torch.from_numpy(plan.slot_mapping[:seen])
                     columns = torch.from_numpy(plan.kv_positions[:seen])
                     rotation = None if self.table is None else self.table[columns]
-                    public_key = rotate(self.public.key[slots].double(), rotation, self.neox)
-                    key = torch.cat([public_key.double(), key])
-                    value = torch.cat([self.public.value[slots].double(), value])
+                    public_key = self.public.key[slots].double() * self.public.key_scale
+                    public_value = self.public.value[slots].double() * self.public.value_scale
+                    key = torch.cat([rotate(public_key, rotation, self.neox).double(), key])
+                    value = torch.cat([public_value, value])
                     at = torch.cat([columns, at])
                 if self.window is not None:
                     near = at > positions[s0 + r] - self.window
                     key, value = key[near], value[near]
-                given = self.query[row : row + 1], key, value, torch.tensor([len(key)]), SIZE**-0.5
+                query = self.query[row : row + 1].double() * (self.scales or (1.0,))[0]
+                given = query, key, value, torch.tensor([len(key)]), SIZE**-0.5
                 out, _ = attend(*given, sinks=self.impl.sinks)
                 parts.append(out)
         return torch.cat(parts)
@@ -282,6 +324,37 @@ def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, table: bool, neox
     world = World(dtype, angles(128) if table else None, neox)
     error = (world.forward().double() - world.expected()).abs().max()
     assert error < LIMITS[dtype], error
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("window", [None, 3, 20, 30, 64])
+def test_fp8_counts_times_its_scales(window: int | None, drafts: int) -> None:
+    world = World(torch.bfloat16, angles(128), window=window, drafts=drafts, sinks=True, scales=SCALES)
+    expected = world.expected()
+    error = (world.forward().double() - expected).abs().max()
+    assert error < LIMITS[torch.bfloat16], error
+    for scale in range(3):
+        wrong = [*SCALES]
+        wrong[scale] *= 1.3
+        other = World(torch.bfloat16, angles(128), window=window, drafts=drafts, sinks=True, scales=SCALES)
+        link: Any = other.impl.link
+        of_layer = replace(link.scales, query=wrong[0], key=wrong[1], value=wrong[2])
+        of_records = replace(link.public, key_scale=wrong[1], value_scale=wrong[2])
+        other.impl.link = replace(link, scales=of_layer, public=of_records)
+        assert not (other.forward().double() - expected).abs().max() < 2 * LIMITS[torch.bfloat16]
+
+
+def test_what_is_captured_is_fp8() -> None:
+    world = World(torch.bfloat16, angles(128), scales=SCALES)
+    world.forward()
+    rows, slots = world.step.captured.rows, world.step.captured.slots  # type: ignore[union-attr]
+    key = unrotate(world.key[rows], world.table, world.step.captured.positions, True)  # type: ignore[union-attr]
+    for found, given, scale in (
+        (world.public.key, key, SCALES[1]),
+        (world.public.value, world.value[rows], SCALES[2]),
+    ):
+        error = (found[slots].float() * scale - given.float()).abs() / given.float().abs().clamp(min=scale)
+        assert error.max() <= 2**-4 + 2**-8, error.max()
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

@@ -24,8 +24,11 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from ...pool.geometry import FP8
 from ..ops.kept_lse import KEPT
 from .base import AttentionLink, PublicAttention
+from .cuda_fp8 import Scales
+from .cuda_fp8 import refusal as fp8_refusal
 from .cuda_rows import (
     FLOAT_BYTES,
     PARTIAL_BYTES,
@@ -61,7 +64,13 @@ class HypicFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
 class HypicCUDAAttentionBackend(FlashAttentionBackend):
     """vLLM's FlashAttention with a public part."""
 
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -87,16 +96,24 @@ class HypicCUDAAttentionBackend(FlashAttentionBackend):
     def supports_rswa(cls) -> bool:
         return False
 
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class CUDAAttentionLink(AttentionLink):
-    """``ops``: the operators of ``ops.span_attention.triton.operators``."""
+    """``ops``: the operators of ``ops.span_attention.triton.operators``; ``scales``: of a layer whose query,
+    vLLM's cache and records are FP8."""
 
     ops: ModuleType
+    scales: Scales | None = None
 
 
 class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionImpl):
     """Stock FlashAttention; with a link, also captures segments and reads public K and V."""
+
+    serves_quantised_cache = True
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
         from ..ops.span_attention.triton import operators
@@ -105,13 +122,15 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
             self.num_heads,
             self.num_kv_heads,
             self.head_size,
-            link.public.key.dtype,
+            layer.dtype,
             link.table(),
             link.neox,
             link.public.key.device,
             () if self.window() is None else self.halves(layer.kv_cache),
+            link.public.key.dtype,
         )
-        self.link = CUDAAttentionLink(link.runtime, link.public, link.rope, operators)
+        scales = Scales.of(layer) if self.has_quantised_cache() else None
+        self.link = CUDAAttentionLink(link.runtime, link.public, link.rope, operators, scales)
 
     def window(self) -> int | None:
         return None if self.sliding_window == (-1, -1) else self.sliding_window[0] + 1
@@ -128,6 +147,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
             return f"attention of kind {self.attn_type}"
         if self.dcp_world_size > 1:
             return f"a KV cache divided among {self.dcp_world_size} ranks"
+        if self.has_quantised_cache() and (reason := fp8_refusal(self.vllm_flash_attn_version)) is not None:
+            return reason
         return super().refusal(layer)
 
     def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
@@ -135,7 +156,9 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         # The public result and its log-sum-exp; the private one and the rows of the query it is for.  A
         # private part of ours takes less, and is gone before the public one is made.  Sinks make another
         # log-sum-exp, and weights of the result.
-        per_head = self.head_size * (FLOAT_BYTES + 2 * dtype.itemsize) + 4 * FLOAT_BYTES
+        # A query in FP8 is read in the model's dtype.
+        queries = 3 if self.has_quantised_cache() else 2
+        per_head = self.head_size * (FLOAT_BYTES + queries * dtype.itemsize) + 4 * FLOAT_BYTES
         return int(rows * self.num_heads * per_head + PARTIAL_BYTES)
 
     @property
@@ -173,6 +196,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
             captured.positions,
             link.table(),
             link.neox,
+            link.public.key_scale,
+            link.public.value_scale,
         )
 
     def add_public(
@@ -185,8 +210,9 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
+        private_lse = self.private_lse(link, query, kv_cache, metadata, step, public)
+        query = query.to(output.dtype)
         pieces = span_pieces(link.runtime, step, public, self.heads(query), self.window())
-        private_lse = self.private_lse(query, kv_cache, metadata, step, public)
         self._merge_public(link, pieces, query, output, private_lse)
 
     def replace(
@@ -198,6 +224,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
+        query = query.to(output.dtype)
         runtime, heads = link.runtime, self.heads(query)
         step = runtime.step
         assert step is not None
@@ -222,8 +249,10 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
     ) -> torch.Tensor:
         """Attention of a piece over vLLM's own cache into ``rows [n]`` int64 of ``output``; returns its
         log-sum-exp ``[n, heads]`` float32.  Sinks are counted in both."""
+        scales = (1.0, 1.0) if link.scales is None else (link.scales.key, link.scales.value)
+        halves, scale = self.halves(kv_cache), self.query_scale(link)
         out, lse = link.ops.attend(
-            query, *self.halves(kv_cache), None, True, piece.plan, self.scale, metadata.block_table
+            query, *halves, None, True, piece.plan, scale, metadata.block_table, *scales
         )
         if self.sinks is not None:
             total = torch.logaddexp(lse, self.sinks.float())
@@ -242,9 +271,10 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
     ) -> None:
         """Add the public part to the pieces' rows of ``output``, whose private log-sum-exp is
         ``[rows, heads]`` float32."""
-        table, pool = link.table(), link.public
+        pool, scale = link.public, self.query_scale(link)
+        given = query, pool.key, pool.value, link.table(), link.neox
         for piece in pieces:
-            out, lse = link.ops.attend(query, pool.key, pool.value, table, link.neox, piece.plan, self.scale)
+            out, lse = link.ops.attend(*given, piece.plan, scale, None, pool.key_scale, pool.value_scale)
             link.ops.merge_rows_(output, private_lse[piece.rows], out, lse, piece.plan.token_rows)
 
     def heads(self, query: torch.Tensor) -> Heads:
@@ -252,12 +282,19 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
 
     def halves(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
         """K and V ``[blocks, block_size, kv_heads, size]`` of ``kv_cache [blocks, kv_heads, block_size, 2 *
-        size]``."""
+        size]``, whose bytes may be of FP8."""
+        if self.has_quantised_cache():
+            kv_cache = kv_cache.view(FP8)
         halves = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return [canonicalize_singleton_dim_strides(half) for half in halves]
 
+    def query_scale(self, link: CUDAAttentionLink) -> float:
+        """What scores are multiplied by, of numbers of the query as they stand in FP8."""
+        return self.scale if link.scales is None else self.scale * link.scales.query
+
     def private_lse(
         self,
+        link: CUDAAttentionLink,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: FlashAttentionMetadata,
@@ -287,6 +324,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
             num_splits=1 if self.batch_invariant_enabled else 0,
             return_softmax_lse=True,
             fa_version=self.lse_version,
+            **({} if link.scales is None else link.scales.descales(len(private.tokens), self.num_kv_heads)),
         )
         if self.sinks is not None:
             lse = torch.logaddexp(lse, self.sinks.float()[:, None])

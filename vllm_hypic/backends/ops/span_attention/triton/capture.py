@@ -11,11 +11,23 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernel_spec import KernelSpec
+from ...kernel_spec import ARCHITECTURES, SM90, KernelSpec
 from .tiles import HeadTiles, load_angles, load_pairs, load_span
 
+LARGEST_FP8 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 ROWS = 16
 """Rows of one KV head that a program takes."""
+
+
+@triton.jit
+def stored(rows, scale):
+    """``rows`` as records have them: over ``scale`` in FP8, what is too large as the largest; or as they
+    are."""
+    if scale is not None:
+        scaled = tl.div_rn(rows.to(tl.float32), scale)
+        scaled = tl.clamp(scaled, -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+        rows = scaled.to(tl.float8e4nv)
+    return rows
 
 
 # The index tensors are another piece of memory in each step: no variants by size and alignment.
@@ -38,6 +50,8 @@ def capture_kernel(
     pool_value_stride,
     table_stride,
     token_stride,
+    key_scale,
+    value_scale,
     SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
@@ -66,7 +80,7 @@ def capture_kernel(
 
     to_value = pool_value + slot * pool_value_stride + head * VALUE_SIZE
     of_value = tl.arange(0, VALUE_TILE)
-    copied = load_span(from_value, ours, 0, VALUE_SIZE, VALUE_TILE)
+    copied = stored(load_span(from_value, ours, 0, VALUE_SIZE, VALUE_TILE), value_scale)
     tl.store(
         to_value[:, None] + of_value[None, :], copied, mask=ours[:, None] & (of_value < VALUE_SIZE)[None, :]
     )
@@ -87,16 +101,16 @@ def capture_kernel(
         if NEOX:
             pair = tl.arange(0, HALF_TILE)
             turned = ours[:, None] & (pair < HALF)[None, :]
-            tl.store(to_key[:, None] + pair[None, :], first, mask=turned)
-            tl.store(to_key[:, None] + (HALF + pair)[None, :], second, mask=turned)
+            tl.store(to_key[:, None] + pair[None, :], stored(first, key_scale), mask=turned)
+            tl.store(to_key[:, None] + (HALF + pair)[None, :], stored(second, key_scale), mask=turned)
         else:
-            both = tl.reshape(tl.join(first, second), (ROWS, 2 * HALF_TILE))
+            both = stored(tl.reshape(tl.join(first, second), (ROWS, 2 * HALF_TILE)), key_scale)
             at = tl.arange(0, 2 * HALF_TILE)
             tl.store(to_key[:, None] + at[None, :], both, mask=ours[:, None] & (at < 2 * HALF)[None, :])
     if 2 * HALF < SIZE:
         rest = inside & (dimension >= 2 * HALF)[None, :]
         kept = tl.load(from_key[:, None] + dimension[None, :], mask=rest, other=0.0)
-        tl.store(to_key[:, None] + dimension[None, :], kept, mask=rest)
+        tl.store(to_key[:, None] + dimension[None, :], stored(kept, key_scale), mask=rest)
 
 
 def capture_(
@@ -109,6 +123,8 @@ def capture_(
     positions: torch.Tensor,
     table: torch.Tensor | None,
     neox: bool,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Write row ``rows[i]`` of K, its rotation undone, and of V into slot ``slots[i]`` of the pool.
 
@@ -116,16 +132,20 @@ def capture_(
     ``pool_value.index_copy_(0, slots, value[rows])``.  ``key``, ``value [tokens, kv_heads, size]``, heads
     contiguous, K rotated; pools ``[slots, kv_heads, size]``, contiguous; ``rows``, ``slots`` and
     ``positions [n]`` integers on the device, no slot twice, positions those by which K was rotated;
-    ``table [positions, rotary_dim]`` or ``None``.  Raises ``ValueError`` for other shapes; numbers are not
-    checked.
+    ``table [positions, rotary_dim]`` or ``None``.  Pools in FP8 (e4m3) get numbers over ``key_scale`` and
+    ``value_scale``, to the nearest, what is too large as the largest.  Raises ``ValueError`` for other
+    shapes; numbers are not checked.
     """
     kv_heads, size = key.shape[1:]
     for name, given in (("value", value), ("pool_key", pool_key), ("pool_value", pool_value)):
-        if tuple(given.shape[1:]) != (kv_heads, size) or given.dtype != key.dtype:
+        dtypes = (key.dtype,) if name == "value" else (key.dtype, torch.float8_e4m3fn)
+        if tuple(given.shape[1:]) != (kv_heads, size) or given.dtype not in dtypes:
             found = f"{tuple(given.shape)} {given.dtype}"
             raise ValueError(f"{name} {found}: expected [..., {kv_heads}, {size}] {key.dtype}, like key")
     if key.stride(2) != 1 or value.stride(2) != 1:
         raise ValueError("key, value: expected contiguous heads")
+    if pool_key.dtype != pool_value.dtype:
+        raise ValueError(f"pool_key {pool_key.dtype}, pool_value {pool_value.dtype}: expected one dtype")
     if not (pool_key.is_contiguous() and pool_value.is_contiguous()):
         raise ValueError("pool_key, pool_value: expected contiguous tensors")
     if not len(rows) == len(slots) == len(positions):
@@ -135,7 +155,9 @@ def capture_(
     if table is not None and table.stride(1) != 1:
         raise ValueError("table: expected contiguous rows")
     strides = key.stride(0), key.stride(1), value.stride(0), value.stride(1)
-    _launch(key, value, pool_key, pool_value, rows, slots, positions, table, neox, strides, 1, 0)
+    quantised = pool_key.dtype != key.dtype
+    scales = (key_scale, value_scale) if quantised else (None, None)
+    _launch(key, value, pool_key, pool_value, rows, slots, positions, table, neox, strides, 1, 0, scales)
 
 
 def capture_latents_(
@@ -188,6 +210,7 @@ def _launch(
     strides: tuple[int, int, int, int],
     block: int,
     token_stride: int,
+    scales: tuple[float | None, float | None] = (None, None),
 ) -> None:
     """``pool_key``, ``pool_value [slots, kv_heads, ...]``; ``strides``: of K and V, from block to block and
     from head to head."""
@@ -210,6 +233,7 @@ def _launch(
         pool_value.stride(0),
         0 if table is None else table.stride(0),
         token_stride,
+        *scales,
         **_constants(tiles, pool_value.shape[2], neox, block),
         num_warps=4,
     )
@@ -231,10 +255,18 @@ def _constants(tiles: HeadTiles, value_size: int, neox: bool, block: int) -> dic
 
 
 def _spec(
-    name: str, size: int, rotary_dim: int, neox: bool, value_size: int | None = None, block: int = 1
+    name: str,
+    size: int,
+    rotary_dim: int,
+    neox: bool,
+    value_size: int | None = None,
+    block: int = 1,
+    *,
+    fp8: bool = False,
 ) -> KernelSpec:
     tiles = HeadTiles.of(size, rotary_dim)
     tensors = ("key", "value", "pool_key", "pool_value", "table")
+    scales = ("key_scale", "value_scale")
     strides = (
         *(f"{tensor}_stride" for tensor in tensors),
         *("key_head_stride", "value_head_stride", "token_stride"),
@@ -244,18 +276,22 @@ def _spec(
         capture_kernel,
         {
             **dict.fromkeys(tensors, "*bf16"),
+            **(dict.fromkeys(("pool_key", "pool_value"), "*fp8e4nv") if fp8 else {}),
+            **(dict.fromkeys(scales, "fp32") if fp8 else {}),
             **dict.fromkeys(("rows", "slots", "positions"), "*i64"),
             **dict.fromkeys(("count", *strides), "i32"),
         },
-        _constants(tiles, value_size or size, neox, block),
+        {**_constants(tiles, value_size or size, neox, block), **({} if fp8 else dict.fromkeys(scales))},
         warps=4,
         stages=3,
         aligned=(*tensors, *strides),
+        architectures=(SM90,) if fp8 else ARCHITECTURES,
     )
 
 
 SPECS = (
     _spec("128", 128, 128, True),
     _spec("256, 64 rotated, interleaved", 256, 64, False),
+    *(_spec(f"{size}, FP8", size, size, neox, fp8=True) for size, neox in ((128, True), (128, False))),
     _spec("512 + 64 of latents", 64, 64, False, value_size=512, block=64),
 )

@@ -101,6 +101,8 @@ def span_attention_kernel(
     query_head = kv_head * GROUP + member
     query_rows = query + (first_query + row).to(tl.int64) * query_stride + query_head * query_head_stride
     END_OF_TAIL: tl.constexpr = 2 * HALF + TAIL if REST else SIZE
+    # FP8 fits into the query's type as it is.
+    KIND: tl.constexpr = query.dtype.element_ty
     if HALF:
         query_first, query_second = load_pairs(query_rows, ours, HALF, HALF_TILE, NEOX)
     if TAIL:
@@ -125,21 +127,21 @@ def span_attention_kernel(
             position = tl.load(positions + first_column + column, mask=inside, other=0).to(tl.int64)
             cos, sin = load_angles(table + position * table_stride, inside, HALF, HALF_TILE)
             a, b = load_pairs(key_rows, inside, HALF, HALF_TILE, NEOX)
-            first, second = turn(a, b, cos, sin)
+            first, second = turn(a.to(KIND), b.to(KIND), cos, sin)
             scores = tl.dot(query_first, tl.trans(first), scores, input_precision=PRECISION)
             scores = tl.dot(query_second, tl.trans(second), scores, input_precision=PRECISION)
         if TAIL:
-            tail = load_span(key_rows, inside, 2 * HALF, END_OF_TAIL, TAIL)
+            tail = load_span(key_rows, inside, 2 * HALF, END_OF_TAIL, TAIL).to(KIND)
             scores = tl.dot(query_tail, tl.trans(tail), scores, input_precision=PRECISION)
         if REST:
-            rest = load_span(key_rows, inside, END_OF_TAIL, SIZE, REST)
+            rest = load_span(key_rows, inside, END_OF_TAIL, SIZE, REST).to(KIND)
             scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision=PRECISION)
         shown = column[None, :] < tl.minimum(seen, end)[:, None]
         if hidden_kv_lens is not None:
             shown = shown & (column[None, :] >= hidden[:, None])
         scores = tl.where(shown, scores * scale_log2, float("-inf"))
         weights, shrink, highest, total = weigh(scores, highest, total)
-        value = load_span(value_rows, inside, 0, SIZE, SIZE_TILE)
+        value = load_span(value_rows, inside, 0, SIZE, SIZE_TILE).to(KIND)
         sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
 
     at = (first_output + row).to(tl.int64) * (KV_HEADS * GROUP) + query_head
@@ -213,14 +215,17 @@ def attend(
     plan: SpanPlan,
     scale: float,
     block_table: torch.Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the plan's rows over the public columns that they see.
 
     Arguments as in the package's docstring; ``query``, pools and ``table``: last dimension contiguous, others
     with any strides.  With ``block_table``, int32 as :meth:`SpanColumns.cached` took one, over vLLM's cache:
-    pools ``[blocks, block_size, kv_heads, size]``, K rotated, so ``table`` is ``None``.  Returns, for the
-    plan's rows in order, ``out [rows, heads, size]`` and natural ``lse [rows, heads]``, float32.  Launches at
-    most four kernels and does not wait for the GPU.  Slots and positions are not checked: what is out of
+    pools ``[blocks, block_size, kv_heads, size]``, K rotated, so ``table`` is ``None``.  Pools may be
+    FP8 (e4m3) and count times ``key_scale`` and ``value_scale``.  Returns, for the plan's rows in order,
+    ``out [rows, heads, size]`` and natural ``lse [rows, heads]``, float32.  Launches at most four kernels and
+    does not wait for the GPU.  Slots and positions are not checked: what is out of
     range is read out of bounds.
     """
     _check(query, pool_key, pool_value, table, plan, paged=block_table is not None)
@@ -247,7 +252,7 @@ def attend(
             lse,
             part_out,
             part_lse,
-            scale * LOG2_E.value,
+            scale * key_scale * LOG2_E.value,
             query.stride(0),
             query.stride(1),
             pool_key.stride(0),
@@ -264,7 +269,7 @@ def attend(
             num_stages=launch.stages,
         )
         merge_parts_(work, plan, part_out, part_lse, out, lse)
-    return out, lse
+    return (out if value_scale == 1.0 else out.mul_(value_scale)), lse
 
 
 def merge_parts_(
@@ -336,8 +341,8 @@ def _check(
         if pool.dim() != 3 + paged or tuple(pool.shape[-2:]) != (plan.kv_heads, size):
             slots = "blocks, block_size" if paged else "slots"
             raise ValueError(f"{name} {tuple(pool.shape)}: expected [{slots}, {plan.kv_heads}, {size}]")
-        if pool.dtype != query.dtype:
-            raise ValueError(f"{name} {pool.dtype}, query {query.dtype}: expected one dtype")
+        if pool.dtype not in (query.dtype, torch.float8_e4m3fn) or pool.dtype != pool_key.dtype:
+            raise ValueError(f"{name} {pool.dtype}, query {query.dtype}: expected one dtype, or pools in FP8")
     if any(x.stride(-1) != 1 for x in (query, pool_key, pool_value)):
         raise ValueError("query, pool_key, pool_value: expected contiguous heads")
     if paged and pool_key.stride(1) != pool_value.stride(1):
@@ -358,6 +363,7 @@ def _attention_spec(
     dtype: torch.dtype = torch.bfloat16,
     windowed: bool = False,
     block_size: int = 1,
+    pool: str = "*bf16",
 ) -> KernelSpec:
     tiles = HeadTiles.of(size, rotary_dim)
     launch = Launch.of(block, tiles, dtype)
@@ -371,6 +377,7 @@ def _attention_spec(
         span_attention_kernel,
         {
             **dict.fromkeys((*pools, *tables), "*fp32" if dtype == torch.float32 else "*bf16"),
+            **({} if dtype == torch.float32 else dict.fromkeys(pools[1:], pool)),
             **dict.fromkeys(indices, "*i32"),
             **dict.fromkeys(("out", "lse", "part_out", "part_lse"), "*fp32"),
             **dict.fromkeys(strides, "i32"),
@@ -390,8 +397,13 @@ def _attention_spec(
             *(*pools, *tables, *strides, *indices),
             *("out", "lse", "part_out", "part_lse"),
         ),
-        # A decoded token waits for memory: three blocks at a time on a multiprocessor hide that.
-        limit=Limits(registers=168, shared=75_000, mma=2) if block == FEW_ROWS else Limits(mma=2),
+        # A decoded token waits for memory: three blocks at a time on a multiprocessor hide that.  FP8, turned
+        # into the query's type, takes more registers: two.
+        limit=Limits(
+            registers=168 if block == FEW_ROWS and pool == "*bf16" else 255,
+            shared=75_000 if block == FEW_ROWS else None,
+            mma=2,
+        ),
         architectures=architectures,
     )
 
@@ -415,6 +427,26 @@ SPECS = (
     *(
         _attention_spec("256, vLLM's cache", 256, 0, block, of, kv_heads=2, windowed=True, block_size=16)
         for block, of in ((64, (SM80, SM100)), (128, (SM90,)))
+    ),
+    # FlashAttention reads FP8 on Hopper.
+    *(
+        _attention_spec("128, FP8", 128, 128, block, (SM90,), windowed=windowed, pool="*fp8e4nv")
+        for block in (FEW_ROWS, 128)
+        for windowed in (False, True)
+    ),
+    *(
+        _attention_spec(
+            "128, vLLM's cache in FP8",
+            *(128, 0, block, (SM90,)),
+            windowed=True,
+            block_size=16,
+            pool="*fp8e4nv",
+        )
+        for block in (FEW_ROWS, 128)
+    ),
+    *(
+        _attention_spec("256, 64 rotated, FP8", 256, 64, block, (SM90,), kv_heads=2, pool="*fp8e4nv")
+        for block in (FEW_ROWS, 128)
     ),
     _attention_spec("256, 64 rotated, fp32", 256, 64, 32, (SM80,), kv_heads=2, dtype=torch.float32),
     *(

@@ -58,6 +58,9 @@ def span_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor | None = None,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package's docstring; waits for the GPU where lengths or ranges lie there."""
     plan = SpanPlan.of(
@@ -70,7 +73,7 @@ def span_attention(
         query.dtype,
         None if hidden_kv_lens is None else hidden_kv_lens.cpu().numpy(),
     )
-    return attend(query, pool_key, pool_value, table, neox, plan, scale)
+    return attend(query, pool_key, pool_value, table, neox, plan, scale, None, key_scale, value_scale)
 
 
 def cached_attention(
@@ -81,6 +84,8 @@ def cached_attention(
     query_ranges: torch.Tensor,
     scale: float,
     hidden_kv_lens: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``cache_attention`` of the package's docstring, but for K and V ``[blocks, block_size, kv_heads,
     size]`` where they lie; waits for the GPU where ranges or lengths lie there."""
@@ -95,7 +100,8 @@ def cached_attention(
         query.dtype,
         hidden_kv_lens.cpu().numpy(),
     )
-    return attend(query, key_cache, value_cache, None, True, plan, scale, block_table)
+    scales = key_scale, value_scale
+    return attend(query, key_cache, value_cache, None, True, plan, scale, block_table, *scales)
 
 
 def merge_(
@@ -120,18 +126,21 @@ def warm_up(
     neox: bool,
     device: torch.device,
     windowed: Sequence[torch.Tensor] = (),
+    pool_dtype: torch.dtype | None = None,
 ) -> None:
     """Compile what a layer will run, so that no request waits for it: on data of its own, on the device.
 
     To be called once per kind of layer at start-up, with the layer's table; ``windowed``: for a layer with a
-    window K and V ``[blocks, block_size, kv_heads, size]`` of vLLM's cache, of which the first block is read.
+    window K and V ``[blocks, block_size, kv_heads, size]`` of vLLM's cache, of which the first block is read;
+    ``pool_dtype``: of records, where it is not the model's ``dtype``.
     """
     # One request of few rows and one of many, both with columns for two parts.
     group = heads // kv_heads
     columns = 1 + part_columns(kv_heads, many_rows(head_size, dtype, device))
     many = FEW_ROWS // group + 1
     slots = torch.zeros(columns, dtype=torch.int64, device=device)
-    key, value = (torch.zeros(1, kv_heads, head_size, dtype=dtype, device=device) for _ in "kv")
+    shape_of_pool = (1, kv_heads, head_size)
+    key, value = (torch.zeros(shape_of_pool, dtype=pool_dtype or dtype, device=device) for _ in "kv")
     query = torch.zeros(1 + many, heads, head_size, dtype=dtype, device=device)
     query_ranges, visible_kv_lens = torch.tensor([[0, 1], [1, 1 + many]]), torch.full((1 + many,), columns)
     twice = SpanColumns.of([slots] * 2, [slots] * 2)

@@ -1,0 +1,137 @@
+"""Records and vLLM's cache in FP8 in Triton, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from span_cases import Case, Heads, cos_sin_table
+
+from vllm_hypic.backends.ops.span_attention import plan, reference
+from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
+from vllm_hypic.backends.ops.span_attention.torch import unrotate
+from vllm_hypic.backends.ops.span_attention.triton import operators
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SCALES = {"key_scale": 0.02, "value_scale": 0.0371}
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Parts of 64 columns for few rows, of 128 for many."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has no FP8 before compute capability 8.9")
+    for module in (plan, operators):
+        monkeypatch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
+
+
+def over(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    return (rows.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["", "window"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "rotary", "neox"),
+    [(64, 64, True), (64, 64, False), (72, 48, True), (96, 0, True), (128, 2, False), (256, 64, True)],
+)
+def test_columns(
+    size: int, rotary: int, neox: bool, dtype: torch.dtype, windowed: bool, device: torch.device
+) -> None:
+    shape = Heads(heads=6, size=size, rotary=rotary, neox=neox)
+    case = Case((2, 300), (25, 130), (1, 70), (3, 0), shape=shape, dtype=dtype, device=device, seed=size)
+    if windowed:
+        case.hidden_kv_lens = (case.visible_kv_lens - 50).clamp(min=0)
+    key, value = over(case.key, SCALES["key_scale"]), over(case.value, SCALES["value_scale"])
+    case.key = (key.double() * SCALES["key_scale"]).float()
+    case.value = (value.double() * SCALES["value_scale"]).float()
+    wanted = case.wanted()
+    out, lse = operators.span_attention(
+        case.query,
+        key,
+        value,
+        case.slots,
+        case.positions,
+        case.table,
+        case.neox,
+        case.visible_kv_lens,
+        case.query_ranges,
+        case.scale,
+        case.hidden_kv_lens,
+        **SCALES,
+    )
+    case.compare(out.cpu(), lse.cpu(), wanted=wanted)
+    with pytest.raises(AssertionError):
+        case.compare(1.1 * out.cpu(), lse.cpu(), wanted=wanted)
+
+
+@pytest.mark.parametrize(("size", "block"), [(32, 16), (72, 24)])
+def test_cached_tokens(size: int, block: int, device: torch.device) -> None:
+    rng, kv_heads, heads = torch.Generator().manual_seed(size), 2, 6
+    lengths = [(1, 1), (1, 140), (7, 7), (40, 80)]
+    blocks = [-(-tokens // block) for _, tokens in lengths]
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    order = (torch.randperm(sum(blocks), generator=rng) + 1).int()
+    for i, count in enumerate(blocks):
+        table[i, :count] = order[sum(blocks[:i]) :][:count]
+    numbers = torch.randn(len(order) + 1, block, 2, kv_heads, size, generator=rng)
+    numbers[0] = float("nan")
+    key, value = (over(numbers[:, :, i], scale) for i, scale in enumerate(SCALES.values()))
+    starts = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0)
+    ranges = torch.tensor(
+        [(int(starts[i]), int(starts[i + 1]), i, tokens) for i, (_, tokens) in enumerate(lengths)]
+    )
+    query = torch.randn(int(starts[-1]), heads, size, generator=rng).bfloat16()
+    seen = [torch.arange(tokens - rows, tokens) + 1 for rows, tokens in lengths]
+    hidden = (torch.cat(seen) - 30).clamp(min=0)
+    out, lse = operators.cached_attention(
+        *(x.to(device) for x in (query, key, value, table)), ranges, size**-0.5, hidden, *SCALES.values()
+    )
+    wide = [x.double() * scale for x, scale in zip((key, value), SCALES.values(), strict=True)]
+    flat = [x.flatten(0, 1).float() for x in wide]
+    slots = [
+        (table[i, torch.arange(tokens) // block].long() * block + torch.arange(tokens) % block)
+        for i, (_, tokens) in enumerate(lengths)
+    ]
+    wanted, wanted_lse = reference.span_attention(
+        query, *flat, slots, slots, None, True, torch.cat(seen), ranges[:, :2], size**-0.5, hidden
+    )
+    assert float((out.cpu() - wanted).abs().max()) < 1.6e-2 * float(flat[1].nan_to_num(0).abs().max())
+    assert float((lse.cpu() - wanted_lse).abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize(("size", "rotary"), [(64, 64), (64, 0), (72, 48), (256, 64)])
+def test_captured_rows(size: int, rotary: int, neox: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """To the nearest number of FP8, but for another rounding of the rotation; some are too large for it."""
+    rng = torch.Generator().manual_seed(size + rotary)
+    count = 37
+    given = (torch.randn(2, count, 2, size, generator=rng) * 4).to(dtype)
+    pool = [torch.full((90, 2, size), float("nan")).to(FP8).to(device) for _ in "kv"]
+    slots = torch.randperm(90, generator=rng)[:count]
+    positions = torch.randint(0, 1000, (count,), generator=rng)
+    table = 1.3 * cos_sin_table(rotary, torch.float32) if rotary else None
+    on_device = [x.to(device) for x in (torch.arange(count), slots, positions)]
+    to = None if table is None else table.to(device)
+    operators.capture_(*given.to(device), *pool, *on_device, to, neox, *SCALES.values())
+
+    kept = [x.float().cpu()[slots] for x in pool]
+    assert torch.equal(kept[1], over(given[1], SCALES["value_scale"]).float())
+    assert (kept[0].abs() == LARGEST).any()
+    wanted = (unrotate_reference(given[0], table, positions, neox) / 0.02).clamp(-LARGEST, LARGEST)
+    step = (kept[0].abs() * 2**-4).clamp(min=2**-10)
+    near = (kept[0] - wanted).abs() <= step + 2**-8 * wanted.abs().amax(-1, keepdim=True)
+    assert near.all()
+    same = kept[0] == over(unrotate(given[0], table, positions, neox), 0.02).float()
+    assert float(same.float().mean()) > 0.98
+    others = torch.ones(90, dtype=torch.bool)
+    others[slots] = False
+    assert all(x.float().cpu()[others].isnan().all() for x in pool)
+
+
+def test_pools_of_unlike_types_are_refused(device: torch.device) -> None:
+    case = Case((1, 70), dtype=torch.bfloat16, device=device)
+    case.key = case.key.to(FP8)
+    with pytest.raises(ValueError, match="expected one dtype, or pools in FP8"):
+        case.run()
