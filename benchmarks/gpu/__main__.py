@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .counts import counts
 from .kernels import kernels
 from .model import model
 
@@ -13,6 +14,7 @@ def main() -> None:
     pass
 
 
+main.add_command(counts)
 main.add_command(kernels)
 main.add_command(model)
 

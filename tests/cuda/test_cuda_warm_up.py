@@ -7,19 +7,55 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-PROGRAM = Path(__file__).parent / "driven" / "record_pass.py"
-PATHS = [str(Path(__file__).parents[1] / "triton"), os.environ.get("PYTHONPATH", "")]
+DRIVEN = Path(__file__).parent / "driven"
+PATHS = [
+    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[1] / "triton"),
+    os.environ.get("PYTHONPATH", ""),
+]
+HEADS = (1, 2, 4, 6, 12, 32)
+KERNELS = {
+    "attention": {"capture_kernel", "merge_kernel", "span_attention_kernel"},
+    "latents": {"capture_kernel", "merge_kernel", "latent_attention_kernel"},
+    "delta nets": {"capture_kernel", "compose_kernel", "records_kernel", "terms_kernel"},
+    "delta nets, gates of channels": {
+        *("capture_kernel", "compose_kernel", "records_kernel", "channel_terms_kernel")
+    },
+    "Mamba2": {"capture_kernel", "compose_kernel"},
+}
+"""By kind of layer, what passes launch beside the linear layers' convolutions."""
+MAMBA2_ROWS = {"x_row", "gate_row", "dt_row", "record_log_slot"}
+"""A projected row of a Mamba2 layer has a step size a head, so its length is a multiple of 16 where their
+number is; decays of records are a number a head."""
+
+
+def recorded(program: str) -> Any:
+    """What a program prints last, of a process of its own: Triton's interpreter compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
+    command = [sys.executable, str(DRIVEN / program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_with_any_number_of_heads_a_rank() -> None:
+    """Passes stay within what was launched at start-up, and that within specifications, as to alignment."""
+    found = recorded("record_ranks.py")
+    assert set(found) == {f"{kind}, {heads} heads" for kind in KERNELS for heads in HEADS}
+    for name, (both, cold, beyond) in found.items():
+        kind = name.rpartition(",")[0]
+        convolutions = set() if kind in ("attention", "latents") else {"convolve_kernel", "contexts_kernel"}
+        assert {*both} == KERNELS[kind] | convolutions, name
+        assert not cold, name
+        assert kind == "Mamba2" or not beyond, name
+        assert {argument for arguments in beyond.values() for argument in arguments} <= MAMBA2_ROWS, name
 
 
 def test_a_pass_launches_what_was_warmed_up() -> None:
-    """In a process of its own, for Triton's interpreter compiles nothing."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
-    command = [sys.executable, str(PROGRAM)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    warmed, cold = json.loads(done.stdout.splitlines()[-1])
+    warmed, cold = recorded("record_pass.py")
     assert not cold
     launches = [json.loads(one) for one in warmed]
     attention = [found[3] for found in launches if found[0] == "span_attention_kernel"]

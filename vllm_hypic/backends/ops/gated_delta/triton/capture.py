@@ -174,7 +174,8 @@ def capture_kernel(
         store_columns(T, transition, K, SLICES, SLICE)
 
 
-@triton.jit(do_not_specialize=["summaries"])
+# Where a layer's part of the table of transition blocks begins depends on the layers before it.
+@triton.jit(do_not_specialize=["summaries"], do_not_specialize_on_alignment=["block_of_ptr", "block_of_slot"])
 def records_kernel(
     summaries_ptr,
     edges_ptr,
@@ -359,7 +360,7 @@ _TYPES = {
     "summaries": "i32",
     **dict.fromkeys(("tiny", "dead_below"), "fp32"),
 }
-_UNALIGNED = ("slots_ptr", "summaries", "tiny", "dead_below")
+_UNALIGNED = ("slots_ptr", "block_of_ptr", "block_of_slot", "summaries", "tiny", "dead_below")
 
 
 def _spec(name: str, kernel: Any, given: dict[str, int], warps: int, stages: int) -> KernelSpec:

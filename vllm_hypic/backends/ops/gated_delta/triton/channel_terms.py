@@ -45,7 +45,7 @@ def _log_decay(a, dt_bias, rate, gate_bound, GIVEN: tl.constexpr, BOUNDED: tl.co
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["b_row"], do_not_specialize_on_alignment=["b_ptr"])
 def channel_terms_kernel(
     conv_ptr,
     a_ptr,
@@ -161,32 +161,33 @@ def compute_channel_terms(
         GIVEN=weights.gates_given,
         BOUNDED=weights.gate_bound < 0,
         BLOCK=floats,
-        SLICE=min(SLICE, K, V),
+        SLICE=min(plan.chunk, K, V),
         num_warps=WARPS,
     )
 
 
 WARPS = 4
-SLICE = 32
+# Slices of K and V are as wide as a chunk is long: of 16 rows, 32 columns would spill.
 
 _ALIGNED = {
-    **dict.fromkeys(("conv_ptr", "a_ptr", "b_ptr"), "*bf16"),
+    **dict.fromkeys(("conv_ptr", "a_ptr"), "*bf16"),
     **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
     "chunks_ptr": "*i32",
-    **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
+    **dict.fromkeys(("channels", "a_row"), "i32"),
 }
+_UNALIGNED = {"b_ptr": "*bf16", "b_row": "i32", **dict.fromkeys(("eps", "scale", "gate_bound"), "fp32")}
 
 SPECS = tuple(
     KernelSpec(
         f"gated_delta channel terms C={C}",
         channel_terms_kernel,
-        {**_ALIGNED, **dict.fromkeys(("eps", "scale", "gate_bound"), "fp32")},
+        {**_ALIGNED, **_UNALIGNED},
         {
             **{"KEY_HEADS": 32, "HEADS": 32, "K": 128, "V": 128},
             "C": C,
             **{"GIVEN": False, "BOUNDED": False},
             "BLOCK": C * (3 * 128 + 128 + C) + 128,
-            "SLICE": SLICE,
+            "SLICE": C,
         },
         warps=WARPS,
         stages=3,

@@ -35,7 +35,7 @@ _TRANSITION = tl.constexpr(int(Mode.TRANSITION))
 _ADD = tl.constexpr(int(Mode.ADD))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "block_of_ptr", "block_of_slot"])
 def compose_kernel(
     conv_ptr,
     terms_ptr,
@@ -188,17 +188,18 @@ _STAGES = 2
 _ALIGNED = {
     **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
     **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
-    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr", "block_of_ptr"), "*i32"),
+    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr"), "*i32"),
     "blocks_ptr": "*fp16",
     **dict.fromkeys(("channels", "state_slot", "state_head", "state_v", "out_row", "out_head"), "i32"),
-    **dict.fromkeys(("record_slot", "block_of_slot"), "i32"),
+    "record_slot": "i32",
 }
+_UNALIGNED = {"slots_ptr": "*i32", "block_of_ptr": "*i32", "block_of_slot": "i32"}
 
 SPECS = tuple(
     KernelSpec(
         f"gated_delta compose C={C}, gates of {gates}",
         compose_kernel,
-        {**_ALIGNED, "slots_ptr": "*i32"},
+        {**_ALIGNED, **_UNALIGNED},
         {"state_k": 1, **constants(C, 128, 128, key_heads, 32, gates == "channels")},
         warps=Shape.of(C, 128, 128).warps,
         stages=_STAGES,

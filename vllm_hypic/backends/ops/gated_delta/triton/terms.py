@@ -42,7 +42,8 @@ def block_floats(C: int, K: int, V: int, channel_gates: bool = False) -> int:
     return common + (2 * C * K + K if channel_gates else 2 * C + _EXTRA)
 
 
-@triton.jit
+# Gates may be parts of wider rows: one row of such a part counts as contiguous, and lies where it lies.
+@triton.jit(do_not_specialize=["a_row", "b_row"], do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def terms_kernel(
     conv_ptr,
     a_ptr,
@@ -148,17 +149,22 @@ WARPS = 4
 SLICE = 32
 
 _ALIGNED = {
-    **dict.fromkeys(("conv_ptr", "a_ptr", "b_ptr"), "*bf16"),
+    "conv_ptr": "*bf16",
     **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
     "chunks_ptr": "*i32",
-    **dict.fromkeys(("channels", "a_row", "b_row"), "i32"),
+    "channels": "i32",
+}
+_UNALIGNED = {
+    **dict.fromkeys(("a_ptr", "b_ptr"), "*bf16"),
+    **dict.fromkeys(("a_row", "b_row"), "i32"),
+    **dict.fromkeys(("eps", "scale"), "fp32"),
 }
 
 SPECS = tuple(
     KernelSpec(
         f"gated_delta terms C={C}",
         terms_kernel,
-        {**_ALIGNED, **dict.fromkeys(("eps", "scale"), "fp32")},
+        {**_ALIGNED, **_UNALIGNED},
         {
             **{"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128},
             "C": C,

@@ -13,13 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernel_spec import ARCHITECTURES, SM80, SM90, SM100, KernelSpec, Limits
+from ...kernel_spec import ARCHITECTURES, SHARED_PER_BLOCK, SM80, SM90, SM100, KernelSpec, Limits
 from ..plan import FEW_ROWS, ITEM_FIELDS, MERGE_FIELDS, SpanPlan, SpanWork
 from .online import LOG2_E, load_range, load_rows, store_results, turn, weigh
 from .tiles import SMALLEST, HeadTiles, dot_precision, load_angles, load_pairs, load_span
 
 MERGED_PARTS = 16
 """Parts that are read at a time while merging, so that few waits for memory follow one another."""
+IN_FLIGHT = 1 << 16
+"""Bytes of K and V that a multiprocessor should have asked for while it decodes: twice what the memory of an
+H200 delivers to one of 132 within 0.8 us, which is about how long a request takes."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +354,16 @@ def _check(
         raise ValueError(f"table {tuple(table.shape)}: expected [positions, rotary_dim], contiguous")
 
 
+def _decode_limits(launch: Launch, tiles: HeadTiles, dtype: torch.dtype, pool: str) -> Limits:
+    """A decoded token waits for memory: so many blocks at a time on a multiprocessor as hide that, each of
+    which has asked for its next columns of K and V.  FP8, turned into the query's type, takes more registers:
+    two blocks, whatever that hides."""
+    ahead = launch.columns * 2 * tiles.size_tile * dtype.itemsize
+    blocks = max(2, -(-IN_FLIGHT // ahead)) if pool == "*bf16" else 2
+    registers = 65_536 // (blocks * launch.warps * 32) // 8 * 8
+    return Limits(registers=min(255, registers), shared=SHARED_PER_BLOCK[SM80] // blocks, mma=2)
+
+
 def _attention_spec(
     name: str,
     size: int,
@@ -397,13 +410,7 @@ def _attention_spec(
             *(*pools, *tables, *strides, *indices),
             *("out", "lse", "part_out", "part_lse"),
         ),
-        # A decoded token waits for memory: three blocks at a time on a multiprocessor hide that.  FP8, turned
-        # into the query's type, takes more registers: two.
-        limit=Limits(
-            registers=168 if block == FEW_ROWS and pool == "*bf16" else 255,
-            shared=75_000 if block == FEW_ROWS else None,
-            mma=2,
-        ),
+        limit=_decode_limits(launch, tiles, dtype, pool) if block == FEW_ROWS else Limits(mma=2),
         architectures=architectures,
     )
 

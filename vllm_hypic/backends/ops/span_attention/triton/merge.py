@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ...kernel_spec import KernelSpec
 
-ROWS = 16
-"""Rows of one head that a program takes."""
+NUMBERS = 4096
+"""Of each part, what a program holds in registers: as many rows of one head, at most 16, as have no more."""
 
 
 # How many rows and tokens there are is new in each step: no variants for 1 and for multiples of 16.
@@ -63,6 +63,11 @@ def merge_kernel(
     tl.store(at, (merged / total[:, None]).to(output.dtype.element_ty), mask=inside)
 
 
+def rows_at_once(size: int) -> int:
+    """Rows of one head of this size that a program takes."""
+    return min(16, NUMBERS // triton.next_power_of_2(size))
+
+
 def merge_rows_(
     output: torch.Tensor,
     output_lse: torch.Tensor,
@@ -91,7 +96,8 @@ def merge_rows_(
         raise ValueError("other, other_lse: expected contiguous tensors")
     if not rows:
         return
-    merge_kernel[(triton.cdiv(rows, ROWS), heads)](
+    block = rows_at_once(size)
+    merge_kernel[(triton.cdiv(rows, block), heads)](
         output,
         output_lse,
         other,
@@ -105,7 +111,7 @@ def merge_rows_(
         HEADS=heads,
         SIZE=size,
         SIZE_TILE=triton.next_power_of_2(size),
-        ROWS=ROWS,
+        ROWS=block,
         num_warps=4,
     )
 
@@ -123,7 +129,7 @@ def _spec(
             **dict.fromkeys(("rows", "output_stride", "output_head_stride", "lse_head_stride"), "i32"),
             **lse_stride,
         },
-        {"HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "ROWS": ROWS, **constants},
+        {"HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "ROWS": rows_at_once(256), **constants},
         warps=4,
         stages=3,
         aligned=(
@@ -136,5 +142,10 @@ def _spec(
 SPECS = (
     _spec("merge[256]", {}, {"lse_stride": 1}),
     _spec("merge[256, ours in both parts]", {"lse_stride": "i32"}, {}),
-    _spec("merge[512 of latents]", {"lse_stride": "i32"}, {"SIZE": 512, "SIZE_TILE": 512}, "*fp32"),
+    _spec(
+        "merge[512 of latents]",
+        {"lse_stride": "i32"},
+        {"SIZE": 512, "SIZE_TILE": 512, "ROWS": rows_at_once(512)},
+        "*fp32",
+    ),
 )
