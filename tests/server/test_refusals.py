@@ -171,6 +171,7 @@ def drafting(**given: Any) -> SimpleNamespace:
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"how": {"method": "medusa"}}, "by 'medusa' is not supported"),
     "linear layers": ({"model": {"is_hybrid": True}}, "states behind each draft"),
+    "linear layers alone": ({"model": {"is_attention_free": True}}, "states behind each draft"),
     "latents": ({"model": {"use_mla": True}}, "attention over latents answers wrongly on CPUs"),
     "drafting in parallel": ({"how": {"parallel_drafting": True}}, "parallel_drafting has rows"),
     "rows left out": ({"how": {"disable_padded_drafter_batch": True}}, "disable_padded_drafter_batch"),
@@ -191,18 +192,16 @@ def test_drafts_that_are_not_served(case):
     assert reason in (refusal(drafting(**given)) or "")
 
 
-def test_models_that_draft_beside_linear_layers_are_not_served():
-    for method in ("draft_model", "eagle"):
-        hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
-        assert "expected one of ngram, suffix" in (refusal(hybrid, keeps_states=True) or "")
-    alone = drafting(how={"method": "ngram"}, model={"is_attention_free": True})
-    assert "states behind each draft" in (refusal(alone, keeps_states=True) or "")
+def test_eagle3_beside_linear_layers_is_not_served():
+    hybrid = drafting(how={"method": "eagle3"}, model={"is_hybrid": True})
+    expected = "was never run beside linear layers: expected one of ngram, suffix, draft_model, eagle, mtp"
+    assert expected in (refusal(hybrid, keeps_states=True) or "")
 
 
 def test_drafts_that_are_served():
-    for method in ("ngram", "suffix", "draft_model", "eagle", "eagle3"):
+    assert refusal(drafting(how={"method": "eagle3"})) is None
+    for method in ("ngram", "suffix", "draft_model", "eagle"):
         assert refusal(drafting(how={"method": method})) is None
-    for method in ("ngram", "suffix"):
         hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
         assert refusal(hybrid, keeps_states=True) is None
     assert refusal(drafting(how={"method": "ngram"}, model={"uses_mrope": True})) is None

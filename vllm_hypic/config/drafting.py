@@ -61,11 +61,10 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
             "to keep the states behind each draft, as gated delta nets, Mamba2 and short convolutions do "
             "beside attention; drop --speculative-config"
         )
-    if model.is_hybrid and speculative.method in BY_A_MODEL and speculative.method != "mtp":
+    if model.is_hybrid and speculative.method == "eagle3":
         return (
-            f"speculative decoding by {speculative.method!r} of {model.architecture} is not supported: "
-            "beside linear layers vLLM spreads a draft model's layers over groups of its cache, but wants "
-            f"them in one, and heads were never run: expected one of {', '.join(LOOKED_UP)}, mtp"
+            f"speculative decoding by 'eagle3' of {model.architecture} was never run beside linear layers: "
+            f"expected one of {', '.join(LOOKED_UP)}, draft_model, eagle, mtp"
         )
     if model.use_mla and on_cpu:
         return (

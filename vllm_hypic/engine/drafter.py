@@ -14,6 +14,8 @@ import torch
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from ..config.drafting import LOOKED_UP
+from ..errors import ConfigError
 from ..pool.draft_steps import of_one_token, over_the_same, successors
 from ..pool.step import StepContext, rewritten_positions
 from ..pool.upload import upload
@@ -33,6 +35,8 @@ class ComposingDrafter:
     """In place of ``positions`` where these are three-dimensional."""
     max_model_len: int
     net_num_new_slots_per_request: int
+    speculative_config: Any
+    _draft_attn_layer_names: set[str]
 
     runtime: HypicRuntime
     """Set once records can be read.  Whoever has this propose puts the step back that was there before."""
@@ -40,6 +44,21 @@ class ComposingDrafter:
     """The model's pass that the drafts follow; ``None``: no request of ours was in it."""
     _at: torch.Tensor
     """Stream index of each request's token in the pass that was last set up."""
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Refuse what vLLM would end the engine for.  Beside linear layers all groups of its cache have as
+        many layers, and those of a draft model are dealt out to them."""
+        layers = self._draft_attn_layer_names
+        groups = [g for g in kv_cache_config.kv_cache_groups if not layers.isdisjoint(g.layer_names)]
+        if len(groups) > 1:
+            speculative = self.speculative_config
+            raise ConfigError(
+                f"speculative decoding by {speculative.method!r}: beside this model vLLM spreads the "
+                f"{len(layers)} attention layers of {speculative.model} over {len(groups)} groups of its "
+                "cache, but drafts from one alone: expected a draft model of fewer layers (one always fits), "
+                f"or one of {', '.join(LOOKED_UP)}"
+            )
+        super().validate_same_kv_cache_group(kv_cache_config)  # type: ignore[misc]
 
     def set_inputs_first_pass(self, *, target_positions: torch.Tensor, **kwargs: Any) -> Any:
         """Drafting begins with the rows of the model's pass, and may have one more of each request."""

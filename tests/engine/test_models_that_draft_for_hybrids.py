@@ -1,0 +1,111 @@
+"""Speculative decoding of models with linear layers by a model of full attention, or by a head: its layers
+compose beside those of the model, and change no answer."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import EngineFactory
+from .engines import Engine, EngineError, audit, run_apart, same
+from .test_drafts import (
+    ARGS,
+    Drafted,
+    by_full,
+    by_head,
+    by_model,
+    crowd,
+    free,
+    preemptions,
+    watched,
+)
+from .test_drafts_by_mtp import ARGS as OF_A_HEAD
+from .test_drafts_by_mtp import rate, read_no_records
+from .test_drafts_of_hybrids import alike
+from .tiny_drafters import save_falcon, save_qwen
+
+# A chunk must hold a block of states, 256 tokens, and vLLM sets aside some of it for a draft model.
+IN_BFLOAT16 = OF_A_HEAD | {"max_num_batched_tokens": 512}
+WELL = 0.7
+"""Share of drafts that are right here, at least; those of a model that reads no records are far below."""
+
+
+def bit_identical(drafting: Engine) -> list[tuple[Drafted, Drafted]]:
+    """What is drafted of composed prompts, and of the same ones without separators: warm as cold, ``full`` as
+    these."""
+    found = []
+    for ask in free():
+        cold, warm = watched(drafting, ask), watched(drafting, ask)
+        assert same(cold[0], warm[0]) and cold[1] == warm[1] and warm[0].cached > cold[0].cached
+        ordinary, full = watched(drafting, ask.plain()), watched(drafting, by_full(ask))
+        assert same(ordinary[0], full[0]) and ordinary[1] == full[1]
+        found.append((cold[1], ordinary[1]))
+    return found
+
+
+def side_by_side(drafting: Engine, expected: list[Any]) -> None:
+    before = drafting.call(preemptions)
+    assert [a.samples for a in drafting.ask(*crowd())] == [a.samples for a in expected]
+    assert drafting.call(preemptions) > before, "there was room for all: nothing is shown"
+    left = drafting.call(audit)
+    assert left.clean, left
+
+
+def test_beside_mamba2(start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
+    """In float32, in which a model and its draft of the same layer agree.  Stock vLLM answers otherwise here:
+    on CPU its Mamba2 keeps no state behind each draft."""
+    model, draft, head = (tmp_path / name for name in ("model", "draft", "head"))
+    run_apart(save_falcon, model, draft, head, log=engine_logs / "models.log")
+    args = ARGS | {"num_gpu_blocks_override": 40}
+    with start_engine(model, **args) as plain:
+        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in free()]
+        together = plain.ask_one_by_one(*crowd())
+    for drafts in (by_model(draft), by_head(head)):
+        with start_engine(model, speculative_config=drafts, **args) as drafting:
+            for ask, expected in zip(free(), answers, strict=True):
+                given = [drafting.ask(asked)[0].tokens for asked in (ask, ask.plain())]
+                assert given == [answer.tokens for answer in expected]
+            drafting.reset()
+            composed, ordinary = zip(*bit_identical(drafting), strict=True)
+            assert rate(composed) > WELL and rate(ordinary) > WELL, (composed, ordinary)
+            side_by_side(drafting, together)
+            drafting.reset()
+            drafting.call(read_no_records)
+            blind = [watched(drafting, ask)[1] for ask in free()]
+            assert rate(blind) < WELL / 2, blind
+
+
+def test_beside_a_gated_delta_net(start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
+    """Two layers for Qwen3.5, of which stock code runs the rows: in bfloat16 answers are those without drafts
+    until two tokens are as good as each other."""
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    run_apart(save_qwen, model, draft, log=engine_logs / "models.log")
+    with start_engine(model, **IN_BFLOAT16) as plain:
+        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in free()]
+    drafting = start_engine(model, speculative_config=by_model(draft), **IN_BFLOAT16)
+    same_tokens = 0
+    for ask, expected in zip(free(), answers, strict=True):
+        given = drafting.ask_one_by_one(ask, ask.plain())
+        same_tokens += sum(map(alike, given, expected))
+    assert same_tokens > len(answers)
+    drafting.reset()
+    composed, ordinary = zip(*bit_identical(drafting), strict=True)
+    assert rate(composed) > WELL and rate(ordinary) > WELL, (composed, ordinary)
+    drafting.reset()
+    drafting.call(read_no_records)
+    assert rate([watched(drafting, ask)[1] for ask in free()]) < WELL / 2
+
+
+def test_a_draft_of_more_layers_than_a_group(
+    start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """What vLLM keeps in several groups of its cache cannot draft."""
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    run_apart(partial(save_qwen, linear=1), model, draft, log=engine_logs / "models.log")
+    expected = r"spreads the 2 attention layers of .*draft over 3 groups of its cache"
+    with pytest.raises(EngineError, match=expected) as refused:
+        start_engine(model, speculative_config=by_model(draft), **IN_BFLOAT16)
+    assert refused.value.kind == "ConfigError"
