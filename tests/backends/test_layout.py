@@ -217,6 +217,23 @@ def test_shifts_stand_beside_the_operations_of_their_records() -> None:
         assert part.shifts.tolist() == [shifts[op.slot] for op in unpack(part.ops, ComposeOp)]
 
 
+def test_a_page_that_grows_leaves_states_at_its_end() -> None:
+    """Until then its rows are stock code's; also where it begins with a record that is read."""
+    columns = np.zeros(0, dtype=np.int64)
+    plan = CapturePlan(0, 4, 7, columns, None, True, has_context=True, grows=True)
+    reading = StreamPlan(np.arange(8, 12), 12, (ComposePoint(0, 3, 8, True),), columns, columns, True)
+    for s0, s1 in ((0, 2), (2, 3), (3, 4), (0, 4)):
+        row = BatchRow(0, 0, s1 - s0, s0, s1)
+        composed = composed_row(row, StreamTensors.of(reading, CPU))
+        work = linear_step(StepContext([composed], [capture_row("a", row, plan)], CPU), 64)
+        assert (work.composed is not None) is ((s0, s1) == (0, 2))
+        assert (work.contexts is not None) is ((s0, s1) == (0, 4))
+        ends = [r for part in work.segments for r in unpack(part.rows, SegmentRow)]
+        assert [(r.first, r.stop, r.end, r.slot, r.resumed, r.ends) for r in ends] == (
+            [(0, s1 - s0, s1 - s0, 7, 1, 1)] if s1 == 4 else []
+        )
+
+
 def test_a_pass_that_cuts_an_island_is_an_error() -> None:
     """Its state would be taken for the request's."""
     columns = np.zeros(0, dtype=np.int64)

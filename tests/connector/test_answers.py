@@ -129,6 +129,14 @@ def test_who_finds_no_page_keeps_what_it_has(side: Side) -> None:
     assert small.has((*PROMPT, *ANSWER)[: 5 * PAGE])
 
 
+def test_who_generates_too_little_takes_no_room(side: Side) -> None:
+    for most, taken in ((PAGE - 3, 1), (PAGE - 2, 2)):
+        side.side.answers.expect(f"{most}", most)
+        side.begin(f"{most}", PROMPT)
+        assert side.side.directory.used.slots == taken
+        side.end(f"{most}", ())
+
+
 def test_who_begins_anew_leaves_nothing(side: Side) -> None:
     computed = side.begin("a", PROMPT)
     side.decode("a", computed, 2 * PAGE)

@@ -173,6 +173,7 @@ def test_answers_go_to_tiers(start_engine: EngineFactory, hybrid_model: Path) ->
     with start_engine(hybrid_model, options=OPTIONS | stored(MEMORY)) as engine:
         prompt = begun(SYSTEM, QUESTION)
         grown = begun(prompt, turn(engine, prompt).tokens, MORE)
+        turn(engine, MORE[:20], 1)  # the step that has it stored
         engine.call(empty_pool)
         assert turn(engine, grown, 1).cached == BEHIND
         assert engine.call(audit).clean

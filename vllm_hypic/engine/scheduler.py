@@ -234,6 +234,8 @@ class _HypicMixin(Scheduler):
                 mode=mode,
                 priority=request.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
             )
+        if mode == "prefix":
+            self.hypic.answers.expect(request.request_id, request.max_tokens)
 
     def _set_stream(self, request: Request, plan: PromptPlan) -> None:
         """Make the plan's stream the request's tokens."""

@@ -125,10 +125,11 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
         # Of a page that grows only the end leaves something.
         captures = [c for c in step.captures if c.last or not c.plan.grows]
         captured = {c.row.index for c in captures}
-        reading = [c for c in step.reading if c.islands or any(p.applies for p in c.points)]
+        reading = [c for c in step.composed if c.islands or any(p.applies for p in c.points)]
         applying = [c for c in reading if c.row.index not in captured]
         composed, rest = _composed(applying, block)
-        contexts, begun = _contexts([c for c in reading if c.row.index in captured])
+        going_on = [c for c in reading if c.row.index in captured]
+        contexts, begun = _contexts([c for c in (*step.contexts, *going_on) if c.points])
         segments = tuple(_segments(pieces, begun) for pieces in _in_turns(captures, begun))
         special = {c.row.index for c in applying} | captured
         made[block] = LinearStep(segments, composed, frozenset(special), rest, contexts)

@@ -27,6 +27,8 @@ from .growing import GrowingDirectory
 from .placement import PrefixPlacement
 from .shared_columns import SharedColumns
 
+_MANY = 1 << 60
+
 
 @dataclass
 class _Answer:
@@ -63,7 +65,13 @@ class Answers:
         self._answers: dict[str, _Answer | None] = {}
         """Of requests that have computed their prefixes; ``None``: it is not captured."""
         self._given_up: list[str] = []
+        self._most: dict[str, int] = {}
+        """Tokens that requests generate at most."""
         self._continuations = Continuations()
+
+    def expect(self, request_id: str, most: int) -> None:
+        """A request generates so many tokens at most."""
+        self._most[request_id] = most
 
     def scheduled(self, passes: Iterable[tuple[str, int, int]]) -> dict[str, tuple[CapturePlan, ...]]:
         """What requests capture from a pass on that is about to run ranges of their tokens; the others what
@@ -96,9 +104,13 @@ class Answers:
             return None
         self._answers[request.request_id] = None
         self._continuations.asked(segment)
-        begins_whole = begin <= origin and not request.outdated
-        entry = self._place(request, segment) if begins_whole and self._continuations.likely else None
-        if entry is None:
+        if begin > origin or request.outdated or not self._continuations.likely:
+            return None
+        computed = len(request.running.stream) + self._most.get(request.request_id, _MANY) - 1
+        if (
+            computed < origin + self._directory.page_tokens
+            or (entry := self._place(request, segment)) is None
+        ):
             return None
         answer = _Answer(entry, origin, origin, origin, origin)
         self._answers[request.request_id] = answer
@@ -140,6 +152,7 @@ class Answers:
     def end(self, request_id: str, tokens: Sequence[int] = ()) -> None:
         """The request ends, and is not forgotten yet.  ``tokens``: its own in vLLM, those that it generated
         among them; none: they are not kept."""
+        self._most.pop(request_id, None)
         if request_id not in self._answers:
             return
         answer, request = self._answers.pop(request_id), self._admission.requests[request_id]
