@@ -169,7 +169,7 @@ def drafting(**given: Any) -> SimpleNamespace:
 
 
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"how": {"method": "medusa"}}, "by 'medusa' is not supported"),
+    "method": ({"how": {"method": "medusa"}}, "by 'medusa' was never run beside records"),
     "linear layers": ({"model": {"is_hybrid": True}}, "states behind each draft"),
     "linear layers alone": ({"model": {"is_attention_free": True}}, "states behind each draft"),
     "latents": ({"model": {"use_mla": True}}, "attention over latents answers wrongly on CPUs"),

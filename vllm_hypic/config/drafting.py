@@ -50,8 +50,8 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
         return None
     if speculative.method not in LOOKED_UP + BY_A_MODEL:
         return (
-            f"speculative decoding by {speculative.method!r} is not supported, as what drafts would have to "
-            f"read records, too: expected one of {', '.join(LOOKED_UP + BY_A_MODEL)}"
+            f"speculative decoding by {speculative.method!r} was never run beside records, which what "
+            f"drafts may have to read and fill: expected one of {', '.join(LOOKED_UP + BY_A_MODEL)}"
         )
     if speculative.method in BY_A_MODEL and (reason := _refusal_of_model(config)) is not None:
         return f"speculative decoding by {speculative.method!r}: {reason}"
