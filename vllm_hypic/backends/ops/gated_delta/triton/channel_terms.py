@@ -161,13 +161,18 @@ def compute_channel_terms(
         GIVEN=weights.gates_given,
         BOUNDED=weights.gate_bound < 0,
         BLOCK=floats,
-        SLICE=min(plan.chunk, K, V),
-        num_warps=WARPS,
+        SLICE=min(SLICE, K, V),
+        num_warps=_warps(plan.chunk),
     )
 
 
-WARPS = 4
-# Slices of K and V are as wide as a chunk is long: of 16 rows, 32 columns would spill.
+SLICE = 32
+
+
+def _warps(chunk: int) -> int:
+    """With eight rows each: four that shared 16 rows would spill on sm_90."""
+    return chunk // 8
+
 
 _ALIGNED = {
     **dict.fromkeys(("conv_ptr", "a_ptr"), "*bf16"),
@@ -187,9 +192,9 @@ SPECS = tuple(
             "C": C,
             **{"GIVEN": False, "BOUNDED": False},
             "BLOCK": C * (3 * 128 + 128 + C) + 128,
-            "SLICE": C,
+            "SLICE": SLICE,
         },
-        warps=WARPS,
+        warps=_warps(C),
         stages=3,
         aligned=tuple(_ALIGNED),
         limit=Limits(mma=1),
