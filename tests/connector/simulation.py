@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
 
@@ -55,6 +55,8 @@ class Vocabulary:
     documents: tuple[tuple[int, ...], ...]
     geometry: PoolGeometry
     checkpoint_tokens: int = 0
+    prefixes: bool = False
+    """Plain prompts capture their own prefixes."""
 
     @property
     def stretches(self) -> int:
@@ -80,6 +82,7 @@ FORKS = Vocabulary(
     PAGE,
 )
 """Documents that begin alike, of records with checkpoints."""
+PREFIXES = replace(FORKS, geometry=geometry(16, 9), prefixes=True)
 PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
 STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
 
@@ -130,6 +133,8 @@ class Prompt:
     """Some of its records are said to come from another instance."""
     tenant: str = "a"
     priority: int = 0
+    plain: bool = False
+    """It is its first document, without separators, where plain prompts have prefixes."""
 
 
 @dataclass
@@ -172,6 +177,7 @@ class Engine:
                 "page_tokens": PAGE,
                 "checkpoint_tokens": self.words.checkpoint_tokens,
                 "checkpoints": 2,
+                "prefix": "sparse" if self.words.prefixes else "stock",
                 "store": {**(STORE if self.tiered else {}), "eviction": self.policy},
                 "segment_parallel": PARALLEL,
                 "max_tenant_fraction": self.tenant_fraction,
@@ -195,6 +201,8 @@ class Engine:
         self.queued: list[str] = []
         """Segment requests that have not begun."""
         self.capturing: dict[str, CapturePlan] = {}
+        self.own: dict[str, list[CapturePlan]] = {}
+        """What requests that run have yet to capture of their own prefixes."""
         self.deleted: dict[SegmentKey, int] = {}
         """The last record reserved before each was deleted, by key."""
         self.made_with: dict[int, Entry] = {}
@@ -206,20 +214,27 @@ class Engine:
     # -- users
 
     def admit(self, prompt: Prompt) -> None:
-        tokens = [*self.words.leads[prompt.lead], IDS.sep]
-        tokens += [t for d in prompt.documents for t in (*self.words.documents[d], IDS.sep)]
+        plain, separator = prompt.plain and self.words.prefixes, [IDS.sep]
+        if plain:
+            prompt = replace(prompt, documents=prompt.documents[:1], ends=Ends.IN_A_QUERY)
+            separator = []
+        tokens = [] if plain else [*self.words.leads[prompt.lead], IDS.sep]
+        tokens += [t for d in prompt.documents for t in (*self.words.documents[d], *separator)]
         tokens += QUERY if prompt.ends is Ends.IN_A_QUERY else ()
         asked = PlanRequest(tokens, {"hypic_context": prompt.context}, prompt.tenant, None)
-        plan = self.side.planner.plan(asked)
-        assert plan is not None
+        plan = self.side.planner.plan_prefix(asked) if plain else self.side.planner.plan(asked)
+        if plan is None:
+            assert plain, "only a prefix may be too long for the pool"
+            return
         self._check_room(plan)
         for segment in plan.records:
             for key in (segment.key, *(c.key for c in segment.checkpoints)):
                 self.first[key] = self.side.namespace.renamed(key)
                 self.tenants[key] = prompt.tenant
-            self.known[self.first[segment.key]] = segment
+            if not segment.is_prefix:  # nobody knows the key of one
+                self.known[self.first[segment.key]] = segment
             behind = segment.context and segment.context.key
-            origin = prompt.tenant, self.resets, segment.role.value, behind
+            origin = prompt.tenant, self.resets, segment.role.value, segment.is_prefix, behind
             self.histories[segment.key] = tuple(
                 hash((origin, segment.tokens[: n + 1])) for n in range(segment.head, segment.stop)
             )
@@ -279,6 +294,9 @@ class Engine:
         self.finish(name, completed=False)
 
     def finish(self, name: str, *, completed: bool) -> None:
+        while completed and name in self.own:
+            self.pass_ends(name)
+        self.own.pop(name, None)
         self.waiting.pop(name, None)
         self.running.pop(name, None)
         self.worker.reads.pop(name, None)
@@ -307,6 +325,8 @@ class Engine:
             assert job.for_request in {*self.waiting, *self.running, *self.queued, *self.capturing}
             self.queued.append(job.request_id)
             self._check_base(job.request_id)
+        for name, plan in self.side.prefixes.take_begun().items():
+            assert name in self.waiting and plan is self.side.plan_of(name)
         metadata = HypicMetadata()
         self.side.instruct(metadata)
         self.worker.drop(metadata.dropped_slots)
@@ -362,13 +382,42 @@ class Engine:
             assert begun or made_with.serial > deleted, "resumed from what was deleted before"
 
     def _run(self, name: str, request: Request) -> None:
-        stream = self.side.views.stream_plan(name)
-        assert stream is not None
-        keys = [s.key for s in request.plan.segments]
-        serials = self.worker.read(name, stream, [self.histories[key] for key in keys])
+        stream, plan = self.side.views.stream_plan(name), self.side.plan_of(name)
+        assert plan is not None
+        keys = [s.key for s in plan.segments]
+        if own := self.side.views.captures(name):
+            self.own[name] = list(own)
+            for capture in own:
+                histories = self._captured_by(name, capture)
+                self.worker.write(capture.serial, capture.slot, capture.slot_mapping, histories)
+                entry = self.side.directory.of_serial(capture.serial)
+                assert entry is not None
+                self.worker.slots[capture.slot] = Content(capture.serial, entry.key)
+        assert (stream is None) is (not keys)
+        serials = [] if stream is None else self.worker.read(name, stream, [self.histories[k] for k in keys])
         for key, serial in zip(keys, serials, strict=True):
             assert serial > request.deleted.get(key, 0), f"{name} reads a record that was deleted before"
         self.running[name] = self.waiting.pop(name)
+
+    def _captured_by(self, name: str, capture: CapturePlan) -> tuple[int, ...]:
+        """Histories of the tokens that a request captures of its own prefix."""
+        composed = self.side.admission.requests[name]
+        assert composed.own is not None
+        first = composed.own.first
+        return self.histories[composed.own.entry.key][first + capture.lo : first + capture.hi]
+
+    def pass_ends(self, name: str) -> None:
+        """A request that runs has computed the next stretch of its own prefix."""
+        capture, slots = self.own[name].pop(0), self.worker.slots
+        if not self.own[name]:
+            del self.own[name]
+        content, histories = slots[capture.slot], self._captured_by(name, capture)
+        assert content.serial == capture.serial, "its slot was given away while it was made"
+        self.worker.fill(content, capture.slot, capture.slot_mapping, histories)
+        if capture.stored is not None:
+            assert self.tiered
+            self.worker.unsaved[capture.serial] = capture.stored
+        self.side.prefixes.passed(name, capture.hi)
 
     def captured(self, name: str, *, well: bool) -> None:
         """A segment request that runs is over."""
@@ -411,6 +460,9 @@ class Engine:
             done = incomplete.done
             held += [done.target] if done is not None and done.target is not incomplete.entry else []
         held += side._fetched.pinned()
+        for composed in side.admission.requests.values():
+            if (own := composed.own) is not None:
+                held += [s.target for s in own.ahead if s.target is not own.entry]
         held += [e.base for e in side.directory._by_serial.values() if e.base is not None]
         for entry in held:
             pins[entry.serial] = pins.get(entry.serial, 0) + 1
@@ -444,6 +496,7 @@ class Engine:
         self.step()
         assert not (self.waiting or self.running or self.queued or self.capturing)
         assert not (admission.requests or admission._pending)
+        assert not (self.own or side.prefixes._begun)
         assert not (side._held or side._deliveries or side.arrivals)
         assert not (requests._segments or requests._incomplete or side.retention.has_orders)
         assert side.directory.pinned == 0

@@ -15,14 +15,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from vllm_hypic.connector.scheduler import placement
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import PolicyName
 
+from .simulated_worker import PAGE
 from .simulation import (
     CLOCKED,
     DOCUMENTS,
     FORKS,
     LEADS,
+    PREFIXES,
     WHOLE,
     Clock,
     Ends,
@@ -44,6 +47,7 @@ PROMPTS = st.builds(
     remote=st.sampled_from([False, False, True]),
     tenant=st.sampled_from("aaabc"),
     priority=PRIORITIES,
+    plain=st.sampled_from([True, True, False]),
 )
 ANY = st.integers(0, 1000)
 """Picks one of what there is."""
@@ -70,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for module in CLOCKED:
             self.patch.setattr(module, "time", self.clock)
+        self.patch.setattr(placement, "APART_TOKENS", 2 * PAGE)
 
     @initialize(
         policy=st.sampled_from(["lru", "flop-aware"]),
@@ -110,6 +115,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             "join": 4 if self.requests() else 0,
             "ask_again": 4 if self.requests() else 0,
             "end": 6 if engine.running else 0,
+            "pass_ends": 8 if engine.own else 0,
+            "own_prefix_is_aborted": 2 if engine.own else 0,
             "segment_request_ends": 12 if engine.capturing else 0,
             "segment_request_is_aborted": 2 if engine.queued else 0,
             "record_arrives": 12 if worker.moving else 0,
@@ -147,9 +154,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         wanted again by a request that is more urgent."""
         requests = self.requests()
         request = self.pick([r for r in requests if self.engine.holds_room(r)] or requests)
-        records = request.plan.records
-        key = self.pick([s.context.key for s in records if s.context] or [s.key for s in records])
-        self.engine.delete(self.engine.first[key])
+        records = [s for s in request.plan.records if not s.is_prefix]
+        if records:
+            key = self.pick([s.context.key for s in records if s.context] or [s.key for s in records])
+            self.engine.delete(self.engine.first[key])
         self.engine.admit(replace(request.prompt, priority=request.prompt.priority - 1))
         self.engine.step()
 
@@ -167,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def keys_in_use(self) -> list[SegmentKey]:
         """Those of records which requests want, if there are requests."""
-        records = [s for r in self.requests() for s in r.plan.records]
+        records = [s for r in self.requests() for s in r.plan.records if not s.is_prefix]
         return [self.engine.first[s.key] for s in records] or list(self.engine.known)
 
     def abort(self) -> None:
@@ -192,6 +200,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def end(self) -> None:
         self.engine.finish(self.pick(self.engine.running), completed=True)
+
+    def pass_ends(self) -> None:
+        self.engine.pass_ends(self.pick(self.engine.own))
+
+    def own_prefix_is_aborted(self) -> None:
+        self.engine.abort(self.pick(self.engine.own))
 
     def segment_request_ends(self) -> None:
         self.engine.captured(
@@ -238,8 +252,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if others:
                 engine.admit(replace(others[i % len(others)], priority=least_urgent))
                 keys, known = self.keys_in_use(), list(engine.known)
-                engine.delete(keys[engine.made % len(keys)])
-                engine.pin(known[engine.made % len(known)])
+                if known:
+                    engine.delete(keys[engine.made % len(keys)])
+                    engine.pin(known[engine.made % len(known)])
             engine.work(found=found)
             names &= {*engine.waiting, *engine.running, *engine.queued, *engine.capturing}
         assert not names, f"{sorted(names)} wait after {bound} steps"
@@ -268,12 +283,21 @@ class ForkingSchedulerMachine(SchedulerMachine):
     words = FORKS
 
 
+class PrefixSchedulerMachine(SchedulerMachine):
+    """The same where plain prompts capture their own prefixes, too."""
+
+    words = PREFIXES
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 TestLongSchedulerMachine = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestLongSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
 TestForkingSchedulerMachine = ForkingSchedulerMachine.TestCase
 TestForkingSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+TestPrefixSchedulerMachine = PrefixSchedulerMachine.TestCase
+TestPrefixSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 class LongForkingSchedulerMachine(ForkingSchedulerMachine):

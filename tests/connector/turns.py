@@ -103,14 +103,21 @@ class Turns:
 
     def check(self) -> None:
         """No tenant is above its share, and who computes a record is as urgent as all who wait for it."""
+        owners = {n: c.own for n, c in self._admission.requests.items() if c.own is not None}
         for tenant in {*self._engine.tenants.values()}:
-            # Pages that two of its records have count twice.
-            assert not self._limited or self._share.covers(self.held(tenant)), f"{tenant} is above its share"
+            # Pages that two of its records have count twice; what a prefix is resumed from does not.
+            bases = {own.base for own in owners.values() if own.base is not None}
+            held = self.held(tenant) - sum(
+                (b.space for b in bases if b.counted and self._engine.tenants[b.key] == tenant), Space()
+            )
+            assert not self._limited or self._share.covers(held), f"{tenant} is above its share"
         works = self._side.segment_requests._segments
         wanted = [(n, e) for n, c in self._admission.requests.items() for e in c.held.values()]
         wanted += [(n, work.context) for n, work in works.items() if work.context is not None]
-        for name, work in works.items():
+        makers = [(n, work.entry) for n, work in works.items()]
+        makers += [(n, stretch.target) for n, own in owners.items() for stretch in own.ahead]
+        for name, made in makers:
             for waiting, entry in wanted:
-                assert entry is not work.entry or self.priorities[name] <= self.priorities[waiting], (
+                assert entry is not made or self.priorities[name] <= self.priorities[waiting], (
                     f"{waiting} waits for {name}, which is less urgent"
                 )
