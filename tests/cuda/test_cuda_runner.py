@@ -6,24 +6,34 @@ vLLM's own dispatcher of CUDA graphs is the real one; no graph is captured or re
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
+from vllm_hypic.backends.attention.cuda_decode import DecodePlans
 from vllm_hypic.backends.attention.cuda_rows import PARTIAL_BYTES, SHORTEST, span_pieces
 from vllm_hypic.backends.cuda_support import scratch_bytes
 from vllm_hypic.backends.linear.gdn.cuda import SUMMARY_BYTES, HypicCUDAGatedDeltaNet
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.metadata import HypicMetadata
+from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.engine import cuda_worker
+from vllm_hypic.engine.cuda_graphs import ComposedBatch, ComposedGraphs
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
 from vllm_hypic.engine.worker import HypicModelRunner
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.pool import upload as upload_module
+from vllm_hypic.pool.decoding import Decoding
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
@@ -102,6 +112,96 @@ def test_passes_with_rows_of_ours_stay_out_of_full_graphs(
     for now, wanted in ((None, plain), (step, ours), (None, plain)):
         monkeypatch.setattr(cuda_worker, "current_step", lambda now=now: now)
         assert dispatched(made, 3) is wanted
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_passes_that_decode_replay_graphs_with_our_operators(
+    monkeypatch: pytest.MonkeyPatch, drafts: int
+) -> None:
+    """Graphs beside stock's: captured after each, found for passes of composed rows alone, and where all that
+    they read of ours was written before."""
+    made = runner(CUDAGraphMode.FULL_AND_PIECEWISE, drafts)
+    runtime = HypicRuntime(DevicePool(PoolGeometry((), (), 8, 0, 0), CPU), 0.0)
+    plans = DecodePlans()
+    plans.most = 8
+    heads = plans.made((4, 2, 32, torch.float32), CPU)
+    monkeypatch.setattr(cuda_worker, "worker_side", lambda: SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(cuda_worker, "current_step", lambda: runtime.step)
+    captures: list[tuple[CUDAGraphMode, BatchDescriptor, bool]] = []
+
+    def capture(self: Any, desc: BatchDescriptor, mode: CUDAGraphMode) -> None:
+        # As vLLM's dummy pass asks.
+        each = self.uniform_decode_query_len
+        given = {"force_uniform_decode": True} if desc.uniform else {"force_uniform_decode": False}
+        requests = desc.num_tokens // each
+        found, named, *_ = made._determine_batch_execution_and_padding(
+            desc.num_tokens, requests, np.full(requests, each), each, **given
+        )
+        assert found is mode
+        captures.append((found, named, runtime.step is not None))
+
+    monkeypatch.setattr(GPUModelRunner, "_warmup_and_capture", capture)
+    if drafts == 0:
+        made._graphs = ComposedGraphs(plans)
+    for mode, descs in made.cudagraph_dispatcher.get_capture_descs():
+        for desc in descs:
+            made._warmup_and_capture(desc, mode)
+    assert runtime.step is None
+    ours = [named for _, named, with_step in captures if with_step]
+    assert len({(mode, named) for mode, named, _ in captures}) == len(captures)
+    assert all(isinstance(named, ComposedBatch) for named in ours)
+    assert [named.num_tokens for named in ours] == ([] if drafts else [8, 4, 2, 1])
+
+    columns = torch.arange(5)
+    plan = StreamPlan(np.arange(2), 7, (ComposePoint(1, 0, 5, False),), np.arange(5), np.arange(5), True)
+    decoding = Decoding.of(["a", "b", "c"], {1: (plan, columns, columns)}, np.array([9, 9, 9]), CPU)
+    assert decoding is not None
+    for step, wanted, written in (
+        (StepContext([], [], CPU, decoding=decoding), CUDAGraphMode.FULL, True),
+        (StepContext([], [], CPU), CUDAGraphMode.PIECEWISE, False),
+        (StepContext([], [], CPU, decoding=replace(decoding, columns=10**9)), CUDAGraphMode.PIECEWISE, False),
+        (None, CUDAGraphMode.FULL, False),
+    ):
+        heads.written, runtime.step = None, step
+        assert dispatched(made, 3) is (wanted if drafts == 0 or step is None else CUDAGraphMode.PIECEWISE)
+        assert (heads.written is decoding) is (written and drafts == 0)
+    runtime.step = StepContext([], [], CPU, decoding=decoding)
+    named = made._determine_batch_execution_and_padding(3, 3, np.ones(3, dtype=np.int32), 1)[1]
+    assert isinstance(named, ComposedBatch) is (drafts == 0)
+    assert "self._warmup_and_capture(" in inspect.getsource(GPUModelRunner._capture_cudagraphs)
+    assert "concrete_cudagraph_entries[batch_descriptor]" in inspect.getsource(CUDAGraphWrapper)
+
+
+def test_a_decode_pass_ends_where_something_composes() -> None:
+    """The same object for the same requests, behind what they compose; positions as worked out one by one."""
+    plan = StreamPlan(
+        np.array([3, 4, 5, 11, 12]), 13, (ComposePoint(3, 0, 2, False),), np.arange(2), np.arange(2), True
+    )
+    side = WorkerSide(PoolGeometry((), (), 8, 0, 0), HypicConfig())
+    side.start(CPU)
+
+    def begun(computed: list[int], metadata: HypicMetadata | None = None, each: int = 1) -> Any:
+        given = np.array(computed), np.full(len(computed), each)
+        return side.begin_step(metadata or HypicMetadata(), ["plain", "ours"], *given)
+
+    assert begun([5, 4], HypicMetadata(streams={"ours": plan})).decoding is None  # the prompt's last token
+    step = begun([6, 5])
+    again = begun([7, 6])
+    assert step.decoding is again.decoding is not None
+    [row] = again.composed
+    assert (row.row.index, row.row.q0, row.row.s0, row.row.s1) == (1, 1, 6, 7)
+    one_by_one = rewritten_positions(StepContext(list(again.composed), [], CPU))
+    assert one_by_one is not None
+    made = runner(CUDAGraphMode.NONE)
+    made.positions, made.uses_mrope = torch.tensor([7, 6, 99]), False
+    made._rewrite_positions(again)
+    assert made.positions.tolist() == [7, int(one_by_one[1]), 99] and one_by_one[0].tolist() == [1]
+    assert begun([7, 6], each=2).decoding is None  # drafts
+    assert begun([8, 3]).decoding is None  # preempted, and in its prompt again
+    assert begun([8, 7]).decoding is not None
+    assert begun([9, 8], HypicMetadata(streams={"ours": replace(plan, n_logical=20)})).decoding.shifts == 15
+    capturing = HypicMetadata(captures={"plain": (CapturePlan(0, 4, 0, np.arange(4), None, leading=False),)})
+    assert begun([10, 9], capturing).decoding is None
 
 
 def test_while_vllm_starts_there_is_no_step() -> None:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from ..backends.attention.cuda import HypicCUDAAttentionImpl
+from ..backends.attention.cuda_decode import DecodePlans
 from ..config.engine import config_of
 from ..errors import ConfigError
 from ..pool.copy.staging import device_staging_bytes
-from .worker import HypicModelRunner, HypicWorker, current_step
+from .cuda_graphs import ComposedGraphs
+from .worker import HypicModelRunner, HypicWorker, current_step, worker_side
 
 logger = init_logger("vllm.hypic.worker")
 
 
 class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
     """vLLM's V1 model runner with logical positions."""
+
+    _graphs: ComposedGraphs | None = None
+    """Full CUDA graphs with our operators; ``None``: some layer's cannot be in one."""
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
@@ -38,19 +47,61 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
                 "pool_bytes"
             )
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        if not is_profiling:
+            self._prepare_decodes()
+
+    def _prepare_decodes(self) -> None:
+        """Buffers for passes that decode, where all that they launch can be recorded and replayed."""
+        layers = self.compilation_config.static_forward_context.values()
+        linked = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
+        impls = [impl for layer in linked if (impl := getattr(layer, "impl", None)) is not None]
+        fixed = [impl for impl in impls if isinstance(impl, HypicCUDAAttentionImpl)]
+        if self.uniform_decode_query_len > 1 or not fixed:
+            return
+        runtime = worker_side().runtime
+        assert runtime is not None
+        plans = runtime.shared.of(DecodePlans)
+        plans.most = self.max_num_reqs
+        for impl in fixed:
+            if impl.decodes_in_fixed_shapes:
+                heads = impl.num_heads, impl.num_kv_heads, impl.head_size, self.model_config.dtype
+                plans.made(heads, self.device)
+        if all(isinstance(i, HypicCUDAAttentionImpl) and i.decodes_in_fixed_shapes for i in impls):
+            self._graphs = ComposedGraphs(plans)
 
     def _log_operators(self) -> None:
         logger.info("hypic: Triton operators")
 
-    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        """A pass with rows of ours never replays a full CUDA graph, which holds stock code alone.
+    def _warmup_and_capture(
+        self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
+    ) -> None:
+        """Beside each full graph of a decode pass, which holds stock code alone, one with our operators."""
+        super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)
+        if self._graphs is None or cudagraph_runtime_mode != CUDAGraphMode.FULL or not desc.uniform:
+            return
+        runtime = worker_side().runtime
+        assert runtime is not None
+        with self._graphs.capturing(desc, runtime):
+            super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)
 
-        Told that the batch is no uniform decode, vLLM takes the path of mixed batches, for which the
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """A pass with rows of ours never replays a full CUDA graph that holds stock code alone.
+
+        One that decodes replays the graph of its size with our operators, where there is one.  Of others vLLM
+        is told that the batch is no uniform decode: it takes the path of mixed batches, for which the
         attention backend admits no full graphs either (``get_cudagraph_support``): piecewise ones, between
         which the attention operators run eagerly, or none.  Passes of plain requests are left as they are.
         """
-        if current_step() is not None:
-            kwargs["force_uniform_decode"] = False
+        step = current_step()
+        if step is None:
+            return super()._determine_batch_execution_and_padding(*args, **kwargs)
+        if self._graphs is not None and step.decoding is not None:
+            mode, desc, *others = super()._determine_batch_execution_and_padding(*args, **kwargs)
+            if mode != CUDAGraphMode.FULL:
+                return mode, desc, *others
+            if (with_ours := self._graphs.for_pass(desc, step)) is not None:
+                return mode, with_ours, *others
+        kwargs["force_uniform_decode"] = False
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 

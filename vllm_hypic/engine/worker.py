@@ -155,9 +155,13 @@ class HypicModelRunner(GPUModelRunner):
     def _rewrite_positions(self, step: StepContext) -> None:
         """Put logical positions into the model's persistent input buffers, after stock code wrote its own:
         the cache slots that those lead to are worked out already."""
-        if (rewritten := rewritten_positions(step)) is None:
+        if step.decoding is not None:
+            rows = step.decoding.rows_on_device
+            logical = self.positions.index_select(0, rows) + step.decoding.shifts
+        elif (rewritten := rewritten_positions(step)) is None:
             return
-        rows, logical = rewritten
+        else:
+            rows, logical = rewritten
         self.positions.index_copy_(0, rows, logical)
         if self.uses_mrope:
             # An image's tokens have three different coordinates, all of them as far from where they belong.

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from .decoding import Decoding
 from .plans import CapturePlan, StreamPlan
 from .shared import Shared
 from .upload import upload
@@ -220,14 +221,16 @@ class Batch:
 class StepContext:
     """What PIC does in one forward pass.
 
-    ``contexts``: what those of ``captures`` that are computed behind a context read of it.
+    ``contexts``: what those of ``captures`` that are computed behind a context read of it.  ``decoding``: the
+    pass generates, one token for each request; then ``composed`` is made only when it is looked at.
     """
 
-    composed: list[ComposedRow]
+    composed: Sequence[ComposedRow]
     captures: list[CaptureRow]
     device: torch.device
     batch: Batch = Batch([0], [])
     contexts: list[ComposedRow] = field(default_factory=list)
+    decoding: Decoding | None = None
     shared: Shared = field(default_factory=Shared)
     """What layers share of this pass: plans and index tensors, made once."""
     _attention_rows: dict[tuple[int | None, int], AttentionRows] = field(default_factory=dict)
@@ -237,7 +240,7 @@ class StepContext:
         return upload(arrays, self.device)
 
     @property
-    def reading(self) -> list[ComposedRow]:
+    def reading(self) -> Sequence[ComposedRow]:
         """All requests that read records, in the batch's order."""
         if not self.contexts:
             return self.composed

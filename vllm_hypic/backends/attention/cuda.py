@@ -26,7 +26,9 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from ...pool.geometry import FP8
 from ..ops.kept_lse import KEPT
+from ..ops.span_attention.fixed import FixedPlans
 from .base import AttentionLink, PublicAttention
+from .cuda_decode import DecodePlans
 from .cuda_fp8 import Scales
 from .cuda_fp8 import refusal as fp8_refusal
 from .cuda_rows import (
@@ -35,6 +37,7 @@ from .cuda_rows import (
     Heads,
     PrivateRows,
     SpanPiece,
+    columns_of,
     private_pieces,
     replaced_rows,
     rows_of,
@@ -173,15 +176,56 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         kernels of their own; whether FA3's has the sinks in it depends on how it divides the work."""
         return self.vllm_flash_attn_version in (2, 3) and self.sinks is None
 
-    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    @property
+    def decodes_in_fixed_shapes(self) -> bool:
+        """Whether what this launches in a pass that decodes can be recorded once and replayed."""
+        return self.keeps_lse and self.window() is None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Same contract as the stock implementation."""
-        if self.link is None or self.link.runtime.step is None or not self.keeps_lse:
-            return super().forward(layer, *args, **kwargs)
+        given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        link = self.link
+        if link is None or link.runtime.step is None or attn_metadata is None or not self.keeps_lse:
+            return super().forward(*given)
         KEPT.wanted = True
         try:
-            return super().forward(layer, *args, **kwargs)
+            plans = self._decode_plans(link, output)
+            if plans is None:
+                return super().forward(*given)
+            FlashAttentionImpl.forward(self, *given)
+            link.runtime.calls["span_attention"] += 1
+            self._add_decoded(link, plans, query, output)
         finally:
             KEPT.wanted, KEPT.lse = False, None
+        return output
+
+    def _decode_plans(self, link: CUDAAttentionLink, output: torch.Tensor) -> FixedPlans | None:
+        """Plans of fixed shapes, written, for a pass that decodes into ``output``; ``None``: for this pass there
+        are none."""
+        step = link.runtime.step
+        if step is None or step.decoding is None or not self.decodes_in_fixed_shapes:
+            return None
+        return link.runtime.shared.of(DecodePlans).written(step, self.heads(output))
+
+    def _add_decoded(
+        self, link: CUDAAttentionLink, plans: FixedPlans, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Merge the public part into ``output`` by launches that are the same in each pass of so many rows:
+        nothing here depends on requests, nor waits, copies or looks at what is on the device."""
+        assert KEPT.lse is not None, "the stock call left no log-sum-exp"
+        plan = plans.plan(KEPT.lse.shape[1])
+        self._merge_public(link, [SpanPiece(plan, slice(None))], query.to(output.dtype), output, KEPT.lse.t())
 
     def capture(
         self, link: CUDAAttentionLink, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor
@@ -306,7 +350,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         ``query [tokens, heads, size]``; ``kv_cache [blocks, kv_heads, block_size, 2 * size]``.
         """
         if KEPT.lse is not None:
-            return rows_of(KEPT.lse.t(), token_rows(step, public))
+            # Aligned, as launches are specialised on that.
+            return columns_of(KEPT.lse, token_rows(step, public)).t()
         private = PrivateRows.of(step, public)
         key_cache, value_cache = self.halves(kv_cache)
         # No window: it would hide nothing from these rows, or they were replaced.

@@ -209,6 +209,13 @@ def rows_of(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
+def columns_of(tensor: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
+    """The ``columns`` of ``tensor [n, tokens]`` in memory of their own."""
+    if isinstance(columns, slice):
+        return tensor[:, columns].clone(memory_format=torch.contiguous_format)
+    return tensor.index_select(1, columns)
+
+
 @dataclass(frozen=True)
 class PrivateRows:
     """The public rows' requests as FlashAttention takes them: a batch of its own over vLLM's cache.

@@ -120,6 +120,8 @@ class _Layouts:
 
 def linear_step(step: StepContext, block: int) -> LinearStep:
     """The step's layout for KV blocks of ``block`` tokens; built once per pass."""
+    if step.decoding is not None:
+        return NO_STEP  # all compose points are behind it
     made = step.shared.of(_Layouts).by_block
     if block not in made:
         # Of a page that grows only the end leaves something.

@@ -13,6 +13,7 @@ from ...pool.copy import mover_of
 from ...pool.copy.base import RecordMover
 from ...pool.copy.staging import moves_records
 from ...pool.copy.stream import Readback, side_stream_of
+from ...pool.decoding import Decoding, Later
 from ...pool.geometry import PoolGeometry
 from ...pool.learned import LearnedRows
 from ...pool.plans import CapturePlan
@@ -67,6 +68,8 @@ class WorkerSide:
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, tuple[CapturePlan, ...]] = {}
         """What is yet to be captured of requests."""
+        self._decoding: Decoding | None = None
+        """Of the pass before, if it was one."""
         self._absorbed: HypicMetadata | None = None
         self._settling: list[_Settling] = []
         self._mover: RecordMover | None = None
@@ -105,6 +108,8 @@ class WorkerSide:
             self._submit(order)
         for link in self.links:
             self._collect(link)
+        if metadata.streams or metadata.finished:
+            self._decoding = None
         for request_id, plan in metadata.streams.items():
             self._streams[request_id] = StreamTensors.of(plan, self.device)
         self._captures.update(metadata.captures)
@@ -167,6 +172,10 @@ class WorkerSide:
         self.absorb(metadata)
         assert self.runtime is not None
         self.runtime.step = None
+        if (decoding := self._find_decoding(request_ids, computed, scheduled)) is not None:
+            batch, rows = Batch.of(computed, scheduled), Later(lambda: self._decoded(decoding, batch))
+            self.runtime.step = StepContext(rows, [], self.device, batch, decoding=decoding)
+            return self.runtime.step
         composed: list[ComposedRow] = []
         captures: list[CaptureRow] = []
         contexts: list[ComposedRow] = []
@@ -187,6 +196,29 @@ class WorkerSide:
             batch = Batch.of(computed, scheduled)
             self.runtime.step = StepContext(composed, captures, self.device, batch, contexts)
         return self.runtime.step
+
+    def _find_decoding(
+        self, request_ids: Sequence[str], computed: np.ndarray, scheduled: np.ndarray
+    ) -> Decoding | None:
+        """What the coming pass is if all it does of ours is generate; the same as of the pass before, without
+        a look at each request, while the same requests go on."""
+        if not self._streams or self._captures or not (scheduled == 1).all():
+            self._decoding = None
+        elif self._decoding is None or not self._decoding.goes_on(request_ids, computed):
+            found = [(i, self._streams.get(request_id)) for i, request_id in enumerate(request_ids)]
+            streams = {i: (s.plan, s.slot_mapping, s.kv_positions) for i, s in found if s is not None}
+            self._decoding = Decoding.of(request_ids, streams, computed, self.device)
+        return self._decoding
+
+    def _decoded(self, decoding: Decoding, batch: Batch) -> list[ComposedRow]:
+        """The composed requests one by one."""
+        return [
+            composed_row(
+                BatchRow(i, i, i + 1, batch.computed[i], batch.computed[i] + 1),
+                self._streams[decoding.requests[i]],
+            )
+            for i in decoding.rows.tolist()
+        ]
 
     @property
     def prompts(self) -> dict[str, np.ndarray]:

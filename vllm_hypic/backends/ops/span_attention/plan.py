@@ -164,7 +164,7 @@ class SpanPlan:
         few = rows * group <= FEW_ROWS
         many = many_rows(head_size, dtype, columns.slots.device)
         divided = [
-            _divide(
+            divide(
                 query_ranges,
                 rows,
                 np.asarray(columns.starts, dtype=np.int64),
@@ -230,8 +230,8 @@ def _check(rows: np.ndarray, counts: np.ndarray, visible_kv_lens: np.ndarray) ->
 
 
 @dataclass(frozen=True)
-class _Divided:
-    """:class:`SpanWork` on the host."""
+class Divided:
+    """:class:`SpanWork` on the host, int64."""
 
     block: int
     items: np.ndarray
@@ -239,7 +239,7 @@ class _Divided:
     partial_rows: int
 
 
-def _divide(
+def divide(
     query_ranges: np.ndarray,
     rows: np.ndarray,
     first_column: np.ndarray,
@@ -249,7 +249,7 @@ def _divide(
     block: int,
     part: int,
     chosen: np.ndarray,
-) -> _Divided:
+) -> Divided:
     """The tiles and parts of the ``chosen`` requests."""
     first_output = _starts(rows)
     folded = np.where(chosen, rows * group, 0)
@@ -300,7 +300,7 @@ def _divide(
     merges[:, 2] = length[split]
     merges[:, 3] = first_partial[_starts(parts)[split]]
     merges[:, 4] = parts[split]
-    return _Divided(block, items, merges, int(partial.sum()))
+    return Divided(block, items, merges, int(partial.sum()))
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

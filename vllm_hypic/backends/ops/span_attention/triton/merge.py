@@ -36,7 +36,8 @@ def merge_kernel(
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     ours = place < rows
-    token = tl.load(token_rows + place, mask=ours, other=0).to(tl.int64)
+    token = tl.load(token_rows + place, mask=ours, other=-1).to(tl.int64)
+    ours = token >= 0
     place = place.to(tl.int64)
     private = tl.load(output_lse + place * lse_stride + head * lse_head_stride, mask=ours, other=0.0)
     place = place * HEADS + head
@@ -78,9 +79,9 @@ def merge_rows_(
     """Merge row ``i`` of ``other`` into row ``token_rows[i]`` of ``output``, in place.
 
     ``output [tokens, heads, size]``, heads contiguous; ``other [rows, heads, size]`` and ``other_lse
-    [rows, heads]`` float32, contiguous; ``token_rows [rows]`` int32, none twice; ``output_lse [rows, heads]``
-    float32 with any strides, as FlashAttention's ``[heads, rows]`` transposed.  A log-sum-exp of -inf or, of
-    ``output``, +inf marks a part without columns.
+    [rows, heads]`` float32, contiguous; ``token_rows [rows]`` int32, none twice, below zero: the row is left
+    out; ``output_lse [rows, heads]`` float32 with any strides, as FlashAttention's ``[heads, rows]``
+    transposed.  A log-sum-exp of -inf or, of ``output``, +inf marks a part without columns.
     Raises ``ValueError`` for other shapes.
     """
     rows, heads, size = other.shape

@@ -1,0 +1,152 @@
+"""Plans of passes that decode, in buffers of fixed shapes: for launches that are recorded once and replayed.
+
+Each request has one row of the query, row ``i`` of a pass being request ``i`` of its batch; some see public
+columns.  A plan for up to ``R`` rows launches the same programs over the same memory whatever these are; what
+there is for them to do is read from the buffers.  Programs beyond that find an item without rows and end.
+
+Tiles and parts are those of :mod:`.plan`: what a request computes does not depend on which of the two plans
+its rows are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .plan import (
+    FEW_ROWS,
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    SpanColumns,
+    SpanPlan,
+    SpanWork,
+    divide,
+    many_rows,
+    part_columns,
+)
+
+LEAST_COLUMNS = 1 << 16
+COLUMNS_A_ROW = 1 << 12
+"""A pass of ``R`` rows has room for ``R`` times so many public columns, and for :data:`LEAST_COLUMNS`, in
+whatever requests they are."""
+
+NO_ROW = -1
+"""A token row that is none: nothing is merged there."""
+
+
+def most_columns(rows: int) -> int:
+    """Public columns that a pass of ``rows`` requests may see, together."""
+    return max(LEAST_COLUMNS, rows * COLUMNS_A_ROW)
+
+
+@dataclass
+class FixedPlans:
+    """Plans of passes of up to ``most`` rows, for layers with such heads; they share the buffers.
+
+    ``written``: by what the buffers' contents are told apart; ``None``: nothing is there.
+    """
+
+    most: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+    written: object = None
+    _plans: dict[int, SpanPlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.group = self.heads // self.kv_heads
+        few = self.group <= FEW_ROWS
+        self.block = FEW_ROWS if few else many_rows(self.head_size, self.dtype, self.device)
+        self.part = part_columns(self.kv_heads, self.block)
+        most, items = self.most, self._items(self.most)
+        sizes = [most, most, items * ITEM_FIELDS, self._tiles(most) * MERGE_FIELDS]
+        # Whole lines of 64 bytes: launches are specialised on alignment.
+        self._at = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
+        self._sizes = sizes
+        self._packed = torch.zeros(self._at[-1], dtype=torch.int32, device=self.device)
+        self._columns = torch.zeros(2, most_columns(most), dtype=torch.int32, device=self.device)
+        self._write(*self._empty())
+
+    def plan(self, rows: int) -> SpanPlan:
+        """The plan of a pass of ``rows`` rows, always the same tensors; at most :attr:`most`."""
+        if rows not in self._plans:
+            token_rows, visible, items, merges = (
+                self._packed[at : at + size] for at, size in zip(self._at[:-1], self._sizes, strict=True)
+            )
+            work = SpanWork(
+                self.block,
+                items.view(-1, ITEM_FIELDS)[: self._items(rows)],
+                merges.view(-1, MERGE_FIELDS)[: self._tiles(rows)],
+                self._items(rows) * min(self.group, self.block),
+            )
+            columns = SpanColumns(self._columns[0], self._columns[1], (), ())
+            self._plans[rows] = SpanPlan(
+                *(self.heads, self.kv_heads, self.head_size, self.dtype.itemsize, columns),
+                *(token_rows[:rows], visible[:rows], None, (work,)),
+            )
+        return self._plans[rows]
+
+    def write(
+        self,
+        rows: np.ndarray,
+        slot_mapping: Sequence[torch.Tensor],
+        kv_positions: Sequence[torch.Tensor],
+    ) -> None:
+        """Have all plans see these columns: ``rows [requests]``, ascending, of the pass, those of each
+        request in ``slot_mapping`` and ``kv_positions``, int64 on the device.
+
+        One upload and two copies on the device; waits for nobody.  There must be no more columns than
+        :func:`most_columns` of the pass's rows.
+        """
+        if not len(rows):
+            return self._write(*self._empty())
+        counts = np.array([len(s) for s in slot_mapping], dtype=np.int64)
+        total, count = int(counts.sum()), int(rows[-1]) + 1
+        self._columns[0, :total].copy_(torch.cat(list(slot_mapping)))
+        self._columns[1, :total].copy_(torch.cat(list(kv_positions)))
+        token_rows, visible, items, merges = self._empty()
+        token_rows[rows], visible[rows] = rows, counts
+        starts = np.zeros(count, dtype=np.int64)
+        starts[rows] = np.cumsum(counts) - counts
+        each = np.arange(count)
+        divided = divide(
+            np.stack([each, each + 1], 1),
+            np.ones_like(each),
+            starts,
+            np.zeros_like(each),
+            visible[:count],
+            self.group,
+            self.block,
+            self.part,
+            np.ones(count, dtype=bool),
+        )
+        work = divided.items[divided.items[:, 5] < divided.items[:, 6]]
+        items[: len(work)], merges[: len(divided.merges)] = work, divided.merges
+        return self._write(token_rows, visible, items, merges)
+
+    def _empty(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Token rows, columns that they see, items and tiles to merge of a pass in which nothing is seen."""
+        most = self.most
+        items = np.zeros((self._items(most), ITEM_FIELDS), dtype=np.int64)
+        items[:, 7] = -1
+        merges = np.zeros((self._tiles(most), MERGE_FIELDS), dtype=np.int64)
+        return np.full(most, NO_ROW), np.zeros(most, dtype=np.int64), items, merges
+
+    def _write(self, *arrays: np.ndarray) -> None:
+        """All buffers, by one copy that nobody waits for."""
+        packed = torch.zeros(self._at[-1], dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        for at, array in zip(self._at, arrays, strict=False):
+            packed.numpy()[at : at + array.size] = array.ravel()
+        self._packed.copy_(packed, non_blocking=True)
+
+    def _tiles(self, rows: int) -> int:
+        return rows * -(-self.group // self.block)
+
+    def _items(self, rows: int) -> int:
+        """Parts of all tiles: of each a last one, which may be shorter, and whole ones."""
+        return self._tiles(rows) + most_columns(rows) // self.part * -(-self.group // self.block)
