@@ -1,7 +1,8 @@
 """``prefix-engines``: prompts that begin alike, asked of stock vLLM with prefix caching and of this plugin.
 
 Requests come one at a time, the same to both, in the trace's order.  Both have the same bytes for what is
-cached: stock all of them, this plugin a part for its pool.
+cached: stock all of them, this plugin a part for its pool.  Of answers one token is generated, or, with
+``--answers``, all that the trace has: given tokens, as a next turn has them in its prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import click
 import numpy as np
 
 from vllm_hypic.harness import gate, report
-from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.harness.engine_calls import FORCING, Answer, Ask
 from vllm_hypic.harness.engines import Engine, described, running
 from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
 from vllm_hypic.harness.settings import EngineSettings, engine_options
@@ -40,8 +41,9 @@ class Side:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """``same``: answers with equal tokens; ``sooner``: stock's time to the first token over ours, by
-    request."""
+    """``same``: answers with equal tokens, ``None`` where they were given; ``sooner``: stock's time to the
+    first token over ours, by request; ``decode_s``: stock's and ours, of all requests, behind the first
+    token."""
 
     trace: str
     requests: int
@@ -49,7 +51,8 @@ class EngineResult:
     stock: Side
     hypic: Side
     sooner: Spread
-    same: int
+    decode_s: tuple[float, float]
+    same: int | None
 
 
 @click.command(
@@ -74,6 +77,7 @@ class EngineResult:
     help="Part of --kv-gib that is the plugin's pool, in place of vLLM's cache.",
 )
 @click.option("--page-tokens", type=click.IntRange(1, 1024), default=64, show_default=True)
+@click.option("--answers", is_flag=True, help="Generate the trace's answers, not one token each.")
 @output_options
 @gate.reporting_failures
 def prefix_engines(
@@ -87,6 +91,7 @@ def prefix_engines(
     longest: int,
     pool_share: float,
     page_tokens: int,
+    answers: bool,
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
@@ -94,11 +99,13 @@ def prefix_engines(
     traces = asked_traces(kinds, files, chunk, requests, seed)
     traces = {name: turns[:requests] for name, turns in traces.items()}
     with report.progress(console(), len(traces), "starting engines") as steps:
-        found, facts = measure(traces, engine, pool_share, page_tokens, scale, longest, steps)
+        found, facts = measure(
+            traces, engine, pool_share, page_tokens, scale, longest, steps, answers=answers
+        )
     _print(found, engine)
     if json_path is not None:
         settings = {"engine": engine, "requests": requests, "seed": seed, "scale": scale, "longest": longest}
-        settings |= {"pool_share": pool_share, "page_tokens": page_tokens}
+        settings |= {"pool_share": pool_share, "page_tokens": page_tokens, "answers": answers}
         results = {"traces": found, "engines": facts}
         report.write_json(json_path, report.report("prefix-engines", settings, results))
     if plot_path is not None:
@@ -119,9 +126,11 @@ def measure(
     scale: float,
     longest: int,
     steps: Steps,
+    *,
+    answers: bool = False,
 ) -> tuple[list[EngineResult], dict[str, dict[str, object]]]:
     """Results by trace, and what the engines are.  ``scale``: lengths over those of the trace; prompts of
-    more than ``longest`` tokens are left out."""
+    more than ``longest`` tokens, with answers if these are generated, are left out."""
     options = {
         **settings.hypic,
         "prefix": "sparse",
@@ -129,19 +138,29 @@ def measure(
         "pool_bytes": int(settings.kv_gib * pool_share * 2**30),
     }
     ours = replace(settings, kv_gib=settings.kv_gib * (1 - pool_share), hypic=options)
-    stock = Engine(settings, longest + 8, hypic=False, enable_prefix_caching=True)
-    hypic = Engine(ours, longest + 8, hypic=True, enable_prefix_caching=True)
+    forced = {"logits_processors": [FORCING]} if answers else {}
+    stock = Engine(settings, longest + 8, hypic=False, enable_prefix_caching=True, **forced)
+    hypic = Engine(ours, longest + 8, hypic=True, enable_prefix_caching=True, **forced)
     found = []
     with running(stock, hypic):
         words = np.asarray(stock.vocabulary)
         for name, turns in traces.items():
-            prompts = [tokens_of(turn, words, scale) for turn in turns]
-            asked = [p for p in prompts if len(p) <= longest]
+            requests = [ask_of(turn, words, scale, answered=answers) for turn in turns]
+            asked = [ask for ask in requests if len(ask.tokens) + len(ask.forced) <= longest]
             if not asked:
                 raise click.UsageError(f"{name}: all prompts are longer than {longest} tokens: lower --scale")
             found.append(_measure(name, asked, stock, hypic, steps))
         facts = described(stock, hypic)
     return found, facts
+
+
+def ask_of(turn: Turn, words: np.ndarray, scale: float, *, answered: bool) -> Ask:
+    """A request, with its answer or for one token."""
+    prompt = tokens_of(turn, words, scale)
+    if not answered:
+        return Ask(prompt, logprobs=None)
+    whole = tokens_of(replace(turn, prompt=sum(p.tokens for p in turn.pieces)), words, scale)
+    return Ask(prompt, logprobs=0, forced=tuple(whole[len(prompt) :]) or (int(words[0]),))
 
 
 def tokens_of(turn: Turn, words: np.ndarray, scale: float) -> list[int]:
@@ -160,18 +179,16 @@ def tokens_of(turn: Turn, words: np.ndarray, scale: float) -> list[int]:
     return ids
 
 
-def _measure(
-    name: str, prompts: Sequence[list[int]], stock: Engine, hypic: Engine, steps: Steps
-) -> EngineResult:
+def _measure(name: str, asked: Sequence[Ask], stock: Engine, hypic: Engine, steps: Steps) -> EngineResult:
     answers: dict[str, list[Answer]] = {stock.name: [], hypic.name: []}
-    for i, tokens in enumerate(prompts):
-        steps.show(f"{name} {i + 1}/{len(prompts)}")
+    for i, ask in enumerate(asked):
+        steps.show(f"{name} {i + 1}/{len(asked)}")
         # By turns: who comes second finds the machine's caches as the first left them.
         for engine in (stock, hypic) if i % 2 else (hypic, stock):
-            answers[engine.name].append(engine.ask(Ask(tokens, max_tokens=1, logprobs=None)))
+            answers[engine.name].append(engine.ask(ask))
     steps.done()
-    counted = slice(len(prompts) // 4, None)
-    total = sum(map(len, prompts))
+    counted = slice(len(asked) // 4, None)
+    total = sum(len(ask.tokens) for ask in asked)
 
     def side(found: list[Answer]) -> Side:
         first = [a.first_token_s for a in found[counted]]
@@ -180,12 +197,13 @@ def _measure(
     theirs, ours = answers[stock.name], answers[hypic.name]
     return EngineResult(
         name,
-        len(prompts),
+        len(asked),
         total,
         side(theirs),
         side(ours),
         Spread.of([a.first_token_s / b.first_token_s for a, b in zip(theirs, ours, strict=True)][counted]),
-        sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True)),
+        (sum(sum(a.decode_s) for a in theirs), sum(sum(a.decode_s) for a in ours)),
+        None if asked[0].forced else sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True)),
     )
 
 
@@ -201,7 +219,7 @@ def _print(found: Sequence[EngineResult], engine: EngineSettings) -> None:
             f"{one.stock.first_token.median / one.hypic.first_token.median:.2f}",
             seconds(one.stock.p95_s),
             seconds(one.hypic.p95_s),
-            f"{one.same / one.requests:.0%}",
+            "given" if one.same is None else f"{one.same / one.requests:.0%}",
         )
         for one in found
     ]

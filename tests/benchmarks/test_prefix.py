@@ -13,7 +13,7 @@ from benchmarks.eviction_shapes import SHAPES
 from benchmarks.eviction_traces import Segment, save
 from benchmarks.eviction_traces import generate as segments
 from benchmarks.prefix import block_tokens, measure, prefix
-from benchmarks.prefix_engines import tokens_of
+from benchmarks.prefix_engines import ask_of, tokens_of
 from benchmarks.prefix_lines import GRID, Tree, foreseen, kept, planned
 from benchmarks.prefix_replay import Policy, replay
 from benchmarks.prefix_traces import PREFIX_KINDS, Turn, generate, load
@@ -159,3 +159,17 @@ def test_prompts_of_engines_begin_alike_where_their_texts_do():
         for other in range(i):
             common = alike(text, texts[other][1]) if salt == texts[other][0] else 0
             assert common <= alike(prompts[i], prompts[other]) <= common + 3, "by chance a word more"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_the_next_turn_has_the_answer_that_engines_were_given(scale: float):
+    words = np.arange(1000, 3000)
+    turns = [ask_of(one, words, scale, answered=True) for one in generate("conversations", 60, seed=1)]
+    gone_on = 0
+    for i, turn in enumerate(turns):
+        so_far = [*turn.tokens, *turn.forced]
+        gone_on += any(later.tokens[: len(so_far)] == so_far for later in turns[i + 1 :])
+        assert turn.forced
+    assert gone_on > 20
+    one = generate("conversations", 1, seed=1)[0]
+    assert ask_of(one, words, scale, answered=False).tokens == tokens_of(one, words, scale)
