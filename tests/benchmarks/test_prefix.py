@@ -170,6 +170,6 @@ def test_the_next_turn_has_the_answer_that_engines_were_given(scale: float):
         so_far = [*turn.tokens, *turn.forced]
         gone_on += any(later.tokens[: len(so_far)] == so_far for later in turns[i + 1 :])
         assert turn.forced
-    assert gone_on > 20
+    assert gone_on > 10
     one = generate("conversations", 1, seed=1)[0]
     assert ask_of(one, words, scale, answered=False).tokens == tokens_of(one, words, scale)
