@@ -208,13 +208,13 @@ CASES = [
         "speculative_config",
         SimpleNamespace(method="medusa"),
         "speculative decoding by 'medusa' is not supported on CUDA, where composed requests with such drafts "
-        "were never run: expected one of ngram, suffix, draft_model, eagle, eagle3",
+        "were never run: expected one of ngram, suffix, draft_model, eagle, eagle3, mtp",
     ),
     (
         "speculative_config",
         SimpleNamespace(method="eagle"),
         "speculative decoding by 'eagle' of Qwen3_5ForCausalLM is not supported on CUDA, where a model "
-        "that drafts was looked at beside full attention alone: expected one of ngram, suffix",
+        "that drafts was looked at beside full attention alone, but for mtp: expected one of ngram, suffix",
     ),
 ]
 
@@ -266,6 +266,17 @@ def test_what_is_not_supported_is_refused_with_the_reason(
     with pytest.raises(ConfigError, match=r"^--attention-backend hypic: ") as refused:
         complete(config)
     assert says in str(refused.value)
+
+
+def test_a_models_own_head_drafts_beside_linear_layers(
+    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method="mtp"))
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    object.__setattr__(config.scheduler_config, "async_scheduling", False)
+    assert config.model_config.is_hybrid and support.refusal(config) is None
+    monkeypatch.setattr(type(config.model_config), "use_mla", True)
+    assert "speculative decoding by 'mtp'" in (support.refusal(config) or "")
 
 
 def test_where_drafts_of_a_model_were_accepted_the_host_knows(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What FlashAttention takes."""
-DRAFTING_MODELS = ("draft_model", "eagle", "eagle3")
+DRAFTING_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding by a model, of those that are served on CPU."""
 CAPABILITY = (8, 0)
 """Oldest GPU that FlashAttention runs on."""
@@ -93,10 +93,10 @@ def _drafts(config: VllmConfig) -> Iterator[str]:
             f"{by} is not supported on CUDA, where composed requests with such drafts were never run: "
             f"expected one of {', '.join(LOOKED_UP + DRAFTING_MODELS)}"
         )
-    if model.is_hybrid or model.use_mla:
+    if model.use_mla or (model.is_hybrid and speculative.method != "mtp"):
         yield (
             f"{by} of {model.architecture} is not supported on CUDA, where a model that drafts was looked at "
-            f"beside full attention alone: expected one of {', '.join(LOOKED_UP)}"
+            f"beside full attention alone, but for mtp: expected one of {', '.join(LOOKED_UP)}"
         )
     if config.scheduler_config.async_scheduling:
         yield (

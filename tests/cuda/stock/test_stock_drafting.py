@@ -36,12 +36,13 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def proposer(kind: Any, extra: int) -> Any:
+def proposer(kind: Any, extra: int, mrope: bool = False) -> Any:
     """With the buffers of an engine, and no model."""
     made: Any = kind.__new__(kind)
     made.device, made.block_size, made.max_model_len, made.method = CPU, BLOCK, LONGEST, "eagle"
-    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(uses_mrope=False))
-    made.uses_mrope = made.uses_xdrope_dim = made.use_heterogeneous_vocab = False
+    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(uses_mrope=mrope))
+    made.uses_mrope, made.mrope_positions = mrope, torch.zeros(3, MOST + 1, dtype=torch.int64)
+    made.uses_xdrope_dim = made.use_heterogeneous_vocab = False
     made.needs_extra_input_slots, made.pass_hidden_states_to_model = bool(extra), not extra
     made.extra_slots_per_request, made.net_num_new_slots_per_request = 1, extra
     made.parallel_drafting, made.parallel_drafting_token_id = False, 0
@@ -114,7 +115,7 @@ def run(made: Any, step: StepContext | None, positions: torch.Tensor) -> list[di
 
     def seen(count: int) -> dict[str, Any]:
         found = {
-            "positions": made.positions[:count],
+            "positions": made._get_positions(count),
             "tokens": made.input_ids[:count],
             "slots": now.slot_mapping[:count],
             "lengths": now.seq_lens,
@@ -123,7 +124,7 @@ def run(made: Any, step: StepContext | None, positions: torch.Tensor) -> list[di
         return {name: part.clone() for name, part in found.items()} | {"step": made.runtime.step}
 
     passes = [seen(tokens)]
-    at, now = made.positions[sampled], copy.copy(now)
+    at, now = made._get_positions(MOST)[..., sampled], copy.copy(now)
     now.seq_lens = now.seq_lens - REJECTED
     for _ in range(2):
         at = made._update_positions_dependent_metadata(at, now, len(LENGTHS), len(LENGTHS), BLOCK)
@@ -166,6 +167,24 @@ def rejected(extra: int) -> torch.Tensor:
     """Rows of the first pass that stand for drafts that were rejected."""
     found = [torch.arange(n + extra) >= n + extra - r for (_, n), r in zip(LENGTHS, REJECTED, strict=True)]
     return torch.cat(found)
+
+
+def test_coordinates_of_images_are_kept() -> None:
+    """Of a head that comes with a model that sees (MTP of Qwen3.5): vLLM's slots follow from the stream, what
+    it reads from where images moved text to."""
+    step, moved = step_of(), torch.tensor([[0], [5], [9]])
+    indices = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
+    wanted = run(proposer(EagleProposer, 0, mrope=True), None, indices.expand(3, -1))
+    found = run(proposer(ComposingHead, 0, mrope=True), step, logical(step) + moved)
+    for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for name in ("tokens", "slots", "lengths", "sampled"):
+            assert torch.equal(mine[name], theirs[name]), (i, name)
+        composed = torch.ones(mine["positions"].shape[1], dtype=torch.bool)
+        composed[: 3 if i == 0 else 1] = False
+        assert torch.equal(mine["positions"], theirs["positions"][0] + AHEAD * composed + moved), i
+        for c, (s0, n) in zip(mine["step"].composed, LENGTHS[1:], strict=True):
+            assert c.row.s1 - c.row.s0 == c.row.q1 - c.row.q0 == (n if i == 0 else 1)
+            assert c.row.s0 == s0 if i == 0 else c.row.s1 == theirs["lengths"][c.row.index]
 
 
 @KINDS

@@ -1,0 +1,60 @@
+"""Serves a model that sees through the GPU model runner's code on the CPU, as ``gpu_runner`` a hybrid one.
+
+    TRITON_INTERPRET=1 python gpu_images.py FOLDER [FAULT]
+
+Prints as JSON, by prompt, logprobs of the first token by id: of the ordinary request, and composed, cold and
+warm; and how many tokens were cached when it was warm.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gpu_runner
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from engine.engines import Ask
+from engine.test_images import ASKS, ENGINE, MOVING, QWEN2
+from engine.tiny_vision import save_vision
+from vllm import LLM, SamplingParams
+
+NAMES = ("lead-and-query", "segment", "reordered")
+
+
+def main() -> None:
+    folder, *fault = sys.argv[1:]
+    model = save_vision(Path(folder), "Qwen2VL", QWEN2)
+    gpu_runner.pretend(*fault)
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=False,
+        max_model_len=1024,
+        max_num_seqs=4,
+        seed=0,
+        attention_backend="hypic",
+        additional_config={"hypic": {"page_tokens": 32, "pool_bytes": 16 << 20, "islands": "none"}},
+        **ENGINE,
+    )
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False)
+
+    def first(asked: Ask) -> tuple[list[float], int]:
+        given = {"prompt_token_ids": list(asked.tokens), "multi_modal_data": asked.media}
+        [output] = llm.generate([given], sampling, use_tqdm=False)
+        return [
+            one.logprob for _, one in sorted(output.outputs[0].logprobs[0].items())
+        ], output.num_cached_tokens
+
+    found = {}
+    for name, asked in [*((name, ASKS[name]) for name in NAMES), ("video", MOVING)]:
+        (plain, _), (cold, _), (warm, cached) = first(asked.plain()), first(asked), first(asked)
+        found[name] = [plain, cold, warm, cached]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

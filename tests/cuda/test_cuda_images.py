@@ -1,0 +1,50 @@
+"""The GPU model runner serves a model that sees, on the CPU: images and videos move text, and records.
+
+Behind one layer of attention composing is exact (``tests/engine/test_images.py``): ordinary requests are the
+yardstick.  See ``served/gpu_runner.py`` for what is a stand-in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).parent / "served" / "gpu_images.py"
+BOUND = 1e-4
+"""On logprobs of the whole vocabulary, in float32."""
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+Logprobs = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]
+
+
+def serve(folder: Path, *fault: str) -> Logprobs:
+    """By prompt: ordinary, composed cold and warm, and cached tokens."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(PROGRAM), str(folder), *fault]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: (*map(torch.tensor, given), cached) for name, (*given, cached) in found.items()}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Logprobs:
+    return serve(tmp_path_factory.mktemp("images") / "qwen2-vl")
+
+
+@pytest.mark.parametrize("name", ["lead-and-query", "segment", "reordered", "video"])
+def test_composed_is_full_recompute(served: Logprobs, name: str) -> None:
+    plain, cold, warm, cached = served[name]
+    assert float((cold - plain).abs().max()) <= BOUND
+    assert torch.equal(cold, warm) and cached > 0
+
+
+@pytest.mark.slow
+def test_positions_that_are_not_rewritten_show(tmp_path: Path) -> None:
+    for plain, cold, _, _ in serve(tmp_path / "qwen2-vl", "positions").values():
+        assert float((cold - plain).abs().max()) > 100 * BOUND
