@@ -66,7 +66,10 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
             if impl.decodes_in_fixed_shapes:
                 heads = impl.num_heads, impl.num_kv_heads, impl.head_size, self.model_config.dtype
                 plans.made(heads, self.device)
-        if all(isinstance(i, HypicCUDAAttentionImpl) and i.decodes_in_fixed_shapes for i in impls):
+        # Stages and replicas must choose alike, and see their own layers and requests alone.
+        parallel = self.vllm_config.parallel_config
+        alone = parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1
+        if alone and all(isinstance(i, HypicCUDAAttentionImpl) and i.decodes_in_fixed_shapes for i in impls):
             self._graphs = ComposedGraphs(plans)
 
     def _log_operators(self) -> None:
