@@ -3,14 +3,11 @@ compose beside those of the model, and change no answer."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from .conftest import EngineFactory
-from .engines import Engine, EngineError, audit, run_apart, same
+from .engines import Engine, audit, run_apart, same
 from .test_drafts import (
     ARGS,
     Drafted,
@@ -22,13 +19,9 @@ from .test_drafts import (
     preemptions,
     watched,
 )
-from .test_drafts_by_mtp import ARGS as OF_A_HEAD
 from .test_drafts_by_mtp import rate, read_no_records
-from .test_drafts_of_hybrids import alike
-from .tiny_drafters import save_falcon, save_qwen
+from .tiny_drafters import save_falcon
 
-# A chunk must hold a block of states, 256 tokens, and vLLM sets aside some of it for a draft model.
-IN_BFLOAT16 = OF_A_HEAD | {"max_num_batched_tokens": 512}
 WELL = 0.7
 """Share of drafts that are right here, at least; those of a model that reads no records are far below."""
 
@@ -76,36 +69,3 @@ def test_beside_mamba2(start_engine: EngineFactory, tmp_path: Path, engine_logs:
             drafting.call(read_no_records)
             blind = [watched(drafting, ask)[1] for ask in free()]
             assert rate(blind) < WELL / 2, blind
-
-
-def test_beside_a_gated_delta_net(start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
-    """Two layers for Qwen3.5, of which stock code runs the rows: in bfloat16 answers are those without drafts
-    until two tokens are as good as each other."""
-    model, draft = tmp_path / "model", tmp_path / "draft"
-    run_apart(save_qwen, model, draft, log=engine_logs / "models.log")
-    with start_engine(model, **IN_BFLOAT16) as plain:
-        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in free()]
-    drafting = start_engine(model, speculative_config=by_model(draft), **IN_BFLOAT16)
-    same_tokens = 0
-    for ask, expected in zip(free(), answers, strict=True):
-        given = drafting.ask_one_by_one(ask, ask.plain())
-        same_tokens += sum(map(alike, given, expected))
-    assert same_tokens > len(answers)
-    drafting.reset()
-    composed, ordinary = zip(*bit_identical(drafting), strict=True)
-    assert rate(composed) > WELL and rate(ordinary) > WELL, (composed, ordinary)
-    drafting.reset()
-    drafting.call(read_no_records)
-    assert rate([watched(drafting, ask)[1] for ask in free()]) < WELL / 2
-
-
-def test_a_draft_of_more_layers_than_a_group(
-    start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
-) -> None:
-    """What vLLM keeps in several groups of its cache cannot draft."""
-    model, draft = tmp_path / "model", tmp_path / "draft"
-    run_apart(partial(save_qwen, linear=1), model, draft, log=engine_logs / "models.log")
-    expected = r"spreads the 2 attention layers of .*draft over 3 groups of its cache"
-    with pytest.raises(EngineError, match=expected) as refused:
-        start_engine(model, speculative_config=by_model(draft), **IN_BFLOAT16)
-    assert refused.value.kind == "ConfigError"

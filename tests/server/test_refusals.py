@@ -16,6 +16,7 @@ from vllm_hypic.config.drafting import refusal, see_text_alike
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.connector.beside import MultiConnector
 from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose, complete
+from vllm_hypic.engine.drafter import ComposingDrafter
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server, ServerError
@@ -192,15 +193,32 @@ def test_drafts_that_are_not_served(case):
     assert reason in (refusal(drafting(**given)) or "")
 
 
-def test_eagle3_beside_linear_layers_is_not_served():
-    hybrid = drafting(how={"method": "eagle3"}, model={"is_hybrid": True})
-    expected = "was never run beside linear layers: expected one of ngram, suffix, draft_model, eagle, mtp"
-    assert expected in (refusal(hybrid, keeps_states=True) or "")
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_models_that_draft_beside_linear_layers(method):
+    falcon, other = (
+        drafting(how={"method": method}, model={"is_hybrid": True, "architecture": name})
+        for name in ("FalconH1ForCausalLM", "Model")
+    )
+    expected = "are right for FalconH1ForCausalLM alone; expected one of ngram, suffix, mtp"
+    assert expected in (refusal(other, keeps_states=True) or "")
+    assert (refusal(falcon, keeps_states=True) is None) == (method != "eagle3")
+
+
+def test_a_draft_model_in_several_groups_is_refused():
+    drafter = ComposingDrafter()
+    drafter._draft_attn_layer_names = {"draft.0", "draft.1"}
+    drafter.speculative_config = SimpleNamespace(method="draft_model", model="path")
+    names = (["model.0", "draft.0"], ["draft.1"], ["model.1"])
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=of) for of in names])
+    with pytest.raises(ConfigError, match="the 2 attention layers of path over 2 groups of its cache"):
+        drafter.validate_same_kv_cache_group(groups)
 
 
 def test_drafts_that_are_served():
     assert refusal(drafting(how={"method": "eagle3"})) is None
-    for method in ("ngram", "suffix", "draft_model", "eagle"):
+    for method in ("draft_model", "eagle"):
+        assert refusal(drafting(how={"method": method})) is None
+    for method in ("ngram", "suffix"):
         assert refusal(drafting(how={"method": method})) is None
         hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
         assert refusal(hybrid, keeps_states=True) is None

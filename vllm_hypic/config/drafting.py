@@ -13,6 +13,10 @@ BY_A_HEAD = ("eagle", "eagle3", "mtp")
 """Methods of vLLM whose drafts are those of layers that read the model's hidden states."""
 PREDICTORS = ("Qwen3_5MTP", "Qwen3_5MoeMTP", "Qwen3NextMTP")
 """Heads that come with a model's own weights (multi-token prediction), as vLLM calls their classes."""
+DRAFTED_FOR = ("FalconH1ForCausalLM",)
+"""Models with linear layers beside which a draft model and an EAGLE head were run and are right.  Beside
+Qwen3.5 a draft model of two layers had logprobs that are no numbers."""
+OF_ITS_OWN = ("draft_model", "eagle", "eagle3")
 BY_A_MODEL = ("draft_model", *BY_A_HEAD)
 """Methods of vLLM whose drafts are those of a model that reads records, too."""
 
@@ -61,10 +65,12 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
             "to keep the states behind each draft, as gated delta nets, Mamba2 and short convolutions do "
             "beside attention; drop --speculative-config"
         )
-    if model.is_hybrid and speculative.method == "eagle3":
+    tried = speculative.method != "eagle3" and model.architecture in DRAFTED_FOR
+    if model.is_hybrid and speculative.method in OF_ITS_OWN and not tried:
         return (
-            f"speculative decoding by 'eagle3' of {model.architecture} was never run beside linear layers: "
-            f"expected one of {', '.join(LOOKED_UP)}, draft_model, eagle, mtp"
+            f"speculative decoding by {speculative.method!r} of {model.architecture} is not supported: "
+            f"beside linear layers a draft model and eagle are right for {', '.join(DRAFTED_FOR)} alone; "
+            f"expected one of {', '.join(LOOKED_UP)}, mtp"
         )
     if model.use_mla and on_cpu:
         return (
