@@ -79,6 +79,7 @@ def unstage(llm: Any) -> int:
     staged = worker._mover
     assert not staged.unfinished and not staged._parcels, "copies are left"
     assert staged._blocks.free == BLOCKS
+    staged.close()
     _use(worker, llm.hypic_host_mover)
     launched: int = staged._stream.launched
     return launched

@@ -83,9 +83,9 @@ def settle(pool: DevicePool, at: RecordPlace, dead: set[int]) -> None:
 def written(codec: RecordCodec, at: RecordPlace) -> memoryview:
     header = codec.header(at)
     buffer = memoryview(np.full(record_nbytes(header), 0xA5, np.uint8))
-    filled: list[bool] = []
+    filled: list[str] = []
     codec.mover.write(at, header, buffer, filled.append)
-    assert filled == [True]
+    assert filled == [""]
     seal_record(buffer)
     return buffer
 
@@ -247,7 +247,7 @@ def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -
     codec = codec_of(pool)
     header = codec.header(source)
     buffer = memoryview(np.zeros(record_nbytes(header), np.uint8))
-    codec.mover.write(source, header, buffer, lambda whole: None)
+    codec.mover.write(source, header, buffer, lambda fault: None)
     raw = np.frombuffer(buffer, np.uint8).tobytes()
     at = raw.find(bytes([1, 0, 1]))
     assert at > 0
@@ -266,7 +266,7 @@ def object_of(pool: DevicePool, at: RecordPlace) -> memoryview:
     codec = codec_of(pool)
     header = codec.header(at)
     buffer = memoryview(bytearray(record_nbytes(header)))
-    codec.mover.write(at, header, buffer, lambda whole: None)
+    codec.mover.write(at, header, buffer, lambda fault: None)
     seal_record(buffer)
     return buffer
 

@@ -91,7 +91,8 @@ MODE_COUNTERS = {
     **PIECE_COUNTS,
 }
 STORE_COUNTERS = {
-    "dropped_writes": "Records not yet written because writing lags behind; counted per attempt."
+    "dropped_writes": "Records not yet written because writing lags behind; counted per attempt.",
+    "failed_writes": "Records whose bytes could not be put together: not stored.",
 }
 STORE_GAUGES = {
     "queued_bytes": "Bytes of records on their way to tiers.",

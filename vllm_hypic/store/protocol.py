@@ -89,6 +89,8 @@ class StoreStats:
     dropped_writes: int = 0
     """Reservations refused because writing lags behind."""
     inflight: int = 0
+    failed_writes: int = 0
+    """Objects whose bytes could not be put together."""
 
 
 class SegmentStore(Protocol):

@@ -347,6 +347,7 @@ class TieredStore:
                 queued_bytes=self._writes.queued,
                 dropped_writes=self._writes.dropped,
                 inflight=sum(f.ended is None for f in self._fetches.values()),
+                failed_writes=self._writes.failed,
             )
 
     def _remember_expiry(self, name: ObjectName, at: float | None) -> None:

@@ -20,6 +20,7 @@ COUNTS = (
     "written_bytes",
 )
 """Fields of :class:`TierStats` that only grow."""
+_STORE_COUNTS = ("dropped_writes", "failed_writes")
 LEVELS = ("bytes_used", "bytes_budget", "objects")
 
 
@@ -33,6 +34,7 @@ def add_stats(one: StoreStats | None, other: StoreStats | None) -> StoreStats | 
         one.queued_bytes + other.queued_bytes,
         one.dropped_writes + other.dropped_writes,
         one.inflight + other.inflight,
+        one.failed_writes + other.failed_writes,
     )
 
 
@@ -76,7 +78,8 @@ def append_stats(before: StoreStats | None, now: StoreStats) -> StoreStats:
             read_seconds=earlier.read_seconds + tier.read_seconds,
             write_seconds=earlier.write_seconds + tier.write_seconds,
         )
-    return dataclasses.replace(now, tiers=tiers, dropped_writes=before.dropped_writes + now.dropped_writes)
+    counts = {f: getattr(before, f) + getattr(now, f) for f in _STORE_COUNTS}
+    return dataclasses.replace(now, tiers=tiers, **counts)
 
 
 def since(now: StoreStats, before: StoreStats | None) -> StoreStats:
@@ -88,4 +91,5 @@ def since(now: StoreStats, before: StoreStats | None) -> StoreStats:
         earlier = before.tiers.get(name, TierStats())
         counts = {f: getattr(tier, f) - getattr(earlier, f) for f in COUNTS}
         tiers[name] = dataclasses.replace(tier, **counts)
-    return dataclasses.replace(now, tiers=tiers, dropped_writes=now.dropped_writes - before.dropped_writes)
+    counts = {f: getattr(now, f) - getattr(before, f) for f in _STORE_COUNTS}
+    return dataclasses.replace(now, tiers=tiers, **counts)

@@ -83,6 +83,8 @@ class WriteBehind:
     ) -> None:
         self.tiers = tiers
         self.dropped = 0
+        self.failed = 0
+        """Objects that could not be finished."""
         self.nbytes = 0
         """Bytes that are reserved, committed or being promoted."""
         self.queued = 0
@@ -218,6 +220,8 @@ class WriteBehind:
             return True
         except Exception:
             logger.exception("%s: dropped, it could not be finished", writing.object)
+            with self._lock:
+                self.failed += 1
             return False
 
     async def _put(self, writing: Writing, tier: AsyncTier) -> None:

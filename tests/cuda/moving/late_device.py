@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_hypic.pool.copy.staging import Block, HostBlocks
 from vllm_hypic.pool.copy.stream import Mark
@@ -23,11 +26,18 @@ class LateMark:
         self._device, self.passed = device, False
 
     def done(self) -> bool:
+        self._device.called()
         return self.passed
 
     def wait(self) -> None:
+        self._device.called()
         while not self.passed:
             self._device.run(1)
+
+
+class _NoOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"a thread calls {func}")
 
 
 _Work = Callable[[], None]
@@ -43,6 +53,7 @@ class LateDevice:
         self.passes: deque[_Work | LateMark] = deque()
         self.copies: deque[_Work | LateMark] = deque()
         self._setting: dict[int, LateMark] = {}
+        self._off_limits = False
 
     def run(self, steps: int) -> None:
         """So many things happen, on either stream, if as many are left."""
@@ -64,9 +75,23 @@ class LateDevice:
         stream.append(lambda: setattr(mark, "passed", True))
         return mark
 
+    @contextmanager
+    def off_limits(self) -> Iterator[None]:
+        """What happens here is the work of threads, which may not call the device, nor PyTorch."""
+        self._off_limits = True
+        try:
+            with _NoOperators():
+                yield
+        finally:
+            self._off_limits = False
+
+    def called(self) -> None:
+        assert not self._off_limits, "a thread calls the device"
+
     # -- as the mover sees it
 
     def launch(self, work: _Work) -> Mark:
+        self.called()
         self.after_passes()
         self.copies.append(work)
         return self.mark_on(self.copies)
@@ -75,12 +100,14 @@ class LateDevice:
         self.copies.append(self.mark_on(self.passes))
 
     def before_passes(self, mark: Mark) -> None:
+        self.called()
         assert isinstance(mark, LateMark)
         self.passes.append(mark)
 
     # -- as the worker sees it
 
     def read_back(self, tensor: torch.Tensor) -> LateRow:
+        self.called()
         row = LateRow()
         self.passes.append(lambda: row.found.append(tensor.clone()))
         row.mark = self.mark_on(self.passes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from vllm_hypic.connector.orders import (
     StoreOrder,
 )
 from vllm_hypic.connector.worker.transfer_link import TransferLink
-from vllm_hypic.pool.copy.staged import StagedMover
+from vllm_hypic.pool.copy.carrier import Carrier
+from vllm_hypic.pool.copy.staged import StagedMover, _Departure
 from vllm_hypic.pool.copy.staging import (
     BLOCK_BYTES,
     HostBlocks,
@@ -38,7 +40,7 @@ from vllm_hypic.segment_parallel.received import Outcome, Received
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
-from .world import GEOMETRY, World, written_at_once
+from .world import BLOCKS, DOCUMENTS, GEOMETRY, World, written_at_once
 
 
 def table(row_bytes: int) -> torch.Tensor:
@@ -69,6 +71,109 @@ def test_a_row_larger_than_a_block_is_refused() -> None:
 @pytest.mark.parametrize(("nbytes", "dtype"), [(24, torch.int64), (20, torch.int32), (6, torch.int16)])
 def test_tables_move_in_the_widest_words(nbytes: int, dtype: torch.dtype) -> None:
     assert table(nbytes).dtype == dtype and table(7).dtype == torch.uint8
+
+
+def test_while_the_carrier_is_behind_records_wait_and_passes_do_not() -> None:
+    world = World(0)
+    world.carries = False
+    mover: Any = world.mover
+    for document in range(len(DOCUMENTS)):
+        world.ask([0, document])
+    for _ in range(200):
+        world.step()
+        assert not world.objects
+    assert not world._waiting and not world.device.passes, "passes waited"
+    assert not mover._blocks.free and mover.unfinished, "no block was missing: this says nothing"
+    assert world.side.worker_unfinished
+    world.carries = True
+    world.finish()
+    world.audit()
+    assert world.objects
+
+
+class Faulty:
+    """The n-th record that is carried cannot be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.faulty: set[int] = set()
+        unpack = _Departure.unpack
+
+        def failing(departure: Any, chunk: Any, block: Any) -> None:
+            if not self.faulty or departure.place.serial in self.faulty:
+                self.faulty.add(departure.place.serial)
+                departure.damaged = True
+                raise MemoryError("no memory for it")
+            unpack(departure, chunk, block)
+
+        monkeypatch.setattr(_Departure, "unpack", failing)
+
+
+def test_what_cannot_be_carried_is_not_stored_counts_and_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(0)
+    mover: Any = world.mover
+    faulty = Faulty(monkeypatch)
+    for document in range(1, 4):
+        world.ask([0, document])
+    for _ in range(300):
+        world.step()
+    world.finish()
+    (lost,) = faulty.faulty
+    assert mover._blocks.free == mover._blocks.count and not mover.unfinished
+    assert world.store._writes.nbytes == 0, "its reservation is held"
+    entries = world._entries()
+    stored = {entry.serial for key, entry in entries.items() if world.store.holds(world.codec.name_of(key))}
+    assert stored and lost not in stored and stored | {lost} == {e.serial for e in entries.values()}
+    world._check_stored()
+    link: Any = world.worker.links[0]
+    stats = link.take_stats()
+    assert stats is None or stats.failed_writes == 1
+    assert link._failed == 1
+
+
+def test_the_end_waits_for_the_carrier_and_seals() -> None:
+    """With its thread."""
+    world = World(0)
+    slow: Any = world.mover
+    assert isinstance(slow, StagedMover)
+    slow._carrier, unpack = Carrier(), _Departure.unpack
+    threads: set[str] = set()
+
+    def late(departure: Any, chunk: Any, block: Any) -> None:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.02)
+        unpack(departure, chunk, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Departure, "unpack", late)
+        link, there, _, data = ordered(world)
+        link.advance()
+        world.device.run_all()
+        slow.advance()  # hands over, and goes on
+        assert not there.sent
+        while "hypic-copies" not in threads:
+            time.sleep(0.001)
+        slow.close()
+    assert there.sent == [bytes(data)] and slow._blocks.free == BLOCKS
+
+
+def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied() -> None:
+    """The first copies are no news of the second's buffer."""
+    world = World(0)
+    world.ask([0])
+    link: Any = world.worker.links[0]
+    while not link._copying:
+        world.step()
+    ((save, first),) = link._copying.values()
+    link.submit(StoreOrder(StoreAction.DELETE, save.place.key))
+    link.submit(save)
+    link.advance()
+    ((_, second),) = link._copying.values()
+    assert second is not first
+    world.finish()
+    assert world.objects == 1
+    world._check_stored()
 
 
 def test_blocks_are_bounded_and_counted() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_hypic.pool.copy.carrier import Carrier
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.copy.staging import Block
 from vllm_hypic.pool.copy.stream import Mark
@@ -99,12 +100,46 @@ class Forgetful(StagedMover):
         pass
 
 
+class FreesBlocksFirst(StagedMover):
+    """A block is anybody's once its copy is done, though the carrier has yet to read it."""
+
+    def _hand_over(self, departure: Any, chunk: Any, block: Block) -> None:
+        super()._hand_over(departure, chunk, block)
+        self._blocks.give_back([block])
+
+    def _carry(self, departure: Any, chunk: Any, block: Block) -> None:
+        departure.unpack(chunk, block)
+        self._carried.append("")
+
+
+class BelievesTheCarrier(StagedMover):
+    """What the carrier was given counts as carried."""
+
+    def _hand_over(self, departure: Any, chunk: Any, block: Block) -> None:
+        super()._hand_over(departure, chunk, block)
+        departure.arrived("")
+
+    def advance(self) -> None:
+        super().advance()
+        self._carried.clear()
+
+
+class Marking(StagedMover):
+    """The carrier asks the device whether the copy is done."""
+
+    def _carry(self, departure: Any, chunk: Any, block: Block) -> None:
+        assert departure.last.done()
+        super()._carry(departure, chunk, block)
+
+
 def shared(pool: DevicePool, device: LateDevice) -> StagedMover:
-    return StagedMover(pool, device, SharedBlocks(BLOCKS, BLOCK_BYTES))
+    return StagedMover(pool, device, SharedBlocks(BLOCKS, BLOCK_BYTES), Carrier(threaded=False))
 
 
-def forgetful(pool: DevicePool, device: LateDevice) -> StagedMover:
-    return Forgetful(pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES))
+def of(mover: type[StagedMover]) -> Make:
+    return lambda pool, device: mover(
+        pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES), Carrier(threaded=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,9 +149,21 @@ def forgetful(pool: DevicePool, device: LateDevice) -> StagedMover:
         with_stream(passes_do_not_wait_for_copies),
         with_stream(marks_say_done_at_once),
         shared,
-        forgetful,
+        of(Forgetful),
+        of(FreesBlocksFirst),
+        of(BelievesTheCarrier),
+        of(Marking),
     ],
-    ids=["copy before pass", "pass before copy", "used before done", "block reused", "dropped, copied on"],
+    ids=[
+        "copy before pass",
+        "pass before copy",
+        "used before done",
+        "block reused",
+        "dropped, copied on",
+        "block freed before it was carried",
+        "used before it was carried",
+        "a thread calls the device",
+    ],
 )
 def test_every_rule_is_needed(broken: Make) -> None:
     """With any of them broken, some life ends badly."""
@@ -125,5 +172,5 @@ def test_every_rule_is_needed(broken: Make) -> None:
         for seed in range(SEEDS):
             live(World(seed, broken))
 
-    with pytest.raises(AssertionError, match=r"is another's|holds something else"):
+    with pytest.raises(AssertionError, match=r"is another's|holds something else|calls the device"):
         lives()

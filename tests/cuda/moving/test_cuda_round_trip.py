@@ -72,7 +72,7 @@ def test_there_and_back(leading: bool) -> None:
 
     header = codec.header(one)
     buffer = aligned_buffer(record_nbytes(header))
-    filled: list[bool] = []
+    filled: list[str] = []
     mover.write(one, header, buffer, filled.append)
     pool.transition_blocks.release([one.slot])
     mover.dropped([one.slot])
@@ -82,7 +82,7 @@ def test_there_and_back(leading: bool) -> None:
         # Whoever has the place next does not disturb the copies.
         kv.key.zero_(), linear.state.zero_(), linear.transitions.zero_()
     mover.drain()
-    assert filled == [True]
+    assert filled == [""]
     seal_record(buffer)
 
     assert codec.reader(other, codec.expected(other))(buffer) is Verdict.TAKEN

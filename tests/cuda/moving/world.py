@@ -29,6 +29,7 @@ from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy.base import RecordMover
+from vllm_hypic.pool.copy.carrier import Carrier
 from vllm_hypic.pool.copy.host import HostMover
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
@@ -66,7 +67,7 @@ Make = Callable[[DevicePool, LateDevice], RecordMover]
 
 
 def staged(pool: DevicePool, device: LateDevice) -> StagedMover:
-    return StagedMover(pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES))
+    return StagedMover(pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES), Carrier(threaded=False))
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ class World:
             runtime = self.worker.start(CPU)
         self.pool = runtime.pool
         self.weights = 0
+        self.carries = True
+        """False: the carrier's thread gets no turn before :meth:`finish`."""
         self._origins: dict[int, Origin] = {}
         self._waiting: list[str] = []
         self._running: list[str] = []
@@ -268,8 +271,15 @@ class World:
         if not self.lags:
             self.device.run_all()
         self.device.run(self.rng.choice([0, 2, 10, 50, 300]))
+        if isinstance(self.mover, StagedMover) and self.carries:
+            for _ in range(self.rng.choice([0, 1, 4, 16])):
+                self.run_one(self.mover._carrier)
         for _ in range(self.rng.choice([0, 1, 4, 16])):
-            self.rng.choice(list(self._executors())).run_one()
+            self.run_one(self.rng.choice(list(self._executors())))
+
+    def run_one(self, executor: WatchdogExecutor | Carrier) -> bool:
+        with self.device.off_limits():
+            return executor.run_one()
 
     def _executors(self) -> Iterator[WatchdogExecutor]:
         yield from (self.store._writes.finisher, self.store._writes.server)
@@ -281,7 +291,9 @@ class World:
     def finish(self) -> None:
         """All requests run and end; the engine steps as long as it is told to."""
         for _ in range(10_000):
-            working = [executor.run_one() for executor in self._executors()]
+            threads: list[WatchdogExecutor | Carrier] = list(self._executors())
+            threads += [self.mover._carrier] if isinstance(self.mover, StagedMover) else []
+            working = [self.run_one(executor) for executor in threads]
             busy = self._waiting or self._running or len(self.side.arrivals) or self.side.retention.has_orders
             if not (busy or self.side.worker_unfinished or any(working)):
                 break
@@ -352,7 +364,7 @@ def written_at_once(key: SegmentKey, weights: int, kind: tuple[int, bool], value
     codec = RecordCodec(pool, NAMESPACE, RankPart(), mover)
     header = codec.header(place)
     buffer = aligned_buffer(record_nbytes(header))
-    mover.write(place, header, buffer, lambda whole: None)
+    mover.write(place, header, buffer, lambda fault: None)
     seal_record(buffer)
     return bytes(buffer)
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from ...pool.copy.base import LEFT_THE_POOL
 from ...primitives.options import tier_of
 from ...store.protocol import Look
 from ..orders import OUTDATED, ClearCaches, Order, PushRecord, Result, SaveRecord
 from .link import RecordLink
 from .store_link import StoreLink
-from .transfer_link import LEFT_THE_POOL
 
 
 @dataclass(eq=False)

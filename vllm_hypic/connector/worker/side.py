@@ -298,7 +298,7 @@ class WorkerSide:
     def close(self) -> None:
         """The engine ends: what the store still has to write is written, for a bounded time."""
         if self._mover is not None:
-            self._mover.drain()
+            self._mover.close()
         for link in self.links:
             link.close()
 

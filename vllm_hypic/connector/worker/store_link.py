@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...pool.codec import RecordCodec
+from ...pool.copy.base import LEFT_THE_POOL
 from ...pool.incoming import IncomingRecord
 from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
@@ -73,6 +74,8 @@ class StoreLink(RecordLink):
         """Records whose reservations are being filled, by serial."""
         self._expiries: OrderedDict[SegmentKey, float | None] = OrderedDict()
         """Expiries of records that the store has not got, as far as it can tell: they may be on their way."""
+        self._failed = 0
+        """Records that could not be copied."""
         self._reported: StoreStats | None = None
         self._reported_at = float("-inf")
         self.behind = False
@@ -120,7 +123,8 @@ class StoreLink(RecordLink):
                 break  # writing lags behind: later, if the record is still here
             del self._unsaved[place.serial]
             self._copying[place.serial] = save, reservation
-            self.codec.mover.write(place, header, reservation.buffer, partial(self._copied, place.serial))
+            then = partial(self._copied, place.serial, reservation)
+            self.codec.mover.write(place, header, reservation.buffer, then)
 
     def _storable(self, place: RecordPlace) -> RecordPlace | None:
         """How the record is stored: on its base if that is sure to be there, else whole; ``None``: not at
@@ -132,13 +136,15 @@ class StoreLink(RecordLink):
             return None if False in there else place
         return place if all(there) else replace(place, base=None)
 
-    def _copied(self, serial: int, whole: bool) -> None:
-        if serial not in self._copying:
-            return  # deleted meanwhile
-        if not whole:
-            self._abort([serial])
+    def _copied(self, serial: int, reservation: Reservation, fault: str) -> None:
+        save, wanted = self._copying.get(serial, (None, None))
+        if save is None or wanted is not reservation:
+            return  # deleted meanwhile, perhaps to be stored again
+        if fault:
+            self._failed += fault != LEFT_THE_POOL
+            self._abort([serial], fault)
             return
-        save, reservation = self._copying.pop(serial)
+        del self._copying[serial]
         keys = () if save.place.base is None else save.place.base.keys
         self.store.commit(reservation, seal_record, tuple(self.codec.name_of(key) for key in keys))
         self._finish(save, Result.DONE)
@@ -150,12 +156,12 @@ class StoreLink(RecordLink):
         for serial in list(serials):
             self._finish(self._unsaved.pop(serial), Result.FAILED, "the record is gone")
 
-    def _abort(self, serials: Iterable[int]) -> None:
+    def _abort(self, serials: Iterable[int], reason: str = "the record is gone") -> None:
         """These records do not go to the store; what their copies still bring is not looked at."""
         for serial in list(serials):
             save, reservation = self._copying.pop(serial)
             self.store.abort(reservation)
-            self._finish(save, Result.FAILED, "the record is gone")
+            self._finish(save, Result.FAILED, reason)
 
     def _obey(self, order: StoreOrder) -> None:
         key, name = order.key, self.codec.name_of(order.key)
@@ -243,6 +249,7 @@ class StoreLink(RecordLink):
         if now - self._reported_at < REPORT_EVERY_S:
             return None
         stats = self.store.stats()
+        stats.failed_writes += self._failed
         counted, self._reported, self._reported_at = since(stats, self._reported), stats, now
         return counted
 

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from ...config.segment_parallel import Address
 from ...pool.codec import RecordCodec
+from ...pool.copy.base import LEFT_THE_POOL
 from ...primitives.options import tier_of
 from ...segment_parallel import received as receiving
 from ...store.cache_value import ObjectName
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.hypic.parallel")
 
-LEFT_THE_POOL = "the record has left the pool"
 _MAX_SENDING_BYTES = 1 << 30
 """Copies of records on their way out; more wait in the pool."""
 _COPIES_PER_STEP = 4
@@ -160,14 +160,14 @@ class TransferLink(RecordLink):
             header = self.codec.header(push.place)
             buffer = aligned_buffer(record_nbytes(header))
             self._copying_bytes += buffer.nbytes
-            self.codec.mover.write(push.place, header, buffer, partial(self._copied, push, buffer))
+            then = partial(self._copied, push, buffer)
+            self.codec.mover.write(push.place, header, buffer, then, finish=seal_record)
 
-    def _copied(self, push: PushRecord, buffer: memoryview, whole: bool) -> None:
+    def _copied(self, push: PushRecord, buffer: memoryview, fault: str) -> None:
         self._copying_bytes -= buffer.nbytes
-        if not whole:
-            self._finish(push, Result.FAILED, "it left the pool before it was copied")
+        if fault:
+            self._finish(push, Result.FAILED, fault)
             return
-        seal_record(buffer)
         name = self.codec.name_of(push.place.key)
         try:
             destination = Address.parse(push.destination).of_rank(self.codec.part.rank).url

@@ -15,6 +15,11 @@ Sections = Mapping[str, np.ndarray]
 """A record's sections by name, each flat, uint8; valid during the call that they are given to."""
 Intake = Callable[[Sections], None]
 """Takes a checked record over, on any thread: into the pool, or to where ``RecordMover.settle`` finds it."""
+Finish = Callable[[memoryview], None]
+"""Finishes a record's bytes once they are all there."""
+Then = Callable[[str], None]
+"""Is told that a record is complete as bytes: by an empty text, else by why it will not be."""
+LEFT_THE_POOL = "the record has left the pool"
 
 
 class RecordMover(Protocol):
@@ -25,13 +30,19 @@ class RecordMover(Protocol):
         """Records whose copies are under way: steps must go on until there are none."""
 
     def write(
-        self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
+        self,
+        place: RecordPlace,
+        header: RecordHeader,
+        buffer: memoryview,
+        then: Then,
+        finish: Finish | None = None,
     ) -> None:
-        """Fill ``buffer`` (of ``record_nbytes(header)`` bytes) with the complete record in ``place``; it is
-        not sealed.
+        """Fill ``buffer`` (of ``record_nbytes(header)`` bytes) with the complete record in ``place``, and
+        have ``finish`` seal it, perhaps on another thread; without it the buffer is not sealed.
 
-        ``then(True)`` once it is filled, ``then(False)`` if the record left the pool before: during this call
-        or a later one, once.  The buffer must stay until then; the record may be dropped meanwhile.
+        ``then("")`` once that is done; its argument is why not if the record left the pool before, or its
+        bytes could not be copied: during this call or a later one, once, on the caller's thread.  The record
+        may be dropped meanwhile.
         """
 
     def intake(self, place: RecordPlace) -> Intake:
@@ -54,3 +65,6 @@ class RecordMover(Protocol):
 
     def drain(self) -> None:
         """Wait until no copy is under way."""
+
+    def close(self) -> None:
+        """Drain; nothing is asked for any more."""

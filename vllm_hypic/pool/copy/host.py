@@ -18,7 +18,7 @@ from ..plans import RecordPlace
 from ..states import StateGeometry
 from ..tensors import DevicePool
 from ..transition_blocks import NO_BLOCK
-from .base import Intake, Sections
+from .base import Finish, Intake, Sections, Then
 
 
 class HostMover:
@@ -41,7 +41,12 @@ class HostMover:
         self._transitions = _bytes_of(blocks.storage)
 
     def write(
-        self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
+        self,
+        place: RecordPlace,
+        header: RecordHeader,
+        buffer: memoryview,
+        then: Then,
+        finish: Finish | None = None,
     ) -> None:
         views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
         runs = _runs(place.stored_slots)
@@ -59,7 +64,9 @@ class HostMover:
             out = views[f"{layer.name}.transition"].reshape(-1, self._transitions.shape[1])
             for row, block in enumerate(layer.block_of[place.slot][live]):
                 out[row] = self._transitions[block]
-        then(True)
+        if finish is not None:
+            finish(buffer)
+        then("")
 
     def intake(self, place: RecordPlace) -> Intake:
         """Writes straight into ``place``."""
@@ -96,6 +103,9 @@ class HostMover:
         """Nothing is left to do."""
 
     def drain(self) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
         """Nothing is left to do."""
 
 

@@ -1,6 +1,6 @@
 """Records between a device's pool and bytes, on a stream of copies beside the passes.
 
-out: gathered from the pool -> block on the device -> pinned block -> the caller's buffer
+out: gathered from the pool -> block on the device -> pinned block -> (carrier's thread) the caller's buffer
 in:  pinned block (filled by whoever had the bytes) -> block on the device -> scattered into the pool
 
 Each chunk of a record goes through the one block on the device, which the stream's order guards, and a pinned
@@ -10,13 +10,19 @@ block, which is anybody's again once the mark behind its copy is done.  What kee
 - Bytes are used, and a record counts as here, once the mark behind its last copy is done.
 - Passes that follow the drop of a record come after the copies that read it.  Copies into its place come
   after them anyway, being on the same stream.
+
+The carrier's thread copies bytes and makes no call of CUDA; a block is anybody's again once it is done with
+it.
+While it is behind, no block is free: records wait in the pool, passes never do.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -27,36 +33,54 @@ from ..plans import RecordPlace
 from ..tensors import DevicePool
 from ..transition_blocks import NO_BLOCK
 from ..upload import upload
-from .base import Intake, Sections
+from .base import LEFT_THE_POOL, Finish, Intake, Sections, Then
+from .carrier import Carrier
 from .staging import Block, Chunk, HostBlocks, Strip, as_table, divided, nbytes_of
 from .stream import Mark, SideStream
+
+logger = logging.getLogger("vllm.hypic.store")
 
 
 class StagedMover:
     """:class:`~.base.RecordMover` of a pool on a device that runs behind the host."""
 
-    def __init__(self, pool: DevicePool, stream: SideStream, blocks: HostBlocks) -> None:
+    def __init__(
+        self, pool: DevicePool, stream: SideStream, blocks: HostBlocks, carrier: Carrier | None = None
+    ) -> None:
         """Takes as much memory on the device as one of ``blocks``."""
         self._pool, self._stream, self._blocks = pool, stream, blocks
+        self._carrier = carrier or Carrier()
         self._tables = _Tables(pool)
         self._staging = torch.empty(blocks.nbytes, dtype=torch.uint8, device=pool.device)
         self._parcels: dict[int, _Parcel] = {}
         """Records, by serial, that came and wait to be settled or discarded.  Written by any thread."""
-        self._arrivals: deque[_Job] = deque()
-        self._departures: deque[_Job] = deque()
+        self._arrivals: deque[_Arrival] = deque()
+        self._departures: deque[_Departure] = deque()
         self._flights: deque[_Flight] = deque()
         """Copies launched, in the stream's order."""
         self._departing: list[_Departure] = []
+        """Those that their callers wait for."""
+        self._carrying: deque[_Departure] = deque()
+        """Whose chunks the carrier has, in its order."""
+        self._carried: deque[str] = deque()
+        """Faults of chunks that it has carried, empty where there was none, in the same order; written by its
+        thread."""
 
     @property
     def unfinished(self) -> int:
         flying = {id(flight.job) for flight in self._flights}
-        return len(flying | {id(job) for job in (*self._arrivals, *self._departures)})
+        jobs = (*self._arrivals, *self._departures, *self._departing, *self._carrying)
+        return len(flying | {id(job) for job in jobs})
 
     # -- out of the pool -----------------------------------------------------------------------
 
     def write(
-        self, place: RecordPlace, header: RecordHeader, buffer: memoryview, then: Callable[[bool], None]
+        self,
+        place: RecordPlace,
+        header: RecordHeader,
+        buffer: memoryview,
+        then: Then,
+        finish: Finish | None = None,
     ) -> None:
         views = {name: np.frombuffer(view, np.uint8) for name, view in begin_record(buffer, header).items()}
         blocks = self._pool.transition_blocks.held(place.slot)
@@ -65,7 +89,7 @@ class StagedMover:
                 if layer.blocks:
                     views[f"{layer.layer}.live"][:] = row != NO_BLOCK
         chunks = divided(self._tables.strips(place, blocks), self._blocks.nbytes)
-        departure = _Departure(place, views, deque(chunks), then)
+        departure = _Departure(place, views, deque(chunks), then, partial(finish, buffer) if finish else None)
         self._departures.append(departure)
         self._departing.append(departure)
         self._launch()
@@ -75,8 +99,8 @@ class StagedMover:
         for departure in [d for d in self._departing if d.place.slot in gone]:
             if departure.chunks:
                 self._departures.remove(departure)
-                departure.give_up()
                 self._departing.remove(departure)
+                departure.end(LEFT_THE_POOL)
             elif departure.last is not None:
                 self._stream.before_passes(departure.last)
 
@@ -127,20 +151,49 @@ class StagedMover:
     def advance(self) -> None:
         while self._flights and self._flights[0].mark.done():
             flight = self._flights.popleft()
-            flight.job.landed(flight.chunk, flight.block)
-            self._blocks.give_back([flight.block])
+            if isinstance(flight.job, _Departure):
+                self._hand_over(flight.job, flight.chunk, flight.block)
+            else:
+                flight.job.landed()
+                self._blocks.give_back([flight.block])
+        while self._carried:
+            self._carrying.popleft().arrived(self._carried.popleft())
         self._departing = [d for d in self._departing if not d.over]
         self._launch()
+
+    def _hand_over(self, departure: _Departure, chunk: Chunk, block: Block) -> None:
+        self._carrying.append(departure)
+        self._carrier.submit(partial(self._carry, departure, chunk, block))
+
+    def _carry(self, departure: _Departure, chunk: Chunk, block: Block) -> None:
+        """On the carrier's thread."""
+        fault = ""
+        try:
+            try:
+                departure.unpack(chunk, block)
+            finally:
+                self._blocks.give_back([block])
+            departure.finish_after(chunk)
+        except Exception as e:
+            logger.exception("segment %s: it could not be copied out of the pool", departure.place.key[:12])
+            fault = f"it could not be copied: {type(e).__name__}: {e}"
+        self._carried.append(fault)
 
     def drain(self) -> None:
         """Records for which no block is left are given up: intakes that nobody settles hold all of them."""
         # The end of an engine is no pass: say what passes say of the pool's tensors.
         with torch.inference_mode():
             self.advance()
-            while self._flights:
-                self._flights[-1].mark.wait()
+            while self._flights or self._carrying:
+                if self._flights:
+                    self._flights[-1].mark.wait()
+                self._carrier.wait()
                 self.advance()
         self.dropped([departure.place.slot for departure in self._departing])
+
+    def close(self) -> None:
+        self.drain()
+        self._carrier.stop()
 
     def _launch(self) -> None:
         """Launch as many copies as there are blocks.  Requests wait for records that arrive: those go
@@ -154,7 +207,7 @@ class StagedMover:
                     self._flights.append(self._launched(job, job.chunks.popleft(), block))
                 jobs.popleft()
 
-    def _launched(self, job: _Job, chunk: Chunk, block: Block) -> _Flight:
+    def _launched(self, job: _Departure | _Arrival, chunk: Chunk, block: Block) -> _Flight:
         mark = self._stream.launch(lambda: job.copy(chunk, block.tensor, self._staging))
         job.last = mark
         return _Flight(job, chunk, block, mark)
@@ -174,13 +227,10 @@ class _Job(Protocol):
     def copy(self, chunk: Chunk, block: torch.Tensor, staging: torch.Tensor) -> None:
         """Operators of the copy, to run on the stream."""
 
-    def landed(self, chunk: Chunk, block: Block) -> None:
-        """The copy has happened."""
-
 
 @dataclass(frozen=True)
 class _Flight:
-    job: _Job
+    job: _Departure | _Arrival
     chunk: Chunk
     block: Block
     mark: Mark
@@ -193,12 +243,17 @@ class _Departure:
     place: RecordPlace
     views: Mapping[str, np.ndarray]
     chunks: deque[Chunk]
-    then: Callable[[bool], None]
+    then: Then
+    finish: Callable[[], None] | None
     last: Mark | None = None
     over: bool = False
+    """Its caller was told."""
+    damaged: bool = False
+    """A chunk of it is missing; the carrier's thread says and asks so."""
 
     def __post_init__(self) -> None:
         self._left = len(self.chunks)
+        self._last_chunk = self.chunks[-1]
 
     def block_for_next(self, blocks: HostBlocks) -> Block | None:
         return blocks.take()
@@ -211,20 +266,30 @@ class _Departure:
         used = nbytes_of(chunk)
         block[:used].copy_(staging[:used], non_blocking=True)
 
-    def landed(self, chunk: Chunk, block: Block) -> None:
-        if self.over:
+    def unpack(self, chunk: Chunk, block: Block) -> None:
+        """On the carrier's thread: the chunk's bytes are wanted no longer in the block."""
+        if self.over or self.damaged:
             return
+        self.damaged = True
         for piece in chunk:
             self.views[piece.strip.section][piece.in_section] = block.bytes[piece.in_block]
-        self._left -= 1
-        if not self._left:
-            self.over = True
-            self.then(True)
+        self.damaged = False
 
-    def give_up(self) -> None:
-        """The record is gone before all of its copies were launched."""
-        self.over = True
-        self.then(False)
+    def finish_after(self, chunk: Chunk) -> None:
+        """On the carrier's thread, which has the chunks in order."""
+        if chunk is self._last_chunk and self.finish is not None and not (self.over or self.damaged):
+            self.finish()
+
+    def arrived(self, fault: str) -> None:
+        """A chunk was carried."""
+        self._left -= 1
+        if fault or not self._left:
+            self.end(fault)
+
+    def end(self, fault: str) -> None:
+        if not self.over:
+            self.over = True
+            self.then(fault)
 
 
 class _Parcel:
@@ -275,7 +340,8 @@ class _Arrival:
             given = staging[piece.in_block].view(table.dtype).view(piece.count, -1)
             table.index_copy_(0, rows, given)
 
-    def landed(self, chunk: Chunk, block: Block) -> None:
+    def landed(self) -> None:
+        """One of its copies has happened."""
         self._left -= 1
         if not self._left:
             self._then()
