@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -138,7 +139,7 @@ def measure(
         "pool_bytes": int(settings.kv_gib * pool_share * 2**30),
     }
     ours = replace(settings, kv_gib=settings.kv_gib * (1 - pool_share), hypic=options)
-    forced = {"logits_processors": [FORCING]} if answers else {}
+    forced: dict[str, Any] = {"logits_processors": [FORCING]} if answers else {}
     stock = Engine(settings, longest + 8, hypic=False, enable_prefix_caching=True, **forced)
     hypic = Engine(ours, longest + 8, hypic=True, enable_prefix_caching=True, **forced)
     found = []

@@ -211,8 +211,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         return output
 
     def _decode_plans(self, link: CUDAAttentionLink, output: torch.Tensor) -> FixedPlans | None:
-        """Plans of fixed shapes, written, for a pass that decodes into ``output``; ``None``: for this pass there
-        are none."""
+        """Plans of fixed shapes, written, for a pass that decodes into ``output``; ``None``: there are none
+        for this pass."""
         step = link.runtime.step
         if step is None or step.decoding is None or not self.decodes_in_fixed_shapes:
             return None
