@@ -393,7 +393,7 @@ class Engine:
                 entry = self.side.directory.of_serial(capture.serial)
                 assert entry is not None
                 self.worker.slots[capture.slot] = Content(capture.serial, entry.key)
-        assert (stream is None) is (not keys)
+        assert stream is not None or not keys
         serials = [] if stream is None else self.worker.read(name, stream, [self.histories[k] for k in keys])
         for key, serial in zip(keys, serials, strict=True):
             assert serial > request.deleted.get(key, 0), f"{name} reads a record that was deleted before"
