@@ -162,7 +162,6 @@ def test_eviction_takes_what_becomes_free_and_no_more(books: SegmentDirectory) -
     """The record's first two pages stay with its checkpoint, and go with both."""
     record, half = made_with_checkpoint(books)
     books.pin(half)
-    books._now_held(half)
     assert reserve(books, "b", Need(32)) is not None, "beside the four"
     assert free(books).pages == 0
     assert books.acquire({key("c"): Need(12)}) is None, "two pages of the record's are the checkpoint's"

@@ -18,6 +18,7 @@ from ...primitives.keys import SegmentKey
 from ...store.eviction.base import EvictionPolicy
 from .entries import Beginning, Entry, Lookup, Need, Spare
 from .pages import Pages
+from .shares import TenantShares
 from .victims import Victims
 
 _NONE: Mapping[SegmentKey, Entry] = MappingProxyType({})
@@ -46,8 +47,7 @@ class SegmentDirectory:
         """Records that are found."""
         self._by_serial: dict[int, Entry] = {}
         """All that take room."""
-        self._held: dict[str, Space] = {}
-        """What the held records of each tenant take, of those that hold any."""
+        self._shares = TenantShares()
         self._kept: dict[SegmentKey, _Kept] = {}
         self._dropped_slots: list[int] = []
         self._reserved = 0
@@ -132,7 +132,7 @@ class SegmentDirectory:
 
     def held_by(self, tenant: str) -> Space:
         """What the tenant's records take that requests use, or that are being made."""
-        return self._held.get(tenant, Space())
+        return self._shares.of(tenant)
 
     def would_hold(self, wanted: dict[SegmentKey, Need]) -> Space:
         """What would be held, besides what is held already, if these were acquired."""
@@ -144,18 +144,6 @@ class SegmentDirectory:
             elif not entry.held:
                 more += entry.space
         return more
-
-    def _now_held(self, entry: Entry) -> None:
-        if entry.is_checkpoint:
-            return
-        self._held[entry.tenant] = self.held_by(entry.tenant) + entry.space
-
-    def _no_more_held(self, entry: Entry) -> None:
-        if entry.is_checkpoint:
-            return
-        left = self._held.pop(entry.tenant) - entry.space
-        if left.slots:  # every record has one
-            self._held[entry.tenant] = left
 
     def acquire(
         self, wanted: dict[SegmentKey, Need], tenant: str = "", bases: Mapping[SegmentKey, Entry] = _NONE
@@ -183,7 +171,7 @@ class SegmentDirectory:
         for key in wanted:
             entry = self._entries[key]
             if not entry.held:
-                self._now_held(entry)
+                self._shares.add(entry)
             self.pin(entry)
             if key not in missing:
                 self.policy.hit(key)
@@ -231,7 +219,7 @@ class SegmentDirectory:
             is_checkpoint=record is not None,
             within=set() if record is None else {record.key},
         )
-        self._now_held(entry)
+        self._shares.add(entry)
         self._by_serial[entry.serial] = entry
         self.free_transition_blocks -= entry.space.transition_blocks
         if listed:
@@ -298,7 +286,7 @@ class SegmentDirectory:
 
     def _hold_base(self, record: Entry, base: Entry) -> None:
         if not base.held:
-            self._now_held(base)
+            self._shares.add(base)
         self.pin(base)
         record.base = base
 
@@ -312,7 +300,7 @@ class SegmentDirectory:
             return
         entry.spare = None
         if entry.held:
-            self._held[entry.tenant] -= spare.space
+            self._shares.lessen(entry, spare.space)
         self._free_slot(spare.slot)
         self.free_transition_blocks += spare.transition_blocks
 
@@ -363,7 +351,7 @@ class SegmentDirectory:
         self.leave_base(entry)
         entry.resident = True
         if not entry.held:
-            self._no_more_held(entry)
+            self._shares.remove(entry)
         self._changed(entry.key)
         self._drop_if_unused(entry)
 
@@ -382,7 +370,7 @@ class SegmentDirectory:
         spare = entry.transition_blocks - transition_blocks
         self.free_transition_blocks += spare
         if entry.counted:
-            self._held[entry.tenant] -= Space(transition_blocks=spare)
+            self._shares.lessen(entry, Space(transition_blocks=spare))
         entry.transition_blocks = transition_blocks
         entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * transition_block_bytes))
         if not entry.forgotten:
@@ -441,7 +429,7 @@ class SegmentDirectory:
             entry.pins -= 1
             self.pinned -= not entry.pins
             if not entry.held:
-                self._no_more_held(entry)
+                self._shares.remove(entry)
             self._drop_if_unused(entry)
 
     def forget_all(self, renamed: Callable[[SegmentKey], SegmentKey]) -> None:
@@ -468,7 +456,7 @@ class SegmentDirectory:
     def _drop(self, entry: Entry, *, evicted: bool) -> None:
         self.leave_base(entry)
         if entry.held:  # as it was never made
-            self._no_more_held(entry)
+            self._shares.remove(entry)
         if not entry.forgotten:
             self._unlist(entry, evicted=evicted)
         del self._by_serial[entry.serial]
@@ -496,12 +484,7 @@ class SegmentDirectory:
             raise RuntimeError("public pool: numbers and entries disagree")
         if sorted(self.policy.worst_first()) != sorted(self._entries):
             raise RuntimeError("public pool: the eviction policy has lost track")
-        held: dict[str, Space] = {}
-        for entry in entries:
-            if entry.counted:
-                held[entry.tenant] = held.get(entry.tenant, Space()) + entry.space
-        if held != self._held:
-            raise RuntimeError("public pool: a tenant's share is miscounted")
+        self._shares.check(entries)
         if self.pinned != sum(e.pins > 0 for e in entries):
             raise RuntimeError("public pool: pinned records are miscounted")
         for entry in entries:

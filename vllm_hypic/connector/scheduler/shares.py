@@ -1,0 +1,45 @@
+"""What the records of each tenant take that requests use, or that are being made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...pool.plans import Space
+from .entries import Entry
+
+
+class TenantShares:
+    """Of held records; checkpoints count as a part of the record that they were made of."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Space] = {}
+        """Of tenants that hold any."""
+
+    def of(self, tenant: str) -> Space:
+        return self._held.get(tenant, Space())
+
+    def add(self, entry: Entry) -> None:
+        """It is held from now on."""
+        if not entry.is_checkpoint:
+            self._held[entry.tenant] = self.of(entry.tenant) + entry.space
+
+    def remove(self, entry: Entry) -> None:
+        """It is held no longer."""
+        if entry.is_checkpoint:
+            return
+        left = self._held.pop(entry.tenant) - entry.space
+        if left.slots:  # every record has one
+            self._held[entry.tenant] = left
+
+    def lessen(self, entry: Entry, space: Space) -> None:
+        """It is held, and takes so much less from now on."""
+        self._held[entry.tenant] -= space
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Raise ``RuntimeError`` unless the counts are those of all ``entries``."""
+        held: dict[str, Space] = {}
+        for entry in entries:
+            if entry.counted:
+                held[entry.tenant] = held.get(entry.tenant, Space()) + entry.space
+        if held != self._held:
+            raise RuntimeError("public pool: a tenant's share is miscounted")
