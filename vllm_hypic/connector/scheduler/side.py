@@ -85,13 +85,11 @@ class SchedulerSide:
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
         segments = SegmentPlacement(config, geometry, prefill_flops)
-        self._stretches = Stretches(self.directory, self.planner.need, segments.kept)
-        has_tiers = bool(config.store.tiers)
+        need, has_tiers = self.planner.need, bool(config.store.tiers)
+        self._stretches = Stretches(self.directory, need, segments.kept)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         prefixes = PrefixPlacement(config, geometry, prefill_flops)
-        self.prefixes = Prefixes(
-            self.directory, self.admission, self.planner.need, prefixes.kept, self._complete
-        )
+        self.prefixes = Prefixes(self.directory, self.admission, need, prefixes.kept, self._complete)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         share = self.directory.total.part(awaited)
         self.arrivals = Arrivals(self._orders, has_store=has_tiers, ranks=ranks, share=share)
@@ -101,8 +99,8 @@ class SchedulerSide:
         self._fetched = FetchedCheckpoints(
             self.directory, self._stretches, self.arrivals, self.admission, self.segment_requests, self._view
         )
-        stored, need = self.shared if has_tiers else None, self.planner.need_grown
-        self.answers = Answers(self.directory, self.admission, need, prefixes, stored, on=keeps_answers)
+        stored, grown = self.shared if has_tiers else None, self.planner.need_grown
+        self.answers = Answers(self.directory, self.admission, grown, prefixes, stored, on=keeps_answers)
         self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
         self.counters = HypicCounters()
         self._held: set[str] = set()
