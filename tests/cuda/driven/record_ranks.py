@@ -35,6 +35,7 @@ from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.gdn.kimi_cuda import HypicCUDAKimiDeltaNet
 from vllm_hypic.backends.ops.compiled import kernel_modules, specs_of
 from vllm_hypic.backends.ops.program import SegmentRow, pack
+from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
@@ -62,7 +63,7 @@ def attention(heads: int) -> tuple[set[str], set[str]]:
 
     def connect() -> None:
         for each in (world, stock):
-            layer = SimpleNamespace(kv_cache=each.cache)
+            layer = SimpleNamespace(kv_cache=each.cache, dtype=BF16)
             each.impl.connect(layer, AttentionLink(link.runtime, link.public, link.rope))
 
     return of_layer(connect, world.forward, stock.forward)
@@ -131,6 +132,7 @@ KINDS: dict[str, Callable[[int], tuple[set[str], set[str]]]] = {
 def main() -> None:
     record_launches.install()
     flash_attn.flash_attn_varlen_func = forward.stand_in
+    cuda_kept_lse.apply()
     TritonMLAImpl.forward_mqa = latents.decode_any  # type: ignore[method-assign]
     for stock, name in (
         (QwenGatedDeltaNetAttention, "_forward_core"),
