@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .conftest import EngineFactory
-from .engines import Ask, audit, prompt, run_apart, same
+from .engines import Ask, audit, poison_cache, prompt, run_apart, same
 from .test_drafts import ANSWER, DRAFTS, MAX_MODEL_LEN, Drafted, by_full, free, watched
 from .test_drafts_of_hybrids import alike
 from .test_images import DOCUMENT, LEAD, PICTURE, QUERY, SECOND, TALL, WIDE
@@ -64,7 +64,7 @@ def test_drafts_of_the_models_own_head(
         asked.append((seen, seen.plain(), by_full(seen)))
     with start_engine(model, **ARGS) as plain:
         expected = [plain.ask_one_by_one(*of) for of in asked]
-    drafting = start_engine(model, speculative_config=MTP, **ARGS)
+    drafting = start_engine(model, speculative_config=MTP, mended=poison_cache, **ARGS)
     composed, ordinary, same_tokens = list[Drafted](), list[Drafted](), 0
     for (ask, whole, full), wanted in zip(asked, expected, strict=True):
         cold, warm = watched(drafting, ask), watched(drafting, ask)

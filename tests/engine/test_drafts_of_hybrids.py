@@ -13,7 +13,7 @@ import pytest
 from oracle import save_mamba2_model, save_olmo_model, save_short_conv_model
 
 from .conftest import EngineFactory, lent
-from .engines import Answer, Engine, audit, run_apart, same
+from .engines import Answer, Engine, audit, poison_cache, run_apart, same
 from .test_drafts import ANSWER, ARGS, NGRAMS, asks, by_full, counts, preemptions, watched
 
 LAYERS = ["linear_attention", "full_attention"] * 2
@@ -153,7 +153,8 @@ def alike(answer: Answer, wanted: Answer) -> bool:
 def test_stock_rows_of_qwen(start_engine: EngineFactory, hybrid_model: Path, hypic: Engine) -> None:
     """Where stock code runs the rows, in bfloat16: answers are those without drafts until two tokens are as
     good as each other."""
-    drafting = start_engine(hybrid_model, speculative_config=NGRAMS, disable_log_stats=False)
+    args = {"speculative_config": NGRAMS, "disable_log_stats": False}
+    drafting = start_engine(hybrid_model, mended=poison_cache, **args)
     chosen = [*asks(1)[:2], *(ask.plain() for ask in asks(2)[:2])]
     expected, before = hypic.ask_one_by_one(*chosen), drafting.call(counts)
     cold, warm = drafting.ask_one_by_one(*chosen), drafting.ask_one_by_one(*chosen)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .conftest import EngineFactory
-from .engines import Engine, audit, run_apart, same
+from .engines import Engine, EngineError, audit, poison_cache, run_apart, same
 from .test_drafts import (
     ARGS,
     Drafted,
@@ -20,7 +22,7 @@ from .test_drafts import (
     watched,
 )
 from .test_drafts_by_mtp import rate, read_no_records
-from .tiny_drafters import save_falcon
+from .tiny_drafters import save_another, save_falcon
 
 WELL = 0.7
 """Share of drafts that are right here, at least; those of a model that reads no records are far below."""
@@ -69,3 +71,27 @@ def test_beside_mamba2(start_engine: EngineFactory, tmp_path: Path, engine_logs:
             drafting.call(read_no_records)
             blind = [watched(drafting, ask)[1] for ask in free()]
             assert rate(blind) < WELL / 2, blind
+
+
+def test_a_draft_model_has_blocks_of_its_own(
+    start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """Its layer is in another group of vLLM's cache than the model's.  With the blocks of that, which stock
+    vLLM gives it, answers are others."""
+    model, draft, head, another = (tmp_path / name for name in ("model", "draft", "head", "another"))
+    run_apart(save_falcon, model, draft, head, log=engine_logs / "models.log")
+    save_another(draft, another)
+    asked = [given for ask in free() for given in (ask, ask.plain())]
+    args = ARGS | {"num_gpu_blocks_override": 40}
+    with start_engine(model, **args) as plain:
+        expected = plain.ask_one_by_one(*asked)
+    drafts = by_model(another)
+    with start_engine(model, speculative_config=drafts, mended=poison_cache, **args) as drafting:
+        answers = drafting.ask_one_by_one(*asked)
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+    narrow = args | {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
+    with pytest.raises(
+        EngineError, match=r"128 tokens, and what is set aside .*expected 129 or more"
+    ) as refused:
+        start_engine(model, speculative_config=drafts, **narrow)
+    assert refused.value.kind == "ConfigError"

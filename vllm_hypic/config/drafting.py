@@ -14,8 +14,7 @@ BY_A_HEAD = ("eagle", "eagle3", "mtp")
 PREDICTORS = ("Qwen3_5MTP", "Qwen3_5MoeMTP", "Qwen3NextMTP")
 """Heads that come with a model's own weights (multi-token prediction), as vLLM calls their classes."""
 DRAFTED_FOR = ("FalconH1ForCausalLM",)
-"""Models with linear layers beside which a draft model and an EAGLE head were run and are right.  Beside
-Qwen3.5 a draft model of two layers had logprobs that are no numbers."""
+"""Models with linear layers beside which a draft model and an EAGLE head were run and are right."""
 OF_ITS_OWN = ("draft_model", "eagle", "eagle3")
 BY_A_MODEL = ("draft_model", *BY_A_HEAD)
 """Methods of vLLM whose drafts are those of a model that reads records, too."""

@@ -35,6 +35,7 @@ class ComposingDrafter:
     """In place of ``positions`` where these are three-dimensional."""
     max_model_len: int
     net_num_new_slots_per_request: int
+    vllm_config: VllmConfig
     speculative_config: Any
     _draft_attn_layer_names: set[str]
 
@@ -58,7 +59,22 @@ class ComposingDrafter:
                 "cache, but drafts from one alone: expected a draft model of fewer layers (one always fits), "
                 f"or one of {', '.join(LOOKED_UP)}"
             )
+        self._refuse_passes_without_room(kv_cache_config.has_mamba_layers)
         super().validate_same_kv_cache_group(kv_cache_config)  # type: ignore[misc]
+
+    def _refuse_passes_without_room(self, keeps_states: bool) -> None:
+        """vLLM ends a prompt's passes at blocks of states, and sets slots of each pass aside for a
+        draft model: where no block fits beside them it waits for ever."""
+        cache, passes = self.vllm_config.cache_config, self.vllm_config.scheduler_config
+        aside = self.speculative_config.max_num_new_slots_for_drafting
+        most, block = passes.max_num_batched_tokens, cache.block_size
+        if keeps_states and cache.mamba_cache_mode == "align" and most - aside < block:
+            raise ConfigError(
+                f"max_num_batched_tokens={most}: with a prefix cache a pass must hold a block of states, "
+                f"{block} tokens, and what is set aside of each for drafts by "
+                f"{self.speculative_config.method!r}, {aside}: expected {block + aside} or more, "
+                "or --no-enable-prefix-caching"
+            )
 
     def set_inputs_first_pass(self, *, target_positions: torch.Tensor, **kwargs: Any) -> Any:
         """Drafting begins with the rows of the model's pass, and may have one more of each request."""
@@ -110,6 +126,9 @@ class ComposingDrafter:
 
 class ComposingDraftModel(ComposingDrafter, DraftModelProposer):
     """A model of its own."""
+
+    kv_cache_gid: int
+    """Group of vLLM's cache that has its layers."""
 
 
 class ComposingHead(ComposingDrafter, EagleProposer):

@@ -7,6 +7,7 @@ once, at the model's input, and tells the connector which batch row is which req
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..connector.beside import own_connector, own_metadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
 from .batch_updates import PromptTellingBuilder
-from .drafter import ComposingDrafter, composing
+from .drafter import ComposingDrafter, ComposingDraftModel, composing
 from .prompt_lookup import WholePrompts
 
 if TYPE_CHECKING:
@@ -121,6 +122,18 @@ class HypicModelRunner(GPUModelRunner):
     def _whole_prompts(self) -> dict[int, np.ndarray]:
         prompts = worker_side().prompts.items()
         return {id(self.requests[r].prompt_token_ids): prompt for r, prompt in prompts if r in self.requests}
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM 0.32 gives a draft model the blocks of its cache's first group, whichever has its layers:
+        K and V would be written over what layers of that group, or states, have there."""
+        metadata, drafting = super()._build_attention_metadata(*args, **kwargs)
+        drafter = getattr(self, "drafter", None)
+        if drafting is not None and isinstance(drafter, ComposingDraftModel) and drafter.kv_cache_gid > 0:
+            group, drafting = drafter.kv_cache_gid, copy(drafting)
+            blocks = self.input_batch.block_table[group]
+            drafting.block_table_tensor = blocks.get_device_tensor(drafting.num_reqs)
+            drafting.slot_mapping = kwargs["slot_mappings"][group][: len(drafting.slot_mapping)]
+        return metadata, drafting
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
         """Drafts of the next step, after what this one generated."""
