@@ -12,6 +12,7 @@ from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedD
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
 from ...ops import gated_delta
+from ..base import Scratch
 from ..layout import LinearStep
 from .cuda import CUDADeltaNet
 from .kimi import BailingDelta, KimiDelta
@@ -101,6 +102,11 @@ class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDelta
     def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
         parts = x.mixed.chunk(3, -1)
         BailingMoeV3KimiDeltaAttention._forward(self, *parts, x.a[None], x.b[None], out[None])
+
+    def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
+        own = super().scratch(rows, dtype)
+        side_by_side = rows * self.conv_dim // self.tp_size * dtype.itemsize  # q, k and v
+        return own._replace(working=own.working + side_by_side)
 
     def weights(self) -> gated_delta.Weights:
         return replace(super().weights(), gates_given=True)
