@@ -12,7 +12,12 @@ import torch
 from oracle import save_mamba2_model
 from safetensors.torch import load_file, save_file
 
+from . import tiny_models
+from .test_vision_text import DELTA_NET
+
 Weights = dict[str, torch.Tensor]
+DRAFT_LAYERS = 2
+"""Beside three linear layers and one of attention vLLM keeps them in one group with that."""
 SHARED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SHARED += ("vocab_size", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps", "hidden_act")
 SHARED += ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "rope_parameters")
@@ -71,3 +76,38 @@ def save_another(draft: Path, path: Path) -> None:
         if "k_proj" in name or "v_proj" in name:
             weights[name] = weights[name].flip(0).contiguous()
     save_file(weights, file, metadata=PT)
+
+
+def save_qwen(path: Path, draft: Path, linear: int = 3) -> None:
+    """Qwen3.5 of so many linear layers, whose attention has no gate, and a Qwen3 of two layers, the second of
+    which says little; in bfloat16."""
+    layers = ["linear_attention"] * linear + ["full_attention"]
+    fields = DELTA_NET | {"num_hidden_layers": len(layers), "layer_types": layers}
+    tiny_models.save(path, "Qwen3_5Text", fields, norm_center=0.0)
+    file = path / "model.safetensors"
+    weights = {n: w.float() for n, w in load_file(file).items()}
+    attention, half = f"model.layers.{linear}.", tiny_models.SMALL["head_dim"]
+    own: Weights = {}
+    for name, weight in weights.items():
+        if name.startswith("model.layers.") and not name.startswith(attention):
+            if name.endswith(("out_proj.weight", "down_proj.weight")):
+                weight *= 0.1
+        elif name.endswith("q_proj.weight"):
+            by_head = weight.view(-1, 2 * half, weight.shape[1])
+            by_head[:, half:] = 0  # half of what is read goes through
+            own[name] = by_head[:, :half].flatten(0, 1)
+        else:
+            own[name] = weight / 2 if name.endswith("o_proj.weight") else weight
+            own[name] = weight + 1 if "norm" in name else own[name]
+    of_draft: Weights = {n: w for n, w in own.items() if not n.startswith(attention)}
+    for i in range(DRAFT_LAYERS):
+        for name, weight in own.items():
+            if name.startswith(attention):
+                low = 0.05 if i and name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+                of_draft[name.replace(attention, f"model.layers.{i}.")] = low * weight
+    save_file({n: w.bfloat16() for n, w in weights.items()}, file, metadata=PT)
+    config = json.loads((path / "config.json").read_text())
+    rope = {n: x for n, x in config["rope_parameters"].items() if not n.startswith("mrope")}
+    qwen = {"model_type": "qwen3", "num_hidden_layers": DRAFT_LAYERS, "attention_bias": False}
+    given = {n: w.bfloat16() for n, w in of_draft.items()}
+    _save(path, draft, given, "Qwen3ForCausalLM", **qwen, rope_parameters=rope, dtype="bfloat16")

@@ -194,14 +194,20 @@ def test_drafts_that_are_not_served(case):
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
-def test_models_that_draft_beside_linear_layers(method):
-    falcon, other = (
-        drafting(how={"method": method}, model={"is_hybrid": True, "architecture": name})
-        for name in ("FalconH1ForCausalLM", "Model")
-    )
-    expected = "are right for FalconH1ForCausalLM alone; expected one of ngram, suffix, mtp"
-    assert expected in (refusal(other, keeps_states=True) or "")
-    assert (refusal(falcon, keeps_states=True) is None) == (method != "eagle3")
+@pytest.mark.parametrize(
+    ("architecture", "served"),
+    [
+        ("FalconH1ForCausalLM", ("draft_model", "eagle")),
+        ("Qwen3_5ForCausalLM", ("draft_model",)),
+        ("Model", ()),
+    ],
+)
+def test_models_that_draft_beside_linear_layers(architecture: str, served: tuple[str, ...], method: str):
+    asked = drafting(how={"method": method}, model={"is_hybrid": True, "architecture": architecture})
+    reason = refusal(asked, keeps_states=True)
+    assert (reason is None) == (method in served)
+    expected = f"expected one of {', '.join(('ngram', 'suffix', 'mtp', *served))} (of models with linear"
+    assert reason is None or expected in reason
 
 
 def test_a_draft_model_in_several_groups_is_refused():

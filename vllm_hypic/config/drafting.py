@@ -13,8 +13,11 @@ BY_A_HEAD = ("eagle", "eagle3", "mtp")
 """Methods of vLLM whose drafts are those of layers that read the model's hidden states."""
 PREDICTORS = ("Qwen3_5MTP", "Qwen3_5MoeMTP", "Qwen3NextMTP")
 """Heads that come with a model's own weights (multi-token prediction), as vLLM calls their classes."""
-DRAFTED_FOR = ("FalconH1ForCausalLM",)
-"""Models with linear layers beside which a draft model and an EAGLE head were run and are right."""
+DRAFTED_FOR = {
+    "FalconH1ForCausalLM": ("draft_model", "eagle"),
+    "Qwen3_5ForCausalLM": ("draft_model",),
+}
+"""Models with linear layers, and what was run beside them and is right."""
 OF_ITS_OWN = ("draft_model", "eagle", "eagle3")
 BY_A_MODEL = ("draft_model", *BY_A_HEAD)
 """Methods of vLLM whose drafts are those of a model that reads records, too."""
@@ -64,12 +67,13 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
             "to keep the states behind each draft, as gated delta nets, Mamba2 and short convolutions do "
             "beside attention; drop --speculative-config"
         )
-    tried = speculative.method != "eagle3" and model.architecture in DRAFTED_FOR
-    if model.is_hybrid and speculative.method in OF_ITS_OWN and not tried:
+    tried = DRAFTED_FOR.get(model.architecture, ())
+    if model.is_hybrid and speculative.method in OF_ITS_OWN and speculative.method not in tried:
+        others = "; ".join(f"{name}: {', '.join(methods)}" for name, methods in DRAFTED_FOR.items())
         return (
-            f"speculative decoding by {speculative.method!r} of {model.architecture} is not supported: "
-            f"beside linear layers a draft model and eagle are right for {', '.join(DRAFTED_FOR)} alone; "
-            f"expected one of {', '.join(LOOKED_UP)}, mtp"
+            f"speculative decoding by {speculative.method!r} of {model.architecture} was never run: expected "
+            f"one of {', '.join((*LOOKED_UP, 'mtp', *tried))} (of models with linear layers others were run "
+            f"for {others})"
         )
     if model.use_mla and on_cpu:
         return (
