@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import attention_world as forward
 import record_launches
-import test_cuda_attention_forward as forward
 import test_cuda_mla_forward as latents
 import torch
 from vllm.v1.attention.backends import flash_attn

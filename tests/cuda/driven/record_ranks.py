@@ -16,9 +16,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import attention_world as forward
 import delta_world
 import record_launches
-import test_cuda_attention_forward as forward
 import test_cuda_mamba2_core as mamba2
 import test_cuda_mla_forward as latents
 import torch

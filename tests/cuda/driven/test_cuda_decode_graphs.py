@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_world import BLOCK, HEADS, KV_HEADS, LIMITS, ROTARY, SIZE, stand_in
 from full_attention import attend, stream, table_of
-from test_cuda_attention_forward import BLOCK, HEADS, KV_HEADS, LIMITS, ROTARY, SIZE, stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import attention_world as attention
 import delta_world
 import numpy as np
 import pytest
-import test_cuda_attention_forward as attention
 import torch
 from delta_world import BAILING, KIMI, QWEN
 from device_rules import OURS, Device, device

@@ -39,7 +39,7 @@ from vllm.forward_context import get_forward_context  # noqa: E402
 def pretend(fault: str = "") -> None:
     """From now on engines of this process are made of the CUDA path's parts."""
     import interpreter
-    from test_cuda_attention_forward import stand_in
+    from attention_world import stand_in
     from vllm.v1.attention.backends import flash_attn
 
     from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
