@@ -29,7 +29,7 @@ class Scales:
         return Scales((layer._q_scale, layer._k_scale, layer._v_scale), *numbers)
 
     def descales(self, requests: int, kv_heads: int) -> dict[str, torch.Tensor]:
-        """As FlashAttention takes them."""
+        """Arguments of FlashAttention: each scale ``[requests, kv_heads]`` float32, the same for all."""
         names = ("q_descale", "k_descale", "v_descale")
         return {name: one.expand(requests, kv_heads) for name, one in zip(names, self.tensors, strict=True)}
 

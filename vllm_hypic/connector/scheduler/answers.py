@@ -28,6 +28,7 @@ from .placement import PrefixPlacement
 from .shared_columns import SharedColumns
 
 _MANY = 1 << 60
+"""Stands for a limit on generated tokens that is not known."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Answers:
         self._directory, self._admission, self._need = directory, admission, need
         self._placement, self._stored, self._on = placement, stored, on
         self._answers: dict[str, _Answer | None] = {}
-        """Of requests that have computed their prefixes; ``None``: it is not captured."""
+        """Answers by request, once its prefix is computed; ``None``: this one is not captured."""
         self._given_up: list[str] = []
         self._most: dict[str, int] = {}
         """Tokens that requests generate at most."""

@@ -12,7 +12,7 @@ REMEMBERED = 10_000
 LEAST_ANSWERS = 20
 """Before so many have ended all are kept."""
 LEAST_SHARE = 0.25
-"""Of those that ended lately so many must have been gone on from."""
+"""The share of the answers that ended lately which prompts must have gone on from, so that more are kept."""
 DECAY = 0.98
 """What an answer counts less for each that ends later."""
 

@@ -9,11 +9,12 @@ from .entries import Entry
 
 
 class TenantShares:
-    """Of held records; checkpoints count as a part of the record that they were made of."""
+    """What each tenant's held records take together; a checkpoint counts as a part of the record that it was
+    made of."""
 
     def __init__(self) -> None:
         self._held: dict[str, Space] = {}
-        """Of tenants that hold any."""
+        """By tenant; one that holds nothing is not in it."""
 
     def of(self, tenant: str) -> Space:
         return self._held.get(tenant, Space())

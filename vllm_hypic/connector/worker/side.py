@@ -69,7 +69,7 @@ class WorkerSide:
         self._captures: dict[str, tuple[CapturePlan, ...]] = {}
         """What is yet to be captured of requests."""
         self._decoding: Decoding | None = None
-        """Of the pass before, if it was one."""
+        """What the last pass was, if all its requests generated; else ``None``."""
         self._absorbed: HypicMetadata | None = None
         self._settling: list[_Settling] = []
         self._mover: RecordMover | None = None
@@ -115,7 +115,10 @@ class WorkerSide:
         self._captures.update(metadata.captures)
         for request_id, grown in metadata.grown.items():
             prompt = (plan for plan in self._captures.get(request_id, ()) if not plan.grows)
-            self._captures[request_id] = (*prompt, *grown)
+            if plans := (*prompt, *grown):
+                self._captures[request_id] = plans
+            else:
+                self._captures.pop(request_id, None)
 
     # -- records under way ---------------------------------------------------------------------
 

@@ -170,7 +170,8 @@ SLICE = 32
 
 
 def _warps(chunk: int) -> int:
-    """With eight rows each: four that shared 16 rows would spill on sm_90."""
+    """Warps of a program over a chunk of so many rows: one for eight rows, as four that shared 16 rows would
+    spill on sm_90."""
     return chunk // 8
 
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from ...kernel_spec import KernelSpec
 
 NUMBERS = 4096
-"""Of each part, what a program holds in registers: as many rows of one head, at most 16, as have no more."""
+"""Numbers of the public and of the private part, each, that a program holds in registers: it takes as many
+rows of one head as have no more, at most 16."""
 
 
 # How many rows and tokens there are is new in each step: no variants for 1 and for multiples of 16.
