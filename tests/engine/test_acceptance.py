@@ -15,10 +15,10 @@ from oracle import random_segments
 
 from .conftest import EngineFactory
 from .engines import LAST_WORD, Ask, Engine, prompt, run_apart
-from .test_drafts import ARGS, NGRAMS, by_full, by_head, by_model, counts, save_near, save_with_head
+from .test_drafts import ARGS, NGRAMS, by_full, by_head, by_model, counts
 from .test_drafts_by_mtp import ARGS as IN_BFLOAT16
 from .test_drafts_by_mtp import MTP
-from .tiny_drafters import save_falcon
+from .tiny_drafters import save_falcon, save_near, save_with_head
 from .tiny_predictors import save_with_predictor
 
 PROMPTS, SIDE_BY_SIDE, ANSWER = 160, 8, 40

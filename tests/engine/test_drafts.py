@@ -26,6 +26,7 @@ from .engines import (
     same,
     scheduler_of,
 )
+from .tiny_drafters import save_near, save_with_head, save_with_head3
 
 DRAFTS, LOOKUP = 3, (1, 3)
 """Tokens that are drafted at most; shortest and longest n-gram."""
@@ -377,24 +378,6 @@ def test_what_drafts_reaches_the_models_length(own: Engine, plain: Engine) -> No
     assert own.ask(long)[0].tokens == plain.ask(long)[0].tokens
 
 
-def save_near(model: Path, path: Path) -> Path:
-    """The model with other weights, near enough to draft half of its answers."""
-    import shutil
-
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(model, path)
-    rng = torch.Generator().manual_seed(0)
-    file = path / "model.safetensors"
-    moved = {
-        name: (w.float() * (1 + 0.05 * torch.randn(w.shape, generator=rng))).to(w.dtype)
-        for name, w in load_file(file).items()
-    }
-    save_file(moved, file, metadata={"format": "pt"})
-    return path
-
-
 @pytest.mark.slow
 def test_drafts_of_another_model(
     start_engine: EngineFactory, plain: Engine, attention_model: Path, tmp_path: Path
@@ -413,62 +396,6 @@ def test_drafts_of_another_model(
         assert composed.tokens == plain.ask(ask)[0].tokens
         rates.append((of_composed.accepted / of_composed.tokens, drafted.accepted / drafted.tokens))
     assert abs(np.subtract(*np.transpose(rates)).mean()) < 0.15, rates
-
-
-def save_with_head(path: Path, head: Path) -> None:
-    """A Llama of one layer, and an EAGLE head that is this layer: its embeddings are of size 1, so that norms
-    before attention change nothing, and the head reads them alone.  What tells both apart is that the head
-    does not see the first token."""
-    import shutil
-
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from vllm_hypic.harness.random_models import save_text_model
-
-    fields = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    fields |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False}
-    save_text_model(path, name="Llama", fields=fields, dtype=torch.float32)
-    weights = load_file(path / "model.safetensors")
-    words = weights["model.embed_tokens.weight"]
-    weights["model.embed_tokens.weight"] = words / words.pow(2).mean(1, keepdim=True).sqrt()
-    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
-        weights[name] = torch.ones_like(weights[name])
-    # Answers depend on what is read.
-    weights["model.layers.0.self_attn.o_proj.weight"] *= 4
-    weights["model.layers.0.self_attn.q_proj.weight"] *= 2
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    shutil.copytree(path, head)
-    own = {n.removeprefix("model."): w for n, w in weights.items() if ".layers.0." in n}
-    del own["layers.0.input_layernorm.weight"]
-    own["fc.weight"] = torch.cat([torch.eye(128), torch.zeros(128, 128)], dim=1)
-    save_file(own, head / "model.safetensors", metadata={"format": "pt"})
-
-
-def save_with_head3(path: Path, head: Path) -> None:
-    """The same with an EAGLE-3 head.  Its rows have no embedding beside attention, so that those of the model
-    weigh little here; of hidden states from before and behind the layer it reads a bit."""
-    import json
-
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    save_with_head(path, head)
-    weights = load_file(path / "model.safetensors")
-    weights["model.layers.0.self_attn.o_proj.weight"] *= 16
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    own = {f"midlayer.{n.split('.', 3)[3]}": w for n, w in weights.items() if ".layers.0." in n}
-    for name in ("q_proj", "k_proj", "v_proj"):
-        of_words = own[f"midlayer.self_attn.{name}.weight"]
-        own[f"midlayer.self_attn.{name}.weight"] = torch.cat([of_words, torch.zeros_like(of_words)], dim=1)
-    rng = torch.Generator().manual_seed(1)
-    own |= {"midlayer.hidden_norm.weight": torch.ones(128), "norm.weight": weights["model.norm.weight"]}
-    own["lm_head.weight"] = weights["lm_head.weight"]
-    own["fc.weight"] = torch.randn(128, 256, generator=rng) / 100
-    save_file(own, head / "model.safetensors", metadata={"format": "pt"})
-    fields = json.loads((head / "config.json").read_text())
-    fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
-    (head / "config.json").write_text(json.dumps(fields))
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Random checkpoints with linear layers, and models of full attention that draft well for them: linear layers
-say little, and what drafts has the weights of the layer of attention."""
+"""Random checkpoints, and others that draft well for them.  Linear layers of the model, if it has some, say
+little, and what drafts has the weights of its layer of attention."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 from oracle import save_mamba2_model
 from safetensors.torch import load_file, save_file
 
+from vllm_hypic.harness.random_models import save_text_model
+
 from . import tiny_models
 from .test_vision_text import DELTA_NET
 
 Weights = dict[str, torch.Tensor]
+PT = {"format": "pt"}
 DRAFT_LAYERS = 2
 """Beside three linear layers and one of attention vLLM keeps them in one group with that."""
 SHARED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -32,12 +35,76 @@ def _save(model: Path, path: Path, weights: Weights, architecture: str, **fields
     save_file({n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata=PT)
 
 
-PT = {"format": "pt"}
+def _read_alone(weights: Weights, last_norm: str) -> None:
+    """Embeddings are of size 1 from now on, so that norms before attention change nothing; and answers depend
+    on what is read."""
+    words = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = words / words.pow(2).mean(1, keepdim=True).sqrt()
+    for name in (f"model.{last_norm}.weight", "model.layers.0.input_layernorm.weight"):
+        weights[name] = torch.ones_like(weights[name])
+    weights["model.layers.0.self_attn.o_proj.weight"] *= 4
+    weights["model.layers.0.self_attn.q_proj.weight"] *= 2
+
+
+def _head_of(weights: Weights) -> Weights:
+    """An EAGLE head that is the layer, and reads embeddings alone."""
+    own = {n.removeprefix("model."): w for n, w in weights.items() if ".layers.0." in n}
+    del own["layers.0.input_layernorm.weight"]
+    own["fc.weight"] = torch.cat([torch.eye(128), torch.zeros(128, 128)], dim=1)
+    return own
+
+
+def save_near(model: Path, path: Path) -> Path:
+    """The model with other weights, near enough to draft half of its answers."""
+    shutil.copytree(model, path)
+    rng = torch.Generator().manual_seed(0)
+    file = path / "model.safetensors"
+    moved = {
+        name: (w.float() * (1 + 0.05 * torch.randn(w.shape, generator=rng))).to(w.dtype)
+        for name, w in load_file(file).items()
+    }
+    save_file(moved, file, metadata=PT)
+    return path
+
+
+def save_with_head(path: Path, head: Path) -> None:
+    """A Llama of one layer, and an EAGLE head that is this layer: its embeddings are of size 1, so that norms
+    before attention change nothing, and the head reads them alone.  What tells both apart is that the head
+    does not see the first token."""
+    fields = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False}
+    save_text_model(path, name="Llama", fields=fields, dtype=torch.float32)
+    weights = load_file(path / "model.safetensors")
+    _read_alone(weights, "norm")
+    save_file(weights, path / "model.safetensors", metadata=PT)
+    shutil.copytree(path, head)
+    save_file(_head_of(weights), head / "model.safetensors", metadata=PT)
+
+
+def save_with_head3(path: Path, head: Path) -> None:
+    """The same with an EAGLE-3 head.  Its rows have no embedding beside attention, so that those of the model
+    weigh little here; of hidden states from before and behind the layer it reads a bit."""
+    save_with_head(path, head)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.self_attn.o_proj.weight"] *= 16
+    save_file(weights, path / "model.safetensors", metadata=PT)
+    own = {f"midlayer.{n.split('.', 3)[3]}": w for n, w in weights.items() if ".layers.0." in n}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        of_words = own[f"midlayer.self_attn.{name}.weight"]
+        own[f"midlayer.self_attn.{name}.weight"] = torch.cat([of_words, torch.zeros_like(of_words)], dim=1)
+    rng = torch.Generator().manual_seed(1)
+    own |= {"midlayer.hidden_norm.weight": torch.ones(128), "norm.weight": weights["model.norm.weight"]}
+    own["lm_head.weight"] = weights["lm_head.weight"]
+    own["fc.weight"] = torch.randn(128, 256, generator=rng) / 100
+    save_file(own, head / "model.safetensors", metadata=PT)
+    fields = json.loads((head / "config.json").read_text())
+    fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+    (head / "config.json").write_text(json.dumps(fields))
 
 
 def save_falcon(path: Path, draft: Path, head: Path) -> None:
     """FalconH1 of one layer, Mamba2 beside attention, a Llama, and an EAGLE head that reads embeddings alone
-    (``test_drafts.save_with_head``); in float32."""
+    (like that of :func:`save_with_head`); in float32."""
     ones: dict[str, Any] = {
         f"{n}_multiplier": 1.0
         for n in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in")
@@ -46,12 +113,7 @@ def save_falcon(path: Path, draft: Path, head: Path) -> None:
     save_mamba2_model(path, "FalconH1", num_hidden_layers=1, ssm_out_multiplier=0.1, **ones, **several)
     file = path / "model.safetensors"
     weights = load_file(file)
-    words = weights["model.embed_tokens.weight"]
-    weights["model.embed_tokens.weight"] = words / words.pow(2).mean(1, keepdim=True).sqrt()
-    for name in ("final_layernorm", "layers.0.input_layernorm"):
-        weights[f"model.{name}.weight"] = torch.ones_like(weights[f"model.{name}.weight"])
-    weights["model.layers.0.self_attn.o_proj.weight"] *= 4
-    weights["model.layers.0.self_attn.q_proj.weight"] *= 2
+    _read_alone(weights, "final_layernorm")
     save_file(weights, file, metadata=PT)
     names = {"feed_forward": "mlp", "pre_ff_layernorm": "post_attention_layernorm", "final_layernorm": "norm"}
     own: Weights = {}
@@ -61,10 +123,7 @@ def save_falcon(path: Path, draft: Path, head: Path) -> None:
             own[".".join(parts)] = weight
     llama = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
     _save(path, draft, own, "LlamaForCausalLM", **llama)
-    layer = {n.removeprefix("model."): w for n, w in own.items() if ".layers.0." in n}
-    del layer["layers.0.input_layernorm.weight"]
-    layer["fc.weight"] = torch.cat([torch.eye(128), torch.zeros(128, 128)], dim=1)
-    _save(path, head, layer, "LlamaForCausalLM", **llama)
+    _save(path, head, _head_of(own), "LlamaForCausalLM", **llama)
 
 
 def save_another(draft: Path, path: Path) -> None:
