@@ -17,7 +17,7 @@ from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
 
 from .simulated_worker import PAGE
-from .simulation import geometry
+from .vocabulary import geometry
 
 PROMPT = tuple(range(1000, 1000 + 3 * PAGE + 3))
 ANSWER = tuple(range(2000, 2000 + 4 * PAGE))

@@ -12,7 +12,7 @@ from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.prefix import build_prefix_plan
 
 from .simulated_worker import PAGE
-from .simulation import geometry
+from .vocabulary import geometry
 
 ROOM = PoolLimits(10_000, 100, PAGE, 100_000)
 

@@ -22,18 +22,13 @@ from vllm_hypic.store.eviction import PolicyName
 from .simulated_worker import PAGE
 from .simulation import (
     CLOCKED,
-    DOCUMENTS,
-    FORKS,
-    LEADS,
-    PREFIXES,
-    WHOLE,
     Clock,
     Ends,
     Engine,
     Prompt,
     Request,
-    Vocabulary,
 )
+from .vocabulary import DOCUMENTS, FORKS, LEADS, PREFIXES, WHOLE, Vocabulary
 
 T = TypeVar("T")
 DOCUMENT_LISTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=3).map(tuple)

@@ -12,7 +12,8 @@ from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.store.eviction import make_policy
 
-from .simulation import FORKS, HEADS, Clock, Engine, Prompt, Vocabulary, geometry
+from .simulation import Clock, Engine, Prompt
+from .vocabulary import FORKS, HEADS, Vocabulary, geometry
 
 PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 6, 4, 3
 LONG = Need(16, BLOCKS, has_spare=True)
