@@ -23,7 +23,7 @@ from vllm_hypic.connector.orders import (
     StoreOrder,
 )
 from vllm_hypic.connector.worker.transfer_link import TransferLink
-from vllm_hypic.pool.copy.carrier import Carrier
+from vllm_hypic.pool.copy.copy_thread import CopyThread
 from vllm_hypic.pool.copy.staged import StagedMover, _Departure
 from vllm_hypic.pool.copy.staging import (
     BLOCK_BYTES,
@@ -73,7 +73,7 @@ def test_tables_move_in_the_widest_words(nbytes: int, dtype: torch.dtype) -> Non
     assert table(nbytes).dtype == dtype and table(7).dtype == torch.uint8
 
 
-def test_while_the_carrier_is_behind_records_wait_and_passes_do_not() -> None:
+def test_while_the_thread_is_behind_records_wait_and_passes_do_not() -> None:
     world = World(0)
     world.carries = False
     mover: Any = world.mover
@@ -132,12 +132,12 @@ def test_what_cannot_be_carried_is_not_stored_counts_and_holds_nothing(
     assert link._failed == 1
 
 
-def test_the_end_waits_for_the_carrier_and_seals() -> None:
+def test_the_end_waits_for_the_thread_and_seals() -> None:
     """With its thread."""
     world = World(0)
     slow: Any = world.mover
     assert isinstance(slow, StagedMover)
-    slow._carrier, unpack = Carrier(), _Departure.unpack
+    slow._copies, unpack = CopyThread(), _Departure.unpack
     threads: set[str] = set()
 
     def late(departure: Any, chunk: Any, block: Any) -> None:

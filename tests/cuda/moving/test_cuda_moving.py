@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.pool.copy.carrier import Carrier
+from vllm_hypic.pool.copy.copy_thread import CopyThread
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.copy.staging import Block
 from vllm_hypic.pool.copy.stream import Mark
@@ -101,7 +101,7 @@ class Forgetful(StagedMover):
 
 
 class FreesBlocksFirst(StagedMover):
-    """A block is anybody's once its copy is done, though the carrier has yet to read it."""
+    """A block is anybody's once its copy is done, though the copy thread has yet to read it."""
 
     def _hand_over(self, departure: Any, chunk: Any, block: Block) -> None:
         super()._hand_over(departure, chunk, block)
@@ -112,8 +112,8 @@ class FreesBlocksFirst(StagedMover):
         self._carried.append("")
 
 
-class BelievesTheCarrier(StagedMover):
-    """What the carrier was given counts as carried."""
+class BelievesTheThread(StagedMover):
+    """What the copy thread was given counts as carried."""
 
     def _hand_over(self, departure: Any, chunk: Any, block: Block) -> None:
         super()._hand_over(departure, chunk, block)
@@ -125,7 +125,7 @@ class BelievesTheCarrier(StagedMover):
 
 
 class Marking(StagedMover):
-    """The carrier asks the device whether the copy is done."""
+    """The copy thread asks the device whether the copy is done."""
 
     def _carry(self, departure: Any, chunk: Any, block: Block) -> None:
         assert departure.last.done()
@@ -133,12 +133,12 @@ class Marking(StagedMover):
 
 
 def shared(pool: DevicePool, device: LateDevice) -> StagedMover:
-    return StagedMover(pool, device, SharedBlocks(BLOCKS, BLOCK_BYTES), Carrier(threaded=False))
+    return StagedMover(pool, device, SharedBlocks(BLOCKS, BLOCK_BYTES), CopyThread(threaded=False))
 
 
 def of(mover: type[StagedMover]) -> Make:
     return lambda pool, device: mover(
-        pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES), Carrier(threaded=False)
+        pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES), CopyThread(threaded=False)
     )
 
 
@@ -151,7 +151,7 @@ def of(mover: type[StagedMover]) -> Make:
         shared,
         of(Forgetful),
         of(FreesBlocksFirst),
-        of(BelievesTheCarrier),
+        of(BelievesTheThread),
         of(Marking),
     ],
     ids=[

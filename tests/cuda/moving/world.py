@@ -29,7 +29,7 @@ from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy.base import RecordMover
-from vllm_hypic.pool.copy.carrier import Carrier
+from vllm_hypic.pool.copy.copy_thread import CopyThread
 from vllm_hypic.pool.copy.host import HostMover
 from vllm_hypic.pool.copy.staged import StagedMover
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
@@ -67,7 +67,7 @@ Make = Callable[[DevicePool, LateDevice], RecordMover]
 
 
 def staged(pool: DevicePool, device: LateDevice) -> StagedMover:
-    return StagedMover(pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES), Carrier(threaded=False))
+    return StagedMover(pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES), CopyThread(threaded=False))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class World:
         self.pool = runtime.pool
         self.weights = 0
         self.carries = True
-        """False: the carrier's thread gets no turn before :meth:`finish`."""
+        """False: the copy thread gets no turn before :meth:`finish`."""
         self._origins: dict[int, Origin] = {}
         self._waiting: list[str] = []
         self._running: list[str] = []
@@ -273,11 +273,11 @@ class World:
         self.device.run(self.rng.choice([0, 2, 10, 50, 300]))
         if isinstance(self.mover, StagedMover) and self.carries:
             for _ in range(self.rng.choice([0, 1, 4, 16])):
-                self.run_one(self.mover._carrier)
+                self.run_one(self.mover._copies)
         for _ in range(self.rng.choice([0, 1, 4, 16])):
             self.run_one(self.rng.choice(list(self._executors())))
 
-    def run_one(self, executor: WatchdogExecutor | Carrier) -> bool:
+    def run_one(self, executor: WatchdogExecutor | CopyThread) -> bool:
         with self.device.off_limits():
             return executor.run_one()
 
@@ -291,8 +291,8 @@ class World:
     def finish(self) -> None:
         """All requests run and end; the engine steps as long as it is told to."""
         for _ in range(10_000):
-            threads: list[WatchdogExecutor | Carrier] = list(self._executors())
-            threads += [self.mover._carrier] if isinstance(self.mover, StagedMover) else []
+            threads: list[WatchdogExecutor | CopyThread] = list(self._executors())
+            threads += [self.mover._copies] if isinstance(self.mover, StagedMover) else []
             working = [self.run_one(executor) for executor in threads]
             busy = self._waiting or self._running or len(self.side.arrivals) or self.side.retention.has_orders
             if not (busy or self.side.worker_unfinished or any(working)):

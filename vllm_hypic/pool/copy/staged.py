@@ -1,6 +1,6 @@
 """Records between a device's pool and bytes, on a stream of copies beside the passes.
 
-out: gathered from the pool -> block on the device -> pinned block -> (carrier's thread) the caller's buffer
+out: gathered from the pool -> block on the device -> pinned block -> (copy thread) the caller's buffer
 in:  pinned block (filled by whoever had the bytes) -> block on the device -> scattered into the pool
 
 Each chunk of a record goes through the one block on the device, which the stream's order guards, and a pinned
@@ -11,8 +11,7 @@ block, which is anybody's again once the mark behind its copy is done.  What kee
 - Passes that follow the drop of a record come after the copies that read it.  Copies into its place come
   after them anyway, being on the same stream.
 
-The carrier's thread copies bytes and makes no call of CUDA; a block is anybody's again once it is done with
-it.
+The copy thread copies bytes and makes no call of CUDA; a block is anybody's again once it is done with it.
 While it is behind, no block is free: records wait in the pool, passes never do.
 """
 
@@ -34,7 +33,7 @@ from ..tensors import DevicePool
 from ..transition_blocks import NO_BLOCK
 from ..upload import upload
 from .base import LEFT_THE_POOL, Finish, Intake, Sections, Then
-from .carrier import Carrier
+from .copy_thread import CopyThread
 from .staging import Block, Chunk, HostBlocks, Strip, as_table, divided, nbytes_of
 from .stream import Mark, SideStream
 
@@ -45,11 +44,11 @@ class StagedMover:
     """:class:`~.base.RecordMover` of a pool on a device that runs behind the host."""
 
     def __init__(
-        self, pool: DevicePool, stream: SideStream, blocks: HostBlocks, carrier: Carrier | None = None
+        self, pool: DevicePool, stream: SideStream, blocks: HostBlocks, copies: CopyThread | None = None
     ) -> None:
         """Takes as much memory on the device as one of ``blocks``."""
         self._pool, self._stream, self._blocks = pool, stream, blocks
-        self._carrier = carrier or Carrier()
+        self._copies = copies or CopyThread()
         self._tables = _Tables(pool)
         self._staging = torch.empty(blocks.nbytes, dtype=torch.uint8, device=pool.device)
         self._parcels: dict[int, _Parcel] = {}
@@ -61,7 +60,7 @@ class StagedMover:
         self._departing: list[_Departure] = []
         """Those that their callers wait for."""
         self._carrying: deque[_Departure] = deque()
-        """Whose chunks the carrier has, in its order."""
+        """Whose chunks the copy thread has, in its order."""
         self._carried: deque[str] = deque()
         """Faults of chunks that it has carried, empty where there was none, in the same order; written by its
         thread."""
@@ -163,10 +162,10 @@ class StagedMover:
 
     def _hand_over(self, departure: _Departure, chunk: Chunk, block: Block) -> None:
         self._carrying.append(departure)
-        self._carrier.submit(partial(self._carry, departure, chunk, block))
+        self._copies.submit(partial(self._carry, departure, chunk, block))
 
     def _carry(self, departure: _Departure, chunk: Chunk, block: Block) -> None:
-        """On the carrier's thread."""
+        """On the copy thread."""
         fault = ""
         try:
             try:
@@ -187,13 +186,13 @@ class StagedMover:
             while self._flights or self._carrying:
                 if self._flights:
                     self._flights[-1].mark.wait()
-                self._carrier.wait()
+                self._copies.wait()
                 self.advance()
         self.dropped([departure.place.slot for departure in self._departing])
 
     def close(self) -> None:
         self.drain()
-        self._carrier.stop()
+        self._copies.stop()
 
     def _launch(self) -> None:
         """Launch as many copies as there are blocks.  Requests wait for records that arrive: those go
@@ -249,7 +248,7 @@ class _Departure:
     over: bool = False
     """Its caller was told."""
     damaged: bool = False
-    """A chunk of it is missing; the carrier's thread says and asks so."""
+    """A chunk of it is missing; the copy thread says and asks so."""
 
     def __post_init__(self) -> None:
         self._left = len(self.chunks)
@@ -267,7 +266,7 @@ class _Departure:
         block[:used].copy_(staging[:used], non_blocking=True)
 
     def unpack(self, chunk: Chunk, block: Block) -> None:
-        """On the carrier's thread: the chunk's bytes are wanted no longer in the block."""
+        """On the copy thread: the chunk's bytes are wanted no longer in the block."""
         if self.over or self.damaged:
             return
         self.damaged = True
@@ -276,7 +275,7 @@ class _Departure:
         self.damaged = False
 
     def finish_after(self, chunk: Chunk) -> None:
-        """On the carrier's thread, which has the chunks in order."""
+        """On the copy thread, which has the chunks in order."""
         if chunk is self._last_chunk and self.finish is not None and not (self.over or self.damaged):
             self.finish()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 Work = Callable[[], None]
 
 
-class Carrier:
+class CopyThread:
     """Does what it is given in order, one thing at a time; nothing of it may fail, or call the device.
 
     With ``threaded=False`` there is no thread: :meth:`run_one` does what it would do.
