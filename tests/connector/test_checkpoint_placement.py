@@ -59,3 +59,13 @@ def test_one_stands_where_prompts_have_parted(placement: PrefixPlacement) -> Non
     for other in range(1, LEAST_OVERLAPS + 20):
         placement.kept(prefix(*text(0, 40 * PAGE), *text(other, 5 * PAGE)))
     assert 40 * PAGE in placement.kept(prefix(*text(1000, 45 * PAGE)))
+
+
+def test_answers_do_not_move_where_prompts_part(placement: PrefixPlacement) -> None:
+    """Prompts part five pages before their ends, wherever that is; each has an answer behind it."""
+    for other in range(2 * LEAST_OVERLAPS):
+        for asked in (1, 2):
+            tokens = (*text(other, (20 + other) * PAGE), *text(1000 * asked + other, 5 * PAGE))
+            placement.kept(prefix(*tokens))
+            placement.grown(prefix(*tokens, *text(3000 + other, (10 + other % 7) * PAGE)))
+    assert placement.kept(prefix(*text(999, 90 * PAGE))) == {85 * PAGE}

@@ -58,10 +58,12 @@ class _Placement:
         self.remember(segment)
         return shared
 
-    def remember(self, segment: CachedSegment) -> None:
-        """There is a record of this segment now."""
+    def remember(self, segment: CachedSegment, *, asked: bool = True) -> None:
+        """There is a record of this segment now.  ``asked``: by a prompt that ends with it; another begins
+        with one that was remembered, and whoever parts there parts from that."""
         for key in (*(c.key for c in segment.checkpoints), segment.key):
-            self._seen[key] = segment.stop
+            if asked or key not in self._seen:
+                self._seen[key] = segment.stop
             self._seen.move_to_end(key)
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
@@ -130,4 +132,4 @@ class PrefixPlacement:
 
     def grown(self, segment: CachedSegment) -> None:
         """A record has become one of this prefix: whoever shares less of it parts from it there."""
-        self._seen.remember(segment)
+        self._seen.remember(segment, asked=False)
