@@ -187,7 +187,7 @@ def _print(to: Console, found: PrefixResult) -> None:
 
 
 def _plot(path: Path, found: Sequence[PrefixResult], shape: str) -> None:
-    from vllm_hypic.harness.plots import Axes, Line, plot_lines
+    from .plots import Axes, Line, plot_lines
 
     panels = []
     for one in found:
