@@ -79,7 +79,7 @@ def drafts(
             json_path, report.report("drafts", settings, results, gate=passed, threads=engine.threads)
         )
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         bars = {r.what: {"": r.gain.median} for r in rows}
         plot_bars(plot_path, bars, title=title, label="times sooner", line_at=1.0)

@@ -271,7 +271,7 @@ def _cache(row: BudgetResult) -> str:
 
 
 def _plot(path: Path, found: Sequence[TraceResult]) -> None:
-    from vllm_hypic.harness.plots import Axes, Line, plot_lines
+    from .plots import Axes, Line, plot_lines
 
     panels = []
     for one in found:

@@ -405,7 +405,9 @@ def _tell(result: LoadResult, s: LoadSettings, console: Console) -> None:
 
 
 def _plot(path: Path, points: Sequence[RatePoint], s: LoadSettings) -> None:
-    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.report import COLOURS
+
+    from .plots import Axes, Line, plot_lines
 
     colours = {STOCK: COLOURS["prefix"], HYPIC: COLOURS["warm"]}
     names = list(dict.fromkeys(p.server for p in points))

@@ -77,7 +77,7 @@ def memory(
             json_path, report.report("memory", settings, results, gate=passed, threads=engine.threads)
         )
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         bars = {
             name: {"private": one.usage.kv_bytes / 2**20, "public": one.usage.pool_bytes / 2**20}

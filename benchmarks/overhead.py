@@ -128,7 +128,7 @@ def overhead(
             json_path, report.report("overhead", settings, results, gate=passed, threads=engine.threads)
         )
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         pairs = [*result.plain, *result.plain_decode, *result.cold, *result.decode]
         bars = {p.what: {"": p.ratio.median} for p in pairs}

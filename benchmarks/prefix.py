@@ -15,17 +15,16 @@ from rich.console import Console
 
 from vllm_hypic.harness import report
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, size
-from vllm_hypic.store.placement import PlacerName, make_placer
 
 from .eviction import Fractions
 from .eviction_replay import Saved
 from .eviction_shapes import SHAPES, RecordShape
+from .placers import PLACERS
 from .prefix_lines import GRID, Tree, foreseen, kept, planned
 from .prefix_options import asked_traces, trace_options
 from .prefix_replay import PASS, Outcome, Policy, replay
 from .prefix_traces import PrefixKind, Turn
 
-PLACERS: tuple[PlacerName, ...] = ("last", "powers", "sqrt", "equal", "optimal")
 STATES = (1, 2, 4, 8)
 """States a line in the comparison of placements."""
 
@@ -108,8 +107,8 @@ def prefix(
 def policies(tree: Tree, shape: RecordShape, states: int, fine: bool) -> list[Policy]:
     """Those that are compared; LRU unless they say otherwise."""
     block = block_tokens(shape)
-    dp, equal = (planned(tree, shape, make_placer(name), states) for name in ("optimal", "equal"))
-    sparse = planned(tree, shape, make_placer("optimal"), states, ends_kept=False, thrifty=True)
+    dp, equal = (planned(tree, shape, PLACERS[name], states) for name in ("optimal", "equal"))
+    sparse = planned(tree, shape, PLACERS["optimal"], states, ends_kept=False, thrifty=True)
     return [
         *([Policy("block-32", 32, branch=False, every=32)] if fine else ()),
         Policy("all", block, branch=False, every=block),
@@ -152,7 +151,7 @@ def measure(
             steps.done()
     placements = {"oracle": tuple(kept(tree, shape, foreseen(tree, shape, n)) for n in STATES)}
     for placer in PLACERS:
-        plans = (planned(tree, shape, make_placer(placer), n, alone=True) for n in STATES)
+        plans = (planned(tree, shape, PLACERS[placer], n, alone=True) for n in STATES)
         placements[placer] = tuple(kept(tree, shape, found) for found in plans)
     return PrefixResult(
         trace=name,
@@ -188,7 +187,7 @@ def _print(to: Console, found: PrefixResult) -> None:
 
 
 def _plot(path: Path, found: Sequence[PrefixResult], shape: str) -> None:
-    from vllm_hypic.harness.plots import Axes, Line, plot_lines
+    from .plots import Axes, Line, plot_lines
 
     panels = []
     for one in found:

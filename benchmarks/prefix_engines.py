@@ -110,7 +110,7 @@ def prefix_engines(
         results = {"traces": found, "engines": facts}
         report.write_json(json_path, report.report("prefix-engines", settings, results))
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         bars = {
             one.trace: {"stock": one.stock.first_token.median, "hypic": one.hypic.first_token.median}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_hypic.store.placement.base import Depths, Placer
-from vllm_hypic.store.placement.optimal import OraclePlacer
+from vllm_hypic.store.placement.optimal import OptimalPlacer
 from vllm_hypic.store.placement.planner import CheckpointPlanner
 
 from .eviction_shapes import RecordShape
@@ -192,9 +192,9 @@ def foreseen(tree: Tree, shape: RecordShape, states: int) -> Plans:
     for counts in future:
         weights = np.zeros(max(counts, default=0) + 1)
         weights[list(counts)] = list(counts.values())
-        placer = OraclePlacer(weights)
-        depths = Depths.of(np.zeros_like(weights), GRID, shape.flops.prefill)
-        found.append(tuple(GRID * b for b in placer.place(depths, states).boundaries))
+        work = np.array([shape.flops.prefill(GRID * d) for d in range(len(weights))])
+        best = OptimalPlacer().place(Depths(weights, work), states).boundaries
+        found.append(tuple(GRID * b for b in best))
     return found
 
 

@@ -100,7 +100,7 @@ def profile(
             json_path, report.report("profile", settings, results, gate=passed, threads=engine.threads)
         )
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         bars = {s.value: {"": 100 * t / wall} for s, t in times.items()}
         plot_bars(plot_path, bars, title=f"{kind} first token, {shape} tokens", label="% of the time")

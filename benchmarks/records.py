@@ -80,7 +80,7 @@ def records(
             report.report("records", settings, {"records": found}, gate=passed, threads=engine.threads),
         )
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         bars: dict[str, dict[str, float]] = {
             f"{k.tokens}, {k.bound:g}": {

@@ -260,7 +260,7 @@ def _times(way: Assignment) -> str:
 
 
 def plot(path: Path, results: Results, title: str, loaded_workers: int) -> None:
-    from vllm_hypic.harness.plots import Axes, Line, plot_lines
+    from .plots import Axes, Line, plot_lines
 
     workers = [point.workers for point in results.points]
 

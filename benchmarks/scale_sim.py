@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_hypic.segment_parallel.lpt import assign, lower_bound, optimal_makespan
+from vllm_hypic.segment_parallel.lpt import assign
 
+from .makespan import lower_bound, optimal_makespan
 from .scale_model import Costs, Piece, Request
 
 PROOF_STEPS = 100_000

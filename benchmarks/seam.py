@@ -224,7 +224,9 @@ def _table(title: str, measured: Sequence[SeamResult]) -> Any:
 
 
 def _plot(path: Path, measured: Sequence[SeamResult], shape: str) -> None:
-    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.report import COLOURS
+
+    from .plots import Axes, Line, plot_lines
 
     windows = [r for r in measured if r.window is not None]
     x = [float(r.window or 0) for r in windows]

@@ -162,7 +162,7 @@ def tiers(
             json_path, report.report("tiers", settings, results, gate=passed, threads=engine.threads)
         )
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         bars = {_label(row.kind): {"": row.seconds.median} for row in found if row.kind != STOCK}
         plot_bars(plot_path, bars, title=title, label="seconds")

@@ -74,7 +74,7 @@ def ttft(
     to.print(gate_text(points))
     _write("ttft", settings, points, {"engines": engines}, json_path)
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from .plots import plot_bars
 
         bars = {LABELS[kind]: {"": points[0].seconds[kind].median} for kind in KINDS}
         plot_bars(plot_path, bars, title=f"time to first token, {points[0].shape}", label="seconds")
@@ -218,7 +218,9 @@ def _write(
 
 
 def _plot(path: Path, points: Sequence[ShapeTimes], x: list[float], x_label: str, title: str) -> None:
-    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.report import COLOURS
+
+    from .plots import Axes, Line, plot_lines
 
     times, ratios = [], []
     for kind in KINDS:

@@ -137,7 +137,7 @@ def _write(
 
 
 def _plot(path: Path, rows: Sequence[KernelTimes], facts: Facts) -> None:
-    from vllm_hypic.harness.plots import plot_bars
+    from ..plots import plot_bars
 
     bars = {f"{r.kernel}, {r.case}": {"": 100 * r.share} for r in rows if r.share is not None}
     note = ": meaningless" if facts.meaningless else ""

@@ -373,7 +373,9 @@ def _range(ratio: Spread) -> str:
 
 
 def _plot(path: Path, points: Sequence[PromptTimes], drift: Drift, title: str) -> None:
-    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.report import COLOURS
+
+    from ..plots import Axes, Line, plot_lines
 
     names = {"full": "stock", "cold": "cold", "warm": "warm"}
     panels = []

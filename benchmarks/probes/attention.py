@@ -235,7 +235,9 @@ def _each(found: AttentionReport) -> list[tuple[int, str]]:
 
 
 def _plot(path: Path, title: str, found: AttentionReport) -> None:
-    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.report import COLOURS
+
+    from ..plots import Axes, Line, plot_lines
 
     layer = list(found.weights)[-1]
     panels = []

@@ -185,7 +185,9 @@ def _notes(found: DriftReport) -> list[str]:
 
 
 def _plot(path: Path, title: str, found: DriftReport) -> None:
-    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.report import COLOURS
+
+    from ..plots import Axes, Line, plot_lines
 
     def lines(values: Callable[[MethodDrift], Sequence[Estimate]]) -> list[Line]:
         return [

@@ -178,7 +178,7 @@ def dtype(
     to.print(report.table(title, columns, rows))
     write(json_path, "dtype", described, probe, {"dtype": found}, segments=segments, tokens=tokens, seam=seam)
     if plot_path is not None:
-        from vllm_hypic.harness.plots import plot_bars
+        from ..plots import plot_bars
 
         bars = {r.name: {"": r.error.value} for r in found}
         plot_bars(plot_path, bars, title=title, label="relative error of the state after the prompt")

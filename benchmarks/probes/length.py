@@ -129,7 +129,9 @@ def _table(title: str, points: Sequence[ShapeDrifts], value: Callable[[LengthRow
 
 
 def _plot(path: Path, title: str, more: Sequence[ShapeDrifts], longer: Sequence[ShapeDrifts]) -> None:
-    from vllm_hypic.harness.plots import COLOURS, Axes, Line, plot_lines
+    from vllm_hypic.harness.report import COLOURS
+
+    from ..plots import Axes, Line, plot_lines
 
     def panel(points: Sequence[ShapeDrifts], x: Sequence[int], label: str, name: str) -> Axes:
         lines = []

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle.models import random_segments, save_attention_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.emulated import Composed, columns_of
 from vllm_hypic.harness.prompts import Prompt
-from vllm_hypic.harness.random_models import random_segments, save_attention_model
 from vllm_hypic.tune.dense import Dense
 
 TOKENS = 4

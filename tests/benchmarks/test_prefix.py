@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from benchmarks.eviction_shapes import SHAPES
 from benchmarks.eviction_traces import Segment, save
 from benchmarks.eviction_traces import generate as segments
+from benchmarks.placers import PLACERS
 from benchmarks.prefix import block_tokens, measure, prefix
 from benchmarks.prefix_engines import ask_of, tokens_of
 from benchmarks.prefix_lines import GRID, Tree, foreseen, kept, planned
 from benchmarks.prefix_replay import Policy, replay
 from benchmarks.prefix_traces import PREFIX_KINDS, Turn, generate, load
-from vllm_hypic.store.placement import make_placer
 
 SHAPE = SHAPES["random-150m"]
 EVERY = Policy("every", GRID, every=GRID, prompt_end=True)
@@ -95,9 +95,7 @@ def test_learned_states_beat_equal_ones_at_equal_bytes():
     for kind in PREFIX_KINDS:
         tree = Tree.of(generate(kind, 600, seed=5))
         for states, gain in ((1, 1.1), (4, 1.05)):
-            plans = {
-                n: planned(tree, SHAPE, make_placer(n), states, alone=True) for n in ("equal", "optimal")
-            }
+            plans = {n: planned(tree, SHAPE, PLACERS[n], states, alone=True) for n in ("equal", "optimal")}
             assert all(len(plan) <= states for plan in plans["optimal"])
             equal, learned = (kept(tree, SHAPE, plans[n]) for n in ("equal", "optimal"))
             assert gain * equal < learned < kept(tree, SHAPE, foreseen(tree, SHAPE, states)), (kind, states)

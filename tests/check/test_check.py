@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from engine.engines import Engine
+from oracle.bailing_models import save_bailing_model
+from oracle.fla_models import save_fla_model
 
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.random_bailing import save_bailing_model
-from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.pool.geometry import expected_space
 

@@ -164,3 +164,12 @@ OPTIONS: Reasons = {
     "tokens that never reach the model": "tokens token_ids",
 }
 """The plugin's own options."""
+
+ALWAYS: dict[str, tuple[str, ...]] = {
+    "model_config": ("model", "revision", "dtype", "quantization", "seed", "hf_config", "hf_text_config"),
+    "load_config": ("load_format",),
+    "cache_config": ("mamba_cache_dtype",),
+    "parallel_config": ("tensor_parallel_size", "pipeline_parallel_size"),
+}
+"""Fields that every namespace holds, by their value, the fingerprint of weights (``load_format``; with dummy
+weights the ``seed``), the geometry (types of K, V and convolution, stages) or names of objects (ranks)."""

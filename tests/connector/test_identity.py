@@ -20,7 +20,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.identity import (
-    ALWAYS,
     IMAGES,
     NON_DEFAULT,
     NON_DEFAULT_OPTIONS,
@@ -32,7 +31,7 @@ from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.states import LinearGeometry
 
-from .neutral_fields import FIELDS, NEWER, OPTIONS, PARTS, Reasons
+from .neutral_fields import ALWAYS, FIELDS, NEWER, OPTIONS, PARTS, Reasons
 
 MODEL = "examples/models/tiny-hybrid-qa/model"
 BF16 = torch.bfloat16

@@ -22,11 +22,11 @@ from oracle import (
     save_olmo_model,
     save_short_conv_model,
 )
+from oracle.bailing_models import save_bailing_model
+from oracle.fla_models import save_fla_model
 from oracle.models import save_shared_kv_model, save_windowed_model
 
 from vllm_hypic.harness.processes import free_port
-from vllm_hypic.harness.random_bailing import save_bailing_model
-from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.patches import (

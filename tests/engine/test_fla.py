@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 from oracle.fla import MODELS, fla_oracle
-
-from vllm_hypic.harness.random_fla import save_fla_model
+from oracle.fla_models import save_fla_model
 
 from .conftest import EngineFactory
 from .engines import Ask, prompt

@@ -23,6 +23,7 @@ from oracle import (
     save_olmo_model,
     save_short_conv_model,
 )
+from oracle.fla_models import save_fla_model
 from oracle.models import FULL, SLIDING, save_shared_kv_model
 
 from vllm_hypic.cli import main
@@ -38,7 +39,6 @@ from vllm_hypic.eval.task import Example
 from vllm_hypic.harness.engines import Engine
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.random_checkpoints import scale
-from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 

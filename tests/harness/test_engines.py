@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from oracle import save_mla_model, save_olmo_model
+from oracle.fla_models import save_fla_model
 
 from benchmarks.__main__ import main
 from vllm_hypic.harness import engine_calls, random_models
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
-from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.harness.settings import EngineSettings

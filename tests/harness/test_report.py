@@ -103,7 +103,7 @@ def test_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from vllm_hypic.harness.plots import Axes, Line, plot_bars, plot_lines
+    from benchmarks.plots import Axes, Line, plot_bars, plot_lines
 
     line = Line("a", [1, 2], [3, 4], [2, 3], [5, 6])
     plot_lines(tmp_path / "lines.png", [Axes("t", "x", "y", [line], log_y=True, horizontal={"limit": 3})])

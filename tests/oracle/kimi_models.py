@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_bailing import save_bailing_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 
+from .bailing_models import save_bailing_model
 from .kimi import FULL, LINEAR, BailingOracle, KimiDeltaOracle, KimiOracle
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hypic.harness.random_fla import save_fla_model
-
 from .fla import MODELS, FlaOracle, fla_oracle
+from .fla_models import save_fla_model
 from .models import random_segments
 
 LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([13, 28, 40, 22, 6])

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from oracle import save_mamba2_model, save_short_conv_model
-
-from vllm_hypic.harness.random_models import save_attention_model, save_hybrid_model
+from oracle.models import save_attention_model, save_hybrid_model
 
 from .several import answers, stock_answer
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.segment_parallel.lpt import assign, lower_bound, makespan, optimal_makespan
+from benchmarks.makespan import lower_bound, makespan, optimal_makespan
+from vllm_hypic.segment_parallel.lpt import assign
 
 costs_of_few = st.lists(st.integers(0, 60), max_size=7)
 machine_numbers = st.integers(1, 4)

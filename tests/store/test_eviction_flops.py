@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.bailing_models import save_bailing_model
+from oracle.fla_models import save_fla_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from vllm_hypic import models
-from vllm_hypic.harness.random_bailing import save_bailing_model
-from vllm_hypic.harness.random_fla import save_fla_model
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.store.eviction.flops import (

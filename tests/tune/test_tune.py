@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from oracle.models import random_segments, save_attention_model
 from transformers import AutoTokenizer
 
 from vllm_hypic.cli import main
 from vllm_hypic.fingerprint import weights_digest
-from vllm_hypic.harness.random_models import random_segments, save_attention_model
 from vllm_hypic.primitives.learned import read_learned
 from vllm_hypic.tune.dense import Columns, Dense
 from vllm_hypic.tune.prompts import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,45 +192,26 @@ class HypicPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(name=f"vllm:hypic_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        self._gauges = {
-            name: self._gauge_cls(name=f"vllm:hypic_{name}", documentation=text, labelnames=labelnames)
-            for name, text in GAUGES.items()
-        }
 
-        self._store_counters = {
-            name: self._counter_cls(
-                name=f"vllm:hypic_store_{name}", documentation=text, labelnames=labelnames
-            )
-            for name, text in STORE_COUNTERS.items()
-        }
-        self._store_gauges = {
-            name: self._gauge_cls(name=f"vllm:hypic_store_{name}", documentation=text, labelnames=labelnames)
-            for name, text in STORE_GAUGES.items()
-        }
-        by_mode = [*labelnames, "mode"]
-        self._mode_counters = {
-            name: self._counter_cls(name=f"vllm:hypic_mode_{name}", documentation=text, labelnames=by_mode)
-            for name, text in MODE_COUNTERS.items()
-        }
-        by_tier = [*labelnames, "tier"]
-        self._tier_counters = {
-            name: self._counter_cls(name=f"vllm:hypic_tier_{name}", documentation=text, labelnames=by_tier)
-            for name, text in TIER_COUNTERS.items()
-        }
-        self._tier_gauges = {
-            name: self._gauge_cls(name=f"vllm:hypic_tier_{name}", documentation=text, labelnames=by_tier)
-            for name, text in TIER_GAUGES.items()
-        }
-        self._tier_histograms = {
-            name: self._histogram_cls(
-                name=f"vllm:hypic_tier_{name}", documentation=text, labelnames=by_tier, buckets=_SECONDS
-            )
-            for name, text in TIER_HISTOGRAMS.items()
-        }
+        def made(
+            kind: Any, prefix: str, texts: Mapping[str, str], *by: str, **options: object
+        ) -> dict[str, Any]:
+            labels = [*labelnames, *by]
+            return {
+                name: kind(
+                    name=f"vllm:hypic_{prefix}{name}", documentation=text, labelnames=labels, **options
+                )
+                for name, text in texts.items()
+            }
+
+        self._counters = made(self._counter_cls, "", COUNTERS)
+        self._gauges = made(self._gauge_cls, "", GAUGES)
+        self._store_counters = made(self._counter_cls, "store_", STORE_COUNTERS)
+        self._store_gauges = made(self._gauge_cls, "store_", STORE_GAUGES)
+        self._mode_counters = made(self._counter_cls, "mode_", MODE_COUNTERS, "mode")
+        self._tier_counters = made(self._counter_cls, "tier_", TIER_COUNTERS, "tier")
+        self._tier_gauges = made(self._gauge_cls, "tier_", TIER_GAUGES, "tier")
+        self._tier_histograms = made(self._histogram_cls, "tier_", TIER_HISTOGRAMS, "tier", buckets=_SECONDS)
 
         # A series exists from the first scrape on, at 0.
         for labels in per_engine_labelvalues.values():

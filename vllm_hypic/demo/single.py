@@ -24,6 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from ..harness import report
 from ..harness.client import Answer, ask
 from ..harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
 from ..harness.serving import Server, ServerError
@@ -219,23 +220,20 @@ def orders(seed: int, n: int) -> list[tuple[int, ...]]:
 
 def table(columns: dict[str, list[Result]]) -> Table:
     """The measured table: one column per kind of request."""
-    out = Table(title="measured", title_justify="left")
-    out.add_column("")
-    for name in columns:
-        out.add_column(name, justify="right")
-
-    def row(name: str, value: Callable[[list[Result]], str]) -> None:
-        out.add_row(name, *(value(results) for results in columns.values()))
-
-    row("requests", lambda r: str(len(r)))
-    row("time to first token, median", lambda r: f"{1000 * _median(r):.0f} ms")
-    row("prompt tokens, mean", lambda r: _mean(r, lambda a: a.prompt_tokens))
-    row("  reused", lambda r: _mean(r, lambda a: a.cached_tokens))
-    row("  recomputed", lambda r: _mean(r, lambda a: a.prompt_tokens - a.cached_tokens))
-    row("answers right of asked", _score)
-    for surface in SURFACES:
-        row(f"  sent as {surface}", lambda r, s=surface: _score([x for x in r if x.prompt.surface == s]))  # type: ignore[misc]
-    return out
+    rows: list[tuple[str, Callable[[list[Result]], str]]] = [
+        ("requests", lambda r: str(len(r))),
+        ("time to first token, median", lambda r: f"{1000 * _median(r):.0f} ms"),
+        ("prompt tokens, mean", lambda r: _mean(r, lambda a: a.prompt_tokens)),
+        ("  reused", lambda r: _mean(r, lambda a: a.cached_tokens)),
+        ("  recomputed", lambda r: _mean(r, lambda a: a.prompt_tokens - a.cached_tokens)),
+        ("answers right of asked", _score),
+        *(
+            (f"  sent as {s}", lambda r, s=s: _score([x for x in r if x.prompt.surface == s]))
+            for s in SURFACES
+        ),
+    ]
+    told = [(name, *(value(results) for results in columns.values())) for name, value in rows]
+    return report.table("measured", ("", *columns), told)
 
 
 def report_metrics(counts: dict[str, float]) -> None:

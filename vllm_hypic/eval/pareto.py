@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..harness.plots import COLOURS
+from ..harness.report import COLOURS
 from .estimates import Estimate
 from .methods import FULL, PREFIX, PREFIX_SAME, is_noise
 from .results import FamilyResult, Metric, Overall

@@ -17,7 +17,7 @@ PERCENT = 100.0
 
 
 class Metric(Enum):
-    """What an answer is worth, 0 to 1."""
+    """What an answer is worth, 0 to 1; by the names of fields of :class:`Scores` and :class:`Cell`."""
 
     CONTAINS = "contains"
     EXACT = "exact"
@@ -26,20 +26,10 @@ class Metric(Enum):
 
     @property
     def label(self) -> str:
-        return {
-            Metric.CONTAINS: "right",
-            Metric.EXACT: "exact match",
-            Metric.F1: "F1",
-            Metric.ROUGE_L: "ROUGE-L",
-        }[self]
+        return {"CONTAINS": "right", "EXACT": "exact match", "F1": "F1", "ROUGE_L": "ROUGE-L"}[self.name]
 
     def of(self, scores: Scores) -> float:
-        return {
-            Metric.CONTAINS: float(scores.contains),
-            Metric.EXACT: float(scores.exact),
-            Metric.F1: scores.f1,
-            Metric.ROUGE_L: scores.rouge_l,
-        }[self]
+        return float(getattr(scores, self.name.lower()))
 
 
 @dataclass(frozen=True)
@@ -89,12 +79,8 @@ class Cell(MethodRun):
     """The largest KL divergence of a first token, in nats."""
 
     def score(self, metric: Metric) -> Score:
-        return {
-            Metric.CONTAINS: self.contains,
-            Metric.EXACT: self.exact,
-            Metric.F1: self.f1,
-            Metric.ROUGE_L: self.rouge_l,
-        }[metric]
+        found: Score = getattr(self, metric.name.lower())
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

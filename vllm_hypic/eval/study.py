@@ -53,58 +53,45 @@ class Study:
         self.steps.show(f"{family}: accuracy")
         examples = fitting(self.engine, family, tasks, chat=self.chat, template=self.template)
         outcomes = self._outcomes(examples)
-        self.steps.done((len(tasks) - len(examples)) * (len(self.methods) + (self.noise is not None)))
+        run = family, len(examples), len(tasks) - len(examples)
+        self.steps.done(run[-1] * (len(self.methods) + (self.noise is not None)))
+        full = outcomes[FULL.name]
         if tasks[0].continuation:
-            return self._add_texts(family, len(tasks), examples, outcomes)
-        scores = {name: self._scored(examples, found, outcomes) for name, found in outcomes.items()}
-        self._keep(examples, outcomes, scores)
-        by_name = self._times(family, examples)
-        cells = tuple(
-            cell(name, outcomes[name], found, scores[FULL.name], by_name.get(name))
-            for name, found in scores.items()
-        )
-        self.results.append(FamilyResult(family, len(examples), len(tasks) - len(examples), cells))
+            found = {
+                n: [likelihood(o, r) for o, r in zip(own, full, strict=True)] for n, own in outcomes.items()
+            }
+            times = self._finish(family, examples, outcomes, found)
+            base = found[FULL.name]
+            texts = tuple(text_cell(n, outcomes[n], own, base, times.get(n)) for n, own in found.items())
+            self.texts.append(TextResult(*run, texts))
+            return self.texts[-1]
+        scores = {
+            name: [score(e.task, o, r) for e, o, r in zip(examples, own, full, strict=True)]
+            for name, own in outcomes.items()
+        }
+        times = self._finish(family, examples, outcomes, scores)
+        right = scores[FULL.name]
+        cells = tuple(cell(n, outcomes[n], own, right, times.get(n)) for n, own in scores.items())
+        self.results.append(FamilyResult(*run, cells))
         self.scores[family] = scores
         return self.results[-1]
 
-    def _add_texts(
+    def _finish(
         self,
         family: str,
-        asked: int,
-        examples: Sequence[Example],
-        outcomes: Mapping[str, Sequence[MethodAnswer]],
-    ) -> TextResult:
-        full = outcomes[FULL.name]
-        found = {
-            name: [likelihood(o, r) for o, r in zip(own, full, strict=True)] for name, own in outcomes.items()
-        }
-        self._keep(examples, outcomes, found)
-        by_name = self._times(family, examples)
-        cells = tuple(
-            text_cell(name, outcomes[name], own, found[FULL.name], by_name.get(name))
-            for name, own in found.items()
-        )
-        self.texts.append(TextResult(family, len(examples), asked - len(examples), cells))
-        return self.texts[-1]
-
-    def _keep(
-        self,
         examples: Sequence[Example],
         outcomes: Mapping[str, Sequence[MethodAnswer]],
         scores: Mapping[str, Sequence[Scores | Likelihood]],
-    ) -> None:
+    ) -> dict[str, Spread]:
+        """Keep the answers; times to first token by the method's name, none where they are not measured."""
         for name, found in scores.items():
             for example, outcome, one in zip(examples, outcomes[name], found, strict=True):
                 self.keep(example.task, name, outcome, one)
-
-    def _times(self, family: str, examples: Sequence[Example]) -> dict[str, Spread]:
-        """Times to first token by the method's name; empty where none are measured."""
         self.steps.show(f"{family}: time to first token")
-        times = (
-            first_token_times(self.engine, examples, self.methods, self.ttft_repeats, done=self.steps.done)
-            if self.ttft_repeats
-            else {}
-        )
+        if not self.ttft_repeats:
+            return {}
+        done, repeats = self.steps.done, self.ttft_repeats
+        times = first_token_times(self.engine, examples, self.methods, repeats, done=done)
         return {method.name: spread for method, spread in times.items()}
 
     def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[MethodAnswer]]:
@@ -116,13 +103,6 @@ class Study:
             again = evaluate(self.noise, examples, [], done=self.steps.done, references=full)
             named[self.noise_name] = again[FULL]
         return named | {method.name: outcomes for method, outcomes in found.items()}
-
-    @staticmethod
-    def _scored(
-        examples: Sequence[Example], found: Sequence[MethodAnswer], outcomes: Mapping[str, list[MethodAnswer]]
-    ) -> list[Scores]:
-        full = outcomes[FULL.name]
-        return [score(e.task, o, r) for e, o, r in zip(examples, found, full, strict=True)]
 
 
 def refused(engine: Engine, methods: Sequence[Method]) -> dict[Method, str]:

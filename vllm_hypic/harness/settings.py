@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,8 @@ class HypicOptions(click.ParamType):
         return dict(options)
 
 
+OF_ENGINES = ("max_num_batched_tokens", "kv_gib", "kv_cache_dtype")
+"""Fields of :class:`EngineSettings` that are options of engines alone."""
 SHORTEST = 64
 """Tokens of the shortest segment that is certain to be cached with the default seam and minimum."""
 
@@ -168,18 +170,10 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
-        def with_served(
-            *,
-            model: Path | None,
-            size: str,
-            threads: int | None,
-            eager: bool,
-            hypic: dict[str, Any],
-            timeout_s: float,
-            **options: Any,
-        ) -> Any:
+        def with_served(*, threads: int | None, **options: Any) -> Any:
+            own = {f.name: options.pop(f.name) for f in fields(Served) if f.name != "threads"}
             threads = threads or len(os.sched_getaffinity(0))
-            return command(served=Served(model, size, threads, eager, hypic, timeout_s), **options)
+            return command(served=Served(threads=threads, **own), **options)
 
         return with_options(
             with_served,
@@ -224,24 +218,10 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
-        def with_settings(
-            *,
-            served: Served,
-            max_num_batched_tokens: int | None,
-            kv_gib: float,
-            kv_cache_dtype: str | None,
-            **options: Any,
-        ) -> Any:
-            engine = EngineSettings(
-                model=served.folder(),
-                threads=served.threads,
-                eager=served.eager,
-                max_num_batched_tokens=max_num_batched_tokens,
-                kv_gib=kv_gib,
-                kv_cache_dtype=kv_cache_dtype,
-                hypic=served.hypic,
-                timeout_s=served.timeout_s,
-            )
+        def with_settings(*, served: Served, **options: Any) -> Any:
+            own: dict[str, Any] = {name: options.pop(name) for name in OF_ENGINES}
+            own |= {"eager": served.eager, "hypic": served.hypic, "timeout_s": served.timeout_s}
+            engine = EngineSettings(served.folder(), served.threads, **own)
             return command(engine=engine, **options)
 
         engine_only = with_options(

@@ -20,41 +20,23 @@ class RandomModel:
     module: str = "random_models"
 
 
+_LIKE: dict[str, Any] = {"hidden": 768, "intermediate": 2304, "heads": 8, "head_dim": 128, "vocab": 32768}
+_HYBRID: dict[str, Any] = {"full_attention_interval": 4, "kv_heads": 2, "linear_head_dim": 128}
+_THREE_OF_FOUR = [*["linear_attention"] * 3, "full_attention"] * 4
 SIZES = {
     "tiny": RandomModel("qwen3_5", "save_hybrid_model", {"layers": 4, "hidden": 128}),
     "150m": RandomModel(
         "qwen3_5",
         "save_hybrid_model",
-        {
-            "layers": 16,
-            "full_attention_interval": 4,
-            "hidden": 768,
-            "intermediate": 2304,
-            "heads": 8,
-            "kv_heads": 2,
-            "head_dim": 128,
-            "linear_head_dim": 128,
-            "linear_key_heads": 8,
-            "linear_value_heads": 8,
-            "vocab": 32768,
-        },
+        _LIKE | _HYBRID | {"layers": 16, "linear_key_heads": 8, "linear_value_heads": 8},
     ),
     "400m": RandomModel(
         "qwen3_5",
         "save_hybrid_model",
-        {
-            "layers": 24,
-            "full_attention_interval": 4,
-            "hidden": 1024,
-            "intermediate": 3584,
-            "heads": 8,
-            "kv_heads": 2,
-            "head_dim": 256,
-            "linear_head_dim": 128,
-            "linear_key_heads": 16,
-            "linear_value_heads": 16,
-            "vocab": 32768,
-        },
+        _LIKE
+        | _HYBRID
+        | {"layers": 24, "hidden": 1024, "intermediate": 3584, "head_dim": 256}
+        | {"linear_key_heads": 16, "linear_value_heads": 16},
     ),
     "150m-mamba2": RandomModel(
         "granite4",
@@ -63,7 +45,7 @@ SIZES = {
             "name": "GraniteMoeHybrid",
             "fields": {
                 "num_hidden_layers": 16,
-                "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4,
+                "layer_types": _THREE_OF_FOUR,
                 "hidden_size": 768,
                 "intermediate_size": 2304,
                 "shared_intermediate_size": 2304,
@@ -86,31 +68,11 @@ SIZES = {
     "150m-kda": RandomModel(
         "kimi_linear",
         "save_kimi_model",
-        {
-            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4,
-            "hidden": 768,
-            "intermediate": 2304,
-            "heads": 8,
-            "head_dim": 128,
-            "linear_heads": 8,
-            "linear_head_dim": 128,
-            "vocab": 32768,
-        },
+        _LIKE | {"layer_types": _THREE_OF_FOUR, "linear_heads": 8, "linear_head_dim": 128},
         module="random_kimi",
     ),
     "150m-lightning": RandomModel(
-        "bailing_hybrid",
-        "save_ring_model",
-        {
-            "layers": 16,
-            "group": 4,
-            "hidden": 768,
-            "intermediate": 2304,
-            "heads": 8,
-            "head_dim": 128,
-            "vocab": 32768,
-        },
-        module="random_ring",
+        "bailing_hybrid", "save_ring_model", _LIKE | {"layers": 16, "group": 4}, module="random_ring"
     ),
     "150m-windows": RandomModel(
         "gemma3",

@@ -10,11 +10,10 @@ Until: a KV connector is told the caches of all workers.
 from __future__ import annotations
 
 import copy
-from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..pool.geometry import ALL_STAGES
-from .signature import require_parameters
+from .signature import replaces
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -24,22 +23,14 @@ def apply() -> None:
     """Idempotent; the configurations are only added to."""
     from vllm.v1.engine import core
 
-    stock = core.generate_scheduler_kv_cache_config
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "kv_cache_configs")
-
-    @wraps(stock)
-    def generate_scheduler_kv_cache_config(kv_cache_configs: list[KVCacheConfig]) -> KVCacheConfig:
+    @replaces(core, core.generate_scheduler_kv_cache_config, "kv_cache_configs")
+    def of_all_stages(stock: Any, kv_cache_configs: list[KVCacheConfig]) -> KVCacheConfig:
         # Tensor-parallel ranks of a stage have the same layers, and one speaks for them.
         stages = {_layers(config): copy.copy(config) for config in kv_cache_configs}
-        scheduler = stock(kv_cache_configs)
+        scheduler: KVCacheConfig = stock(kv_cache_configs)
         for config in (*kv_cache_configs, scheduler):
             setattr(config, ALL_STAGES, tuple(stages.values()))
         return scheduler
-
-    generate_scheduler_kv_cache_config._hypic = True  # type: ignore[attr-defined]
-    core.generate_scheduler_kv_cache_config = generate_scheduler_kv_cache_config
 
 
 def _layers(config: KVCacheConfig) -> tuple[str, ...]:

@@ -9,32 +9,27 @@ Until: vLLM writes the options where they are read, and returns where there are 
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
     """Idempotent."""
-    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample import rejection_sampler as sampler
 
-    constrain, expand = rejection_sampler.apply_sampling_constraints, rejection_sampler.expand_batch_to_tokens
-    if getattr(constrain, "_hypic", False):
-        return
-    require_parameters(constrain, "logits", "cu_num_draft_tokens", "sampling_metadata")
-    require_parameters(expand, "x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
+    constrain, expand = sampler.apply_sampling_constraints, sampler.expand_batch_to_tokens
 
-    @wraps(constrain)
-    def constrained(
-        logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: Any
-    ) -> torch.Tensor:
-        return constrain(logits, cu_num_draft_tokens, sampling_metadata) if len(logits) else logits
+    @replaces(sampler, constrain, "logits", "cu_num_draft_tokens", "sampling_metadata")
+    def constrained(stock: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = stock(logits, *args, **kwargs) if len(logits) else logits
+        return found
 
-    @wraps(expand)
+    @replaces(sampler, expand, "x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
     def expanded(
+        _: Any,
         x: torch.Tensor,
         cu_num_tokens: torch.Tensor,
         num_tokens: int,
@@ -44,7 +39,3 @@ def apply() -> None:
         counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
         replaced = x.masked_fill(x == replace_from, replace_to)
         return replaced.repeat_interleave(counts, output_size=num_tokens)
-
-    constrained._hypic = True  # type: ignore[attr-defined]
-    rejection_sampler.apply_sampling_constraints = constrained
-    rejection_sampler.expand_batch_to_tokens = expanded

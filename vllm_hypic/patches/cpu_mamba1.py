@@ -13,7 +13,6 @@ Until: vLLM has such operators for CPUs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from ..backends.ops import mamba1
 from ..backends.ops.program import ordinary
 from ..pool.tensors import DiagonalRecords
-from .signature import require_parameters
+from .signature import replaces, require_parameters
 
 
 def apply() -> None:
@@ -29,17 +28,15 @@ def apply() -> None:
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba import mamba_mixer
 
-    stock = mamba_mixer.MambaMixer.forward_impl
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "self", "hidden_states", "output")
     require_parameters(mamba_mixer.selective_scan_fn, "u", "ssm_states", "delta", "A", "B", "C", "D", "z")
     require_parameters(
         mamba_mixer.selective_state_update, "state", "x", "dt", "A", "B", "C", "D", "dt_bias", "z"
     )
+    mamba_mixer.selective_scan_fn = _selective_scan
+    mamba_mixer.selective_state_update = _selective_state_update
 
-    @wraps(stock)
-    def forward_impl(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+    @replaces(mamba_mixer.MambaMixer, mamba_mixer.MambaMixer.forward_impl, "self", "hidden_states", "output")
+    def forward_impl(stock: Any, self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         unpacked = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
         if unpacked is not None:
             self.conv1d.weight.data = unpacked.unsqueeze(1)
@@ -49,11 +46,6 @@ def apply() -> None:
             return
         self.is_lora_enabled = True
         stock(self, hidden_states, output)
-
-    forward_impl._hypic = True  # type: ignore[attr-defined]
-    mamba_mixer.MambaMixer.forward_impl = forward_impl
-    mamba_mixer.selective_scan_fn = _selective_scan
-    mamba_mixer.selective_state_update = _selective_state_update
 
 
 def _selective_scan(

@@ -9,10 +9,9 @@ Until: the CPU's scan returns the states of chunks.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
@@ -20,14 +19,6 @@ def apply() -> None:
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    stock = MambaMixer2.get_kv_cache_spec
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "self", "vllm_config")
-
-    @wraps(stock)
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+    @replaces(MambaMixer2, MambaMixer2.get_kv_cache_spec, "self", "vllm_config")
+    def without_checkpoints(_: Any, self: Any, vllm_config: Any) -> Any:
         return MambaBase.get_kv_cache_spec(self, vllm_config)
-
-    get_kv_cache_spec._hypic = True  # type: ignore[attr-defined]
-    MambaMixer2.get_kv_cache_spec = get_kv_cache_spec

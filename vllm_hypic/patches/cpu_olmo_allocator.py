@@ -8,27 +8,19 @@ Until: vLLM asks whether there is Triton before it does.
 
 from __future__ import annotations
 
-from functools import wraps
+from typing import Any
 
 import torch
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
     """Idempotent."""
-    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
     from vllm.triton_utils import HAS_TRITON
 
-    stock = olmo_gdn_linear_attn.set_triton_allocator
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "device")
-
-    @wraps(stock)
-    def set_triton_allocator(device: torch.device) -> None:
+    @replaces(olmo, olmo.set_triton_allocator, "device")
+    def set_if_there_is_one(stock: Any, device: torch.device) -> None:
         if HAS_TRITON:
             stock(device)
-
-    set_triton_allocator._hypic = True  # type: ignore[attr-defined]
-    olmo_gdn_linear_attn.set_triton_allocator = set_triton_allocator

@@ -10,28 +10,20 @@ Until: the kernel ignores the stride of a dimension of size 1.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
     """Idempotent."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    stock = gdn_attention._causal_conv1d_fwd_cpu
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "x", "weight", "bias")
-
-    @wraps(stock)
-    def causal_conv1d(*, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    @replaces(gdn_attention, gdn_attention._causal_conv1d_fwd_cpu, "x", "weight", "bias")
+    def causal_conv1d(stock: Any, *, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if x.size(1) == 1:
             x = x.as_strided(x.size(), (1, x.size(0)))
-        return stock(x=x, **kwargs)
-
-    causal_conv1d._hypic = True  # type: ignore[attr-defined]
-    gdn_attention._causal_conv1d_fwd_cpu = causal_conv1d
+        convolved: torch.Tensor = stock(x=x, **kwargs)
+        return convolved

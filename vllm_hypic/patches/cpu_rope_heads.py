@@ -10,30 +10,21 @@ Until: the kernel takes three dimensions.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
     """Idempotent."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    stock = RotaryEmbedding.forward_cpu
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "self", "positions", "query", "key")
-
-    @wraps(stock)
+    @replaces(RotaryEmbedding, RotaryEmbedding.forward_cpu, "self", "positions", "query", "key")
     def forward_cpu(
-        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        stock: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         run = self.forward_native if query.dim() > 2 else stock.__get__(self)
         rotated: tuple[torch.Tensor, torch.Tensor | None] = run(positions, query, key)
         return rotated
-
-    forward_cpu._hypic = True  # type: ignore[attr-defined]
-    RotaryEmbedding.forward_cpu = forward_cpu

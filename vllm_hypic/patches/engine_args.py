@@ -8,23 +8,17 @@ Until: a platform-independent plugin hook for engine configuration exists.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
     """Idempotent."""
     from vllm.engine.arg_utils import EngineArgs
 
-    stock = EngineArgs.create_engine_config
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "self", "usage_context")
-
-    @wraps(stock)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+    @replaces(EngineArgs, EngineArgs.create_engine_config, "self", "usage_context")
+    def create_engine_config(stock: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         from ..engine.activation import choose, complete
 
         chosen = choose(self)
@@ -32,6 +26,3 @@ def apply() -> None:
         if chosen:
             complete(config)
         return config
-
-    create_engine_config._hypic = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config

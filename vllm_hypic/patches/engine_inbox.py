@@ -9,32 +9,23 @@ Until: vLLM's engine sleeps while all of its requests wait for a KV connector.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
     """Idempotent; schedulers that do not ask for the queue are left alone."""
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-    for core in (EngineCoreProc, DPEngineCoreProc):
-        _wrap(core)
+    for core, stock_loop in (
+        (EngineCoreProc, EngineCoreProc.run_busy_loop),
+        (DPEngineCoreProc, DPEngineCoreProc.run_busy_loop),
+    ):
 
-
-def _wrap(core: Any) -> None:
-    stock = core.run_busy_loop
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "self")
-
-    @wraps(stock)
-    def run_busy_loop(self: Any) -> Any:
-        take_inbox = getattr(self.scheduler, "take_inbox", None)
-        if take_inbox is not None:
-            take_inbox(self.input_queue)
-        return stock(self)
-
-    run_busy_loop._hypic = True  # type: ignore[attr-defined]
-    core.run_busy_loop = run_busy_loop
+        @replaces(core, stock_loop, "self")
+        def run_busy_loop(stock: Any, self: Any) -> Any:
+            take_inbox = getattr(self.scheduler, "take_inbox", None)
+            if take_inbox is not None:
+                take_inbox(self.input_queue)
+            return stock(self)

@@ -8,9 +8,9 @@ Until: vLLM lets engines tear down in a bounded time on every platform.
 
 from __future__ import annotations
 
-from functools import wraps
+from typing import Any
 
-from .signature import require_parameters
+from .signature import replaces
 
 _STOCK_S = 5.0
 """What vLLM gives engines where it names no time."""
@@ -30,17 +30,9 @@ def apply() -> None:
     """Idempotent."""
     from vllm.v1.engine import utils
 
-    stock = utils.get_engine_process_shutdown_timeout
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "request_timeout", "process_timeout")
-
-    @wraps(stock)
-    def timeout_of(request_timeout: float | None, process_timeout: float | None) -> float | None:
-        found = stock(request_timeout, process_timeout)
+    @replaces(utils, utils.get_engine_process_shutdown_timeout, "request_timeout", "process_timeout")
+    def timeout_of(stock: Any, request_timeout: float | None, process_timeout: float | None) -> float | None:
+        found: float | None = stock(request_timeout, process_timeout)
         if request_timeout or not _grace_s:
             return found
         return max(_STOCK_S if found is None else found, _grace_s)
-
-    timeout_of._hypic = True  # type: ignore[attr-defined]
-    utils.get_engine_process_shutdown_timeout = timeout_of

@@ -9,10 +9,9 @@ Until: vLLM returns prompt logprobs of requests that read a part of their prompt
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from .signature import require_parameters
+from .signature import replaces
 
 NO_RANK = -1
 """The rank of a prompt token whose logprobs were not computed."""
@@ -21,15 +20,10 @@ NO_RANK = -1
 def apply() -> None:
     """Idempotent; answers without such rows are left alone."""
     from vllm.logprobs import FlatLogprobs
-    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.engine.logprobs import LogprobsProcessor as Processor
 
-    stock = LogprobsProcessor._update_prompt_logprobs
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "self", "prompt_logprobs_tensors")
-
-    @wraps(stock)
-    def update(self: LogprobsProcessor, prompt_logprobs_tensors: Any) -> None:
+    @replaces(Processor, Processor._update_prompt_logprobs, "self", "prompt_logprobs_tensors")
+    def update(stock: Any, self: Processor, prompt_logprobs_tensors: Any) -> None:
         begin = len(self.prompt_logprobs or ())
         # All rows: tokens that end in the middle of a character are spelt by those before them.
         stock(self, prompt_logprobs_tensors)
@@ -45,6 +39,3 @@ def apply() -> None:
             self.prompt_logprobs.extend(kept)
         else:
             self.prompt_logprobs = kept
-
-    update._hypic = True  # type: ignore[attr-defined]
-    LogprobsProcessor._update_prompt_logprobs = update

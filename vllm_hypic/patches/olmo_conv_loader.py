@@ -9,25 +9,19 @@ Until: vLLM's pull request 55858.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 
-from .signature import require_parameters
+from .signature import replaces, require_parameters
 
 
 def apply() -> None:
     """Idempotent."""
-    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
 
-    stock = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "dims", "tp_size", "tp_rank")
-
-    @wraps(stock)
-    def make_loader(*args: Any) -> Callable[..., None]:
+    @replaces(olmo, olmo._make_fused_conv1d_weight_loader, "dims", "tp_size", "tp_rank")
+    def make_loader(stock: Any, *args: Any) -> Callable[..., None]:
         load = stock(*args)
         require_parameters(load, "param", "loaded_weight", "loaded_shard_id")
 
@@ -39,6 +33,3 @@ def apply() -> None:
             load(param, loaded_weight, loaded_shard_id)
 
         return weight_loader
-
-    make_loader._hypic = True  # type: ignore[attr-defined]
-    olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = make_loader

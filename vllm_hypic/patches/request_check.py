@@ -8,23 +8,19 @@ Until: vLLM lets a plugin validate a request after tokenization.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from .signature import require_parameters
+from .signature import replaces
 
 
 def apply() -> None:
     """Idempotent; engines without the plugin's connector are left alone."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    stock = InputProcessor.process_inputs
-    if getattr(stock, "_hypic", False):
-        return
-    require_parameters(stock, "self", "request_id", "prompt", "params")
-
-    @wraps(stock)
-    def process_inputs(self: InputProcessor, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(InputProcessor, InputProcessor.process_inputs, "self", "request_id", "prompt", "params")
+    def process_inputs(
+        stock: Any, self: InputProcessor, request_id: str, prompt: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         request = stock(self, request_id, prompt, *args, **kwargs)
         from ..engine.front_end import check_request
         from ..engine.segments import SegmentFinder
@@ -34,6 +30,3 @@ def apply() -> None:
             self._hypic_finder = SegmentFinder(self.vllm_config)
         self._hypic_finder.find(request, prompt)
         return request
-
-    process_inputs._hypic = True  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = process_inputs

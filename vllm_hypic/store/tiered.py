@@ -70,7 +70,8 @@ class _Fetch:
 
 
 class TieredStore:
-    """:class:`~.protocol.SegmentStore` over tiers.  Call :meth:`open` first; all methods from one thread."""
+    """Records outside the pool.  One thread calls it (the worker's), :meth:`open` first.  No call but
+    :meth:`open`, :meth:`drain` and :meth:`close` waits for a tier, and none raises for a tier's fault."""
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class TieredStore:
                 logger.warning("tier %s: bypassed, not open after %.3g s, still opening", tier.name, open_s)
 
     def drain(self, timeout_s: float) -> bool:
+        """Wait until all that was committed is in the tiers that are up.  False: time is over."""
         return _wait_until(self._drained, timeout_s)
 
     def _drained(self) -> bool:
@@ -163,6 +165,7 @@ class TieredStore:
     # -- writing
 
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
+        """Room to write an object of ``value.nbytes``; ``None`` when writing lags behind (try later)."""
         return self._writes.reserve(name, value)
 
     def commit(
@@ -171,6 +174,8 @@ class TieredStore:
         finish: Callable[[memoryview], None] | None = None,
         rests_on: tuple[ObjectName, ...] = (),
     ) -> None:
+        """Hand the filled buffer over: ``finish`` (checksum) and the tiers' writes follow behind.  What the
+        object ``rests_on`` counts as used, so that tiers keep it longer."""
         expires = self._latest()
         with self._lock:
             if self._writes.commit(reservation, finish, expires, rests_on):
@@ -178,13 +183,18 @@ class TieredStore:
             self._begun.notify_all()
 
     def abort(self, reservation: Reservation) -> None:
+        """Give the room back unwritten."""
         with self._lock:
             self._writes.abort(reservation)
 
     # -- reading
 
     def prefetch(self, name: ObjectName, limit: int, reader: Reader, spent_s: float = 0.0) -> bool:
-        """See the protocol.  ``ValueError`` while an earlier fetch of ``name`` was not reported."""
+        """Start fetching; False when no tier can have it (nothing started, nothing will be reported).
+
+        Objects that are still being written are found.  ``spent_s``: the part of the deadline that fetching
+        what comes before it has taken.  ``ValueError`` while an earlier fetch of ``name`` was not reported.
+        """
         with self._lock:
             if name in self._fetches:
                 raise ValueError(f"{name}: a fetch of it was not reported yet")
@@ -254,6 +264,7 @@ class TieredStore:
             self._writes.promote(Item(name, data, value, self._expiries.get(name, self._latest())), above)
 
     def poll(self) -> list[Fetched]:
+        """Fetches that ended since the last call; each is reported once, and within the deadline."""
         self.tick()
         with self._lock:
             ended = [f.ended for f in self._fetches.values() if f.ended is not None]
@@ -262,10 +273,13 @@ class TieredStore:
             return ended
 
     def holds(self, name: ObjectName) -> bool:
+        """Whether a tier that can tell has it, or it is being written.  Changes nothing."""
         with self._lock:
             return self._writes.find(name) is not None or any(tier.holds(name) for tier in self._tiers)
 
     def in_all_tiers(self, name: ObjectName) -> bool | None:
+        """Whether every tier has it, or is to get it; ``None``: none is known to lack it, but some cannot
+        tell.  Changes nothing."""
         with self._lock:
             if self._writes.find(name) is not None:
                 return True
@@ -274,6 +288,9 @@ class TieredStore:
             return True if all(tier.holds(name) for tier in self._tiers) else None
 
     def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> Look:
+        """Find out within the deadline which of ``names`` a tier has: all of these where it can tell at once,
+        else the first one at least.  ``tier``: this one is asked, once their present writes to it have ended
+        (``KeyError``: there is none); otherwise all are, and what is being written is there."""
         asked = [t for t in self._tiers if tier in (None, t.name)]
         if not asked:
             raise KeyError(f"no tier is named {tier!r}: there are {[t.name for t in self._tiers]}")

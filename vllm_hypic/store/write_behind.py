@@ -118,7 +118,7 @@ class WriteBehind:
     # -- the caller's
 
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
-        """See :meth:`SegmentStore.reserve`.  Allocates without the lock."""
+        """See :meth:`.tiered.TieredStore.reserve`.  Allocates without the lock."""
         if value.nbytes < 1:
             raise ValueError(f"nbytes={value.nbytes} of {name}: expected an integer >= 1")
         with self._lock:

@@ -1,5 +1,5 @@
-"""Metadata that vLLM's Mamba2 and short convolution layers have in common: their slots, and of a sub-batch on
-CUDA what the builder would make."""
+"""Metadata that vLLM's Mamba and short convolution layers have in common: their slots, and fields of a
+sub-batch: on CPU as far as stock code reads them, on CUDA what the builder would make."""
 
 from __future__ import annotations
 
@@ -48,6 +48,25 @@ def with_slots_in_a_row(metadata: BaseMambaAttentionMetadata | None) -> None:
     gives a column of their table."""
     if metadata is not None and (slots := metadata.state_indices_tensor_p) is not None:
         metadata.state_indices_tensor_p = slots.contiguous()
+
+
+def cpu_fields(metadata: BaseMambaAttentionMetadata, rows: StockRows, slots: torch.Tensor) -> dict[str, Any]:
+    """Fields of the metadata of these rows, by name, as far as stock code reads it on CPU; the rest is vLLM's
+    defaults.  ``slots``: the rows' own.  Those of decodes are left out: layers take them in several forms."""
+    decodes, first = rows.decodes, rows.starts[rows.decodes]
+    return dict(
+        num_prefills=len(rows.batch_rows) - decodes,
+        num_prefill_tokens=rows.starts[-1] - first,
+        num_decodes=decodes,
+        num_decode_tokens=first,
+        num_reqs=len(rows.batch_rows),
+        has_initial_states_p=torch.tensor(rows.resumed[decodes:], dtype=torch.bool),
+        query_start_loc_p=prefill_starts(rows),
+        state_indices_tensor_p=slots[decodes:],
+        query_start_loc_d=None,
+        num_accepted_tokens=None,
+        seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
+    )
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,23 @@ from . import extension
 HEAD_MULTIPLE = 16
 TAPS = range(2, 5)
 INPUTS = (torch.bfloat16, torch.float32)
+STATES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def refuses(taps: int, conv: Tensor, state: Tensor, states: Collection[torch.dtype]) -> str | None:
-    """Why they do not serve a layer with a convolution of `taps` and such caches, or `None`: they do.
+def refuses(
+    inputs: torch.dtype, state: Tensor, states: Collection[torch.dtype] = STATES, taps: int = 2
+) -> str | None:
+    """Why they do not serve a layer with inputs of this dtype and a convolution of `taps`, or `None`.
 
-    `conv`, `state` [slots, heads, rows, columns]: vLLM's caches; `states`: dtypes that the states may have.
+    `state` [slots, heads, rows, columns]: vLLM's cache; `states`: dtypes that it may have.
     """
     rows, columns = state.shape[2:]
     if state.device.type != "cpu":
         return f"{state.device.type} tensors"
     if state.dtype not in states:
         return f"states in {state.dtype}"
-    if conv.dtype not in INPUTS:
-        return f"inputs in {conv.dtype}"
+    if inputs not in INPUTS:
+        return f"inputs in {inputs}"
     if rows % HEAD_MULTIPLE or columns % HEAD_MULTIPLE:
         return f"head sizes {rows} and {columns}, not multiples of {HEAD_MULTIPLE}"
     if taps not in TAPS:

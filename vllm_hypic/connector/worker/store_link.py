@@ -21,8 +21,9 @@ from ...pool.incoming import IncomingRecord
 from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
 from ...store.cache_value import CacheValue, ObjectName
-from ...store.protocol import Look, Reservation, SegmentStore, StoreStats
+from ...store.protocol import Look, Reservation, StoreStats
 from ...store.record import record_nbytes, seal_record
+from ...store.tiered import TieredStore
 from ...store.totals import since
 from ..orders import ClearCaches, FetchRecord, Order, Result, SaveRecord, StoreAction, StoreOrder
 from .link import RecordLink
@@ -60,7 +61,7 @@ class _Search:
 class StoreLink(RecordLink):
     """Moves records between one worker's pool and its store."""
 
-    def __init__(self, store: SegmentStore, codec: RecordCodec) -> None:
+    def __init__(self, store: TieredStore, codec: RecordCodec) -> None:
         super().__init__()
         self.store, self.codec = store, codec
         self._fetching: dict[ObjectName, _Fetch] = {}

@@ -17,57 +17,14 @@ from functools import cache, cached_property
 from importlib.metadata import distributions
 
 from ..task import TEXTS
+from .lexicon import listed
 
-MODULES = (
-    *(
-        "argparse",
-        "asyncio",
-        "bisect",
-        "calendar",
-        "collections",
-        "configparser",
-        "contextlib",
-        "csv",
-        "datetime",
-    ),
-    *(
-        "decimal",
-        "difflib",
-        "doctest",
-        "email.message",
-        "enum",
-        "fractions",
-        "functools",
-        "heapq",
-        "http.client",
-    ),
-    *(
-        "inspect",
-        "io",
-        "itertools",
-        "json",
-        "logging",
-        "mailbox",
-        "multiprocessing",
-        "os",
-        "pathlib",
-        "pickle",
-    ),
-    *(
-        "random",
-        "re",
-        "shutil",
-        "socket",
-        "sqlite3",
-        "statistics",
-        "string",
-        "subprocess",
-        "tarfile",
-        "tempfile",
-    ),
-    *("textwrap", "threading", "tokenize", "unittest", "unittest.mock", "urllib.request"),
-    *("xml.etree.ElementTree", "zipfile"),
-)
+MODULES = listed("""
+    argparse asyncio bisect calendar collections configparser contextlib csv datetime decimal difflib doctest
+    email.message enum fractions functools heapq http.client inspect io itertools json logging mailbox
+    multiprocessing os pathlib pickle random re shutil socket sqlite3 statistics string subprocess tarfile
+    tempfile textwrap threading tokenize unittest unittest.mock urllib.request xml.etree.ElementTree zipfile
+""")
 """Modules of Python's library whose docstrings are read."""
 OWN = "vllm-hypic"
 """Our own README changes with every commit: it is no text to measure on."""

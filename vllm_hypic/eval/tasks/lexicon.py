@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 
-def _words(text: str) -> tuple[str, ...]:
+def listed(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NAMES = _words("""
+NAMES = listed("""
     Ada Agnes Albert Alice Amir Anna Arthur Astrid Basil Beatrice Bella Boris Bruno Carla Carlos Cecil
     Clara Conrad Cora Dalia Daniel Dario Delia Edgar Edith Elena Elias Elsa Emil Esther Felix Fiona
     Flora Frida Gustav Hanna Harold Hazel Hector Helen Hugo Ida Igor Ines Irene Isaac Ivan Jasper Joan
@@ -16,7 +16,7 @@ NAMES = _words("""
     Rita Robert Rosa Ruben Ruth Samuel Sara Selma Simon Sofia Stella Sven Tamara Theo Tobias Ulla Ursula
     Vera Victor Viola Walter Yara
 """)
-PLACES = _words("""
+PLACES = listed("""
     airport archive attic avenue bakery bank barn basement beach bridge cabin cafe canal castle cellar
     chapel church cinema clinic coast college corner cottage courtyard desert dock factory farm field
     forest garage garden gate hall harbour hill hospital hotel island kitchen lake library lighthouse
@@ -24,7 +24,7 @@ PLACES = _words("""
     river road school shore square stable stadium station street studio temple theatre tower town tunnel
     valley village vineyard workshop
 """)
-THINGS = _words("""
+THINGS = listed("""
     apple armchair bag ball barrel basket bell belt bench bicycle blanket boat bone book boot bottle
     bowl box bread brick broom brush bucket button cake camera candle card carpet chain chair clock
     cloth coat coin comb compass crate crown cup curtain desk dish door dress drum engine envelope fan
@@ -35,7 +35,7 @@ THINGS = _words("""
     soap spoon stamp stone stool stove suitcase sword table tent ticket torch towel toy tray trumpet
     umbrella vase violin wagon wallet watch wheel whistle
 """)
-QUALITIES = _words("""
+QUALITIES = listed("""
     ancient bent big black blue brass bright broken brown cheap clean cold copper crooked dark deep
     dirty dry dusty empty faded famous fine flat foreign fragile fresh golden green grey heavy hidden
     high hollow huge iron large late light little lonely long loud low narrow new noisy old open orange
@@ -43,7 +43,7 @@ QUALITIES = _words("""
     silent silver simple slow small smooth soft solid square steep strange strong tall thick thin tiny
     warm weak wet white wide wild wooden worn yellow young
 """)
-ACTIONS = _words("""
+ACTIONS = listed("""
     admired borrowed bought brought carried caught chose cleaned collected counted covered described
     drew dropped examined fetched filled finished fixed followed found gave guarded held hid kept left
     lifted liked lost made measured mentioned missed moved needed noticed offered opened ordered packed
@@ -51,19 +51,19 @@ ACTIONS = _words("""
     returned sent shared showed sold stored studied threw took touched traded used visited wanted washed
     watched weighed wrapped
 """)
-TIMES = _words("""
+TIMES = listed("""
     afterwards again already always before breakfast daily early eventually finally later lately often
     once quietly rarely recently seldom slowly sometimes soon suddenly today together twice usually
     yesterday
 """)
-CITIES = _words("""
+CITIES = listed("""
     Amsterdam Ankara Athens Bangkok Barcelona Berlin Bogota Boston Brussels Budapest Cairo Chicago
     Copenhagen Dallas Delhi Denver Dublin Geneva Hamburg Havana Helsinki Istanbul Jakarta Lagos Lima
     Lisbon London Madrid Manila Marseille Miami Milan Montreal Moscow Munich Nairobi Naples Osaka Oslo
     Paris Prague Quito Riga Rome Santiago Seattle Seoul Sofia Stockholm Sydney Tallinn Tokyo Toronto
     Tunis Vienna Warsaw Zagreb Zurich
 """)
-SURNAMES = _words("""
+SURNAMES = listed("""
     Adler Baker Bauer Brandt Carver Cole Costa Dalton Duarte Ellis Fischer Fontaine Garcia Graham
     Hansen Hayes Hoffman Ibsen Jansen Keller Kovacs Lambert Larsen Lindgren Lopez Marchetti Mason
     Meyer Moreau Nakamura Nowak Okafor Olsen Ortega Palmer Petrov Quinn Ramos Reyes Rossi Santos

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -212,21 +211,6 @@ class StagedMover:
         return _Flight(job, chunk, block, mark)
 
 
-class _Job(Protocol):
-    """A record on its way."""
-
-    chunks: deque[Chunk]
-    """Chunks that are not launched yet, for want of a block."""
-    last: Mark | None
-    """Behind the copy launched last."""
-
-    def block_for_next(self, blocks: HostBlocks) -> Block | None:
-        """A block for the first of ``chunks``, filled if it arrives; ``None``: none is free."""
-
-    def copy(self, chunk: Chunk, block: torch.Tensor, staging: torch.Tensor) -> None:
-        """Operators of the copy, to run on the stream."""
-
-
 @dataclass(frozen=True)
 class _Flight:
     job: _Departure | _Arrival
@@ -242,9 +226,11 @@ class _Departure:
     place: RecordPlace
     views: Mapping[str, np.ndarray]
     chunks: deque[Chunk]
+    """Chunks that are not launched yet, for want of a block."""
     then: Then
     finish: Callable[[], None] | None
     last: Mark | None = None
+    """Behind the copy launched last."""
     over: bool = False
     """Its caller was told."""
     damaged: bool = False

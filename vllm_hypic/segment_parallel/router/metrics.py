@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -19,59 +20,42 @@ class RouterMetrics:
 
     def __init__(self, instances: Iterable[Instance]) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.requests = counter(
             "hypic_router_requests",
             "Completion and chat requests; kind: parallel, whole, or proxied for all others.",
             ["kind"],
-            registry=registry,
         )
-        self.whole = Counter(
-            "hypic_router_whole", "Requests that went whole to one instance.", ["reason"], registry=registry
-        )
-        self.segments = Counter(
+        self.whole = counter("hypic_router_whole", "Requests that went whole to one instance.", ["reason"])
+        self.segments = counter(
             "hypic_router_segments",
             "Segments of parallel requests: dispatched, joined and held ones were asked of workers, local "
             "ones left to the combine node; failed and redispatched count attempts.",
             ["outcome"],
-            registry=registry,
         )
-        self.records = Counter(
+        self.records = counter(
             "hypic_router_records",
             "Records delivered to combine nodes; way: direct, or tiers: left in a tier that both share.",
             ["way"],
-            registry=registry,
         )
-        self.failures = Counter(
-            "hypic_router_failures", "What went wrong.", ["what", "instance"], registry=registry
+        self.failures = counter("hypic_router_failures", "What went wrong.", ["what", "instance"])
+        self.disconnects = counter(
+            "hypic_router_disconnects", "Clients that left before their answer was complete."
         )
-        self.disconnects = Counter(
-            "hypic_router_disconnects",
-            "Clients that left before their answer was complete.",
-            registry=registry,
+        self.plan_s = histogram(
+            "hypic_router_plan_seconds", "Tokenising, planning and assigning of one request."
         )
-        self.plan_s = Histogram(
-            "hypic_router_plan_seconds",
-            "Tokenising, planning and assigning of one request.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.dispatch_s = Histogram(
+        self.dispatch_s = histogram(
             "hypic_router_dispatch_seconds",
             "First segment request of a request to its last delivered record.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.combine_s = Histogram(
-            "hypic_router_combine_seconds",
-            "Last delivered record to the first byte of the answer.",
-            buckets=_SECONDS,
-            registry=registry,
+        self.combine_s = histogram(
+            "hypic_router_combine_seconds", "Last delivered record to the first byte of the answer."
         )
-        self.exposed_s = Histogram(
+        self.exposed_s = histogram(
             "hypic_router_exposed_transfer_seconds",
             "From when all records of a request were computed to when all were delivered.",
-            buckets=_SECONDS,
-            registry=registry,
         )
         # All label values from the start: a rate is then right from the first event on.
         for kind in ("parallel", "whole", "proxied"):
@@ -92,26 +76,19 @@ class _Instances(Collector):
         self._instances = instances
 
     def collect(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily("hypic_router_instance_up", "1: known and given work.", labels=["instance"])
-        excluded = GaugeMetricFamily(
-            "hypic_router_instance_excluded",
-            "1: of another namespace, or described as another one is.",
-            labels=["instance"],
+        told: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
+            ("up", "1: known and given work.", lambda i: i.up),
+            (
+                "excluded",
+                "1: of another namespace, or described as another one is.",
+                lambda i: i.state is InstanceState.EXCLUDED,
+            ),
+            ("load_tokens", "Tokens still to be prefilled.", lambda i: i.load),
+            ("records", "Records it holds.", lambda i: len(i.view.resident)),
+            ("open_requests", "Requests of clients open there.", lambda i: i.open_requests),
         )
-        load = GaugeMetricFamily(
-            "hypic_router_instance_load_tokens", "Tokens still to be prefilled.", labels=["instance"]
-        )
-        resident = GaugeMetricFamily(
-            "hypic_router_instance_records", "Records it holds.", labels=["instance"]
-        )
-        clients = GaugeMetricFamily(
-            "hypic_router_instance_open_requests", "Requests of clients open there.", labels=["instance"]
-        )
-        for i in self._instances:
-            label = [i.url]
-            up.add_metric(label, float(i.up))
-            excluded.add_metric(label, float(i.state is InstanceState.EXCLUDED))
-            load.add_metric(label, i.load)
-            resident.add_metric(label, len(i.view.resident))
-            clients.add_metric(label, i.open_requests)
-        return [up, excluded, load, resident, clients]
+        for name, text, value in told:
+            gauge = GaugeMetricFamily(f"hypic_router_instance_{name}", text, labels=["instance"])
+            for instance in self._instances:
+                gauge.add_metric([instance.url], float(value(instance)))
+            yield gauge

@@ -7,7 +7,7 @@ state is always known.  A request that shares ``d`` boundaries resumes from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,12 +30,6 @@ class Depths:
         if not sane or self.work[0] != 0 or np.any(np.diff(self.work) < 0) or np.any(self.weights < 0):
             raise ValueError("expected weights >= 0 and as many values of work, from 0 and never falling")
 
-    @classmethod
-    def of(cls, weights: Floats, grid: int, work: Callable[[int], float] = float) -> Depths:
-        """Boundaries ``grid`` tokens apart; ``work`` of so many tokens from the begin: by default their
-        number, or the FLOPs of their prefill, whose quadratic part makes deep tokens dearer."""
-        return cls(weights, np.array([work(grid * d) for d in range(len(weights))], dtype=np.float64))
-
     @property
     def boundaries(self) -> int:
         return len(self.weights) - 1
@@ -44,23 +38,16 @@ class Depths:
         """What states at these boundaries save, under these depths."""
         places = np.unique(np.array([0, *kept], dtype=np.int64))
         resumed = places[np.searchsorted(places, np.arange(len(self.work)), side="right") - 1]
-        asked = float(self.weights @ self.work)
         saved = float(self.weights @ self.work[resumed])
-        return Placement(tuple(int(b) for b in places[1:]), asked, saved)
+        return Placement(tuple(int(b) for b in places[1:]), saved)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Boundaries that keep a state, ascending, 0 not among them; of the work ``asked`` for, what is
-    ``saved``."""
+    """Boundaries that keep a state, ascending, 0 not among them, and the work that this saves."""
 
     boundaries: tuple[int, ...]
-    asked: float
     saved: float
-
-    @property
-    def recomputed(self) -> float:
-        return self.asked - self.saved
 
 
 class Placer(Protocol):
@@ -68,8 +55,3 @@ class Placer(Protocol):
 
     def place(self, depths: Depths, count: int) -> Placement:
         """At most ``count`` boundaries of the record; those that save nothing may be left out."""
-
-
-def affordable(budget_bytes: int, state_bytes: int) -> int:
-    """States of so many bytes that fit into a record's budget."""
-    return budget_bytes // max(1, state_bytes)

@@ -32,16 +32,6 @@ class OptimalPlacer:
         return depths.judged([int(ends[i]) for i in chosen])
 
 
-class OraclePlacer:
-    """Is told how many requests will share how many boundaries, whatever was seen so far."""
-
-    def __init__(self, future: Floats) -> None:
-        self._future = future
-
-    def place(self, depths: Depths, count: int) -> Placement:
-        return depths.judged(OptimalPlacer().place(Depths(self._future, depths.work), count).boundaries)
-
-
 def _chosen(work: Floats, sharing: Floats, count: int) -> list[int]:
     """Numbers of the points that save most: ``work`` rises, ``sharing`` falls; both ``[N]``."""
     numbers = np.arange(len(work))

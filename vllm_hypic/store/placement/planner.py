@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .base import Depths, Placer, affordable
+from .base import Depths, Placer
 from .histogram import DepthHistogram
 from .optimal import OptimalPlacer
 
@@ -49,7 +49,7 @@ class CheckpointPlanner:
     ) -> None:
         self.grid = grid
         self._state_bytes, self._token_bytes = state_bytes, token_bytes
-        most = affordable(budget_bytes, state_bytes)
+        most = budget_bytes // max(1, state_bytes)
         self._counts = [c for c in (2**k for k in range(most.bit_length())) if c < most] if thrifty else []
         self._counts += [most] * (most > 0)
         self._placer, self._work = placer or OptimalPlacer(), work

@@ -5,7 +5,7 @@ A tier knows nothing of records: bytes in, the same bytes out.  Whoever reads ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +84,3 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release threads, files, connections.  Objects stay where they survive a restart."""
-
-
-TierFactory = Callable[[], Tier]

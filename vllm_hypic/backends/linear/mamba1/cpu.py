@@ -27,7 +27,7 @@ from ...ops import mamba1, short_conv
 from ...ops.short_conv import torch as convolution
 from ..base import LinearLayer
 from ..layout import Composed, Segments, StockRows
-from ..mamba_rows import slots_of
+from ..mamba_rows import cpu_fields, slots_of
 
 if TYPE_CHECKING:
     from ....pool.runtime import HypicRuntime
@@ -84,24 +84,9 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         self._special(x, out, composed.tokens, convolve, scan)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba1AttentionMetadata:
-        """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults."""
         slots = slots_of(metadata)[torch.tensor(rows.batch_rows)]
-        decodes, tokens = rows.decodes, rows.starts[-1]
-        first = rows.starts[decodes]
-        return Mamba1AttentionMetadata(
-            num_prefills=len(rows.batch_rows) - decodes,
-            num_prefill_tokens=tokens - first,
-            num_decodes=decodes,
-            num_decode_tokens=first,
-            num_reqs=len(rows.batch_rows),
-            has_initial_states_p=torch.tensor(rows.resumed[decodes:], dtype=torch.bool),
-            query_start_loc_p=torch.tensor(rows.starts[decodes:], dtype=torch.int32) - first,
-            state_indices_tensor_p=slots[decodes:],
-            state_indices_tensor_d=slots[:decodes, None],
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
-            seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
-        )
+        fields = cpu_fields(metadata, rows, slots)
+        return Mamba1AttentionMetadata(**fields, state_indices_tensor_d=slots[: rows.decodes, None])
 
     def append(self, records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
         assert isinstance(records, DiagonalRecords)

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, comp
 from ...ops import mamba2
 from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
-from ..mamba_rows import drafted_of, slots_of, with_slots_in_a_row
+from ..mamba_rows import cpu_fields, drafted_of, slots_of, with_slots_in_a_row
 from .base import HypicMamba2, ProjectedRows
 
 if TYPE_CHECKING:
@@ -62,27 +62,14 @@ class HypicCPUMamba2(HypicMamba2):
         return drafted_of(metadata)
 
     def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> Mamba2AttentionMetadata:
-        """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults.
-
-        Chunks must be there, but the CPU's scan goes from row to row: where they end changes nothing.
-        """
-        decodes, tokens = rows.decodes, rows.starts[-1]
-        first = rows.starts[decodes]
-        starts = torch.tensor(rows.starts[decodes:], dtype=torch.int32) - first
-        chunk_ends, last_chunks, chunks = compute_varlen_chunk_metadata(starts, metadata.chunk_size)
+        """Chunks must be there, but the CPU's scan goes from row to row: where they end changes nothing."""
+        fields, decodes = cpu_fields(metadata, rows, slots), rows.decodes
+        chunk_ends, last_chunks, chunks = compute_varlen_chunk_metadata(
+            fields["query_start_loc_p"], metadata.chunk_size
+        )
         return Mamba2AttentionMetadata(
-            num_prefills=len(rows.batch_rows) - decodes,
-            num_prefill_tokens=tokens - first,
-            num_decodes=decodes,
-            num_decode_tokens=first,
-            num_reqs=len(rows.batch_rows),
-            has_initial_states_p=torch.tensor(rows.resumed[decodes:], dtype=torch.bool),
-            query_start_loc_p=starts,
-            state_indices_tensor_p=slots[decodes:],
+            **fields,
             state_indices_tensor_d=slots[:decodes, None],
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
-            seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
             prep_initial_states=any(rows.resumed[decodes:]),
             chunk_size=metadata.chunk_size,
             seq_idx_p=chunks,

@@ -17,7 +17,7 @@ from ...ops import short_conv
 from ...ops.short_conv import torch as operators
 from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
-from ..mamba_rows import drafted_of, slots_of, with_slots_in_a_row
+from ..mamba_rows import cpu_fields, drafted_of, slots_of, with_slots_in_a_row
 from .base import HiddenRows, HypicShortConv
 
 if TYPE_CHECKING:
@@ -81,23 +81,8 @@ class HypicCPUShortConv(HypicShortConv):
         return drafted_of(metadata)
 
     def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> ShortConvAttentionMetadata:
-        """Metadata of these rows as far as stock code reads it on CPU; the rest is vLLM's defaults."""
-        decodes, tokens = rows.decodes, rows.starts[-1]
-        first = rows.starts[decodes]
-        return ShortConvAttentionMetadata(
-            num_prefills=len(rows.batch_rows) - decodes,
-            num_prefill_tokens=tokens - first,
-            num_decodes=decodes,
-            num_decode_tokens=first,
-            num_reqs=len(rows.batch_rows),
-            has_initial_states_p=torch.tensor(rows.resumed[decodes:], dtype=torch.bool),
-            query_start_loc_p=torch.tensor(rows.starts[decodes:], dtype=torch.int32) - first,
-            state_indices_tensor_p=slots[decodes:],
-            state_indices_tensor_d=slots[:decodes],
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
-            seq_lens=metadata.seq_lens[torch.tensor(rows.batch_rows)],
-        )
+        fields = cpu_fields(metadata, rows, slots)
+        return ShortConvAttentionMetadata(**fields, state_indices_tensor_d=slots[: rows.decodes])
 
     def kernel_refusal(self) -> str | None:
         """PyTorch's are all there are, and serve every layer."""

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .. import extension, native_layer
 from .arguments import Caches, Carry, Inputs, Records, Relocation
 
-STATES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def refuses(inputs: torch.dtype, state: Tensor) -> str | None:
-    """Why the C++ operators do not serve a layer with inputs of this dtype and vLLM's `state` [slots, H, K,
-    V], or `None`: they do."""
-    K, V = state.shape[2:]
-    if state.device.type != "cpu":
-        return f"{state.device.type} tensors"
-    if state.dtype not in STATES:
-        return f"states in {state.dtype}"
-    if inputs not in native_layer.INPUTS:
-        return f"inputs in {inputs}"
-    if K % native_layer.HEAD_MULTIPLE or V % native_layer.HEAD_MULTIPLE:
-        return f"head sizes {K} and {V}, not multiples of {native_layer.HEAD_MULTIPLE}"
-    return extension.missing()
+refuses = native_layer.refuses
 
 
 def decay_attention_segments(

@@ -17,7 +17,7 @@ def refuses(weights: Weights, caches: Caches) -> str | None:
     """Why the C++ operators do not serve such a layer, or `None`: they do."""
     if weights.gates_given:
         return "gates that are log decays and write strengths already"
-    return native_layer.refuses(len(weights.weight), caches.conv, caches.state, STATES)
+    return native_layer.refuses(caches.conv.dtype, caches.state, STATES, len(weights.weight))
 
 
 def gdn_segments(

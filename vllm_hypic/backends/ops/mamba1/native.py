@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import extension, native_layer
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
-STATES = (torch.float32, torch.bfloat16, torch.float16)
 CHANNEL_MULTIPLE, STATE_MULTIPLE = 16, 4
 
 
@@ -20,7 +19,7 @@ def refuses(inputs: torch.dtype, state: Tensor) -> str | None:
     channels, N = state.shape[1:]
     if state.device.type != "cpu":
         return f"{state.device.type} tensors"
-    if state.dtype not in STATES:
+    if state.dtype not in native_layer.STATES:
         return f"states in {state.dtype}"
     if inputs not in native_layer.INPUTS:
         return f"inputs in {inputs}"

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .. import extension, native_layer
 from .arguments import Caches, Carry, Inputs, Records, Weights
 
-STATES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
     """Why the C++ operators do not serve such a layer, or `None`: they do."""
-    return native_layer.refuses(len(weights.weight), caches.conv, caches.state, STATES)
+    return native_layer.refuses(caches.conv.dtype, caches.state, taps=len(weights.weight))
 
 
 def mamba2_segments(

@@ -1,4 +1,4 @@
-"""Rules that know the number of boundaries and nothing of requests."""
+"""Rules that say where a record keeps states: the engine's, and some that know nothing of requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .base import Depths, Placement
+from vllm_hypic.store.placement.base import Depths, Placement, Placer
+from vllm_hypic.store.placement.optimal import OptimalPlacer
 
 
 @dataclass(frozen=True)
@@ -29,3 +30,11 @@ POWERS = Spacing(lambda n, count: [2**k for k in range(n.bit_length())][-count:]
 """Gaps that double from the begin; the deepest ones where there are more than allowed."""
 SQRT = Spacing(lambda n, count: list(range(math.isqrt(n), n + 1, math.isqrt(n)))[:count])
 """As a cache with blocks of ``sqrt(n)`` boundaries; the first where there are too many."""
+
+PLACERS: dict[str, Placer] = {
+    "last": LAST,
+    "powers": POWERS,
+    "sqrt": SQRT,
+    "equal": EQUAL,
+    "optimal": OptimalPlacer(),
+}

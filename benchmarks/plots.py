@@ -1,4 +1,4 @@
-"""Plots of the benchmarks: the only place that knows matplotlib, which is an optional extra."""
+"""Plots of the benchmarks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
-
-import click
-
-COLOURS = {"stock": "#7f7f7f", "prefix": "#1f77b4", "cold": "#ff7f0e", "warm": "#2ca02c", "naive": "#d62728"}
-"""Colours that mean the same in every plot; other series take matplotlib's."""
 
 DASHES = ("--", ":", "-.")
 
@@ -40,16 +35,6 @@ class Axes:
     log_y: bool = False
     horizontal: Mapping[str, float] | None = None
     """Dashed lines by label, e.g. a limit."""
-
-
-def require_matplotlib() -> None:
-    """Raise ``click.UsageError`` with the way out when there is no matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as e:
-        raise click.UsageError(
-            "--plot needs matplotlib: python -m pip install 'vllm-hypic[bench]' (or: pip install matplotlib)"
-        ) from e
 
 
 def plot_lines(path: Path, panels: Sequence[Axes], *, title: str = "") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .random_checkpoints import (
+from vllm_hypic.harness.random_checkpoints import (
     Shape,
     bailing_fields,
     bailing_layer,
@@ -17,8 +17,8 @@ from .random_checkpoints import (
     save_checkpoint,
     silence,
 )
-from .random_kimi import TAPS, delta_attention
-from .random_models import SPECIAL_IDS
+from vllm_hypic.harness.random_kimi import TAPS, delta_attention
+from vllm_hypic.harness.random_models import SPECIAL_IDS
 
 
 def save_bailing_model(
