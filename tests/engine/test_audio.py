@@ -206,3 +206,45 @@ def generate_interleaved(llm: Any, composed: bool) -> list[int]:
         use_tqdm=False,
     )
     return list(output.outputs[0].token_ids)
+
+
+def test_positions_that_want_a_token_behind_are_refused(tmp_path: Path, engine_logs: Path) -> None:
+    """A segment may end with its audio, and the worker asks the same rule."""
+    log = engine_logs / "models.log"
+    for kind in ("Qwen3ASR", "Qwen3OmniMoe"):
+        (tmp_path / kind).mkdir()
+    assert run_apart(offsets_of_audio, tmp_path / "Qwen3ASR", "Qwen3ASR", log=log) is None
+    with pytest.raises(EngineError, match="wants a token behind an audio, where a segment may end"):
+        run_apart(offsets_of_audio, tmp_path / "Qwen3OmniMoe", "Qwen3OmniMoe", log=log)
+
+
+def offsets_of_audio(path: Path, kind: str) -> tuple[int, ...] | None:
+    """Of its tokens in time, by the rule of vLLM's class; ``None``: one after the other."""
+    import torch
+    import transformers
+    from vllm.config import ModelConfig
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+    from vllm.transformers_utils.configs.qwen3_asr import Qwen3ASRConfig
+
+    from vllm_hypic.engine.media import MediaReader
+
+    rope = QWEN2["rope_parameters"]
+    cls = Qwen3ASRConfig if kind == "Qwen3ASR" else getattr(transformers, f"{kind}Config")
+    cls(
+        thinker_config={"text_config": {"rope_parameters": rope, "rope_scaling": rope}},
+        architectures=[f"{kind}ForConditionalGeneration"],
+    ).save_pretrained(path)
+    model = ModelConfig(str(path), skip_tokenizer_init=True, dtype="bfloat16")
+    assert model.uses_mrope
+    frames = MultiModalFieldElem(torch.tensor(100), MultiModalBatchedField())
+    data = MultiModalKwargsItem({"audio_feature_lengths": frames})
+    [found] = MediaReader(model).of(
+        [MultiModalFeatureSpec(data, "audio", "a", PlaceholderRange(1, 13))], [0] * 20
+    )
+    return found.offsets
