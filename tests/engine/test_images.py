@@ -235,7 +235,7 @@ def test_named_segments(engine: Engine, model: Model) -> None:
     assert farthest(cold, plain, model.steps) <= model.bound
     assert warm.cached == end - 2 * 16
     cut = replace(given, extra={"hypic_segments": [begin, begin + 70, second, end]})
-    with pytest.raises(EngineError, match="are one image, which an edge of a segment cuts"):
+    with pytest.raises(EngineError, match="are one image, video or audio, which an edge of a segment cuts"):
         engine.ask(cut)
 
 
@@ -265,7 +265,7 @@ def test_two_layers_agree_with_the_oracle(
 def test_refused(engine: Engine, model: Model) -> None:
     assert engine.call(refusals) == [
         None,
-        "audio inputs are not supported, image and video inputs are",
+        "vision_chunk inputs are not supported, image, video and audio inputs are",
         "image inputs are not supported where vLLM gives them no digests: "
         "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0",
         "image inputs are not supported with --mm-processor-cache-type shm: "
@@ -299,7 +299,7 @@ def refusals(llm: Any) -> list[str | None]:
 
     return [
         said(),
-        said("audio"),
+        said("vision_chunk"),
         said(mm_processor_cache_gb=0),
         said(mm_processor_cache_type="shm"),
         said(layer_types=["full_attention", "sliding_attention"]),

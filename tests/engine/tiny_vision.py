@@ -22,8 +22,9 @@ QWEN_NAMES = {
     "image_start": "vision_start",
     "image_end": "vision_end",
 }
-IMAGE_ID = 480
-"""Of the first of these; ids behind the words are left to the engine."""
+FIRST_SPECIAL_ID = 480
+"""Ids behind the words are left to the engine."""
+IMAGE_ID = FIRST_SPECIAL_ID
 VIDEO_ID, START_ID, END_ID = IMAGE_ID + 1, IMAGE_ID + 2, IMAGE_ID + 3
 
 
@@ -115,13 +116,20 @@ def save_vision(
 def _save_processors(path: Path, vision: Vision) -> None:
     import transformers
 
+    save_tokens(path, {f"{name}_token": f"<|{QWEN_NAMES.get(name, name)}|>" for name in SPECIAL})
+    for processor in vision.processors:
+        getattr(transformers, processor)().save_pretrained(path)
+
+
+def save_tokens(path: Path, special: dict[str, str]) -> Any:
+    """Save, and return, a tokenizer of words that has these texts, from :data:`FIRST_SPECIAL_ID` on."""
+    import transformers
+
     random_models.save_tokenizer(path, SMALL["vocab_size"])
-    special = {f"{name}_token": f"<|{QWEN_NAMES.get(name, name)}|>" for name in SPECIAL}
     words = json.loads((path / "tokenizer.json").read_text())
-    for i, text in enumerate(special.values(), IMAGE_ID):
+    for i, text in enumerate(special.values(), FIRST_SPECIAL_ID):
         words["model"]["vocab"][text] = words["model"]["vocab"].pop(f"w{i}")
     (path / "tokenizer.json").write_text(json.dumps(words))
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens=special)
     tokenizer.save_pretrained(path)
-    for processor in vision.processors:
-        getattr(transformers, processor)().save_pretrained(path)
+    return tokenizer

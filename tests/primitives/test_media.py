@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.media import Media, Medium, outside, rotary
-from vllm_hypic.primitives.pieces import PromptError, cut_prompt, parse_prompt
+from vllm_hypic.primitives.pieces import PromptError, cut_prompt, parse_prompt, require_apart
 from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.tokens import PrimitiveIds
@@ -130,3 +130,11 @@ def test_named_segments_cut_no_image() -> None:
     for spans in (((10, 25),), ((25, 35),)):
         with pytest.raises(PromptError, match=r"tokens \[20, 32\) are one image"):
             cut_prompt(ids, spans, (image(20),))
+
+
+def test_what_is_no_place_of_its_own_is_refused() -> None:
+    """As live audio, which stands over all of its prompt."""
+    require_apart((image(20),), [*TEXT, *IMAGE], IDS)
+    for ids in ([*TEXT, SEP, *IMAGE], [*TEXT[1:], *IMAGE]):
+        with pytest.raises(PromptError, match="which has a separator in it or ends behind the prompt"):
+            require_apart((image(20),), ids, IDS)

@@ -18,7 +18,7 @@ from ..primitives.options import (
     spans_of_request,
     transfer_of_request,
 )
-from ..primitives.pieces import PromptError, require_whole
+from ..primitives.pieces import PromptError, require_apart, require_whole
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.segmenter import Spans
 from ..primitives.tokens import PrimitiveIds
@@ -80,7 +80,8 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         return
     if spans and primitives.contains(ids):
         raise RequestRefused(f"{SEGMENTS}: the prompt has separators or other primitives of its own")
-    if reason := refusal(request, primitives) or _refused_images(request, vllm_config, spans or ()):
+    reason = refusal(request, primitives) or _refused_images(request, vllm_config, primitives, spans or ())
+    if reason:
         what = SEGMENTS if spans else "prompts with segment separators"
         raise RequestRefused(f"{what}: {reason}")
 
@@ -118,7 +119,9 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
     return None
 
 
-def _refused_images(request: EngineCoreRequest, vllm_config: VllmConfig, spans: Spans) -> str | None:
+def _refused_images(
+    request: EngineCoreRequest, vllm_config: VllmConfig, primitives: PrimitiveIds, spans: Spans
+) -> str | None:
     """Why the request's images cannot be beside segments; ``None``: they can, or there are none."""
     features = request.mm_features or ()
     if not features:
@@ -127,9 +130,12 @@ def _refused_images(request: EngineCoreRequest, vllm_config: VllmConfig, spans: 
         return reason
     # Those that the engine has got before are not sent again.
     here = [feature for feature in features if feature.data is not None]
+    ids = request.prompt_token_ids or ()
     try:
-        require_whole(placed(features), spans)
-        MediaReader(vllm_config.model_config).of(here, request.prompt_token_ids or ())
+        media = placed(features)
+        require_whole(media, spans)
+        require_apart(media, ids, primitives)
+        MediaReader(vllm_config.model_config).of(here, ids)
     except PromptError as e:
         return str(e)
     return None
@@ -138,7 +144,10 @@ def _refused_images(request: EngineCoreRequest, vllm_config: VllmConfig, spans: 
 def reason_not_to_cut(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
     """Why no segments are to be found in a prompt that names none, or ``None``."""
     if request.mm_features and not primitives.contains(request.prompt_token_ids or ()):
-        return "segments are not looked for in prompts with images: separators, or hypic_segments, cut them"
+        return (
+            "segments are not looked for in prompts with images, videos or audio: "
+            "separators, or hypic_segments, cut them"
+        )
     params = request.sampling_params
     if params is not None and params.prompt_logprobs is not None:
         return "prompt_logprobs (or echo with logprobs) are null for tokens of segments"

@@ -1,4 +1,5 @@
-"""Images of vLLM's requests: where they stand, how many positions they take, and which a stream computes."""
+"""Images, videos and audio of vLLM's requests: where they stand, how many positions they take, and which a
+stream computes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-MODALITIES = ("image", "video")
+MODALITIES = ("image", "video", "audio")
 """What prompts with segments may have beside text."""
 
 
@@ -26,25 +27,27 @@ def refused_media(features: Sequence[MultiModalFeatureSpec], vllm_config: VllmCo
     processing = model.get_multimodal_config()
     for feature in features:
         if feature.modality not in MODALITIES:
-            return f"{feature.modality} inputs are not supported, {' and '.join(MODALITIES)} inputs are"
+            *some, last = MODALITIES
+            return f"{feature.modality} inputs are not supported, {', '.join(some)} and {last} inputs are"
+    inputs = f"{features[0].modality} inputs"
     if model.is_encoder_decoder:
-        return "image inputs of encoder-decoder models are not supported"
+        return f"{inputs} of encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:
-        return "image inputs are not supported by this model: its images attend to what stands behind them"
+        return f"{inputs} are not supported by this model: its images attend to what stands behind them"
     if not processing.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
         return (
-            "image inputs are not supported where vLLM gives them no digests: "
+            f"{inputs} are not supported where vLLM gives them no digests: "
             "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0"
         )
     if model.uses_mrope:
         if _has_windows(model):
             return (
-                "image inputs are not supported by this model: its windows count tokens, "
+                f"{inputs} are not supported by this model: its windows count tokens, "
                 "and its three-dimensional positions (M-RoPE) do not"
             )
         if processing.mm_processor_cache_gb and processing.mm_processor_cache_type == "shm":
             return (
-                "image inputs are not supported with --mm-processor-cache-type shm: "
+                f"{inputs} are not supported with --mm-processor-cache-type shm: "
                 "the scheduler, which needs the size of images, does not see them; expected lru"
             )
     return None
@@ -64,7 +67,10 @@ def placed(features: Sequence[MultiModalFeatureSpec]) -> Media:
     for feature in features:
         at = feature.mm_position
         if media and at.offset < media[-1].stop:
-            raise PromptError(f"{feature.modality} at token {at.offset}: overlaps the one before it")
+            raise PromptError(
+                f"{feature.modality} at token {at.offset} lies in the input before it, as with "
+                "use_audio_in_video: ask without separators and segments"
+            )
         media.append(Medium(at.offset, at.offset + at.length, feature.identifier))
     return tuple(media)
 
@@ -96,21 +102,30 @@ class MediaReader:
 
         cls: Any = get_model_cls(self._model)
         unbuilt = object.__new__(cls)
-        object.__setattr__(unbuilt, "config", self._model.hf_config)
+        config = self._model.hf_config
+        # Of a model that speaks, too, the part that sees and hears is what vLLM builds.
+        object.__setattr__(unbuilt, "config", getattr(config, "thinker_config", config))
         return unbuilt.get_mrope_input_positions
 
     def _measured(self, medium: Medium, feature: MultiModalFeatureSpec, tokens: list[int]) -> Medium:
         """``medium`` with the positions that the model's rule gives the image alone."""
-        length = len(tokens)
+        length, here = len(tokens), [moved(feature, 0)]
         try:
-            found, _ = self._positions([*tokens, 0], [moved(feature, 0)])
+            alone, _ = self._positions(tokens, here)
+            found, _ = self._positions([*tokens, 0], here)
         except (AttributeError, KeyError, TypeError, AssertionError, NotImplementedError) as e:
             raise PromptError(
                 f"{self._model.architecture} does not tell without a loaded model where tokens behind an "
                 f"{feature.modality} stand ({type(e).__name__}: {e}): ask without separators and segments"
             ) from e
+        except RuntimeError as e:
+            # In the worker it would end the engine.
+            raise PromptError(
+                f"{self._model.architecture} wants a token behind an {feature.modality}, where a segment "
+                f"may end ({e}): ask without separators and segments"
+            ) from e
         time, behind = found[0].tolist(), set(found[:, -1].tolist())
-        if len(time) != length + 1 or len(behind) > 1:
+        if alone.shape[1] != length or len(time) != length + 1 or len(behind) > 1:
             raise PromptError(
                 f"{self._model.architecture} does not number all dimensions alike behind an "
                 f"{feature.modality}: ask without separators and segments"

@@ -1,5 +1,7 @@
 """Images in prompts: which tokens stand for one, what it shows, and how many positions it takes.
 
+What is said of images here and elsewhere holds for all that stands in a prompt by an encoder's embeddings:
+videos, which have times, and audio, whose tokens stand one after the other as those of text do.
 Models with three-dimensional positions (M-RoPE) give the tokens of an image a position in time, height and
 width, and go on behind it as if it had fewer tokens.  Plans count tokens, *logical* positions, everywhere;
 how a token's K and Q are rotated is told by :func:`rotary`.

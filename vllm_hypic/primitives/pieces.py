@@ -109,7 +109,21 @@ def require_whole(media: Media, spans: Spans) -> None:
     for medium in media:
         if any(medium.cut_by(edge) for span in spans for edge in span):
             raise PromptError(
-                f"tokens [{medium.start}, {medium.stop}) are one image, which an edge of a segment cuts"
+                f"tokens [{medium.start}, {medium.stop}) are one image, video or audio, "
+                "which an edge of a segment cuts"
+            )
+
+
+def require_apart(media: Media, ids: Sequence[int], primitives: PrimitiveIds) -> None:
+    """Raises :class:`PromptError` where one of ``media`` has a primitive in it, or ends behind the prompt.
+
+    Live audio, which accompanies text, has no place of its own.
+    """
+    for medium in media:
+        if medium.stop > len(ids) or primitives.contains(ids[medium.start : medium.stop]):
+            raise PromptError(
+                f"tokens [{medium.start}, {medium.stop}) are one image, video or audio, "
+                "which has a separator in it or ends behind the prompt"
             )
 
 

@@ -1,6 +1,7 @@
-"""Serves a model that sees through the GPU model runner's code on the CPU, as ``gpu_runner`` a hybrid one.
+"""Serves a model that sees, or hears, through the GPU model runner's code on the CPU, as ``gpu_runner`` a
+hybrid one.
 
-    TRITON_INTERPRET=1 python gpu_images.py FOLDER [FAULT]
+    TRITON_INTERPRET=1 python gpu_images.py MODEL FOLDER [FAULT]
 
 Prints as JSON, by prompt, logprobs of the first token by id: of the ordinary request, and composed, cold and
 warm; and how many tokens were cached when it was warm.
@@ -16,17 +17,25 @@ import gpu_runner
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from engine import test_audio, test_images
 from engine.engines import Ask
-from engine.test_images import ASKS, ENGINE, MOVING, QWEN2
+from engine.test_images import ENGINE, MOVING, QWEN2
+from engine.tiny_audio import save_audio
 from engine.tiny_vision import save_vision
 from vllm import LLM, SamplingParams
 
 NAMES = ("lead-and-query", "segment", "reordered")
+QWEN2_AUDIO = test_audio.MODELS[0]
 
 
 def main() -> None:
-    folder, *fault = sys.argv[1:]
-    model = save_vision(Path(folder), "Qwen2VL", QWEN2)
+    kind, folder, *fault = sys.argv[1:]
+    if kind == "qwen2-vl":
+        model = save_vision(Path(folder), "Qwen2VL", QWEN2)
+        asks = {name: test_images.ASKS[name] for name in NAMES} | {"video": MOVING}
+    else:
+        model = save_audio(Path(folder), QWEN2_AUDIO.kind, QWEN2_AUDIO.fields)
+        asks = {name: test_audio.ASKS[name] for name in NAMES}
     gpu_runner.pretend(*fault)
     llm = LLM(
         str(model),
@@ -50,7 +59,7 @@ def main() -> None:
         ], output.num_cached_tokens
 
     found = {}
-    for name, asked in [*((name, ASKS[name]) for name in NAMES), ("video", MOVING)]:
+    for name, asked in asks.items():
         (plain, _), (cold, _), (warm, cached) = first(asked.plain()), first(asked), first(asked)
         found[name] = [plain, cold, warm, cached]
     print(json.dumps(found))
