@@ -45,7 +45,7 @@ both meanwhile."""
 class CopyTimes:
     """Seconds of one pass, by what goes on beside it.
 
-    ``passes``: on the device; ``ordering``: of the thread that launches passes, until the copies were launched.
+    ``passes``: on the device; ``ordering``: of the thread that launches passes, for launching the copies.
     """
 
     case: str
