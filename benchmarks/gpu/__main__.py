@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from .checks import checks
+from .copies import copies
 from .counts import counts
 from .kernels import kernels
 from .model import model
@@ -14,6 +16,8 @@ def main() -> None:
     pass
 
 
+main.add_command(checks)
+main.add_command(copies)
 main.add_command(counts)
 main.add_command(kernels)
 main.add_command(model)

@@ -81,17 +81,22 @@ def kernels(
 
 
 def run_checks(
-    operators: Operators, device: torch.device, kernels: Sequence[str], dtypes: Sequence[str]
+    operators: Operators,
+    device: torch.device,
+    kernels: Sequence[str],
+    dtypes: Sequence[str],
+    long: bool | None = None,
 ) -> list[Finding]:
     """Errors of the :data:`CHECKS` ``kernels`` against float64, for each of the :data:`DTYPES` ``dtypes``.
 
-    Sizes are as in use on a GPU, small elsewhere.
+    ``long``: sizes are as in use, not small; ``None``: on a GPU they are.
     """
+    long = device.type != "cpu" if long is None else long
     return [
         finding
         for name in kernels
         for dtype in dtypes
-        for finding in CHECKS[name](operators, device, DTYPES[dtype], device.type != "cpu")
+        for finding in CHECKS[name](operators, device, DTYPES[dtype], long)
     ]
 
 

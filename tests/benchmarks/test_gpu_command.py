@@ -11,11 +11,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from benchmarks.gpu import checks as checks_module
 from benchmarks.gpu import gate
 from benchmarks.gpu import kernels as kernels_module
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.aims import Aim
 from benchmarks.gpu.composed import Composition
+from benchmarks.gpu.copies import MovingRecord
 from benchmarks.gpu.device import MEANINGLESS
 from benchmarks.gpu.findings import Finding
 from benchmarks.gpu.model import KINDS, PromptTimes, _aims, _marginals
@@ -28,7 +30,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("command", ["kernels", "model"])
+@pytest.mark.parametrize("command", ["checks", "copies", "kernels", "model"])
 def test_no_gpu_is_a_clear_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = run(command)
@@ -66,6 +68,32 @@ def test_kernels(tmp_path: Path) -> None:
     for row in span + delta:
         assert row["floor"]["seconds"] > 0 and len(row["seconds"]["ours"]["values"]) == 2
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("checks", "--device", "cpu", "--kernels", "short_conv")
+    assert done.exit_code == 0, done.output
+    assert "short_conv: segments" in done.output and "errors are within what is allowed" in done.output
+    wrong = [Finding("merge", "case", "bfloat16", 0.5, 0.1), Finding("other", "case", "bfloat16", 0.0, 0.1)]
+    monkeypatch.setattr(checks_module, "run_checks", lambda *_, **__: wrong)
+    done = run("checks", "--device", "cpu")
+    assert done.exit_code == 1 and "Error: merge, case: 0.5\n" in done.output
+
+
+def test_copies(tmp_path: Path) -> None:
+    done = run("copies", "--device", "cpu", "--repeats", 2, "--json", file := tmp_path / "c.json")
+    assert done.exit_code == 0, done.output
+    assert MEANINGLESS in done.output and "beside a record that leaves" in done.output
+    written = json.loads(file.read_text())
+    assert [len(p["passes"]) for p in written["results"]["passes"]] == [3, 3]
+    assert len(written["results"]["passes"][0]["passes"]["alone"]["values"]) == 2
+
+
+def test_a_record_that_comes_as_another_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MovingRecord, "arrive", lambda record: record.mover.discard(record.there))
+    done = run("copies", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "correctness gate: the record that came is not the one that left" in done.output
 
 
 def test_kernels_that_err_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

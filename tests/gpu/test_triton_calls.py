@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
 from benchmarks.gpu.operators import INTERPRET
 
 CODE = """
@@ -40,6 +43,7 @@ assert len(found) == 15 and all(f.passed for f in found)
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_on_gpu.py makes these calls on the GPU")
 def test_every_operator_is_called_as_it_wants() -> None:
     environment = {**os.environ, INTERPRET: "1"}
     command = [sys.executable, "-c", CODE]

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
-from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
 
 from vllm_hypic.backends.ops.mamba2 import native, reference
 from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
@@ -20,6 +18,9 @@ from .decaying import run_compose
 from .inputs import relative
 from .layer_inputs import PAD
 from .mamba2_inputs import Layer, Shape
+
+CONVOLUTION = pytest.importorskip("vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d", reason="no vLLM")
+SCAN = pytest.importorskip("vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm", reason="no vLLM")
 
 SHAPE = Shape(4, 2, 64, 128)
 TOKENS = 150
@@ -35,7 +36,7 @@ def stock(layer: Layer, batch_row: int, resumed: bool, activated: Tensor | None 
     mixed, dt = layer.x.mixed[PAD : PAD + TOKENS], layer.x.dt[PAD : PAD + TOKENS]
     ends = torch.tensor([0, TOKENS], dtype=torch.int32)
     assert w.bias is not None
-    convolved = causal_conv1d_fn_cpu(
+    convolved = CONVOLUTION.causal_conv1d_fn_cpu(
         *(mixed.T, w.weight.T.to(mixed.dtype), w.bias.to(mixed.dtype), c.conv.transpose(1, 2), ends),
         cache_indices=torch.tensor([slot]),
         has_initial_state=torch.tensor([resumed]),
@@ -43,7 +44,7 @@ def stock(layer: Layer, batch_row: int, resumed: bool, activated: Tensor | None 
     convolved = convolved if activated is None else activated
     x, B, C = convolved.split([s.heads * s.P, s.groups * s.N, s.groups * s.N], dim=-1)
     out = torch.empty(TOKENS, s.heads, s.P, dtype=mixed.dtype)
-    state = _mamba_chunk_scan_combined_fwd_cpu(
+    state = SCAN._mamba_chunk_scan_combined_fwd_cpu(
         *(x.unflatten(-1, (-1, s.P)), dt, w.rate),
         *(t.unflatten(-1, (-1, s.N)) for t in (B, C)),
         *(64, out),

@@ -48,6 +48,14 @@ def rounded(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, up).astype(np.uint16)
 
 
+def _tf32(handle: TensorHandle) -> TensorHandle:
+    """The nearest numbers of TF32, which has 13 binary digits less, ties to even."""
+    bits = np.ascontiguousarray(handle.data).view(np.uint32)
+    nearest = (bits + np.uint32(0xFFF) + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)
+    values = np.where(np.isfinite(handle.data), nearest.view(np.float32), handle.data)
+    return TensorHandle(values, tl.float32)
+
+
 def _is_bf16(handle: TensorHandle) -> bool:
     return handle.dtype.scalar == tl.bfloat16
 
@@ -133,7 +141,7 @@ class CorrectedBuilder(InterpreterBuilder):
     ) -> TensorHandle:
         a, b = _wide(a), _wide(b)
         if input_precision == ir.INPUT_PRECISION.TF32 and a.dtype.scalar == tl.float32:
-            a, b = (TensorHandle(stock._round_f32_to_tf32(x.data), tl.float32) for x in (a, b))
+            a, b = _tf32(a), _tf32(b)
         return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
 
 

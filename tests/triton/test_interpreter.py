@@ -18,6 +18,9 @@ if INTERPRETED:
 else:
     uncorrected = nullcontext
 
+NEEDED = INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+"""All corrections are: Triton 3.6's interpreter is right without some."""
+
 SIZE = 32
 
 
@@ -97,7 +100,7 @@ def test_bf16_is_no_integer(op: str, device: torch.device) -> None:
     a, b = values(0).to(device), values(1).to(device)
     wanted = ELEMENTWISE[op](a, b)
     assert torch.equal(elementwise(op, a, b, torch.bfloat16), wanted)
-    if INTERPRETED:
+    if NEEDED:
         with uncorrected():
             assert not torch.equal(elementwise(op, a, b, torch.bfloat16), wanted)
 
@@ -173,7 +176,7 @@ def test_reductions_of_bf16(op: str, device: torch.device) -> None:
     # A GPU may round sums in between.
     near = {"rtol": 2**-7, "atol": 2**-6} if op != "argmax" else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(run().to(wanted.dtype), wanted, **near)
-    if INTERPRETED:
+    if NEEDED:
         with uncorrected(), pytest.raises(AssertionError):
             torch.testing.assert_close(run().to(wanted.dtype), wanted, **near)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..config.engine import HypicConfig
 from ..errors import ConfigError
 from .families import family_of
 from .plans import Space
@@ -22,6 +21,8 @@ from .states import TRANSITION_DTYPE, StateGeometry
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
+
+    from ..config.engine import HypicConfig
 
 
 FP8 = torch.float8_e4m3fn

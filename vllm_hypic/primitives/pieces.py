@@ -6,10 +6,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import TYPE_CHECKING
 
 from .media import Media
-from .segmenter import Spans
 from .tokens import PrimitiveIds
+
+if TYPE_CHECKING:
+    from .segmenter import Spans
 
 
 class PromptError(ValueError):

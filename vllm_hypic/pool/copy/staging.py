@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ...config.engine import HypicConfig
+if TYPE_CHECKING:
+    from ...config.engine import HypicConfig
 
 BLOCK_BYTES = 32 << 20
 """Bytes of a block of pinned memory, and of the one block on the device that all copies go through."""
