@@ -3,6 +3,7 @@ compose beside those of the model, and change no answer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from .conftest import EngineFactory
 from .engines import Engine, EngineError, audit, poison_cache, run_apart, same
+from .test_acceptance import prompts
 from .test_drafts import (
     ARGS,
     Drafted,
@@ -59,18 +61,23 @@ def test_beside_mamba2(start_engine: EngineFactory, tmp_path: Path, engine_logs:
     on CPU its Mamba2 keeps no state behind each draft."""
     model, draft, head = (tmp_path / name for name in ("model", "draft", "head"))
     run_apart(save_falcon, model, draft, head, log=engine_logs / "models.log")
+    asked = [*free(), replace(free()[0], extra={"hypic_context": "lead"})]
+    [leading] = prompts(8, exact=True, temperature=0.0, few_words=False)
     args = ARGS | {"num_gpu_blocks_override": 40}
     with start_engine(model, **args) as plain:
-        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in free()]
+        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in asked]
         together = plain.ask_one_by_one(*crowd())
     for drafts in (by_model(draft), by_head(head)):
         with start_engine(model, speculative_config=drafts, **args) as drafting:
-            for ask, expected in zip(free(), answers, strict=True):
-                given = [drafting.ask(asked)[0].tokens for asked in (ask, ask.plain())]
+            for ask, expected in zip(asked, answers, strict=True):
+                given = [drafting.ask(one)[0].tokens for one in (ask, ask.plain())]
                 assert given == [answer.tokens for answer in expected]
             drafting.reset()
             composed, ordinary = zip(*bit_identical(drafting), strict=True)
             assert rate(composed) > WELL and rate(ordinary) > WELL, (composed, ordinary)
+            for ask in leading:
+                # Its record is exact, and what a head has read of it, too.
+                assert watched(drafting, ask)[1] == watched(drafting, ask.plain())[1]
             side_by_side(drafting, together)
             drafting.reset()
             drafting.call(read_no_records)
