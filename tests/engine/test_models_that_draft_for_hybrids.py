@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle import random_segments
 
 from .conftest import EngineFactory
-from .engines import Engine, EngineError, audit, poison_cache, run_apart, same
+from .engines import Ask, Engine, EngineError, audit, poison_cache, run_apart, same
 from .test_acceptance import prompts
 from .test_drafts import (
+    ANSWER,
     ARGS,
     Drafted,
     by_full,
@@ -128,3 +130,24 @@ def test_a_draft_model_has_blocks_of_its_own(
     ) as refused:
         start_engine(model, speculative_config=drafts, **narrow)
     assert refused.value.kind == "ConfigError"
+
+
+@pytest.mark.slow
+def test_a_head_behind_a_prefix_that_others_go_on_from(
+    start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """What others' records have read of the token behind a page, where prompts part, is not read here."""
+    model, draft, head = (tmp_path / name for name in ("model", "draft", "head"))
+    run_apart(save_falcon, model, draft, head, log=engine_logs / "models.log")
+    page, pages = 16, 5
+    common, *rest = random_segments([pages * page, *[20] * 12], vocab=480, seed=3)
+    asked = [Ask((*common, *own), ANSWER) for own in rest]
+    options = {"prefix": "sparse", "page_tokens": page}
+    args = ARGS | {"num_gpu_blocks_override": 40, "options": options}
+    with start_engine(model, speculative_config=by_head(head), **args) as drafting:
+        after_others = [watched(drafting, ask) for ask in asked]
+        for ask, (answer, drafted) in zip(asked, after_others, strict=True):
+            drafting.reset()
+            alone, of_alone = watched(drafting, ask)
+            assert alone.tokens == answer.tokens and of_alone == drafted and alone.cached == 0
+    assert max(answer.cached for answer, _ in after_others) == (pages - 1) * page
