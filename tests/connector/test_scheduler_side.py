@@ -23,13 +23,20 @@ PAGE = 4
 LEAD, DOCUMENT, QUERY = list(range(10, 30)), list(range(100, 140)), [900, 901]
 
 
-def side(**options: Any) -> SchedulerSide:
+def side(reads_successors: bool = False, **options: Any) -> SchedulerSide:
     config = HypicConfig.from_mapping(
         {"min_segment_tokens": 8, "seam_tokens": 3, "context": "none", "islands": "none", **options}
     )
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     geometry = PoolGeometry(attention, (), page_tokens=PAGE, pages=64, slots=8)
-    return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS)
+    return SchedulerSide(
+        config,
+        geometry,
+        Namespace.from_config({}),
+        4096,
+        lambda: IDS,
+        reads_successors=reads_successors,
+    )
 
 
 def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -> None:
@@ -123,6 +130,12 @@ def test_successors_that_are_in_records(
         on.finished(job.request_id, completed=True)
     stream = on.views.stream_plan("r")
     assert stream is not None and stream.successors == behind_stream
+
+
+def test_a_leading_record_ends_before_its_segments_last_token_where_successors_are_read() -> None:
+    (lead, capture), _ = pumped(side(reads_successors=True), [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY])
+    assert lead.token_ids == LEAD[:-1] and capture.successor == LEAD[-1]
+    assert len(capture.slot_mapping) == len(LEAD) - 1
 
 
 def test_configured_dummy_token() -> None:

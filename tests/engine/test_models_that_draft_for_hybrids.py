@@ -3,14 +3,18 @@ compose beside those of the model, and change no answer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle import random_segments
 
 from .conftest import EngineFactory
-from .engines import Engine, EngineError, audit, poison_cache, run_apart, same
+from .engines import Ask, Engine, EngineError, audit, poison_cache, run_apart, same
+from .test_acceptance import prompts
 from .test_drafts import (
+    ANSWER,
     ARGS,
     Drafted,
     by_full,
@@ -59,18 +63,23 @@ def test_beside_mamba2(start_engine: EngineFactory, tmp_path: Path, engine_logs:
     on CPU its Mamba2 keeps no state behind each draft."""
     model, draft, head = (tmp_path / name for name in ("model", "draft", "head"))
     run_apart(save_falcon, model, draft, head, log=engine_logs / "models.log")
+    asked = [*free(), replace(free()[0], extra={"hypic_context": "lead"})]
+    [leading] = prompts(8, exact=True, temperature=0.0, few_words=False)
     args = ARGS | {"num_gpu_blocks_override": 40}
     with start_engine(model, **args) as plain:
-        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in free()]
+        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in asked]
         together = plain.ask_one_by_one(*crowd())
     for drafts in (by_model(draft), by_head(head)):
         with start_engine(model, speculative_config=drafts, **args) as drafting:
-            for ask, expected in zip(free(), answers, strict=True):
-                given = [drafting.ask(asked)[0].tokens for asked in (ask, ask.plain())]
+            for ask, expected in zip(asked, answers, strict=True):
+                given = [drafting.ask(one)[0].tokens for one in (ask, ask.plain())]
                 assert given == [answer.tokens for answer in expected]
             drafting.reset()
             composed, ordinary = zip(*bit_identical(drafting), strict=True)
             assert rate(composed) > WELL and rate(ordinary) > WELL, (composed, ordinary)
+            for ask in leading:
+                # Its record is exact, and what a head has read of it, too.
+                assert watched(drafting, ask)[1] == watched(drafting, ask.plain())[1]
             side_by_side(drafting, together)
             drafting.reset()
             drafting.call(read_no_records)
@@ -121,3 +130,24 @@ def test_a_draft_model_has_blocks_of_its_own(
     ) as refused:
         start_engine(model, speculative_config=drafts, **narrow)
     assert refused.value.kind == "ConfigError"
+
+
+@pytest.mark.slow
+def test_a_head_behind_a_prefix_that_others_go_on_from(
+    start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
+) -> None:
+    """What others' records have read of the token behind a page, where prompts part, is not read here."""
+    model, draft, head = (tmp_path / name for name in ("model", "draft", "head"))
+    run_apart(save_falcon, model, draft, head, log=engine_logs / "models.log")
+    page, pages = 16, 5
+    common, *rest = random_segments([pages * page, *[20] * 12], vocab=480, seed=3)
+    asked = [Ask((*common, *own), ANSWER) for own in rest]
+    options = {"prefix": "sparse", "page_tokens": page}
+    args = ARGS | {"num_gpu_blocks_override": 40, "options": options}
+    with start_engine(model, speculative_config=by_head(head), **args) as drafting:
+        after_others = [watched(drafting, ask) for ask in asked]
+        for ask, (answer, drafted) in zip(asked, after_others, strict=True):
+            drafting.reset()
+            alone, of_alone = watched(drafting, ask)
+            assert alone.tokens == answer.tokens and of_alone == drafted and alone.cached == 0
+    assert max(answer.cached for answer, _ in after_others) == (pages - 1) * page

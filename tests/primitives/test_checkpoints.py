@@ -15,11 +15,13 @@ from vllm_hypic.primitives.media import Medium
 from vllm_hypic.primitives.pieces import parse_prompt
 from vllm_hypic.primitives.plan import CachedSegment, PromptPlan, build_plan
 from vllm_hypic.primitives.policies import parse_link
+from vllm_hypic.primitives.prefix import build_prefix_plan
 
 from .test_plan import IDS, PAD, ROOM, SEP, SPACE, TEXT, run
 
 EVERY = 32
 DOCUMENT = run(100, 150)
+METHOD = parse_link("hypic", 2, "none", "none")
 KNOWN = "f36f0966c53ce8744bd6a6bb91aa5600cdaf513c6d8e0f09469cb5abd31326df"
 """Key of its record, as interior segment, of engines that know no checkpoints."""
 
@@ -31,6 +33,7 @@ def plan(tokens: list[int], **changed: Any) -> PromptPlan:
         "context": "none",
         "namespace": SPACE,
         "every": EVERY,
+        "reads_successors": False,
     }
     options |= changed
     return build_plan(
@@ -41,6 +44,7 @@ def plan(tokens: list[int], **changed: Any) -> PromptPlan:
         min_segment_tokens=1,
         context=TEXT,
         checkpoint_tokens=options["every"],
+        reads_successors=options["reads_successors"],
     )
 
 
@@ -157,3 +161,31 @@ def test_long_segments_are_planned_soon() -> None:
     start = time.process_time()
     found = interior(document, every=64)
     assert len(found.checkpoints) > 7000 and time.process_time() - start < 5.0
+
+
+@pytest.mark.parametrize("make", [interior, leading])
+def test_what_has_read_the_token_behind_a_checkpoint_has_another_key(make: Any) -> None:
+    """With a head that drafts: until the token behind is another, and not the next one."""
+    read = {"reads_successors": True}
+    wanted = keys(make(DOCUMENT, **read))
+    assert not set(wanted) & set(keys(make(DOCUMENT)))
+    for edited in range(len(DOCUMENT)):
+        found = make([*DOCUMENT[:edited], 77, *DOCUMENT[edited + 1 :]], **read)
+        same = [k == w for k, w in zip(keys(found), wanted, strict=True)]
+        assert same == [stop < edited for stop in stops(found)]
+
+
+def test_a_page_of_a_prefix_tells_the_token_behind_it() -> None:
+    def pages(tokens: list[int], reads_successors: bool) -> list[SegmentKey]:
+        limits = dataclasses.replace(ROOM, page_tokens=16)
+        plan = build_prefix_plan(
+            tokens, METHOD, SPACE, limits, least_tokens=1, reads_successors=reads_successors
+        )
+        assert plan is not None
+        [segment] = plan.segments
+        return [*keys(segment), segment.key]
+
+    one, other = run(0, 49), [*run(0, 48), 77]
+    assert len(pages(one, True)) == 3 and pages(one, False) == pages(other, False)
+    assert [a == b for a, b in zip(pages(one, True), pages(other, True), strict=True)] == [True, True, False]
+    assert not set(pages(one, True)) & set(pages(one, False))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.primitives.keys import Namespace, Role
+from vllm_hypic.primitives.media import Medium
 from vllm_hypic.primitives.pieces import PromptError, parse_prompt
 from vllm_hypic.primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
 from vllm_hypic.primitives.policies import CONTEXTS, LinkError, LinkMethod, parse_link
@@ -34,7 +35,7 @@ def plan_of(
     context: str = "none",
     islands: str = "none",
     text: tuple[int, ...] = TEXT,
-    computes_lead_end: bool = False,
+    reads_successors: bool = False,
 ) -> PromptPlan:
     return build_plan(
         parse_prompt(tokens, IDS),
@@ -44,7 +45,7 @@ def plan_of(
         min_segment_tokens=min_segment_tokens,
         context=text,
         choose_islands=asked_for,
-        computes_lead_end=computes_lead_end,
+        reads_successors=reads_successors,
     )
 
 
@@ -343,12 +344,52 @@ def test_an_island_is_computed_between_the_parts_that_are_read() -> None:
     assert lead.parts[0].stop == 5, "the leading segment is exact: it has no islands"
 
 
-def test_a_leading_records_last_token_is_computed_where_its_successor_is_read() -> None:
+def test_a_leading_segments_last_token_is_computed_where_its_successor_is_read() -> None:
     prompt = [*run(0, 5), SEP, *run(10, 8), SEP, *run(30, 3)]
-    plan, ordinary = plan_of(prompt, computes_lead_end=True), plan_of(prompt)
+    plan, ordinary = plan_of(prompt, reads_successors=True), plan_of(prompt)
     assert plan.stream == (4, *ordinary.stream) and plan.positions == (4, *ordinary.positions)
-    assert [(s.key, s.columns) for s in plan.segments] == [(s.key, s.columns) for s in ordinary.segments]
-    assert plan.segments[0].public_offsets() == [0, 1, 2, 3] and plan.prompt() == ordinary.prompt()
+    (lead, one), (whole, other) = plan.segments, ordinary.segments
+    assert (lead.columns, lead.tokens, lead.span) == (4, whole.tokens, whole.span) and lead.key != whole.key
+    assert lead.public_offsets() == [0, 1, 2, 3] and plan.prompt() == ordinary.prompt()
+    assert one.key == other.key, "a seam is behind it"
+    another = plan_of([*run(0, 4), 77, *prompt[5:]], reads_successors=True).segments[0]
+    assert another.key != lead.key, "the record's last row has read its last token"
+
+
+def test_a_leading_segments_end_is_no_part_of_its_least_length() -> None:
+    lead = run(0, 5)
+    plan = plan_of([*lead, SEP, 7], reads_successors=True, min_segment_tokens=4)
+    assert plan.segments and plan.stream == (4, 7)
+    assert not plan_of([*lead, SEP, 7], reads_successors=True, min_segment_tokens=5).segments
+    assert plan_of([*lead, SEP, 7], min_segment_tokens=5).segments
+    assert not plan_of([0, SEP, 7], reads_successors=True).segments
+
+
+def test_what_depends_on_the_prompt_and_padding_stand_behind_a_leading_segments_last_token() -> None:
+    plan = plan_of([*run(0, 4), PAD, 5, PDEP, 50, SEP, 7], reads_successors=True)
+    (lead,) = plan.segments
+    assert plan.stream == (5, 50, 7) and plan.positions == (5, 6, 7)
+    assert lead.tokens == (0, 1, 2, 3, 5) and lead.public_offsets() == [0, 1, 2, 3]
+
+
+def test_a_leading_segment_that_ends_in_an_image_is_served_as_a_whole() -> None:
+    def lead(stop: int) -> CachedSegment:
+        prompt = parse_prompt([*run(0, 9), SEP, 7], IDS, (Medium(4, stop, "a"),))
+        method = parse_link("hypic", 2, "none", "none")
+        plan = build_plan(prompt, method, SPACE, ROOM, min_segment_tokens=1, reads_successors=True)
+        return plan.segments[0]
+
+    assert (lead(8).columns, lead(9).columns) == (8, 9)
+
+
+def test_segments_behind_the_leading_one_see_its_last_token() -> None:
+    """It is another record than that of the prompt."""
+    prompt = [*run(0, 5), SEP, *DOCUMENT, SEP, 7]
+    plan = plan_of(prompt, context="lead", reads_successors=True)
+    (lead, segment), (context,) = plan.segments, plan.contexts
+    assert segment.context == context and context.columns == segment.before == 5 and lead.columns == 4
+    assert segment.key == plan_of(prompt, context="lead").segments[1].key
+    assert plan.records == (context, lead, segment)
 
 
 def test_islands_change_what_is_computed_and_no_record() -> None:

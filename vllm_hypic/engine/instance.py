@@ -54,6 +54,7 @@ class RoutedInstance:
             learned="" if planner.learned is None else planner.learned.digest,
             min_segment_tokens=config.min_segment_tokens,
             checkpoint_tokens=config.checkpoint_tokens,
+            reads_successors=planner.reads_successors,
             max_model_len=self._max_model_len,
             has_linear=traits.has_linear,
             has_attention=traits.has_attention,

@@ -27,6 +27,14 @@ class Checkpoint:
     key: SegmentKey
 
 
+@dataclass(frozen=True)
+class CheckpointRule:
+    """See :func:`boundaries` and :func:`checkpoints`."""
+
+    every: int = 0
+    successors: bool = False
+
+
 def boundaries(head: int, stop: int, every: int, media: Media = ()) -> list[int]:
     """Where an interior ``[head, stop)`` has checkpoints: every so many tokens from its beginning (0: none),
     but in no image and not just before its end."""
@@ -47,15 +55,20 @@ def checkpoints(
     tokens: Sequence[int],
     offsets: Sequence[int] | None = None,
     media: Media = (),
+    *,
+    successors: bool = False,
 ) -> tuple[Checkpoint, ...]:
     """The checkpoints at ``ends``.  Keys are chained, so all together take as long as one of the segment.
 
-    ``origin``: key of what all segments have in common that may share them, computed alike.
+    ``origin``: key of what all segments have in common that may share them, computed alike; ``successors``:
+    the last row before a checkpoint has read the token behind it, so that its key tells that, too.
     """
     found, first, key = [], 0, bytes.fromhex(origin)
     for stop in ends:
         digest = hashlib.sha256(key)
         digest.update(packed(tokens[first:stop]))
+        if successors:
+            digest.update(packed(tokens[stop : stop + 1]))
         if offsets is not None:
             digest.update(packed(offsets[first:stop]))
         inside = tuple(medium for medium in media if first <= medium.start < stop)

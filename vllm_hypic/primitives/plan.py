@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .checkpoints import Checkpoint, boundaries, checkpoints
+from .checkpoints import Checkpoint, CheckpointRule, boundaries, checkpoints
 from .islands import Ranges
 from .keys import Namespace, Role, SegmentKey, segment_key
 from .media import Media, outside
@@ -197,15 +197,16 @@ def build_plan(
     learned: str = "",
     choose_islands: IslandChooser | None = None,
     checkpoint_tokens: int = 0,
-    computes_lead_end: bool = False,
+    reads_successors: bool = False,
 ) -> PromptPlan:
     """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
     place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
 
     ``context``: tokens of the fixed context, for methods that have one, and ``learned`` the digest of its
     file where it is learned; ``choose_islands``: needed by methods with islands; ``checkpoint_tokens``:
-    between two checkpoints of a record, 0: it has none; ``computes_lead_end``: the last token of a leading
-    record is computed in the stream, too, and read there.
+    between two checkpoints of a record, 0: it has none; ``reads_successors``: some layers read with each
+    token its successor, which behind a leading segment is another in each prompt: its last token is no part
+    of the record, and keys of checkpoints tell the token behind them.
     A segment is computed in the stream (exact) when its interior would be shorter than
     ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is cached
     never depends on what other requests do.
@@ -217,11 +218,13 @@ def build_plan(
     if last and method.reuse:
         budget = Budget(limits, kept, most)
         lead = prompt.pieces[0]
-        every = checkpoint_tokens
-        leading = _leading_record(lead, namespace, min_segment_tokens, every, prompt.media)
+        rule = CheckpointRule(checkpoint_tokens, reads_successors)
+        leading = _leading_record(
+            lead, namespace, min_segment_tokens, rule, prompt.media, tail=int(reads_successors)
+        )
         if leading is not None and budget.take(leading):
             cached[0] = leading
-        behind = _context_record(method, lead, context, namespace, learned, every, prompt.media)
+        behind = _context_record(method, lead, context, namespace, learned, rule, prompt.media)
         if behind is not None and budget.take(behind):
             contexts = (behind,)
         images = lead.own(prompt.media)
@@ -232,14 +235,14 @@ def build_plan(
             # One that is too long behind the context has a record that saw nothing.
             before = next((c for c in contexts if budget.fits(c.span + piece.dependent_from)), None)
             segment = _interior_record(
-                piece, method, anchor, before, namespace, min_segment_tokens, every, prompt.media
+                piece, method, anchor, before, namespace, min_segment_tokens, rule, prompt.media
             )
             if segment is not None and budget.take(segment):
                 cached[index] = segment
         if not any(s.context for s in cached.values()) or (contexts and contexts[0].key in _keys(cached)):
             contexts = ()
     islands = _islands(prompt, cached, method, choose_islands)
-    return assemble(prompt, cached, islands, contexts, method, computes_lead_end)
+    return assemble(prompt, cached, islands, contexts, method)
 
 
 def _keys(cached: Mapping[int, CachedSegment]) -> set[SegmentKey]:
@@ -273,7 +276,6 @@ def assemble(
     islands: Mapping[int, Ranges],
     contexts: tuple[CachedSegment, ...],
     method: LinkMethod,
-    computes_lead_end: bool = False,
 ) -> PromptPlan:
     """The stream of what is not read from ``cached`` records (by piece)."""
     segments: list[CachedSegment] = []
@@ -295,12 +297,9 @@ def assemble(
             parts.append(Part(len(stream), first, begin))
             compute(piece, begin, end)
             first = end
-        stop = segment.stop
-        if computes_lead_end and segment.role is Role.LEADING and all(m.stop < stop for m in segment.media):
-            stop -= 1
-        parts.append(Part(len(stream), first, stop))
+        parts.append(Part(len(stream), first, segment.stop))
         segments.append(replace(segment, parts=tuple(parts)))
-        compute(piece, stop, len(piece.tokens))
+        compute(piece, segment.stop, len(piece.tokens))
     if not stream and not segments:
         raise PromptError("the prompt has no tokens besides separators, PDep and padding")
     return PromptPlan(
@@ -362,24 +361,34 @@ class Budget:
 
 
 def _leading_record(
-    piece: Piece, namespace: Namespace, min_tokens: int, every: int, media: Media = ()
+    piece: Piece,
+    namespace: Namespace,
+    min_tokens: int,
+    rule: CheckpointRule,
+    media: Media = (),
+    tail: int = 0,
 ) -> CachedSegment | None:
-    """The record of the leading segment's own tokens, or ``None`` when it is too short for one.
+    """The record of the leading segment's own tokens but the last ``tail``, or ``None`` when it is too short
+    for one.  One that ends in an image has no tail: that is served as a whole.
 
     Padding before the leading segment moves it away from position 0: its record would not be the prefix that
     "leading" promises.
     """
     tokens = piece.tokens[: piece.dependent_from]
-    if len(tokens) < max(1, min_tokens) or piece.positions[0] != 0:
+    own = piece.own(media)
+    if any(medium.stop > len(tokens) - tail for medium in own):
+        tail = 0
+    stop = len(tokens) - tail
+    if stop < max(1, min_tokens) or piece.positions[0] != 0:
         return None
-    offsets, own = _offsets(piece), piece.own(media)
-    ends = boundaries(0, len(tokens), every, own)
+    offsets = _offsets(piece)
+    ends = boundaries(0, stop, rule.every, own)
     begins = partial(
-        segment_key, namespace, Role.LEADING, head=0, tail=0, checkpoint_tokens=every if ends else 0
+        segment_key, namespace, Role.LEADING, head=0, checkpoint_tokens=rule.every if ends else 0
     )
-    key = begins(tokens, offsets=offsets, media=own)
-    found = checkpoints(begins(()), ends, tokens, offsets, own)
-    return CachedSegment(key, Role.LEADING, tokens, offsets, 0, 0, 0, 0, (), media=own, checkpoints=found)
+    key = begins(tokens, tail=tail, offsets=offsets, media=own)
+    found = checkpoints(begins((), tail=0), ends, tokens, offsets, own, successors=rule.successors)
+    return CachedSegment(key, Role.LEADING, tokens, offsets, 0, 0, tail, 0, (), media=own, checkpoints=found)
 
 
 def _context_record(
@@ -388,21 +397,21 @@ def _context_record(
     context: Sequence[int],
     namespace: Namespace,
     learned: str,
-    every: int,
+    rule: CheckpointRule,
     media: Media,
 ) -> CachedSegment | None:
     """The record that interior segments are computed behind, a leading one; ``None``: they see nothing."""
     if method.context == "none":
         return None
     if method.context == "lead":
-        return _leading_record(lead, namespace, 1, every, media)
+        return _leading_record(lead, namespace, 1, rule, media)
     if not context:
         raise ValueError(f"context {method.context!r}: no tokens given")
     tokens = tuple(context)
     if method.context == "learned":
         key = segment_key(namespace, Role.LEADING, tokens, head=0, tail=0, learned=learned)
         return CachedSegment(key, Role.LEADING, tokens, None, 0, 0, 0, 0, (), learned=True)
-    return _leading_record(Piece(tokens, range(len(tokens)), len(tokens)), namespace, 1, every)
+    return _leading_record(Piece(tokens, range(len(tokens)), len(tokens)), namespace, 1, rule)
 
 
 def _interior_record(
@@ -412,7 +421,7 @@ def _interior_record(
     context: CachedSegment | None,
     namespace: Namespace,
     min_tokens: int,
-    every: int,
+    rule: CheckpointRule,
     media: Media,
 ) -> CachedSegment | None:
     """The record of ``piece``'s own tokens, or ``None`` when it is too short for one.
@@ -429,7 +438,7 @@ def _interior_record(
     if len(tokens) - head - tail < max(1, min_tokens):
         return None
     start, offsets = piece.positions[0], _offsets(piece)
-    ends = boundaries(head, stop, every, own)
+    ends = boundaries(head, stop, rule.every, own)
     begins = partial(
         segment_key,
         namespace,
@@ -439,8 +448,9 @@ def _interior_record(
         anchor=anchor,
         fixed_start=start if method.fixed_position else None,
         context=None if context is None else context.key,
-        checkpoint_tokens=every if ends else 0,
+        checkpoint_tokens=rule.every if ends else 0,
     )
+    found = checkpoints(begins((), tail=0), ends, tokens, offsets, own, successors=rule.successors)
     return CachedSegment(
         begins(tokens, tail=tail, offsets=offsets, media=own),
         Role.INTERIOR,
@@ -453,7 +463,7 @@ def _interior_record(
         anchor,
         context,
         media=own,
-        checkpoints=checkpoints(begins((), tail=0), ends, tokens, offsets, own),
+        checkpoints=found,
     )
 
 

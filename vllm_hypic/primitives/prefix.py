@@ -27,17 +27,18 @@ def build_prefix_plan(
     least_tokens: int,
     kept: Collection[SegmentKey] = (),
     most: PoolLimits | None = None,
+    reads_successors: bool = False,
 ) -> PromptPlan | None:
     """The plan of a prompt whose whole pages are a record; ``None``: they are fewer than ``least_tokens``, or
     too many for the pool.  Changes nothing; depends on its arguments alone; see
-    :func:`~.plan.build_plan` for ``kept`` and ``most``."""
+    :func:`~.plan.build_plan` for ``kept``, ``most`` and ``reads_successors``."""
     page = limits.page_tokens
     stop = (len(tokens) - 1) // page * page
     if stop < max(1, least_tokens):
         return None
     whole, own = tuple(tokens), tuple(tokens[:stop])
     begins = partial(segment_key, namespace, Role.LEADING, head=0, tail=0, checkpoint_tokens=page)
-    *before, end = checkpoints(begins(()), range(page, stop + 1, page), own)
+    *before, end = checkpoints(begins(()), range(page, stop + 1, page), whole, successors=reads_successors)
     segment = CachedSegment(
         end.key, Role.LEADING, own, None, 0, 0, 0, 0, (), checkpoints=tuple(before), is_prefix=True
     )

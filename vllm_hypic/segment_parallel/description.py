@@ -71,6 +71,9 @@ class Description(
     ] = ""
     min_segment_tokens: _Count
     checkpoint_tokens: _Count = 0
+    reads_successors: Annotated[
+        bool, Meta(description="Drafts are those of a head that reads with each token its successor.")
+    ] = False
     max_model_len: Annotated[int, Meta(ge=1)]
     has_linear: bool
     has_attention: bool
@@ -128,6 +131,7 @@ class Description(
             self.limits,
             self.min_segment_tokens,
             self.checkpoint_tokens,
+            self.reads_successors,
         )
 
     def tier_shared_with(self, worker: Description) -> str | None:

@@ -34,7 +34,7 @@ MODEL_LEN = 400
 LINKS = ["hypic", "epic-0", "epic-3", "block", "prompt-cache", "naive", "full", "nonsense"]
 
 
-def engine(linear: bool, **options: Any) -> SchedulerSide:
+def engine(linear: bool, reads_successors: bool = False, **options: Any) -> SchedulerSide:
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     gdn = (LinearGeometry("layers.1", 3, 16, 16, 3, 8, torch.bfloat16),)
     # Small: some prompts do not fit.
@@ -44,7 +44,9 @@ def engine(linear: bool, **options: Any) -> SchedulerSide:
     config = HypicConfig.from_mapping(
         {"min_segment_tokens": 4, "seam_tokens": 2, "context": "none", "islands": "none", **options}
     )
-    return SchedulerSide(config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS)
+    return SchedulerSide(
+        config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS, reads_successors=reads_successors
+    )
 
 
 def described(side: SchedulerSide, **more: Any) -> Description:
@@ -62,6 +64,7 @@ def described(side: SchedulerSide, **more: Any) -> Description:
         link=side.config.link,
         seam_tokens=side.config.seam_tokens,
         min_segment_tokens=side.config.min_segment_tokens,
+        reads_successors=side.planner.reads_successors,
         max_model_len=MODEL_LEN,
         has_linear=side.planner.traits.has_linear,
         has_attention=side.planner.traits.has_attention,
@@ -87,12 +90,13 @@ prompts = st.lists(
     st.sampled_from([None, 0, 3]),
     st.sampled_from([None, "t"]),
     st.booleans(),
+    st.booleans(),
 )
 def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
-    ids: list[int], link: str, seam: int | None, salt: str | None, linear: bool
+    ids: list[int], link: str, seam: int | None, salt: str | None, linear: bool, by_a_head: bool
 ) -> None:
     extra: dict[str, Any] = {"hypic_link": link} | ({} if seam is None else {"hypic_seam_tokens": seam})
-    planned_alike(engine(linear), ids, extra, salt)
+    planned_alike(engine(linear, by_a_head), ids, extra, salt)
 
 
 def planned_alike(
@@ -186,6 +190,7 @@ def test_an_engine_describes_itself_so() -> None:
         "instance model namespace landing events link context islands context_tokens has_linear has_attention"
     )
     others += " generation shared_tiers limits literal_text learned has_transition"
+    others += " reads_successors"
     assert set(told) == {*numbers.split(), *others.split()}
     limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
     assert set(told["limits"]) == set(limits.split())

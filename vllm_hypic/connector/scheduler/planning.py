@@ -96,8 +96,7 @@ class Planner:
         self._context = cache(texts.context)
         self.learned = texts.learned
         self._words = cache(texts.words)
-        # Behind the record's states a token of it cannot be computed once more.
-        self._computes_lead_end = reads_successors and not geometry.linear
+        self.reads_successors = reads_successors
         self.shared_tiers = tuple(shared_tiers(config.store))
         """Identities of the tiers that other engines use, too; fastest first."""
 
@@ -149,8 +148,8 @@ class Planner:
             context=self.tokens_behind(method.context),
             learned="" if self.learned is None else self.learned.digest,
             choose_islands=None if method.islands is None else self._choose_islands,
-            computes_lead_end=self._computes_lead_end,
             checkpoint_tokens=config.checkpoint_tokens,
+            reads_successors=self.reads_successors,
         )
 
     def plan_prefix(self, request: PlanRequest) -> PromptPlan | None:
@@ -168,6 +167,7 @@ class Planner:
             least_tokens=config.min_segment_tokens,
             kept=self._directory.kept,
             most=self._limits(self.request_share),
+            reads_successors=self.reads_successors,
         )
 
     def tokens_behind(self, context: str) -> tuple[int, ...]:

@@ -109,6 +109,7 @@ def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt
         context=description.context_tokens,
         learned=description.learned,
         checkpoint_tokens=description.checkpoint_tokens,
+        reads_successors=description.reads_successors,
     )
 
 
