@@ -31,7 +31,9 @@ class GrowingDirectory(SegmentDirectory):
         self._evict(victims)
         need = Need(record.columns, value=record.value)
         entry = self._reserve(record.key, need, record.tenant, record.pages, record, listed=False)
-        entry.forgotten = True
+        entry.forgotten, entry.is_checkpoint, entry.lent = True, False, len(record.pages)
+        entry.within.clear()
+        self._shares.add(entry)
         entry.begins = Beginning(record.serial, record.columns, frozenset({record.key}))
         self.pin(entry)
         return entry
@@ -43,8 +45,10 @@ class GrowingDirectory(SegmentDirectory):
         if victims is None:
             return False
         self._evict(victims)
+        self._shares.remove(entry)
         entry.pages += self._pages.take(more)
         entry.columns += self.page_tokens
+        self._shares.add(entry)
         return True
 
     def end_growth(self, entry: Entry, key: SegmentKey | None = None, need: Need | None = None) -> bool:
@@ -54,12 +58,12 @@ class GrowingDirectory(SegmentDirectory):
         if key is None or need is None or key in self._entries:
             self._drop(entry, evicted=False)
             return False
+        self._shares.remove(entry)
         pages = self.pages_for(need.columns)
         self._pages.leave(reversed(entry.pages[pages:]))
         entry.key, entry.value = key, need.value
         entry.pages, entry.columns = entry.pages[:pages], need.columns
-        entry.forgotten, entry.resident, entry.is_checkpoint = False, True, False
-        entry.within.clear()
+        entry.forgotten, entry.resident, entry.lent = False, True, 0
         self._list(entry)
         return True
 

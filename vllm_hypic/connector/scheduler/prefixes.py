@@ -48,7 +48,7 @@ class Prefixes:
         request = self._admission.requests[request_id]
         request.own = own = self._own(request.plan, segment, entry)
         if own.base is not None:
-            request.held[own.base.key] = own.base
+            self._admission.hold(request, own.base)
         self._begun[request_id] = own.plan
         self._admission.urge(entry, priority)
         return own.first
