@@ -255,6 +255,22 @@ def test_many_at_once_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert side.has((*PROMPT, *ANSWER)[: 7 * PAGE])
 
 
+@pytest.mark.parametrize("grow", [False, True])
+def test_ends_that_nobody_goes_on_from_leave_before_checkpoints(grow: bool) -> None:
+    """Forks of one prompt leave its beginning to others that come later; turns leave their ends."""
+    side = Side(slots=6)
+    side.side.answers._on = False
+    prompt = PROMPT[: 3 * PAGE]
+    for i in range(LEAST_ANSWERS + 5):
+        tail = range(5000 + 100 * i, 5000 + 100 * i + PAGE)
+        side.ask(f"{i}", (*prompt, *tail, 1), ())
+        prompt = (*prompt, *tail) if grow else prompt
+    assert side.has(prompt)
+    for i in range(5):
+        side.ask(f"other {i}", range(9000 + 100 * i, 9000 + 100 * i + 2 * PAGE), ())
+    assert side.has(prompt) is not grow
+
+
 def test_few_are_remembered() -> None:
     counted = Continuations()
     for i in range(20_000):

@@ -10,9 +10,6 @@ from ...primitives.keys import SegmentKey
 from .directory import SegmentDirectory
 from .entries import Beginning, Entry, Need
 
-MOST_SUPERSEDED = 4
-"""Prompts that are likely to be asked again: more of their ends would keep the pages of what is evicted."""
-
 
 class GrowingDirectory(SegmentDirectory):
     """The directory of an engine in which records grow.  Nobody finds one before its end."""
@@ -68,13 +65,9 @@ class GrowingDirectory(SegmentDirectory):
         return True
 
     def supersede(self, entry: Entry) -> None:
-        """Whoever would use the record is likely to use another with the same pages: unless somebody does, it
-        leaves before all others, and soon."""
-        if self._entries.get(entry.key) is not entry:
-            return
-        self._superseded[entry.key] = entry
-        if len(self._superseded) > MOST_SUPERSEDED:
-            self.discard(next(iter(self._superseded)))
+        """Nobody is likely to use the record, or all of it: unless somebody does, it leaves first of all."""
+        if self._entries.get(entry.key) is entry:
+            self._superseded[entry.key] = entry
 
     def _worst_first(self) -> Iterator[Entry]:
         yield from self._superseded.values()

@@ -157,6 +157,8 @@ class SchedulerSide:
         self.admission.add(
             ComposedRequest(request_id, plan, wanted, transfer, tenant, priority, mode, islands)
         )
+        if plan.segments and plan.segments[0].is_prefix:
+            self.prefixes.asked(plan.segments[0])
         self.counters.requests += 1
         self.counters.count(mode, requests=1)
         self.counters.segments_queried += len(wanted)
