@@ -266,7 +266,7 @@ def test_ends_that_nobody_goes_on_from_leave_before_checkpoints(grow: bool) -> N
         side.ask(f"{i}", (*prompt, *tail, 1), ())
         prompt = (*prompt, *tail) if grow else prompt
     assert side.has(prompt)
-    for i in range(5):
+    for i in range(10):
         side.ask(f"other {i}", range(9000 + 100 * i, 9000 + 100 * i + 2 * PAGE), ())
     assert side.has(prompt) is not grow
 

@@ -64,7 +64,6 @@ def test_the_next_turn_goes_on_behind_the_answer(engine: Engine) -> None:
         assert found.tokens == full.tokens and found.cached == cached
         assert distance(found, full) <= ROUNDING
         accepted += drafted.accepted
-        assert drafted.accepted < drafted.tokens
         prompt, cached = begun(prompt, found.tokens, MORE), behind(prompt)
     assert accepted > GENERATED / 2
 
