@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.connector.scheduler import directory, placement, retention, shared_columns
+from vllm_hypic.connector.scheduler import continuations, directory, placement, retention, shared_columns
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.store.eviction import PolicyName, flop_aware, tuner
 
@@ -34,6 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(module, "time", clock)
     for module, name in (
         (placement, "REMEMBERED"),
+        (continuations, "REMEMBERED"),
         (shared_columns, "_REMEMBERED"),
         (retention, "STORED_KEPT"),
         (directory, "MOST_WITHIN"),
