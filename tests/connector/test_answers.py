@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.scheduler import continuations, placement
 from vllm_hypic.connector.scheduler.continuations import LEAST_ANSWERS, Continuations
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
-from vllm_hypic.pool.plans import CapturePlan
+from vllm_hypic.pool.plans import CapturePlan, Space
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
@@ -26,14 +28,14 @@ ANSWER = tuple(range(2000, 2000 + 4 * PAGE))
 class Side:
     """An engine's scheduler side, without the engine.  Requests have ordinary prompts and run alone."""
 
-    def __init__(self, pages: int = 64, slots: int = 8) -> None:
-        options = {"prefix": "sparse", "page_tokens": PAGE, "min_segment_tokens": PAGE}
+    def __init__(self, pages: int = 64, slots: int = 8, **more: Any) -> None:
+        options = {"prefix": "sparse", "page_tokens": PAGE, "min_segment_tokens": PAGE} | more
         ids = PrimitiveIds(sep=1, pdep=2, pad=3)
         self.side = SchedulerSide(
             HypicConfig.from_mapping(options | {"context": "none", "islands": "none"}),
             geometry(pages, slots),
             Namespace.from_config({}),
-            10_000,
+            1_000_000,
             lambda: ids,
             keeps_answers=True,
         )
@@ -43,11 +45,14 @@ class Side:
         assert plan is not None
         return plan
 
-    def begin(self, name: str, tokens: Sequence[int]) -> int:
+    def begin(self, name: str, tokens: Sequence[int], tenant: str = "") -> int:
         """Prefill the prompt; how many of its tokens are computed."""
-        self.side.admit(name, self.plan(tokens))
+        self.side.admit(name, self.plan(tokens), tenant=tenant)
         self.side.pump()
         assert self.side.ready(name)
+        return self.prefill(name)
+
+    def prefill(self, name: str) -> int:
         request = self.side.admission.requests[name]
         computed = len(request.running.stream)
         self.passes = {name: self.run(name, 0, computed)}
@@ -186,6 +191,84 @@ def test_answers_that_nobody_goes_on_from_are_not_kept(side: Side) -> None:
         side.ask(f"more {i}", (i, *PROMPT, *ANSWER, *PROMPT), ANSWER)
     side.ask("twice", (98, *PROMPT), ANSWER)
     assert side.has((98, *PROMPT, *ANSWER)[: 7 * PAGE])
+
+
+def test_what_grows_counts_to_its_tenants_share() -> None:
+    """Its own pages, and a state; what it began with is the prompt's."""
+    side = Side(max_tenant_fraction=0.5)
+    computed = side.begin("a", PROMPT, "tenant")
+    side.decode("a", computed, 2 * PAGE)
+    assert side.side.directory.held_by("tenant") == Space(3 + 3, 2)
+    side.side.directory.check_integrity()
+    side.end("a", (*PROMPT, *ANSWER[: 2 * PAGE + 1]))
+    assert side.side.directory.held_by("tenant") == Space()
+
+
+def test_nothing_grows_beyond_its_tenants_share() -> None:
+    for fraction, pages in ((0.5, 6), (0.25, 3), (1.0, 7)):
+        side = Side(pages=12, max_tenant_fraction=fraction)
+        side.ask("a", PROMPT, ANSWER)
+        assert max(entry.columns for entry in side.side.directory.resident()) == pages * PAGE
+
+
+def test_who_waits_in_its_share_is_given_what_grows_of_it_alone() -> None:
+    side = Side(max_tenant_fraction=0.25)
+    computed = [side.begin(tenant, (ord(tenant), *PROMPT), tenant) for tenant in "ab"]
+    side.side.admit("later", side.plan(range(7000, 7000 + 4 * PAGE)), tenant="a")
+    for _ in range(2):
+        assert not side.side.ready("later"), "its tenant has two states, and may have no more"
+        side.side.pump()
+    assert side.side.ready("later")
+    answers = {name: side.side.answers._answers[name] for name in "ab"}
+    assert answers["a"] is None and answers["b"] is not None
+    assert len(side.decode("b", computed[1], 2 * PAGE)) == 2
+
+
+def test_many_at_once_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there is room for, all of which leave checkpoints, and grow until somebody waits."""
+    monkeypatch.setattr(placement, "APART_TOKENS", 2 * PAGE)
+    monkeypatch.setattr(continuations, "LEAST_ANSWERS", 1000)
+    for options, tenants in (({}, ("",)), ({"max_tenant_fraction": 0.5}, ("a", "b"))):
+        side = Side(pages=40, slots=10, **options)
+        prompts = {f"{i}": tuple(range(1000 * i, 1000 * i + 8 * PAGE + 3)) for i in range(10, 50)}
+        waiting = list(prompts)
+        for i, (name, tokens) in enumerate(prompts.items()):
+            side.side.admit(name, side.plan(tokens), tenant=tenants[i % len(tenants)])
+        running: dict[str, int] = {}
+        given_up, steps = 0, 0
+        while waiting or running:
+            side.side.pump()
+            for name in [name for name in waiting if side.side.ready(name)]:
+                waiting.remove(name)
+                running[name] = side.prefill(name)
+            captured = side.side.answers.scheduled([(name, at, at + 1) for name, at in running.items()])
+            given_up += sum(plans == () for plans in captured.values())
+            for name in list(running):
+                running[name] += 1
+                if running[name] == len(prompts[name]) + 2 * PAGE:
+                    del running[name]
+                    side.end(name, (*prompts[name], *ANSWER[: 2 * PAGE + 1]))
+            steps += 1
+            assert steps < len(prompts) * 3 * PAGE, f"{waiting} wait, {list(running)} run"
+        assert given_up and side.side.directory.pinned == 0
+        side.ask("alone", PROMPT, ANSWER)
+        assert side.has((*PROMPT, *ANSWER)[: 7 * PAGE])
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_ends_that_nobody_goes_on_from_leave_before_checkpoints(grow: bool) -> None:
+    """Forks of one prompt leave its beginning to others that come later; turns leave their ends."""
+    side = Side(slots=6)
+    side.side.answers._on = False
+    prompt = PROMPT[: 3 * PAGE]
+    for i in range(LEAST_ANSWERS + 5):
+        tail = range(5000 + 100 * i, 5000 + 100 * i + PAGE)
+        side.ask(f"{i}", (*prompt, *tail, 1), ())
+        prompt = (*prompt, *tail) if grow else prompt
+    assert side.has(prompt)
+    for i in range(10):
+        side.ask(f"other {i}", range(9000 + 100 * i, 9000 + 100 * i + 2 * PAGE), ())
+    assert side.has(prompt) is not grow
 
 
 def test_few_are_remembered() -> None:

@@ -40,6 +40,11 @@ def test_checkpoints_stand_apart_until_something_is_known(placement: PrefixPlace
     assert kept == {APART_TOKENS, 2 * APART_TOKENS}
 
 
+def test_of_a_long_prompt_no_more_are_kept_than_of_a_segment(placement: PrefixPlacement) -> None:
+    kept = placement.kept(prefix(*text(0, 60 * APART_TOKENS)))
+    assert 4 < len(kept) <= 8 and max(kept) == 59 * APART_TOKENS
+
+
 def test_one_stands_where_a_prompt_parts_from_an_earlier_one(placement: PrefixPlacement) -> None:
     placement.kept(prefix(*text(0, 20 * PAGE)))
     assert placement.kept(prefix(*text(0, 7 * PAGE), *text(1, 5 * PAGE))) == {7 * PAGE}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.linear.drafted import Drafted, parts
+from vllm_hypic.backends.linear.drafted import Drafted, parts, special_part
 from vllm_hypic.backends.linear.layout import NO_STEP, StockRows
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, native, reference
 from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
@@ -44,8 +44,9 @@ class Request:
     outputs: list[Tensor] = field(default_factory=list)
 
 
-def run(layer: Layer, module: ModuleType, requests: list[Request], prefill: int) -> None:
-    """The prompts of ``prefill`` tokens, then step by step."""
+def run(layer: Layer, module: ModuleType, requests: list[Request], prefill: int, *, apart: bool) -> None:
+    """The prompts of ``prefill`` tokens, then step by step; ``apart``: a request that decodes one token is
+    special."""
     wrong = torch.randn(layer.x.mixed.shape[1], generator=torch.Generator().manual_seed(1))
     for step in range(-1, len(requests[0].lengths)):
         lengths = [prefill if step < 0 else r.lengths[step] for r in requests]
@@ -65,17 +66,26 @@ def run(layer: Layer, module: ModuleType, requests: list[Request], prefill: int)
             torch.tensor([r.slots for r in requests], dtype=torch.int32),
             torch.tensor([r.before or r.slots[0] for r in requests], dtype=torch.int32),
         )
-        apply(layer, module, drafted, x, out)
+        apply(layer, module, drafted, x, out, apart=apart)
         for r, n, begin in zip(requests, right, starts, strict=False):
             r.outputs.append(out[begin : begin + n])
             r.done += n
             r.before = r.slots[0] if step < 0 else r.slots[n - 1]
 
 
-def apply(layer: Layer, module: ModuleType, drafted: Drafted, x: Inputs, out: Tensor) -> None:
+def apply(layer: Layer, module: ModuleType, drafted: Drafted, x: Inputs, out: Tensor, *, apart: bool) -> None:
     """As a layer does it."""
-    caches = layer.caches
-    for part in parts(drafted, NO_STEP, lambda rows, slots: (rows, slots)):
+    caches, starts = layer.caches, drafted.starts
+    special = frozenset(r for r in drafted.decoding if apart and starts[r + 1] == starts[r] + 1)
+    work = replace(NO_STEP, special=special)
+    if special:
+        whole = special_part(drafted, work, lambda rows, slots: slots)
+        whole.move([caches.conv, caches.state])
+        for row in special:
+            token, slot = slice(starts[row], starts[row + 1]), whole.metadata[row : row + 1]
+            here, program = Caches(slot, caches.conv, caches.state), ordinary([0, 1], [1])
+            module.gdn_compose(x.part(token), layer.weights, here, out[token], layer.records, *program)
+    for part in parts(drafted, work, lambda rows, slots: (rows, slots)):
         part.move([caches.conv, caches.state])
         rows, slots = part.metadata
         assert isinstance(rows, StockRows)
@@ -88,8 +98,9 @@ def apply(layer: Layer, module: ModuleType, drafted: Drafted, x: Inputs, out: Te
 
 @pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_drafts_leave_no_trace(module: ModuleType, shape: Shape, case: str) -> None:
+def test_drafts_leave_no_trace(module: ModuleType, shape: Shape, case: str, apart: bool) -> None:
     prefill, steps = 5, len(ACCEPTED[case])
     layer = with_slots(Layer.make(shape, 2 * TOKENS), 2 * (DRAFTS + 1) + 1)
     first = Request(0, [3, 1, 4, 2], LENGTHS[case], ACCEPTED[case])
@@ -97,7 +108,7 @@ def test_drafts_leave_no_trace(module: ModuleType, shape: Shape, case: str) -> N
     turned = [*range(1, steps), 0]
     other = [[of[case][i] for i in turned] for of in (LENGTHS, ACCEPTED)]
     second = Request(TOKENS, [8, 5, 6, 7], *other)
-    run(layer, module, [first, second], prefill)
+    run(layer, module, [first, second], prefill, apart=apart)
     for request in (first, second):
         expected, state, conv = exactly(layer, request)
         assert relative(torch.cat(request.outputs), expected) < TOLERANCE

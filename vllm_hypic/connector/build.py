@@ -9,7 +9,7 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..config.drafting import drafts_by_a_head
+from ..config.drafting import drafts_by_a_head, looks_drafts_up
 from ..config.engine import HypicConfig, config_of
 from ..config.segment_parallel import Address, SegmentParallelConfig
 from ..errors import ConfigError
@@ -111,10 +111,12 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 def _keeps_answers(vllm_config: VllmConfig, config: HypicConfig) -> bool:
-    """Whether prefixes grow with what follows them.  A draft's states may be taken back, with several stages
-    passes are on their way of which it is not known what they run, and on GPUs a pass that captures something
-    replays no full graph."""
-    if config.prefix == "stock" or vllm_config.speculative_config is not None:
+    """Whether prefixes grow with what follows them.  A model that drafts runs its layers on what may be taken
+    back, with several stages passes are on their way of which it is not known what they run, and on GPUs a
+    pass that captures something replays no full graph."""
+    if config.prefix == "stock":
+        return False
+    if vllm_config.speculative_config is not None and not looks_drafts_up(vllm_config):
         return False
     return vllm_config.parallel_config.pipeline_parallel_size == 1 and current_platform.is_cpu()
 

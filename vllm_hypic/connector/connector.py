@@ -68,7 +68,9 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
         metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
-        metadata.grown = self.scheduler.answers.scheduled(passes(scheduler_output))
+        metadata.grown = self.scheduler.answers.scheduled(
+            passes(scheduler_output), scheduler_output.scheduled_spec_decode_tokens
+        )
         self.scheduler.instruct(metadata)
         for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params

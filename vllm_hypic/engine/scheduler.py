@@ -370,6 +370,8 @@ class _HypicMixin(Scheduler):
         if (plan := self.hypic.plan_of(request.request_id)) is not None:
             most = self.max_model_len - 1 - (plan.n_logical - len(plan.stream))
             end = min(end, max(request.num_tokens, most))
+        if begin >= request.num_prompt_tokens:
+            end = self.hypic.answers.pass_end(request.request_id, begin, end)
         return max(0, self.hypic.pass_end(request.request_id, end) - begin)
 
     def _free_request_blocks(self, request: Request) -> None:

@@ -24,7 +24,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 from ...pool import appended
 from ...pool.families import FAMILIES, LinearFamily
 from ...pool.shared import Once, OncePer
-from .drafted import Drafted, parts
+from .drafted import Drafted, parts, special_part
 from .layout import NO_STEP, Composed, LinearStep, Segments, StockRows, linear_step, stock_rows
 from .narrow import appending, capturing, reading
 
@@ -140,8 +140,9 @@ class LinearLayer(Generic[InputsT, CarryT]):
 
         runtime.calls["drafted"] += 1
         if runtime.step is not None and not work.empty:
-            whole = once(metadata, StockRows, lambda: of(drafted.whole, drafted.slots))
-            with override_forward_context(replace(context, attn_metadata={self.prefix: whole})):
+            whole = once(metadata, special_part, lambda: special_part(drafted, work, of))
+            whole.move(self.kv_cache)
+            with override_forward_context(replace(context, attn_metadata={self.prefix: whole.metadata})):
                 self.run_special(runtime, runtime.step, work, x, out)
         for part in once(metadata, parts, lambda: parts(drafted, work, of)):
             part.move(self.kv_cache)

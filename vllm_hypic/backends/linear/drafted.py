@@ -62,6 +62,21 @@ class Part:
                 cache[into] = cache[of]
 
 
+def special_part(
+    drafted: Drafted, work: LinearStep, metadata_of: Callable[[StockRows, torch.Tensor], Any]
+) -> Part:
+    """All rows, of which our operators run the special ones.  Who decodes among these has no drafts, and goes
+    from the state behind its last token into the first of its slots."""
+    here = [i for i, row in enumerate(drafted.decoding) if row in work.special]
+    of, into = drafted.before[here], drafted.behind[here, 0]
+    slots = drafted.slots.clone()
+    slots[[drafted.decoding[i] for i in here]] = into
+    elsewhere = of != into
+    moved = of[elsewhere].long(), into[elsewhere].long()
+    whole = drafted.whole
+    return Part(whole.tokens, moved, metadata_of(whole, slots))
+
+
 def parts(
     drafted: Drafted, work: LinearStep, metadata_of: Callable[[StockRows, torch.Tensor], Any]
 ) -> list[Part]:
@@ -69,13 +84,14 @@ def parts(
     nowhere = drafted.slots[:0].long()
     starts, decoding = drafted.starts, drafted.decoding
     found = []
+    decoded = [i for i, row in enumerate(decoding) if row not in work.special]
     work = replace(work, special=work.special | frozenset(decoding))
     rest = stock_rows(work, starts, [*map(int, drafted.resumed)], 0)
     if rest is not None:
         found.append(Part(rest.tokens, (nowhere, nowhere), metadata_of(rest, drafted.slots[rest.batch_rows])))
-    lengths = [starts[row + 1] - starts[row] for row in decoding]
-    for t in range(max(lengths, default=0)):
-        here = [i for i, length in enumerate(lengths) if length > t]
+    lengths = {i: starts[decoding[i] + 1] - starts[decoding[i]] for i in decoded}
+    for t in range(max(lengths.values(), default=0)):
+        here = [i for i, length in lengths.items() if length > t]
         rows = [decoding[i] for i in here]
         tokens = torch.tensor([starts[row] + t for row in rows])
         of, into = (drafted.before if t == 0 else drafted.behind[:, t - 1])[here], drafted.behind[here, t]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
+from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...primitives.options import Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
@@ -84,8 +85,12 @@ class Admission:
         self._tenant_share = None if unlimited else directory.total.part(max_tenant_fraction)
         self.requests: dict[str, ComposedRequest] = {}
         self._pending = PendingQueue(self._held_share)
-        self.waits = False
-        """Whether a request found no room when :meth:`admitted` was last gone through."""
+        self._holders: dict[int, dict[str, ComposedRequest]] = {}
+        """The requests that hold each record, by its serial."""
+        self.no_room = False
+        """Whether a request found no room in the pool when :meth:`admitted` was last gone through."""
+        self.full: set[str] = set()
+        """Tenants of which one found none in their share, then."""
         self._raised: dict[str, int] = {}
         self._least_urgent = 0
         """No request that holds room has a larger priority."""
@@ -100,8 +105,26 @@ class Admission:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._pending.discard(request_id)
+            for entry in request.held.values():
+                del self._holders[entry.serial][request_id]
+                if not self._holders[entry.serial]:
+                    del self._holders[entry.serial]
             self._directory.release(request.held.values())
         return request
+
+    def hold(self, request: ComposedRequest, entry: Entry) -> None:
+        """Until it ends the request holds this record, which was pinned for it."""
+        request.held[entry.key] = entry
+        self._holders.setdefault(entry.serial, {})[request.request_id] = request
+
+    def holders(self, entry: Entry) -> list[ComposedRequest]:
+        """The requests that hold this record, in the order in which they came to it."""
+        return list(self._holders.get(entry.serial, {}).values())
+
+    @property
+    def held(self) -> Set[int]:
+        """Serials of the records that requests hold."""
+        return self._holders.keys()
 
     def pending_keys(self) -> set[SegmentKey]:
         """Keys of the records that requests without room want."""
@@ -115,21 +138,22 @@ class Admission:
         tenant's share lets other tenants go on.  Every plan fits the empty pool, and the share, so none waits
         for ever.
         """
-        self.waits = False
+        self.no_room, self.full = False, set()
         for request_id in self._pending.in_turn():
             request = self.requests[request_id]
             if not self._within_share(request):
                 self._raise_holders(request.priority, request.tenant)
-                self.waits = True
+                self.full.add(request.tenant)
                 continue
             reserved = self._directory.acquire(request.wanted, request.tenant, self._bases(request))
             if reserved is None:
                 self._raise_holders(request.priority)
-                self.waits = True
+                self.no_room = True
                 break
             self._pending.discard(request_id)
             request.acquired = True
-            request.held = {key: self._directory.get(key) for key in request.wanted}
+            for key in request.wanted:
+                self.hold(request, self._directory.get(key))
             self._least_urgent = max(self._least_urgent, request.priority)
             for entry in request.held.values():
                 self.urge(entry, request.priority)
@@ -148,19 +172,23 @@ class Admission:
 
     def _within_share(self, request: ComposedRequest) -> bool:
         """Whether the request's tenant would have no more than its share with this request's records, too."""
-        if self._tenant_share is None:
-            return True
-        held = self._directory.held_by(request.tenant)
-        return self._tenant_share.covers(held + self._directory.would_hold(request.wanted))
+        return self.within_share(request.tenant, self._directory.would_hold(request.wanted))
+
+    def within_share(self, tenant: str, more: Space) -> bool:
+        """Whether the tenant would have no more than its share with so much more."""
+        share = self._tenant_share
+        return share is None or share.covers(self._directory.held_by(tenant) + more)
 
     def resumed(self, entry: Entry, tokens: int) -> None:
         """So many tokens of a record that is being made are those of a checkpoint."""
-        for request in self.requests.values():
-            if entry.key in request.fresh and request.held[entry.key] is entry:
+        for request in self.holders(entry):
+            if entry.key in request.fresh:
                 request.resumed[entry.key] = tokens
 
     def urge(self, entry: Entry, priority: int) -> None:
         """A request of this priority waits for the record: who computes it is as urgent from now on."""
+        if entry.resident or priority >= self._least_urgent:
+            return
         self._raised.update(dict.fromkeys(self._segment_requests.urge(entry, priority), priority))
         for request in self.requests.values():
             if request.own is not None and request.own.makes(entry) and request.priority > priority:

@@ -12,12 +12,13 @@ and a prompt that waits for room is given its.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
-from ...pool.plans import CapturePlan
+from ...pool.plans import CapturePlan, Space
 from ...primitives.plan import CachedSegment
 from ...primitives.prefix import continued
 from .admission import Admission, ComposedRequest
@@ -27,6 +28,7 @@ from .growing import GrowingDirectory
 from .placement import PrefixPlacement
 from .shared_columns import SharedColumns
 
+NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 _MANY = 1 << 60
 """Stands for a limit on generated tokens that is not known."""
 
@@ -34,10 +36,12 @@ _MANY = 1 << 60
 @dataclass
 class _Answer:
     """``entry`` grows; all below are indices of the request's tokens in vLLM.  ``origin``: the prefix's end;
-    ``scheduled``: passes end here; ``whole``: and had states left here, the last time."""
+    ``certain`` and ``scheduled``: the last pass ends here, without its drafts and with them; ``whole``: where
+    states were left, the last time."""
 
     entry: Entry
     origin: int
+    certain: int
     scheduled: int
     whole: int
     page_end: int
@@ -74,18 +78,23 @@ class Answers:
         """A request generates so many tokens at most."""
         self._most[request_id] = most
 
-    def scheduled(self, passes: Iterable[tuple[str, int, int]]) -> dict[str, tuple[CapturePlan, ...]]:
-        """What requests capture from a pass on that is about to run ranges of their tokens; the others what
-        they did before."""
+    def scheduled(
+        self, passes: Iterable[tuple[str, int, int]], drafts: Mapping[str, Sequence[int]] = NO_DRAFTS
+    ) -> dict[str, tuple[CapturePlan, ...]]:
+        """What requests capture from a pass on that is about to run ranges of their tokens, which end in
+        ``drafts``; the others what they did before."""
         given_up, self._given_up = self._given_up, []
         alive = (request_id for request_id in given_up if request_id in self._answers)
         found = dict.fromkeys(alive, tuple[CapturePlan, ...]())
         for request_id, begin, end in passes if self._on else ():
-            if (plans := self._scheduled(request_id, begin, end)) is not None:
+            plans = self._scheduled(request_id, begin, end, len(drafts.get(request_id, ())))
+            if plans is not None:
                 found[request_id] = plans
         return found
 
-    def _scheduled(self, request_id: str, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
+    def _scheduled(
+        self, request_id: str, begin: int, end: int, drafts: int
+    ) -> tuple[CapturePlan, ...] | None:
         request = self._admission.requests.get(request_id)
         if request is None or not (request.plan.segments and request.plan.segments[0].is_prefix):
             return None
@@ -94,9 +103,9 @@ class Answers:
         answer = self._answers[request_id]
         if answer is None or not answer.grows:
             return None
-        if begin != answer.scheduled:  # it was preempted, and begins anew
+        if not answer.certain <= begin <= answer.scheduled:  # it was preempted, and begins anew
             return self._drop(request_id, answer)
-        return self._go_on(request, answer, end)
+        return self._go_on(request, answer, begin, end, drafts)
 
     def _begin(self, request: ComposedRequest, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
         segment = request.plan.segments[0]
@@ -113,26 +122,43 @@ class Answers:
             or (entry := self._place(request, segment)) is None
         ):
             return None
-        answer = _Answer(entry, origin, origin, origin, origin)
+        answer = _Answer(entry, origin, origin, origin, origin, origin)
         self._answers[request.request_id] = answer
-        return self._go_on(request, answer, end)
+        return self._go_on(request, answer, origin, end, 0)
 
     def _place(self, request: ComposedRequest, segment: CachedSegment) -> Entry | None:
         record = request.held[segment.key]
-        return None if record.forgotten else self._directory.begin_growth(record)
+        has_share = self._admission.within_share(record.tenant, Space(slots=1))
+        return self._directory.begin_growth(record) if has_share and not record.forgotten else None
 
-    def _go_on(self, request: ComposedRequest, answer: _Answer, end: int) -> tuple[CapturePlan, ...] | None:
-        """One pass more, up to ``end``."""
-        page, begins = self._directory.page_tokens, answer.scheduled == answer.page_end
-        if end > answer.page_end + page * begins or (begins and not self._directory.grow(answer.entry)):
-            # Nothing is left of the states at the page's end, or there is no room for more.
+    def _grow(self, entry: Entry) -> bool:
+        page = Space(self._directory.pages_for(self._directory.page_tokens))
+        return self._admission.within_share(entry.tenant, page) and self._directory.grow(entry)
+
+    def _go_on(
+        self, request: ComposedRequest, answer: _Answer, begin: int, end: int, drafts: int
+    ) -> tuple[CapturePlan, ...] | None:
+        """One pass more."""
+        begins = begin == answer.page_end
+        page_end = answer.page_end + self._directory.page_tokens * begins
+        if end + bool(drafts) > page_end or (begins and not self._grow(answer.entry)):
+            # Nothing is left of the states at the page's end, or a draft's are, or there is no room for more.
             answer.grows = False
             return ()
-        answer.page_end += page * begins
-        answer.scheduled = end
+        answer.page_end, answer.certain, answer.scheduled = page_end, end - drafts, end
         if end == answer.page_end:
             answer.whole = end
         return (self._plan(request, answer),) if begins else None
+
+    def pass_end(self, request_id: str, begin: int, end: int) -> int:
+        """Where a pass with drafts ends that would end before index ``end``: what ends a page is none, as
+        states of a draft could not be taken back."""
+        answer = self._answers.get(request_id)
+        if answer is None or not answer.grows:
+            return end
+        page = self._directory.page_tokens
+        last = begin - (begin - answer.origin) % page + page - 1
+        return min(end, max(begin + 1, last))
 
     def _plan(self, request: ComposedRequest, answer: _Answer) -> CapturePlan:
         page, entry = self._directory.page_tokens, answer.entry
@@ -175,10 +201,10 @@ class Answers:
             if self._stored is not None:
                 self._stored.store(grown, answer.entry)
 
-    def give_up(self) -> None:
-        """Give all that grows back: somebody waits for room."""
+    def give_up(self, tenants: Collection[str] | None = None) -> None:
+        """Give all that grows back, or all of these tenants: somebody waits for the room."""
         for request_id, answer in self._answers.items():
-            if answer is not None:
+            if answer is not None and (tenants is None or answer.entry.tenant in tenants):
                 self._drop(request_id, answer)
                 self._given_up.append(request_id)
 

@@ -1,4 +1,4 @@
-"""Whether prompts go on from answers: a conversation does, what is asked once does not."""
+"""Whether prompts go on from where others ended: a conversation does, what is asked once does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECAY = 0.98
 
 
 class Continuations:
-    """Counts answers, kept or not, and how many of them were gone on from."""
+    """Counts answers, or prompts, kept or not, and how many of them were gone on from."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[SegmentKey, None] = OrderedDict()
@@ -26,7 +26,7 @@ class Continuations:
         self._total = 0
 
     def ended(self, key: SegmentKey) -> None:
-        """A prompt and its answer would be the record ``key``."""
+        """What ended would be the record ``key``."""
         self._total += 1
         self._ended, self._used = 1 + DECAY * self._ended, DECAY * self._used
         self._open[key] = None
@@ -42,5 +42,5 @@ class Continuations:
 
     @property
     def likely(self) -> bool:
-        """Whether an answer is worth its place."""
+        """Whether the end of one is worth its place."""
         return self._total < LEAST_ANSWERS or self._used >= LEAST_SHARE * self._ended

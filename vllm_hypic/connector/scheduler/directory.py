@@ -16,7 +16,7 @@ from ...pool.plans import Space
 from ...primitives.checkpoints import Checkpoint
 from ...primitives.keys import SegmentKey
 from ...store.eviction.base import EvictionPolicy
-from .entries import Beginning, Entry, Lookup, Need, Spare
+from .entries import MOST_WITHIN, Beginning, Entry, Lookup, Need, Spare
 from .pages import Pages
 from .shares import TenantShares
 from .victims import Victims
@@ -269,7 +269,8 @@ class SegmentDirectory:
     def resume(self, record: Entry, checkpoint: Entry, *, can_be_deleted: bool = True) -> None:
         """``record``, reserved and still empty, begins with all that ``checkpoint`` has, no less than it was
         reserved with, whose pages it takes in place of its own; pins that, too.  ``can_be_deleted``: by a
-        user, and the checkpoint with it."""
+        user, and the checkpoint with it; one that so many records have begun with that all of them cannot be
+        remembered goes when this one is complete."""
         if record.base is not checkpoint:
             own = record.pages[: len(checkpoint.pages)]
             self._pages.use(checkpoint.pages)
@@ -279,9 +280,12 @@ class SegmentDirectory:
             self._hold_base(record, checkpoint)
         record.base = None
         alike = checkpoint.within if checkpoint.is_checkpoint else {checkpoint.key}
-        record.begins = Beginning(checkpoint.serial, checkpoint.columns, frozenset(alike - {record.key}))
+        keys = frozenset[SegmentKey]() if can_be_deleted else frozenset(alike - {record.key})
+        record.begins = Beginning(checkpoint.serial, checkpoint.columns, keys)
         if can_be_deleted:
             checkpoint.within.add(record.key)
+            if len(checkpoint.within) > MOST_WITHIN:
+                self.discard(checkpoint.key)
         self.policy.hit(checkpoint.key)
 
     def _hold_base(self, record: Entry, base: Entry) -> None:
@@ -336,7 +340,7 @@ class SegmentDirectory:
                     yield entry
 
         victims.choose(able(), self._pages)
-        if not any(e.pins or not e.resident for e in self._by_serial.values()):
+        if not victims.enough and not any(e.held for e in self._by_serial.values()):
             victims.choose(kept, self._pages)
         return victims.entries if victims.enough else None
 

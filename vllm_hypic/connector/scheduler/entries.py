@@ -20,6 +20,8 @@ class Lookup(Enum):
 
 
 NO_VALUE = CacheValue(0, 0.0, 0)
+MOST_WITHIN = 1000
+"""Records of which a checkpoint is known to hold a part."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Spare:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a record was resumed from: that one's number, its columns, and the records, by key, that begin
-    with the same pages."""
+    """What a record was resumed from: that one's number, its columns, and, of a prefix, the records, by key,
+    that begin with the same pages."""
 
     serial: int
     columns: int
@@ -86,11 +88,18 @@ class Entry:
     begins: Beginning | None = None
     """The beginning that it has in common with the record from which it was resumed; ``None``: it was
     computed from its first token on."""
+    lent: int = 0
+    """While it grows: its first pages, which count as those of the record that it grew from."""
 
     @property
     def space(self) -> Space:
         space = Space(len(self.pages), 1, self.transition_blocks)
         return space if self.spare is None else space + self.spare.space
+
+    @property
+    def charged(self) -> Space:
+        """What its tenant holds with it, as long as it is counted."""
+        return self.space - Space(self.lent)
 
     @property
     def held(self) -> bool:

@@ -63,10 +63,10 @@ class FetchedCheckpoints:
     def start(self, entry: Entry, found: Collection[SegmentKey]) -> bool:
         """No tier has a record, but these of its checkpoints: have the deepest fetched that is worth it.
         False: there is none."""
-        owners = (c for c in self._admission.requests.values() if c.held.get(entry.key) is entry)
-        if not found or entry.forgotten or (owner := next(owners, None)) is None:
+        owners = self._admission.holders(entry)
+        if not found or entry.forgotten or not owners:
             return False
-        segment = owner.segment(entry.key)
+        segment = owners[0].segment(entry.key)
         best = next((c for c in self._stretches.deeper(segment) if c.key in found), None)
         if best is None:
             return False

@@ -10,9 +10,6 @@ from ...primitives.keys import SegmentKey
 from .directory import SegmentDirectory
 from .entries import Beginning, Entry, Need
 
-MOST_SUPERSEDED = 4
-"""Prompts that are likely to be asked again: more of their ends would keep the pages of what is evicted."""
-
 
 class GrowingDirectory(SegmentDirectory):
     """The directory of an engine in which records grow.  Nobody finds one before its end."""
@@ -31,7 +28,9 @@ class GrowingDirectory(SegmentDirectory):
         self._evict(victims)
         need = Need(record.columns, value=record.value)
         entry = self._reserve(record.key, need, record.tenant, record.pages, record, listed=False)
-        entry.forgotten = True
+        entry.forgotten, entry.is_checkpoint, entry.lent = True, False, len(record.pages)
+        entry.within.clear()
+        self._shares.add(entry)
         entry.begins = Beginning(record.serial, record.columns, frozenset({record.key}))
         self.pin(entry)
         return entry
@@ -43,8 +42,10 @@ class GrowingDirectory(SegmentDirectory):
         if victims is None:
             return False
         self._evict(victims)
+        self._shares.remove(entry)
         entry.pages += self._pages.take(more)
         entry.columns += self.page_tokens
+        self._shares.add(entry)
         return True
 
     def end_growth(self, entry: Entry, key: SegmentKey | None = None, need: Need | None = None) -> bool:
@@ -54,23 +55,19 @@ class GrowingDirectory(SegmentDirectory):
         if key is None or need is None or key in self._entries:
             self._drop(entry, evicted=False)
             return False
+        self._shares.remove(entry)
         pages = self.pages_for(need.columns)
         self._pages.leave(reversed(entry.pages[pages:]))
         entry.key, entry.value = key, need.value
         entry.pages, entry.columns = entry.pages[:pages], need.columns
-        entry.forgotten, entry.resident, entry.is_checkpoint = False, True, False
-        entry.within.clear()
+        entry.forgotten, entry.resident, entry.lent = False, True, 0
         self._list(entry)
         return True
 
     def supersede(self, entry: Entry) -> None:
-        """Whoever would use the record is likely to use another with the same pages: unless somebody does, it
-        leaves before all others, and soon."""
-        if self._entries.get(entry.key) is not entry:
-            return
-        self._superseded[entry.key] = entry
-        if len(self._superseded) > MOST_SUPERSEDED:
-            self.discard(next(iter(self._superseded)))
+        """Nobody is likely to use the record, or all of it: unless somebody does, it leaves first of all."""
+        if self._entries.get(entry.key) is entry:
+            self._superseded[entry.key] = entry
 
     def _worst_first(self) -> Iterator[Entry]:
         yield from self._superseded.values()

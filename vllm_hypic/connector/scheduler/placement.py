@@ -111,12 +111,13 @@ class SegmentPlacement:
 
 class PrefixPlacement:
     """Keeps checkpoints of a prompt's prefix where it parts from earlier ones, where those that come are
-    likely to part; every so many tokens as long as that is not known."""
+    likely to part; every so many tokens as long as that is not known, or as far apart as keeps to their
+    number."""
 
     def __init__(
         self, config: HypicConfig, geometry: PoolGeometry, prefill_flops: Callable[[int], float]
     ) -> None:
-        self._page = config.page_tokens
+        self._most, self._page = config.checkpoints, config.page_tokens
         self._seen = _Placement(config, geometry, prefill_flops, config.page_tokens, geometry.slot_bytes)
 
     def kept(self, segment: CachedSegment) -> frozenset[int]:
@@ -126,8 +127,9 @@ class PrefixPlacement:
         wanted = {parts_at}
         if self._seen.learned:
             wanted |= self._seen.likely(segment, parts_at)
-        else:
-            wanted |= {stop for stop in stops if stop % APART_TOKENS < self._page}
+        elif self._most:
+            apart = [stop for stop in stops if stop % APART_TOKENS < self._page]
+            wanted.update(apart[:: -max(1, -(-len(apart) // self._most))])
         return frozenset(wanted.intersection(stops))
 
     def grown(self, segment: CachedSegment) -> None:

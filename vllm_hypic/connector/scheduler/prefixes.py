@@ -17,8 +17,9 @@ from collections.abc import Callable
 from ...primitives.plan import CachedSegment, PromptPlan
 from ...primitives.prefix import behind
 from .admission import Admission, ComposedRequest
-from .directory import SegmentDirectory
+from .continuations import Continuations
 from .entries import Entry, Need
+from .growing import GrowingDirectory
 from .own_prefix import OwnPrefix, PrefixStretch
 
 
@@ -31,7 +32,7 @@ class Prefixes:
 
     def __init__(
         self,
-        directory: SegmentDirectory,
+        directory: GrowingDirectory,
         admission: Admission,
         need: Callable[[CachedSegment, int], Need],
         kept: Callable[[CachedSegment], frozenset[int]],
@@ -40,6 +41,11 @@ class Prefixes:
         self._directory, self._admission, self._need, self._kept = directory, admission, need, kept
         self._complete = complete
         self._begun: dict[str, PromptPlan] = {}
+        self._ends = Continuations()
+
+    def asked(self, segment: CachedSegment) -> None:
+        """A prompt with this prefix has come."""
+        self._ends.asked(segment)
 
     def begin(self, request_id: str, segment: CachedSegment, entry: Entry, priority: int) -> int:
         """Have a request, which has not run yet, capture the record of its prefix; how many tokens the
@@ -48,7 +54,7 @@ class Prefixes:
         request = self._admission.requests[request_id]
         request.own = own = self._own(request.plan, segment, entry)
         if own.base is not None:
-            request.held[own.base.key] = own.base
+            self._admission.hold(request, own.base)
         self._begun[request_id] = own.plan
         self._admission.urge(entry, priority)
         return own.first
@@ -93,8 +99,14 @@ class Prefixes:
 
     def end(self, request: ComposedRequest) -> list[Entry]:
         """A request is over, and has let its records go; places of what it did not complete for which others
-        wait."""
+        wait.  Where prompts do not go on from where others ended, its end leaves before its checkpoints."""
         self._begun.pop(request.request_id, None)
-        left = [] if request.own is None else [stretch.target for stretch in request.own.ahead]
+        if (own := request.own) is None:
+            return []
+        if own.entry.resident:
+            self._ends.ended(own.entry.key)
+            if not self._ends.likely:
+                self._directory.supersede(own.entry)
+        left = [stretch.target for stretch in own.ahead]
         self._directory.release(target for target in left if target not in request.held.values())
         return [target for target in left if self._directory.abort(target)]

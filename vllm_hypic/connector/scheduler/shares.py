@@ -10,7 +10,7 @@ from .entries import Entry
 
 class TenantShares:
     """What each tenant's held records take together; a checkpoint counts as a part of the record that it was
-    made of."""
+    made of, and of one that grows its own pages alone count."""
 
     def __init__(self) -> None:
         self._held: dict[str, Space] = {}
@@ -22,13 +22,13 @@ class TenantShares:
     def add(self, entry: Entry) -> None:
         """It is held from now on."""
         if not entry.is_checkpoint:
-            self._held[entry.tenant] = self.of(entry.tenant) + entry.space
+            self._held[entry.tenant] = self.of(entry.tenant) + entry.charged
 
     def remove(self, entry: Entry) -> None:
         """It is held no longer."""
         if entry.is_checkpoint:
             return
-        left = self._held.pop(entry.tenant) - entry.space
+        left = self._held.pop(entry.tenant) - entry.charged
         if left.slots:  # every record has one
             self._held[entry.tenant] = left
 
@@ -41,6 +41,6 @@ class TenantShares:
         held: dict[str, Space] = {}
         for entry in entries:
             if entry.counted:
-                held[entry.tenant] = held.get(entry.tenant, Space()) + entry.space
+                held[entry.tenant] = held.get(entry.tenant, Space()) + entry.charged
         if held != self._held:
             raise RuntimeError("public pool: a tenant's share is miscounted")

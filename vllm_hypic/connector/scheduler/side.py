@@ -157,6 +157,8 @@ class SchedulerSide:
         self.admission.add(
             ComposedRequest(request_id, plan, wanted, transfer, tenant, priority, mode, islands)
         )
+        if plan.segments and plan.segments[0].is_prefix:
+            self.prefixes.asked(plan.segments[0])
         self.counters.requests += 1
         self.counters.count(mode, requests=1)
         self.counters.segments_queried += len(wanted)
@@ -176,9 +178,9 @@ class SchedulerSide:
             self._decline(composed)
             if not composed.undecided:
                 self._count(composed)
-        if self.admission.waits:
+        if self.admission.no_room or self.admission.full:
             self.counters.pool_waits += 1
-            self.answers.give_up()
+            self.answers.give_up(None if self.admission.no_room else self.admission.full)
             self.arrivals.give_up_unoffered()
         return started
 
@@ -245,7 +247,7 @@ class SchedulerSide:
         started = []
         for incomplete in self.segment_requests.take_incomplete():
             entry, done = incomplete.entry, incomplete.done
-            owners = [c for c in self.admission.requests.values() if c.held.get(entry.key) is entry]
+            owners = self.admission.holders(entry)
             followers = self.segment_requests.behind(entry)
             undecided = [c for c in owners if entry.key in c.undecided]
             for composed in undecided:
@@ -376,8 +378,7 @@ class SchedulerSide:
                 self.segment_requests.compute_later(entry)
             self._deliveries.forget(request_id)
             if composed.undecided:
-                held = (entry for c in self.admission.requests.values() for entry in c.held.values())
-                self.arrivals.give_up_unwanted({entry.serial for entry in held})
+                self.arrivals.give_up_unwanted(self.admission.held)
 
     def _ended(self, work: SegmentWork, *, completed: bool) -> None:
         """A segment request is over: its stretch is there, or not."""
@@ -468,8 +469,8 @@ class SchedulerSide:
             self._fetched.ended(serial, found=True)
             return
         self.directory.commit(entry)
-        for composed in self.admission.requests.values():
-            if entry.key in composed.undecided and composed.held[entry.key] is entry:
+        for composed in self.admission.holders(entry):
+            if entry.key in composed.undecided:
                 self.counters.segments_hit += 1
                 self._decide(composed, entry.key)
 
