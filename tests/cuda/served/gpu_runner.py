@@ -81,10 +81,11 @@ def model_runner(fault: str) -> type:
         """The GPU model runner over vLLM's shims."""
 
         def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-            # The GPU worker has done so by now.  In this pass later stages make room for what they are sent;
-            # the CPU worker leaves it out of eager engines.
-            with set_current_vllm_config(self.vllm_config):
-                self.profile_run()
+            # The GPU worker has run the model by now, when later stages make room for what they are sent; the
+            # CPU worker leaves that out of eager engines.
+            if not get_pp_group().is_first_rank:
+                with set_current_vllm_config(self.vllm_config):
+                    self.profile_run()
             super().initialize_kv_cache(*args, **kwargs)
 
         def _rewrite_positions(self, step: Any) -> None:
