@@ -187,9 +187,9 @@ class Worker:
 
     def save(self) -> WorkerReport:
         """The oldest unsaved record is in the tiers."""
-        key = self.unsaved.pop(next(iter(self.unsaved))).key
-        self.tiers.add(key)
-        return WorkerReport(saved={key})
+        place = self.unsaved.pop(next(iter(self.unsaved)))
+        self.tiers.add(place.key)
+        return WorkerReport(saved={(place.serial, place.key): self.ranks})
 
     def push(self, fault: str) -> WorkerReport:
         """The oldest order has ended on every rank, on the first one so."""

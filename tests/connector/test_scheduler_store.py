@@ -152,6 +152,30 @@ def test_a_record_that_one_rank_lacks_is_computed_by_all() -> None:
     assert len(on.pump()) == 1 and on.hit_tokens("r") == 0
 
 
+def test_a_record_is_in_the_store_when_all_ranks_have_handed_it_over() -> None:
+    """Each when its own copy is done, which may be passes apart; and of records one by one."""
+    on = side(ranks=2)
+    first, second = admit(on, "r", 0, 1)
+
+    def hand_over(key: SegmentKey, serial: int, *parts: int) -> None:
+        one, *others = (WorkerReport(saved={(serial, key): 1} if part else {}) for part in parts)
+        for other in others:
+            one = one.aggregate(other)  # type: ignore[assignment]
+        on.absorb(one)
+
+    hand_over(first, 1, 1, 0)
+    assert not on.retention.record_state(first).stored, "one rank of two"
+    hand_over(second, 2, 1, 1)
+    assert on.retention.record_state(second).stored and not on.retention.record_state(first).stored
+    hand_over(first, 1, 0, 1)
+    assert on.retention.record_state(first).stored
+    # A record that one rank has lost is none of its successors.
+    hand_over(first, 3, 1, 0)
+    on.retention.not_stored(first)
+    hand_over(first, 4, 1, 0)
+    assert not on.retention.record_state(first).stored
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_loaded_record_keeps_as_many_tiles_as_its_fullest_rank(complete: bool) -> None:
     """Whichever rank has it first; and one that is computed after all needs them all until it is."""

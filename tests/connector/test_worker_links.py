@@ -149,7 +149,7 @@ def test_outcomes_become_the_report_once(worker: Worker) -> None:
             1: LoadCount(taken=1, route="disk", transition_blocks=2),
             2: LoadCount(missed=1, instead=frozenset()),
         },
-        saved={place(3).key},
+        saved={(3, place(3).key): 1},
         pushed={7: ("",), 8: ("nobody there",)},
     )
     assert worker.step() is None

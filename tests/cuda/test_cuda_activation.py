@@ -168,6 +168,16 @@ def test_pipelines_and_replicas_are_served_but_for_those_of_experts(
     assert "data_parallel_size=2 with experts: expected 1" in (support.refusal(config) or "")
 
 
+def test_stages_are_not_scheduled_ahead(config: VllmConfig) -> None:
+    """vLLM refuses it of its V1 runner, and leaves it out where it is not asked for."""
+    object.__setattr__(config.parallel_config, "pipeline_parallel_size", 2)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config._validate_v1_model_runner()
+    object.__setattr__(config.scheduler_config, "async_scheduling", True)
+    with pytest.raises(ValueError, match="pipeline parallelism with async scheduling"):
+        config._validate_v1_model_runner()
+
+
 @pytest.mark.parametrize(
     ("backend", "says"),
     [

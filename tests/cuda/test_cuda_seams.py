@@ -305,3 +305,10 @@ def test_no_full_graphs_of_mixed_batches(asked: CUDAGraphMode, gets: CUDAGraphMo
     # Without the override FlashAttention 3 would keep what was asked for.
     config = CompilationConfig(cudagraph_mode=asked, splitting_ops=list(CompilationConfig._attention_ops))
     assert config.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, "") is asked
+
+
+def test_the_worker_runs_the_model_before_there_is_a_cache() -> None:
+    """In that pass a later pipeline stage makes room for what it is sent; with a given size of cache, too."""
+    source = inspect.getsource(Worker.determine_available_memory)
+    assert source.count("self.model_runner.profile_run(") == 2
+    assert "self.intermediate_tensors = (" in inspect.getsource(GPUModelRunner._dummy_run)

@@ -160,9 +160,10 @@ def drafting(**given: Any) -> SimpleNamespace:
     layers = {"is_hybrid": False, "is_attention_free": False, "use_mla": False, "uses_mrope": False}
     model = {**layers, "max_model_len": 4096, "architecture": "Model", "model": "path"}
     how = {"method": "draft_model", "parallel_drafting": False, "disable_padded_drafter_batch": False}
-    of = {"model": {}, "draft": {}, "how": {}} | given
+    of = {"model": {}, "draft": {}, "how": {}, "stages": 1} | given
     return SimpleNamespace(
         model_config=SimpleNamespace(**model | of["model"]),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=of["stages"]),
         speculative_config=SimpleNamespace(
             **how | of["how"], draft_model_config=SimpleNamespace(**model | of["draft"])
         ),
@@ -182,6 +183,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
         {"how": {"method": "mtp"}, "draft": {"architecture": "NemotronHMTPModel"}},
         "NemotronHMTPModel was never run: expected one of Qwen3_5MTP",
     ),
+    "stages": ({"stages": 2}, "pipeline_parallel_size=2: vLLM's V1 model runner has what drafts on the last"),
     "a hybrid drafts": ({"draft": {"is_hybrid": True}}, "expected a model of full attention"),
     "positions end": ({"draft": {"max_model_len": 2048}}, "end at 2048: expected max_model_len=4096 or more"),
 }

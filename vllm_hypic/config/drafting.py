@@ -54,6 +54,11 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
     speculative, model = config.speculative_config, config.model_config
     if speculative is None:
         return None
+    if (stages := config.parallel_config.pipeline_parallel_size) > 1:
+        return (
+            f"speculative decoding with pipeline_parallel_size={stages}: vLLM's V1 model runner has "
+            "what drafts on the last stage alone, and no other one starts without it; drop one of the two"
+        )
     if speculative.method not in LOOKED_UP + BY_A_MODEL:
         return (
             f"speculative decoding by {speculative.method!r} was never run beside records, which what "

@@ -70,8 +70,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Fetched and awaited records whose orders ended, by number."""
     at_store: set[int] = field(default_factory=set)
     """Numbers of awaited records that are in a shared tier: the store fetches them now."""
-    saved: set[SegmentKey] = field(default_factory=set)
-    """Records that the store was handed."""
+    saved: dict[tuple[int, SegmentKey], int] = field(default_factory=dict)
+    """Records that the store was handed, by number and key: how many ranks' parts."""
     pushed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Push orders that ended, by number: of each rank why its part was not delivered, or nothing."""
     store: StoreStats | None = None
@@ -98,7 +98,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
                 for s in self.loads.keys() | other.loads.keys()
             },
             at_store=self.at_store | other.at_store,
-            saved=self.saved & other.saved,
+            saved={s: self.saved.get(s, 0) + other.saved.get(s, 0) for s in self.saved | other.saved},
             pushed={n: self.pushed.get(n, ()) + other.pushed.get(n, ()) for n in self.pushed | other.pushed},
             store=add_stats(self.store, other.store),
             unfinished=max(self.unfinished, other.unfinished),

@@ -6,12 +6,13 @@ Triton operators.  FlashAttention, what writes vLLM's cache, and stock's recurre
 
     TRITON_INTERPRET=1 python gpu_runner.py MODEL SEPARATOR [FAULT]
 
-Prints as JSON each answer's tokens, logprobs of the first token by id, and cached tokens; and how often each
-operator ran.
+Prints, as a line of JSON, each answer's tokens, logprobs of the first token by id, and cached tokens; and how
+often each stage ran each operator.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -44,8 +45,11 @@ def pretend(fault: str = "") -> None:
 
     from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
     from vllm_hypic.backends.linear import gdn
+    from vllm_hypic.connector.worker import side
     from vllm_hypic.engine import cpu_worker
     from vllm_hypic.patches import cuda_kept_lse
+    from vllm_hypic.pool import tensors
+    from vllm_hypic.pool.copy import stream
 
     interpreter.install()
     chosen = types.ModuleType("vllm_hypic.backends.attention.backend")
@@ -59,9 +63,16 @@ def pretend(fault: str = "") -> None:
     layer = delta_net()
     gdn._layer_class = lambda cuda: layer
     cpu_worker.HypicCPUModelRunner = model_runner(fault)  # type: ignore[misc]
+    # Records are settled one pass later, and their transition blocks stand in one table.
+    late = stream.CPUSideStream()
+    late.behind = True
+    side.side_stream_of = lambda device: late
+    tensors.TransitionBlocks = functools.partial(tensors.TransitionBlocks, joint=True)  # type: ignore
 
 
 def model_runner(fault: str) -> type:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_pp_group
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
@@ -69,8 +80,16 @@ def model_runner(fault: str) -> type:
     class Runner(HypicGPUModelRunner, CPUModelRunner):
         """The GPU model runner over vLLM's shims."""
 
+        def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+            # The GPU worker has run the model by now, when later stages make room for what they are sent; the
+            # CPU worker leaves that out of eager engines.
+            if not get_pp_group().is_first_rank:
+                with set_current_vllm_config(self.vllm_config):
+                    self.profile_run()
+            super().initialize_kv_cache(*args, **kwargs)
+
         def _rewrite_positions(self, step: Any) -> None:
-            if fault != "positions":
+            if fault != "positions" or not get_pp_group().is_last_rank:
                 super()._rewrite_positions(step)
 
     return Runner
@@ -148,40 +167,52 @@ def prompts(*between: int) -> list[list[int]]:
     return [[t for i, part in enumerate(p) for t in (*(between if i else ()), *part)] for p in parts()]
 
 
-def main() -> None:
-    model, separator, *fault = sys.argv[1:]
-    pretend(*fault)
+def start(model: str, **more: Any) -> LLM:
+    """An engine over ``model``."""
     options = {
         "page_tokens": 32,
         "pool_bytes": 16 << 20,
         "context": "none",
         "islands": "none",
         "expected_segment_tokens": 64,
+        # So that a head in the second half of the layers is dead.
+        "dead_transition": 1e-6,
     }
-    llm = LLM(
+    usual = {"max_num_batched_tokens": 512, "max_num_seqs": 8}
+    return LLM(
         model,
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,
-        max_num_batched_tokens=512,
-        max_num_seqs=8,
         max_logprobs=-1,
         seed=0,
         attention_backend="hypic",
         additional_config={"hypic": options},
+        **usual | more,
     )
+
+
+def answers(llm: LLM, separator: int) -> list[list[Any]]:
+    """To the composed prompts, cold one by one, then warm with plain requests beside, in one batch: tokens,
+    logprobs of the first one by id, cached tokens."""
     sampling = SamplingParams(max_tokens=2, temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False)
-    answers = []
-    composed, plain = prompts(int(separator)), prompts()
-    # Cold one by one; warm with plain requests beside, in one batch.
+    found: list[list[Any]] = []
+    composed, plain = prompts(separator), prompts()
     for batch in (*([p] for p in composed), [*composed, *plain]):
         given = [{"prompt_token_ids": tokens} for tokens in batch]
         for output in llm.generate(given, sampling, use_tqdm=False):
             [sample] = output.outputs
             first = [entry.logprob for _, entry in sorted(sample.logprobs[0].items())]
-            answers.append([list(sample.token_ids), first, output.num_cached_tokens])
-    [calls] = llm.collective_rpc("hypic_calls")
-    print(json.dumps([answers, calls]))
+            found.append([list(sample.token_ids), first, output.num_cached_tokens])
+    return found
+
+
+def main() -> None:
+    model, separator, *fault = sys.argv[1:]
+    pretend(*fault)
+    llm = start(model)
+    found = answers(llm, int(separator))
+    print(json.dumps([found, llm.collective_rpc("hypic_calls")]))
 
 
 if __name__ == "__main__":

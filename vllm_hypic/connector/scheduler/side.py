@@ -35,6 +35,7 @@ from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .prefixes import Prefixes
 from .request_views import RequestViews
 from .retention import Retention
+from .saves import Saves
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
 from .shared_columns import SharedColumns
 from .stretches import Stretch, Stretches
@@ -93,7 +94,7 @@ class SchedulerSide:
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         share = self.directory.total.part(awaited)
         self.arrivals = Arrivals(self._orders, has_store=has_tiers, ranks=ranks, share=share)
-        self._deliveries = Deliveries(self._orders, ranks)
+        self._deliveries, self._saves = Deliveries(self._orders, ranks), Saves(ranks)
         self._view, self._island_runs = WorkerView(geometry), island_runs
         self.shared = SharedColumns(self.directory, self._view, self._orders, geometry, prefill_flops)
         self._fetched = FetchedCheckpoints(
@@ -431,8 +432,9 @@ class SchedulerSide:
             self.arrivals.at_store(serial)
         for serial, count in report.loads.items():
             self._arrived(serial, count)
-        self.retention.stored(report.saved)
-        self.shared.stored(report.saved)
+        stored = self._saves.reported(report.saved)
+        self.retention.stored(stored)
+        self.shared.stored(stored)
         for number, faults in report.pushed.items():
             if (fault := self._deliveries.reported(number, faults)) is not None:
                 self.counters.segments_pushed += not fault

@@ -154,7 +154,7 @@ class WorkerSide:
                     self._submit(SaveRecord(place))
             case SaveRecord(place):
                 if done:
-                    self._report.saved.add(place.key)
+                    self._report.saved[place.serial, place.key] = 1
             case PushRecord(number):
                 self._report.pushed[number] = (outcome.reason,)
 
