@@ -73,7 +73,8 @@ class CUDADeltaNet(DeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        plans = step.shared.of(SharedPlans).compose_parts(composed, step.device, self._at_once())
+        most = AtOnce(unfilled=self._at_once().unfilled)  # nothing is kept of a request
+        plans = step.shared.of(SharedPlans).compose_parts(composed, step.device, most)
         views, records = self._current_views(), self.records(runtime)
         caches = views.caches(self._slots(step))
         for plan in plans:
